@@ -36,8 +36,8 @@ class JobIncident:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Those that it is on, or was."""
-        return tuple(sorted({node for node, _ in self.cases}))
+        """Those that it is on, or was. Of what was judged over all ranks, those of the ranks that it names."""
+        return tuple(sorted({one for (node, _), case in self.cases.items() for one in _list_nodes(node, case)}))
 
     def overlaps(self, case: Case) -> bool:
         """Whether a case of the same attempt and alert belongs to it."""
@@ -49,12 +49,17 @@ class JobIncident:
         cases = sorted(self.cases.items(), key=lambda item: (item[1].first_step, item[0]))
         every = [case for _, case in cases]
         best = max(every, key=lambda case: SURENESS[case.diagnosis.confidence])
-        members = [msgspec.structs.replace(member, node=str(node)) for (node, _), c in cases for member in c.members]
+        members = [
+            member if c.of_job else msgspec.structs.replace(member, node=str(node))
+            for (node, _), c in cases
+            for member in c.members
+        ]
         ends = [case.resolved_time for case in every if case.resolved_time is not None]
         end_steps = [case.resolved_step for case in every if case.resolved_step is not None]
         firing = self.firing
         undone = all(case.state == "rolled_back" for case in every)
-        where = join_names([str(node) for node in self.nodes], 8)
+        nodes = self.nodes
+        where = f"node{'s' if len(nodes) > 1 else ''} {join_names(list(map(str, nodes)), 8)}" if nodes else "all nodes"
         return msgspec.structs.replace(
             best,
             id=self.id,
@@ -67,7 +72,7 @@ class JobIncident:
             resolved_step=max(end_steps, default=None) if not firing else None,
             resolved_time=max(ends, default=None) if not firing else None,
             members=tuple(members[:MEMBERS]),
-            summary=f"{best.summary} (node{'s' if len(self.nodes) > 1 else ''} {where})",
+            summary=f"{best.summary} ({where})",
             done=tuple(dict.fromkeys(text for case in every for text in case.done)),
             silenced="",
             told=True,
@@ -182,6 +187,10 @@ class JobIncidents:
         for identity in ended[: max(len(ended) - ENDED, 0)]:
             if identity not in self._changed:
                 del self._incidents[identity]
+
+
+def _list_nodes(node: int, case: Case) -> list[int]:
+    return [int(member.node) for member in case.members if member.node] if case.of_job else [node]
 
 
 def _first_id(node: int, case: Case) -> str:

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from sentinel.cluster.inquiry import Inquiry
 from sentinel.cluster.messages import (
     Beat,
     ClusterMessage,
+    Digest,
     Events,
     NodeRollback,
     NodeState,
@@ -66,6 +67,39 @@ class NodeSupervisor(NamedTuple):
     give_order: Callable[[wire.Order], None]
 
 
+class StepReporter(Protocol):
+    """Has the coordinator judge this node's steps, as long as it is heard."""
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether the coordinator does not have all steps yet."""
+
+    def make_digest(self, now: float) -> Digest | None:
+        """What is to be sent now."""
+
+    def confirm(self, upto: int, now: float) -> None:
+        """The coordinator has all up to this step; -1: nothing."""
+
+    def tick(self, now: float, *, joined: bool) -> None:
+        """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
+
+
+class JobJudge(Protocol):
+    """Judges the steps of all nodes."""
+
+    def take_digest(self, digest: Digest, now: float) -> None:
+        """Steps of another node. Raises ProtocolError."""
+
+    def list_reached(self) -> Mapping[int, int]:
+        """Node -> the last step that it need not send again."""
+
+    def tick(self, now: float) -> None:
+        """Once a second."""
+
+    def finish(self, now: float) -> None:
+        """The run is over: judge what is there."""
+
+
 def count_nodes(identity: wire.Identity) -> int:
     """Nodes that the job has ranks on, as far as the launcher says."""
     return -(-identity.world_size // (identity.local_world_size or identity.world_size))
@@ -100,6 +134,10 @@ class Membership:
         self._rollback_order: RollbackOrder | None = None
         self._passing = False
         """Whether what is new of a rollback is about to be passed on."""
+        self.reporter: StepReporter | None = None
+        """Of a node that is not the coordinator."""
+        self.judge: JobJudge | None = None
+        """Of the coordinator."""
         self._order: wire.Order | None = None
         """The coordinator's, to all nodes."""
         self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
@@ -160,6 +198,7 @@ class Membership:
             self._tell_job(now)
         elif self._node.unapplied and now - self._ending > LAST_SECONDS:
             self._tell_alone(now, leaving=True)
+        self._send_digest(now)
         self._pipeline.hurry()
 
     def pass_on_report(self) -> None:
@@ -178,7 +217,8 @@ class Membership:
         """What people do not know yet, or the coordinator; of the coordinator, the nodes that are still there."""
         waits = self._ending is None or time.monotonic() - self._ending < LAST_SECONDS
         if self._coordinator is None:
-            here = self._node.unapplied if waits else 0
+            unconfirmed = self._session is not None and self.reporter is not None and self.reporter.unconfirmed
+            here = self._node.unapplied + unconfirmed if waits else 0
         else:
             states = self._coordinator.list_nodes(time.monotonic())
             here = sum(state.state == "alive" for state in states) if waits else 0
@@ -219,6 +259,8 @@ class Membership:
         self._closed = True
         now = time.monotonic()
         if self._coordinator is not None:
+            if self.judge is not None:
+                self.judge.finish(now)
             self._tell_job(now, leaving=True)
         else:
             self._tell_alone(now, leaving=True)
@@ -252,8 +294,13 @@ class Membership:
         self._send()
         self._carry_out_order(now)
         if self._coordinator is None:
+            if self.reporter is not None:
+                self.reporter.tick(now, joined=self._node.find_view(now) != "alone")
+            self._send_digest(now)
             self._tell_alone(now)
             return
+        if self.judge is not None:
+            self.judge.tick(now)
         if self._session is not None:
             for node, after in self._coordinator.list_missing(now):
                 self._session.ask(node, after)
@@ -269,6 +316,8 @@ class Membership:
             message = self._coordinator.make_beat(
                 self._state(), time.monotonic(), leaving=leaving, order=self._order, rollback=self._rollback_order
             )
+            reached = self.judge.list_reached() if self.judge is not None else {}
+            message = msgspec.structs.replace(message, digested={str(node): upto for node, upto in reached.items()})
         else:
             own = self._state()
             message = Pulse(
@@ -279,6 +328,17 @@ class Membership:
             )  # fmt: skip
         with contextlib.suppress(Exception):  # the next one repeats it
             self._session.publish(encode(message))
+
+    def list_nodes(self) -> tuple[NodeState, ...]:
+        """The other nodes, as the coordinator knows them."""
+        return self._coordinator.list_nodes(time.monotonic()) if self._coordinator is not None else ()
+
+    def _send_digest(self, now: float) -> None:
+        if self._session is None or self.reporter is None:
+            return
+        if (digest := self.reporter.make_digest(now)) is not None:
+            with contextlib.suppress(Exception):  # what does not arrive is sent again
+                self._session.publish_digest(encode(digest))
 
     def _carry_out_order(self, now: float) -> None:
         """Have this node's supervisor do what the coordinator orders now, or know why there is no order."""
@@ -457,7 +517,12 @@ class Membership:
         self._hand_over(self._take, kind, node, payload)
 
     def _answer(self, after: int, reply: Callable[[bytes], None]) -> None:
-        self._hand_over(lambda: reply(encode(self._node.list_events(after))))
+        def hand_in() -> None:
+            # What was judged here alone ends when a beat is heard: only then the coordinator is handed it, as over.
+            if self._node.find_view(time.monotonic()) == "joined":
+                reply(encode(self._node.list_events(after)))
+
+        self._hand_over(hand_in)
 
     def _take(self, kind: str, node: int, payload: bytes) -> None:
         now = time.monotonic()
@@ -470,6 +535,10 @@ class Membership:
                 if self._coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now):
                     self._carry_out_order(now)
                     self._roll_back(now)
+            elif kind == "digest":
+                digest = _check_sender(decode(payload, Digest), node)
+                if self.judge is not None:
+                    self.judge.take_digest(digest, now)
             else:
                 self._coordinator.take_events(_check_sender(decode(payload, Events), node))
                 self._tell_job(now)
@@ -478,6 +547,9 @@ class Membership:
 
     def _take_beat(self, beat: Beat, now: float) -> None:
         applied = self._node.take_beat(beat, now)
+        if self.reporter is not None and self._node.beat is beat:
+            self.reporter.tick(now, joined=not beat.leaving)
+            self.reporter.confirm(beat.digested.get(str(self._identity.node), -1), now)
         for identity in applied:
             if self._pipeline.is_known(identity):
                 self._end_own_page(identity)
@@ -497,7 +569,7 @@ class Membership:
         )  # fmt: skip
 
 
-def _check_sender(message: Pulse | Events, node: int) -> Any:
+def _check_sender(message: Pulse | Events | Digest, node: int) -> Any:
     if message.node != node:
         raise ProtocolError(f"node {node} says that it is node {message.node}")
     return message

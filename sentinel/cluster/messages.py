@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -133,6 +134,17 @@ class Events(ClusterMessage, frozen=True, kw_only=True):
     cases: Annotated[tuple[NodeCase, ...], _CASES] = ()
 
 
+class Digest(ClusterMessage, frozen=True, kw_only=True):
+    """Once a second from a node: what the rules of the job read of its steps after `after`, up to `upto`."""
+
+    node: Ordinal
+    attempt: Integer
+    after: Integer
+    upto: Integer
+    body: bytes
+    """`cluster/digest.py` has it."""
+
+
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """A node as the coordinator knows it."""
 
@@ -171,26 +183,30 @@ class Beat(ClusterMessage, frozen=True, kw_only=True):
     order: wire.Order | None = None
     """What all nodes are to do."""
     rollback: RollbackOrder | None = None
+    digested: Annotated[dict[Name, Integer], _NODES] = {}
+    """Node -> the last step of its digests that need not be sent again."""
 
 
 Sent = TypeVar("Sent", bound=ClusterMessage)
 
 
 def encode(message: ClusterMessage) -> bytes:
-    """As bytes."""
-    return msgspec.msgpack.encode(message)
+    """As bytes, compressed: most of a message are names that repeat."""
+    return zlib.compress(msgspec.msgpack.encode(message))
 
 
 def decode(payload: bytes, kind: type[Sent]) -> Sent:
     """A message that is checked. Raises ProtocolError."""
-    if len(payload) > MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(payload)} bytes; {MESSAGE_BYTES} are the most")
     try:
-        theirs = msgspec.msgpack.decode(payload, type=ClusterMessage).protocol
+        stream = zlib.decompressobj()
+        unpacked = stream.decompress(payload, MESSAGE_BYTES)
+        if not stream.eof:
+            raise ProtocolError(f"a message of more than {MESSAGE_BYTES} bytes, or a part of one")
+        theirs = msgspec.msgpack.decode(unpacked, type=ClusterMessage).protocol
         if theirs != PROTOCOL:
             raise ProtocolError(f"another node speaks protocol {theirs}, this one {PROTOCOL}; install one version")
-        return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
+        return msgspec.msgpack.decode(unpacked, type=kind)
+    except (zlib.error, msgspec.DecodeError) as error:
         raise ProtocolError(f"no {kind.__name__}: {error}") from None
 
 

@@ -3,6 +3,7 @@
 sentinel/RUN/alive/N    a token of node N, gone with its connection
 sentinel/RUN/pulse/N    from node N
 sentinel/RUN/event/N    from node N; the same key answers `?after=K`
+sentinel/RUN/digest/N   from node N
 sentinel/RUN/beat       from the coordinator
 sentinel/RUN/view/N     answers what other nodes ask on demand (`questions`)
 """
@@ -29,7 +30,8 @@ _USER = "sentinel"
 _QUERY_SECONDS = 5.0
 
 Receive = Callable[[str, int, bytes], None]
-"""Gets what came: `pulse`, `event`, `beat` or `gone`, the node by the key (0 of the coordinator), the bytes."""
+"""Gets what came: `pulse`, `event`, `digest`, `beat` or `gone`, the node by the key (0 of the coordinator), and the
+bytes."""
 Answer = Callable[[int, Callable[[bytes], None]], None]
 """Gets the number of the event after which is asked, and what takes the answer."""
 AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
@@ -52,12 +54,14 @@ class Session:
             self._publisher = self._session.declare_publisher(f"{self._root}/beat")
             self._subscribe(f"{self._root}/pulse/*", "pulse")
             self._subscribe(f"{self._root}/event/*", "event")
+            self._subscribe(f"{self._root}/digest/*", "digest")
             self._keep: Any = self._session.liveliness().declare_subscriber(
                 f"{self._root}/alive/*", self._note_liveliness
             )
         else:
             self._publisher = self._session.declare_publisher(f"{self._root}/pulse/{node}")
             self._events = self._session.declare_publisher(f"{self._root}/event/{node}")
+            self._digests = self._session.declare_publisher(f"{self._root}/digest/{node}")
             self._subscribe(f"{self._root}/beat", "beat")
             self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._answer_query)
             self._keep = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
@@ -69,6 +73,10 @@ class Session:
     def publish_event(self, payload: bytes) -> None:
         """Events of this node."""
         self._events.put(payload)
+
+    def publish_digest(self, payload: bytes) -> None:
+        """A digest of this node. Lost where it cannot be sent now."""
+        self._digests.put(payload)
 
     def ask(self, node: int, after: int) -> None:
         """Ask a node for its events; they come as any others do."""

@@ -6,19 +6,24 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
 
 from sentinel.daemon.run_context import RunContext
 from sentinel.diagnose import case as cases
 from sentinel.diagnose import folding
-from sentinel.diagnose.case import Case
+from sentinel.diagnose.case import Case, CaseMember
 from sentinel.engine import Incident
 from sentinel.notify.notifier import Notifier
+from sentinel.runs import Attempt
 
 log = logging.getLogger(__name__)
 
 CASES = 1000
 """Cases that are kept in memory, at some 20 kB each: those that are open, and the newest. The history has all."""
+JOB_PREFIX = "job-"
+"""Of the ids of cases of the job: they are counted apart from those of the node."""
 TOLD_AGAIN = 20
 """Cases whose notices are sent again to a first rank that comes back."""
 
@@ -51,8 +56,9 @@ class IncidentLog:
 
     def open_case(self, incident: Incident) -> Case:
         """An alert fired."""
-        case = cases.open_case(self._run, self._run.attempt, incident)
+        case = cases.open_case(self._run, self._find_attempt(), incident)
         case.id = self._identity(incident)
+        self._name_nodes(case)
         self._fold(case, incident)
         self.add([case])
         self._notifier.open_case(case)
@@ -62,7 +68,8 @@ class IncidentLog:
 
     def update_case(self, case: Case, incident: Incident) -> None:
         """More entities joined, or it is over."""
-        cases.update_case(case, incident, self._run.attempt)
+        cases.update_case(case, incident, self._find_attempt())
+        self._name_nodes(case)
 
     def _fold(self, case: Case, incident: Incident) -> None:
         """Find out whether it is a consequence of one that is there."""
@@ -83,7 +90,8 @@ class IncidentLog:
     def _add_evidence(self, case: Case, incident: Incident) -> None:
         """Diagnose again. A consequence whose cause is another problem's is none."""
         was = case.problem
-        cases.add_evidence(case, incident, self._run.attempt)
+        cases.add_evidence(case, incident, self._find_attempt())
+        self._name_nodes(case)
         if case.problem != was and case.parent:
             former = case.problem_id
             self._fold(case, incident)
@@ -131,3 +139,48 @@ class IncidentLog:
     def _identity(self, incident: Incident) -> str:
         """Short, and unique in the run's history, over attempts too."""
         return f"{self._run.attempt.number}.{incident.id}"
+
+    def _find_attempt(self) -> Attempt:
+        """What a case is made of."""
+        return self._run.attempt
+
+    def _name_nodes(self, case: Case) -> None:
+        """Nothing: all members are on this node."""
+
+
+class JobIncidentLog(IncidentLog):
+    """What was judged over the ranks of all nodes, among the cases of the coordinator's node."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        notifier: Notifier,
+        log: IncidentLog,
+        find_attempt: Callable[[], Attempt],
+        nodes: Mapping[int, int],
+    ) -> None:
+        """`log`: that of the node. `find_attempt` gives the attempt with the ranks of all nodes. `nodes`: rank -> the
+        node that it is on."""
+        super().__init__(context, notifier)
+        self.cases, self.fired = log.cases, log.fired
+        self._find, self._nodes = find_attempt, nodes
+
+    def _identity(self, incident: Incident) -> str:
+        return JOB_PREFIX + super()._identity(incident)
+
+    def _find_attempt(self) -> Attempt:
+        return self._find()
+
+    def _name_nodes(self, case: Case) -> None:
+        """Say of each rank on which node it is; where the rule is about the run, of those that the diagnosis names."""
+        case.of_job = True
+        blamed = [CaseMember("rank", str(rank), case.first_step, {}) for rank in case.diagnosis.ranks]
+        ranks = [member for member in case.members if member.scope == "rank" and member.values] or blamed
+        case.members = (
+            *(member for member in case.members if member.scope != "rank"),
+            *(msgspec.structs.replace(one, node=self._find_node(one.name)) for one in ranks),
+        )
+
+    def _find_node(self, rank: str) -> str:
+        node = self._nodes.get(int(rank))
+        return "" if node is None else str(node)

@@ -8,6 +8,7 @@ from sentinel import wire
 from sentinel.cluster.membership import Membership, NodeSupervisor, count_nodes
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
+from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
 from sentinel.daemon.job_views import serve_job
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
@@ -34,5 +35,11 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
         )  # fmt: skip
         serve_job(watch, watch.membership)
         watch.actions.pass_on = watch.membership.pass_on_rollback
+        if identity.node == 0:
+            judge = CoordinatorJudge(watch.context, watch.incidents, identity, watch.membership.list_nodes)
+            watch.incidents.job = watch.membership.judge = judge
+        else:
+            reporter = NodeJudge(watch.context, watch.incidents, identity.node)
+            watch.incidents.job = watch.membership.reporter = reporter
     elif hello.rollback is not None and identity.rank == 0:
         watch.context.tell(f"rollback is not armed: {APART}")

@@ -122,7 +122,7 @@ def _state(history: History, number: int) -> tuple[int, SavedState | None]:
 def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
     """Judge without a state. What is open by then, and is known, is what it was; what is not any more, ends."""
     incidents, attempt = watch.incidents, watch.run.attempt
-    mine = list(incidents.log.present())
+    mine = [case for case in incidents.log.present() if not case.of_job]
     last = max((int(case.id.partition(".")[2]) for case in mine), default=0)
     incidents.evaluator = incidents.new_evaluator(incidents=last)
     fired: dict[str, Transition] = {}

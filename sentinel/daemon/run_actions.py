@@ -86,7 +86,7 @@ class RunActions:
     def direct_sampling(self) -> None:
         """More steps were judged: have ranks sample closely, or withhold snapshots, where rules see signs."""
         evaluator = self._incidents.evaluator
-        withheld_by = tuple(evaluator.asking_for(self.rollback.name) if self.rollback.terms is not None else ())
+        withheld_by = tuple(self._incidents.find_asking(self.rollback.name) if self.rollback.terms is not None else ())
         if (relay := self.find_relay()) is not None:
             withheld_by = relay.withhold(withheld_by)
         self._attention.advance(self._incidents.judged_to, evaluator.suspicions, withheld_by)
@@ -187,5 +187,5 @@ class RunActions:
 
     def _newest_good(self) -> int | None:
         """What is pending may turn out to be the first sign of a fault."""
-        pending = self._incidents.evaluator.asking_for(self.rollback.name).values()
+        pending = self._incidents.find_asking(self.rollback.name).values()
         return self.rollback.newest_good(min([self._incidents.judged_to, *pending]))

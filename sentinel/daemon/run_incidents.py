@@ -42,6 +42,25 @@ class CaseActions(Protocol):
         """What a daemon that takes over has to know of the rollbacks."""
 
 
+class JobJudgement(Protocol):
+    """What a run's incidents have to do with the rules over the ranks of all nodes of its job."""
+
+    def begin_attempt(self) -> None:
+        """The run has another attempt."""
+
+    def take_step(self, step: RunStep, now: float) -> None:
+        """A step was judged here."""
+
+    def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
+        """All ranks went back for these cases."""
+
+    def asking_for(self, action: str) -> dict[str, int]:
+        """The job's rules that are pending or firing and ask for this action, and the first step of their condition."""
+
+    def add_evidence(self, what: str, seq: int) -> None:
+        """Evidence of step `seq` came."""
+
+
 class RunIncidents:
     """Judges a run, and sees each of its transitions through. Other parts of the run hand in what they observed."""
 
@@ -57,6 +76,11 @@ class RunIncidents:
         self.log = IncidentLog(context, notifier)
         self.evaluations = 0
         """Times that a rule was applied to a step."""
+        self.job: JobJudgement | None = None
+        """Where the run's job is over several nodes that meet."""
+        self.elsewhere = frozenset[str]()
+        """Rules that the job's coordinator judges. They are judged here, too, with nothing coming of it: the node can
+        take over at any time."""
         self._preserve_at = 0.0
         self._judged_time = 0.0
 
@@ -69,6 +93,8 @@ class RunIncidents:
         """Of the opening examination, once it is over."""
         self.stages_begun = 0
         """Of those that were announced: the rules' state knows of them."""
+        if self.job is not None:
+            self.job.begin_attempt()
 
     def new_evaluator(self, incidents: int = 0) -> Evaluator:
         """Of the present attempt; `incidents`: how many there were in it."""
@@ -100,6 +126,8 @@ class RunIncidents:
             self.apply(transitions, now)
         if opens and step.seq >= OPENING_STEPS - 1:
             self.end_opening(now)
+        if self.job is not None:
+            self.job.take_step(step, now)
         return True
 
     def end_opening(self, now: float) -> None:
@@ -162,21 +190,55 @@ class RunIncidents:
         in words."""
         self.rewound_at = outcome.at
         self._context.run.attempt.rewind(outcome.to, outcome.at)
-        ended = self.evaluator.rewound(outcome.to, outcome.at)
-        for transition in ended:
-            if (other := self.log.find_case(transition.incident)) is not None and all(other is not c for c in cases):
-                other.done = (done,)
-        self.apply(ended, 0.0)
+        self.apply_rewind(self.evaluator.rewound(outcome.to, outcome.at), self.log, cases, done)
+        if self.job is not None:
+            self.job.rewind(cases, outcome, done)
 
-    def apply(self, transitions: Sequence[Transition], now: float) -> None:
-        """See through what the rules found: first kept, then acted on, then told."""
+    def apply_rewind(self, ended: Sequence[Transition], log: IncidentLog, cases: Sequence[Case], done: str) -> None:
+        """See through what a rollback for these cases ended. `log`: as in `apply`."""
+        for transition in ended:
+            if (other := log.find_case(transition.incident)) is not None and all(other is not c for c in cases):
+                other.done = (done,)
+        self.apply(ended, 0.0, log)
+
+    def find_asking(self, action: str) -> dict[str, int]:
+        """Rules that are pending or firing and ask for this action, here and over the ranks of all nodes, and the first
+        step of their condition."""
+        found = self.evaluator.asking_for(action)
+        for rule, seq in (self.job.asking_for(action) if self.job is not None else {}).items():
+            found[rule] = min(seq, found.get(rule, seq))
+        return found
+
+    def leave_rules(self, names: frozenset[str], why: str, now: float) -> None:
+        """From now on the job's coordinator judges these rules, and all others are judged here. `why` is written into
+        the cases here that end by that."""
+        before, self.elsewhere = self.elsewhere, names
+        for incident in self.evaluator.incidents if names != before else ():
+            case = self.log.find_case(incident)
+            if incident.state == "firing" and incident.rule in before - names:
+                self.apply([Transition(incident, "fired")], now)
+            elif incident.rule in names - before and case is not None and case.state == "firing":
+                self.end_case(case, why)
+
+    def end_case(self, case: Case, why: str) -> None:
+        """A case is over that no rule ends."""
+        case.state, case.resolved_time, case.done = "resolved", time.time(), (*case.done, why)
+        self._context.record_case(case)
+        self.notifier.tell("resolved", case)
+
+    def apply(self, transitions: Sequence[Transition], now: float, log: IncidentLog | None = None) -> None:
+        """See through what the rules found: first kept, then acted on, then told. `log`: where the cases are of what
+        was judged over the ranks of all nodes; else they are this node's."""
+        if log is None or log is self.log:
+            log = self.log
+            transitions = [found for found in transitions if found.incident.rule not in self.elsewhere]
         told: list[tuple[Event, Case, tuple[str, ...], tuple[str, ...]]] = []
         for transition in transitions:
             incident = transition.incident
             if transition.kind == "fired":
-                told.append(("fired", self.log.open_case(incident), incident.actions, incident.evidence))
-            elif (known := self.log.find_case(incident)) is not None:
-                self.log.update_case(known, incident)
+                told.append(("fired", log.open_case(incident), incident.actions, incident.evidence))
+            elif (known := log.find_case(incident)) is not None:
+                log.update_case(known, incident)
                 if transition.kind in ("resolved", "rolled_back"):
                     told.append(("resolved" if transition.kind == "resolved" else "rolled_back", known, (), ()))
                 else:
@@ -207,6 +269,8 @@ class RunIncidents:
     def add_evidence(self, what: str, seq: int) -> None:
         """Evidence of step `seq` came: put it into the cases that want it."""
         self.log.add_evidence(self.evaluator.incidents, what, seq)
+        if self.job is not None:
+            self.job.add_evidence(what, seq)
 
     def tick(self, now: float) -> None:
         """Tell people what changed, and keep the state where it is time."""

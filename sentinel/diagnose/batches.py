@@ -25,4 +25,10 @@ def uneven(evidence: Evidence) -> Finding:
     first, last = name_ranks(lengths[shortest]), name_ranks(lengths[max(lengths)])
     cause = f"{first} will be through after {shortest} batches, {last} after {max(lengths)}: a loop that goes by epochs"
     cause += " hangs then"
-    return Finding(cause, "high", f"{UNEVEN}. Where the loop counts its steps nothing will happen", evidence=facts)
+    return Finding(
+        cause,
+        "high",
+        f"{UNEVEN}. Where the loop counts its steps nothing will happen",
+        evidence=facts,
+        ranks=tuple(lengths[shortest]),
+    )

@@ -89,6 +89,8 @@ class Case(msgspec.Struct, kw_only=True):
     """Id of the silence that keeps people from being told."""
     told: bool = False
     """Whether people were told that it fired."""
+    of_job: bool = False
+    """Whether it was judged over the ranks of all nodes of a job."""
 
     @property
     def level(self) -> int:

@@ -156,6 +156,8 @@ class Finding(msgspec.Struct, frozen=True):
     """The problem that this cause is a sign of, where that is another than the rule's (`Rule.problem`)."""
     leads: bool = False
     """Whether this cause stays first where a second run of the batch finds the origin of what is not finite."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that it names as those to look at, where the rule is about the run and has no ranks as members."""
 
 
 def times_usual(sign: Sign) -> str:

@@ -28,7 +28,7 @@ def divergence(evidence: Evidence) -> Finding:
         cause = f"{name_ranks(sorted(sums))} hold different parameters, {since}; nothing shows which is right"
         return Finding(cause, "medium", missing=missing, evidence=facts)
     cause = f"{name_ranks(others)} hold{'s' * (len(others) == 1)} other parameters than the other {held}, {since}"
-    return Finding(cause, "high", missing=missing, evidence=facts)
+    return Finding(cause, "high", missing=missing, evidence=facts, ranks=tuple(others))
 
 
 def _layers(evidence: Evidence, seq: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

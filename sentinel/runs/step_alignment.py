@@ -55,6 +55,11 @@ class Alignment(Generic[Sample]):
         return frozenset(self._silent)
 
     @property
+    def awaited(self) -> frozenset[int]:
+        """Ranks that are waited for."""
+        return frozenset(self._reached.keys() - self._silent)
+
+    @property
     def waiting(self) -> bool:
         """Whether any step is open."""
         return bool(self._open)

@@ -9,11 +9,13 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.coordinator import SILENT_SECONDS, Coordinator
-from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
+from sentinel.cluster.digest import DigestSender, JobSteps
+from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, NodeState, Pulse, decode, encode
 from sentinel.cluster.node import Node
 from sentinel.cluster.restart import JobMember
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
+from sentinel.runs.steps import RunStep
 from sentinel.supervise.supervisor import ORDER_SECONDS
 
 TICK = 0.5
@@ -86,6 +88,12 @@ class SupervisorMachine:
             self.gone = True
 
 
+def make_step(node: int, seq: int) -> RunStep:
+    """A step of a node with two ranks."""
+    ranks = {rank: {"loss": seq + rank / 100} for rank in (2 * node, 2 * node + 1)}
+    return RunStep(seq, float(seq), ranks, {})
+
+
 class NodeMachine:
     """A node: its history outlives its daemon, and so do the pages that it sent by itself."""
 
@@ -97,9 +105,11 @@ class NodeMachine:
         self.self_told: set[str] = set()
         self.daemon: Node | None = None
         self.starts = 0
+        self.sender: DigestSender
 
     def start(self, now: float) -> None:
         self.starts += 1
+        self.sender = DigestSender(self.number, 0, {"loss"})
         self.daemon = Node(self.number, self.starts, now)
         for case in self.history.values():
             self.daemon.record(case)
@@ -130,6 +140,12 @@ class Simulation:
         self.net: list[Packet] = []
         self.cut: set[int] = set()
         self.coordinator: Coordinator | None = None
+        self.trained = 0
+        """Steps that all ranks have done."""
+        self.steps = JobSteps(0, nodes)
+        """What the present coordinator makes of them."""
+        self.judged: list[RunStep] = []
+        """The same, judged."""
         self.pages: dict[str, Case] = {}
         """What the job's receivers know, by id: they outlive the coordinator."""
         self.told: set[tuple[int, str]] = set()
@@ -146,6 +162,7 @@ class Simulation:
     def start_coordinator(self) -> None:
         self.epochs += 1
         self.heard = {}
+        self.steps, self.judged = JobSteps(0, self.expected), []
         self.coordinator = Coordinator(
             0, self.expected, self.epochs, self.now, [page for page in self.pages.values() if page.state == "firing"]
         )
@@ -282,6 +299,7 @@ class Simulation:
             if not {packet.sender, packet.to} & self.cut:
                 self.arrive(packet)
         self.follow_jobs()
+        self.train()
         for node in self.nodes.values():
             if (daemon := node.daemon) is not None:
                 node.page(daemon.take_untold(self.now))
@@ -292,8 +310,32 @@ class Simulation:
                 self.ask(number, after)
             self.tell()
             self.order_nodes()
+            self.judge_steps()
+            digested = {str(node): upto for node, upto in self.steps.reached.items()}
             for number in self.nodes:
-                self.send(0, number, self.coordinator.make_beat(own_state(), self.now, order=self.order))
+                beat = self.coordinator.make_beat(own_state(), self.now, order=self.order)
+                self.send(0, number, msgspec.structs.replace(beat, digested=digested))
+
+    def train(self) -> None:
+        """All ranks do a step; the daemons that are there see it."""
+        seq, self.trained = self.trained, self.trained + 1
+        if self.coordinator is not None:
+            self.steps.add_own(make_step(0, seq), self.now)
+        for node in self.nodes.values():
+            if node.daemon is not None:
+                node.sender.add(make_step(node.number, seq))
+                if (digest := node.sender.make_digest(self.now)) is not None:
+                    self.send(node.number, 0, digest)
+
+    def judge_steps(self) -> None:
+        """What is judged is what the ranks said, each step once and in order."""
+        for step in self.steps.take_closed(self.now):
+            assert not self.judged or step.seq > self.judged[-1].seq
+            assert all(values == {"loss": step.seq + rank / 100} for rank, values in step.ranks.items())
+            nodes = {rank // 2 for rank in step.ranks}
+            missing = set(range(self.expected)) - nodes
+            assert missing.isdisjoint(self.steps.list_awaited()), "judged without a node that was waited for"
+            self.judged.append(step)
 
     def pulse(self, daemon: Node) -> Pulse:
         epoch = daemon.beat.epoch if daemon.beat else 0
@@ -317,12 +359,16 @@ class Simulation:
             elif isinstance(message, Events):
                 self.coordinator.take_events(message)
                 self.tell()
+            elif isinstance(message, Digest):
+                self.steps.take(message, self.now)
         elif packet.to != 0 and isinstance(message, Beat):
             node = self.nodes[packet.to]
             if node.daemon is not None:
                 known = node.daemon.beat
                 applied = node.daemon.take_beat(message, self.now)
                 assert known is None or node.daemon.beat is None or node.daemon.beat.epoch >= known.epoch
+                if node.daemon.beat is message:
+                    node.sender.confirm(message.digested.get(str(node.number), -1), self.now)
                 self.carry_out(node.number, node.daemon.find_order(self.now))
                 for identity in applied:
                     if node.pages.get(identity) == "firing":

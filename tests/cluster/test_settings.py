@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,8 @@ def test_what_is_no_message_or_too_large_is_refused() -> None:
     for payload in (b"", b"\xc1", encode(pulse)[:-3], b"\x90", bytes(MESSAGE_BYTES + 1)):
         with pytest.raises(ProtocolError):
             decode(payload, Pulse)
+    with pytest.raises(ProtocolError, match="a message of more than"):
+        decode(zlib.compress(bytes(100 * MESSAGE_BYTES)), Pulse)
     with pytest.raises(ProtocolError, match="no Events"):
         decode(encode(pulse), Events)
     with pytest.raises(ProtocolError, match="another node speaks protocol 2"):

@@ -47,6 +47,14 @@ def check_jobs(simulation: Simulation) -> None:
     assert {one.runs for one in simulation.supervisors} == {not any(one.gone for one in simulation.supervisors)}
 
 
+def check_steps(simulation: Simulation) -> None:
+    """In the end every step of every rank is judged, for a minute after all is well."""
+    last = simulation.judged[-100:]
+    assert [step.seq for step in last] == list(range(last[0].seq, last[0].seq + 100))
+    assert {len(step.ranks) for step in last} == {2 * simulation.expected}
+    assert last[-1].seq > simulation.trained - 10
+
+
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -> None:
@@ -54,6 +62,7 @@ def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -
     simulation.play()
     check_end(simulation)
     check_jobs(simulation)
+    check_steps(simulation)
     assert [ids for ids in simulation.ids.values() if len(ids) > 1] == []
 
 
@@ -62,6 +71,8 @@ def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(se
     simulation = Simulation(seed, deaths=False, cuts=False)
     simulation.play()
     check_jobs(simulation)
+    check_steps(simulation)
+    assert [step.seq for step in simulation.judged] == list(range(len(simulation.judged))), "a step was lost"
     assert not any(one.gone for one in simulation.supervisors)
     assert simulation.faults_of_jobs >= simulation.supervisors[0].start > 0
 
@@ -73,3 +84,4 @@ def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int) 
     simulation.play()
     check_end(simulation)
     check_jobs(simulation)
+    check_steps(simulation)

@@ -1,0 +1,269 @@
+"""Closed steps of nodes on their way to the rules of the whole job. No network, no clock.
+
+    RunStep of a node -> DigestSender -> Digest, once a second -> JobSteps -> RunStep of all nodes
+
+A digest has the value that each rank has of each signal the job's rules read, and no sums of them: what is made of the
+values of all ranks is then the same as on one node, to the last bit, whatever a signal's `combine` is.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from sentinel import wire
+from sentinel.cluster.messages import Digest
+from sentinel.errors import ProtocolError
+from sentinel.runs.reported import MOST_STEPS, MOST_VALUES, list_reported_steps
+from sentinel.runs.step_alignment import Alignment
+from sentinel.runs.steps import RunStep, combine_ranks
+from sentinel.signals import SIGNALS
+
+DIGEST_BYTES = 2048
+"""A second and node, compressed, in the long run. In a loop whose steps are more than that, not every step is whole."""
+BURST_BYTES = 10 * DIGEST_BYTES
+"""At most at once: of a run's first steps all is measured, and what was lost is sent again."""
+AGAIN_SECONDS = 3.0
+"""After which steps that the coordinator does not confirm are sent again: three of its beats."""
+KEPT_ROWS = MOST_STEPS
+"""Values of one rank at one step, in a digest, or waiting for one."""
+COARSEST = 4096
+PATIENCE_SECONDS = 10.0
+"""For which a step waits for nodes that have not said that they are past it; then it is judged without them. As long as
+a node is silent for (`coordinator.SILENT_SECONDS`)."""
+_NEVER = 1 << 60
+"""Steps ahead of the others at which a node is waited for no longer: digests come once a second, however fast a loop
+is."""
+_UNPACKED_BYTES = 16 * MOST_VALUES
+
+
+class NodeStep(NamedTuple):
+    """A step of a node, or what is rare of it: signals that most steps lack, and values that are not finite."""
+
+    step: RunStep
+    whole: bool
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True):
+    """What a digest holds, uncompressed: a row for each rank of each step, in rising order of steps."""
+
+    ranks: bytes
+    """uint32, packed: the rank of each row."""
+    whole: bytes
+    """uint8: whether its step is whole."""
+    rows: wire.Batch
+
+
+class DigestSender:
+    """A node's side, for one attempt: which steps the coordinator has, and which are to be sent again."""
+
+    def __init__(self, node: int, attempt: int, signals: Collection[str]) -> None:
+        """`signals`: those that the job's rules read."""
+        self._node, self._attempt, self.signals = node, attempt, signals
+        self._fresh = deque[NodeStep]()
+        self._sent = deque[NodeStep]()
+        """Not confirmed."""
+        self._ranks = 1
+        """The most that a step had."""
+        self._closed_to = self._sent_to = self._confirmed = -1
+        self._progressed = 0.0
+        """When something was confirmed, or sent with nothing unconfirmed before it."""
+        self._allowed, self._made = float(BURST_BYTES), 0.0
+        """Bytes that may be sent, at that time."""
+        self.every = 1
+        """Of so many steps one is sent whole, a power of two: the steps that a slower node's budget allows are among a
+        faster one's."""
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether the coordinator does not have all yet."""
+        return self._confirmed < self._closed_to
+
+    def add(self, step: RunStep) -> None:
+        """A step of this node closed."""
+        self._closed_to = step.seq
+        ranks = {
+            number: {name: values[name] for name in self.signals if name in values}
+            for number, values in step.ranks.items()
+        }
+        whole = NodeStep(RunStep(step.seq, step.time, ranks, {}), True)
+        self._fresh.extend(_thin([whole], self.every))
+        self._ranks = max(self._ranks, len(ranks))
+        self._forget_oldest(self._fresh)
+
+    def make_digest(self, now: float) -> Digest | None:
+        """What is new, once a second; None where nothing is."""
+        self._allowed = min(self._allowed + (now - self._made) * DIGEST_BYTES, BURST_BYTES)
+        self._made = now
+        after = self._sent_to
+        if self._confirmed >= self._sent_to:
+            self._progressed = now
+        elif now - self._progressed > AGAIN_SECONDS:
+            self._fresh.extendleft(reversed(self._sent))
+            self._sent.clear()
+            after, self._progressed = self._confirmed, now
+        if self._closed_to == after:
+            return None
+        body = self._fit_budget()
+        self._sent_to = self._closed_to
+        return Digest(node=self._node, attempt=self._attempt, after=after, upto=self._sent_to, body=body)
+
+    def confirm(self, upto: int, now: float) -> None:
+        """The coordinator has all up to this step; -1: nothing. It may be one that was started since, and has less."""
+        upto = min(upto, self._sent_to)
+        if upto > self._confirmed:
+            self._progressed = now
+        self._confirmed = upto
+        while self._sent and self._sent[0].step.seq <= upto:
+            self._sent.popleft()
+
+    def _fit_budget(self) -> bytes:
+        """All that is fresh, packed. Every second, fourth ... step whole, so that it is no more than is allowed; where
+        even that is too much, the newest."""
+        allowed = max(self._allowed, DIGEST_BYTES)
+        self._forget_oldest(self._fresh)
+        steps = list(self._fresh)
+        body = _pack(steps)
+        while len(body) > allowed and len(steps) > 1:
+            if self.every < COARSEST:
+                self.every *= 2
+                steps = _thin(steps, self.every)
+            else:
+                steps = steps[len(steps) // 2 :]
+            body = _pack(steps)
+        self._allowed -= len(body)
+        if self._allowed > 0.75 * BURST_BYTES and self.every > 1:
+            self.every //= 2
+        self._fresh.clear()
+        self._sent.extend(steps)
+        self._forget_oldest(self._sent)
+        return body
+
+    def _forget_oldest(self, steps: deque[NodeStep]) -> None:
+        while len(steps) > max(KEPT_ROWS // self._ranks, 1):
+            steps.popleft()
+
+
+class JobSteps:
+    """The coordinator's side, for one attempt: brings the nodes' steps together, each once and in order.
+
+    A step that a node did not send whole is whole for none: where one of them sends every fourth, the job has every
+    fourth. Of the others what is rare stays. A node that said nothing for `PATIENCE_SECONDS` is not missed.
+    """
+
+    def __init__(self, own: int, nodes: int) -> None:
+        """`own`: the coordinator's node. `nodes`: that the job has; each is waited for, for a while."""
+        self._own = own
+        self._alignment = Alignment[NodeStep](seconds=PATIENCE_SECONDS, steps=_NEVER)
+        self._alignment.join_all(range(nodes))
+        self.reached: dict[int, int] = {}
+        """Node -> the last step that it need not send again."""
+        self.nodes: dict[int, int] = {}
+        """Rank -> the node that it is on."""
+
+    def list_awaited(self) -> frozenset[int]:
+        """Nodes that steps wait for."""
+        return self._alignment.awaited
+
+    def add_own(self, step: RunStep, now: float) -> None:
+        """A step of the coordinator's node closed."""
+        self._alignment.report(self._own, step.seq, NodeStep(step, True), now)
+
+    def take(self, digest: Digest, now: float) -> None:
+        """Steps of another node. What is known is passed over; what follows on a gap is not taken, and comes again.
+        Raises ProtocolError."""
+        reached = self.reached.get(digest.node, -1)
+        if digest.node == self._own or digest.after > reached:
+            return
+        steps = [(one.step.seq, one) for one in _unpack(digest.body) if reached < one.step.seq <= digest.upto]
+        self._alignment.report_all(digest.node, steps, now)
+        if digest.upto > reached:
+            self.reached[digest.node] = digest.upto
+            self._alignment.join(digest.node, digest.upto + 1)
+
+    def leave(self, node: int) -> None:
+        """A node has gone: it is not waited for."""
+        self._alignment.leave(node)
+
+    def take_closed(self, now: float) -> Iterator[RunStep]:
+        """The steps that closed since the last call."""
+        for seq, by_node in self._alignment.take_closed(now):
+            self.nodes |= {rank: node for node, one in by_node.items() for rank in one.step.ranks}
+            ranks = dict(sorted(pair for one in by_node.values() for pair in one.step.ranks.items()))
+            if self._alignment.awaited - by_node.keys() or not all(one.whole for one in by_node.values()):
+                ranks = _select_rare(ranks)
+                if not ranks:
+                    continue
+            own = by_node.get(self._own)
+            yield RunStep(
+                seq=seq,
+                time=max(one.step.time for one in by_node.values()),
+                ranks=ranks,
+                run=combine_ranks(ranks.values()),
+                layers=own.step.layers if own is not None else None,
+            )
+
+
+def _thin(steps: Iterable[NodeStep], every: int) -> list[NodeStep]:
+    """Every so many steps whole, and what is rare of the others."""
+    found = []
+    for one in steps:
+        if one.step.seq % every == 0 or not one.whole:
+            found.append(one)
+        elif ranks := _select_rare(one.step.ranks):
+            found.append(NodeStep(msgspec.structs.replace(one.step, ranks=ranks), False))
+    return found
+
+
+def _select_rare(ranks: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
+    found = {
+        rank: {name: value for name, value in values.items() if _is_rare(name) or not math.isfinite(value)}
+        for rank, values in ranks.items()
+    }
+    return {rank: values for rank, values in found.items() if values}
+
+
+def _is_rare(signal: str) -> bool:
+    return signal in SIGNALS and SIGNALS[signal].tier > 0
+
+
+def _pack(steps: Sequence[NodeStep]) -> bytes:
+    rows = [(one, rank, values) for one in steps for rank, values in sorted(one.step.ranks.items())]
+    names = dict.fromkeys(name for _, _, values in rows for name in values)
+    batch = wire.Batch(
+        seqs=array("q", [one.step.seq for one, _, _ in rows]).tobytes(),
+        times=array("d", [one.step.time for one, _, _ in rows]).tobytes(),
+        columns={name: _make_column(name, [values for _, _, values in rows]) for name in names},
+    )
+    ranks, whole = array("I", [rank for _, rank, _ in rows]), bytes(one.whole for one, _, _ in rows)
+    return zlib.compress(msgspec.msgpack.encode(_Body(ranks.tobytes(), whole, batch)))
+
+
+def _make_column(name: str, rows: Sequence[Mapping[str, float]]) -> wire.Column:
+    there = [row for row, values in enumerate(rows) if name in values]
+    values = array("d", [rows[row][name] for row in there]).tobytes()
+    return wire.Column(values, b"" if len(there) == len(rows) else array("H", there).tobytes())
+
+
+def _unpack(packed: bytes) -> list[NodeStep]:
+    """The steps of a digest, without the run's values. Raises ProtocolError."""
+    try:
+        stream = zlib.decompressobj()
+        body = msgspec.msgpack.decode(stream.decompress(packed, _UNPACKED_BYTES), type=_Body)
+    except (zlib.error, msgspec.DecodeError) as error:
+        raise ProtocolError(f"a digest that cannot be read: {error}") from None
+    ranks, rows = wire.unpack_column("I", body.ranks), list_reported_steps(body.rows, ())
+    if not len(ranks) == len(body.whole) == len(rows):
+        raise ProtocolError(f"a digest of {len(rows)} rows of {len(ranks)} ranks")
+    found: dict[int, NodeStep] = {}
+    values: dict[int, dict[int, Mapping[str, float]]] = defaultdict(dict)
+    for rank, whole, (seq, reported) in zip(ranks, body.whole, rows, strict=True):
+        values[seq][rank] = reported.take_values()
+        found[seq] = NodeStep(RunStep(seq, reported.time, values[seq], {}), bool(whole))
+    return [found[seq] for seq in sorted(found)]

@@ -1,0 +1,130 @@
+"""The rules over the ranks of all nodes, and their judgement by the coordinator: the engine that a node has, over the
+steps of all nodes. No network, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from sentinel.cluster.digest import JobSteps
+from sentinel.cluster.messages import Digest
+from sentinel.engine import RUN, Evaluator, Incident, Rule, Transition
+from sentinel.rulebook.observation import observation
+from sentinel.runs import Stage
+from sentinel.runs.steps import RunStep
+from sentinel.signals import CLOCK, SIGNALS
+
+RECENT_STEPS = 256
+"""That a diagnosis can look back on."""
+RECENT_VALUES = 1 << 20
+"""Numbers in them, at 50 bytes each: 80 steps of 512 ranks with 25 signals."""
+
+
+def select_job_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Those that compare ranks (`across`) need the ranks of all nodes. All others are judged where their signals are
+    measured: there is the evidence that explains them."""
+    return tuple(rule for rule in rules if _compares(rule) and rule.scopes <= {"run", "rank"} and not _is_timed(rule))
+
+
+def find_signals(rules: Iterable[Rule]) -> frozenset[str]:
+    """The signals of ranks that these rules read, with the parts of which norms are made."""
+    names = {name for rule in rules for name in rule.metrics if name not in SIGNALS or SIGNALS[name].scope == "rank"}
+    return frozenset(names | {name for name, signal in SIGNALS.items() if signal.part_of in names})
+
+
+def _compares(rule: Rule) -> bool:
+    return any(subplan.scope == "rank" for subplan in rule.condition.plan.subplans)
+
+
+def _is_timed(rule: Rule) -> bool:
+    return any(name in SIGNALS and SIGNALS[name].tier == CLOCK for name in rule.metrics)
+
+
+class JobRules:
+    """Of one attempt."""
+
+    def __init__(self, rules: Sequence[Rule], run: str, own: int, nodes: int, *, incidents: int = 0) -> None:
+        """`rules`: those of the job. `own`: the coordinator's node. `nodes`: that the job has. `incidents`: how many
+        there were in this attempt, whose ids are taken."""
+        self.steps = JobSteps(own, nodes)
+        self.recent = deque[RunStep](maxlen=RECENT_STEPS)
+        self._values = 0
+        """Numbers in them."""
+        self._evaluator = Evaluator(rules, run=run, incidents=incidents, rewindable=False)
+        self._rewound_at = -1
+        self._time = 0.0
+        self._stages_begun = 0
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Open ones and the last that ended."""
+        return self._evaluator.incidents
+
+    def asking_for(self, action: str) -> dict[str, int]:
+        """Rules that are pending or firing and ask for this action, and the first step of their condition."""
+        return self._evaluator.asking_for(action)
+
+    def take(self, digest: Digest, now: float) -> None:
+        """Steps of another node. Raises ProtocolError."""
+        self.steps.take(digest, now)
+
+    def advance(self, stages: Sequence[Stage], offset: int, now: float) -> list[Transition]:
+        """Judge the steps that closed. `stages`: those that were announced. `offset`: what makes a seq the step that
+        people are shown."""
+        self._evaluator.step_offset = offset
+        transitions: list[Transition] = []
+        for step in self.steps.take_closed(now):
+            if step.seq <= self._rewound_at:
+                continue
+            while self._stages_begun < len(stages) and stages[self._stages_begun].seq <= step.seq:
+                self._stages_begun += 1
+                transitions += self._evaluator.begin_stage()
+            transitions += self._judge(step)
+        return transitions
+
+    def go_on(self) -> list[Transition]:
+        """Do some of the work that was put off. To be called about once a second."""
+        return self._evaluator.go_on()
+
+    def be_rewindable(self) -> list[Transition]:
+        """A rank armed a rollback: from now on `rewind` may come."""
+        return self._evaluator.be_rewindable()
+
+    def rewind(self, to: int, at: int) -> list[Transition]:
+        """All ranks went back to where they were after step `to`; the next step is after `at`."""
+        self._rewound_at = at
+        self._remember_only([step for step in self.recent if not to < step.seq <= at])
+        return self._evaluator.rewound(to, at)
+
+    def replace_rules(self, rules: Sequence[Rule]) -> list[Transition]:
+        """Judge by these from now on."""
+        return self._evaluator.replace_rules(rules)
+
+    def finish(self, now: float) -> list[Transition]:
+        """No more steps come: judge what is there."""
+        for node in self.steps.list_awaited():
+            self.steps.leave(node)
+        return [*self.advance((), self._evaluator.step_offset, now), *self._evaluator.finish_pending()]
+
+    def _judge(self, step: RunStep) -> list[Transition]:
+        self._time = max(self._time, step.time)  # the clocks of nodes differ
+        step = msgspec.structs.replace(step, time=self._time)
+        self.recent.append(step)
+        self._values += _count_values(step)
+        while self._values > RECENT_VALUES or len(self.recent) == RECENT_STEPS:
+            self._values -= _count_values(self.recent.popleft())
+        seen = observation(step)
+        if not self._evaluator.began and step.seq > 0:  # a coordinator that was started again: it is no run's start
+            seen = msgspec.structs.replace(seen, values={**seen.values, RUN: {**seen.values[RUN], "resumed": 1.0}})
+        return self._evaluator.observe(seen)
+
+    def _remember_only(self, steps: Collection[RunStep]) -> None:
+        self.recent = deque(steps, RECENT_STEPS)
+        self._values = sum(map(_count_values, steps))
+
+
+def _count_values(step: RunStep) -> int:
+    return len(step.run) + sum(map(len, step.ranks.values()))
