@@ -44,7 +44,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
     [
         ("[daemon\n", 1, "not TOML"),
         ("[daemon]\nhttp = \n", 2, "not TOML"),
-        ("\n[deamon]\n", 2, "unknown key 'deamon'; there are: daemon, links, grouping, cluster, history, receivers"),
+        ("\n[deamon]\n", 2, "unknown key 'deamon'; there are: daemon, links, grouping, cluster, history, trackers"),
         ("[daemon]\n\nhtpp = 1\n", 3, "unknown key 'htpp'; there are: http,"),
         ("[daemon]\nhttp = 70000\n", 2, "70000 is no port"),
         ("[daemon]\nhttp = true\n", 2, "http: expected"),

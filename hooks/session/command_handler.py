@@ -107,6 +107,7 @@ class CommandHandler:
 
     def _welcome(self, message: wire.Welcome) -> None:
         session = self._session
+        session.open_trackers(message.trackers)
         for note in message.notes:
             session.say_once(note)
         if session.stop_on and not message.heeds_stop_on:
@@ -130,3 +131,5 @@ class CommandHandler:
         alerts = self._session.alerts
         if message.alert and alerts is not None:
             alerts.put(message.alert)
+        if message.alert and self._session.trackers is not None:
+            self._session.trackers.put(message.alert)

@@ -37,6 +37,8 @@ from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar
+from sentinel.hooks.trackers.tracker import Summary
+from sentinel.hooks.trackers.tracker_threads import Trackers
 from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import Record
@@ -125,7 +127,9 @@ class RunSession:
         self._told: set[str] = set()
         self.closing: wire.Closing | None = None
         """What the daemon says of the run at its end, once it has."""
-        self._began, self._run_id = time.monotonic(), ""
+        self.trackers: Trackers | None = None
+        """Where the settings name some, on the first rank."""
+        self._began, self._run_id, self._rank = time.monotonic(), "", 0
         self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
         """Whether what came of the run is said here: by the first rank, unless `sentinel run` does."""
         self._last: _LastMoment | None = None
@@ -180,18 +184,22 @@ class RunSession:
         if not ended:
             self.sender.stop(goodbye, timeout, conclude)
             self.sender.state = "detached"
+        if self._last is None and self.trackers is not None:  # another run goes on in its place
+            self.trackers.end(None)
 
     def leave(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """The run is over: end, and say what came of it."""
+        if self.trackers is not None:
+            self.trackers.look(last=True)
         if not self.ended:
             self._last = _LastMoment(goodbye, time.monotonic() - self._began, self.sender.state)
         self.end(goodbye, timeout)
         self.say_closing()
 
     def say_closing(self) -> None:
-        """What came of the run, in a line: once, and not where another one went on with it."""
+        """What came of the run, in a line, and into its trackers: once, and not where another one went on with it."""
         last, self._last = self._last, None
-        if last is None or not self._prints:
+        if last is None or not (self._prints or self.trackers):
             return
         found, judged = self._describe_findings(last)
         steps, reason = last.goodbye.next_seq, last.goodbye.reason
@@ -200,7 +208,12 @@ class RunSession:
         )
         reached = name_reached(steps, steps - 1 + self.hello["step_offset"])
         run_id = self._run_id if judged else ""
-        fault_guard.say(close_run(self.who.name, run_id, reached, seconds=last.seconds, how=how, found=found))
+        text = close_run(self.who.name, run_id, reached, seconds=last.seconds, how=how, found=found)
+        if self._prints:
+            fault_guard.say(text)
+        if self.trackers is not None:
+            incidents = self.closing.summary.incidents if self.closing and self.closing.summary else {}
+            self.trackers.end(Summary(text, max(steps - 1, 0) + self.hello["step_offset"], incidents))
 
     def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
         """What the daemon found, as far as that is known here; whether there is one that knows more."""
@@ -241,7 +254,7 @@ class RunSession:
 
     def abandon(self) -> None:
         """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
-        self.ended = True
+        self.ended, self.trackers = True, None  # their threads are the parent's
         self.sender.abandon()
         for stream in (*self._streams.parts, *self.streams):
             stream.stop()
@@ -400,6 +413,8 @@ class RunSession:
             self._recognise_kind()
         if record.stream:
             return
+        if self.trackers is not None:
+            self.trackers.look()
         if record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
@@ -486,7 +501,8 @@ class RunSession:
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         restorer, guard, streams = self.restorer, self.guard, self.streams
-        self._run_id, self._prints = identity.run_id, self._prints and identity.rank == 0
+        self._run_id, self._rank = identity.run_id, identity.rank
+        self._prints = self._prints and identity.rank == 0
         yield wire.Hello(
             version=__version__,
             identity=identity,
@@ -497,11 +513,17 @@ class RunSession:
             takes_stop=guard is not None,
             stop_on=self.stop_on,
             signals=dict(self._signals),
-            takes_closing=self._prints,
+            takes_closing=self._prints or self.trackers is not None,
             **self.whole_hello,
         )
         for stream in streams:
             yield stream.layers.table
+
+    def open_trackers(self, names: Sequence[str]) -> None:
+        """The settings name these. The first rank is sent the alerts."""
+        if names and self.trackers is None and self._rank == 0:
+            self.trackers = Trackers(names)
+            self.sender.greet_again()
 
     def answer_if_alone(self) -> None:
         """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""

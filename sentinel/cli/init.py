@@ -37,6 +37,12 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # max_age = "90d"           # since the run last wrote to it
 # max_size = "20GB"         # of all your runs together; above it the oldest are deleted
 
+[trackers]                  # incidents as marks in the run that your script has open there: docs/trackers.md
+# wandb = false
+# mlflow = false
+# trackio = false
+# tensorboard = false
+
 [cluster]                   # jobs over several nodes, the same on all of them: docs/cluster.md
 # address = "10.0.0.1:9478"   # the node of global rank 0
 # secret_file = "cluster.key" # 16 characters or more

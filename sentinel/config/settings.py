@@ -40,13 +40,15 @@ from sentinel.config.receivers import (
     list_own_types,
     mistakes,
 )
+from sentinel.config.trackers import TrackerSettings
 from sentinel.errors import ConfigError
 from sentinel.node import small_files
 
 __all__ = [
     "RECEIVER_ENTRY_POINTS", "SEVERITIES", "ClusterSettings", "DaemonSettings", "Duration", "Grouping",
-    "HeartbeatSettings", "HistorySettings", "LinkSettings", "Receiver", "ReceiverKind", "Route", "Settings", "Severity",
-    "duration", "find_kind", "find_missing_address", "home", "list_own_types", "load", "parse_settings", "path", "size",
+    "HeartbeatSettings", "HistorySettings", "LinkSettings", "Receiver", "ReceiverKind", "Route", "Settings",
+    "Severity", "TrackerSettings", "duration", "find_kind", "find_missing_address", "home", "list_own_types",
+    "load", "parse_settings", "path", "size",
 ]  # fmt: skip
 
 FILE = "sentinel.toml"
@@ -99,6 +101,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     grouping: Grouping = Grouping()
     cluster: ClusterSettings = ClusterSettings()
     history: HistorySettings = HistorySettings()
+    trackers: TrackerSettings = TrackerSettings()
     receivers: tuple[Receiver, ...] = ()
     routes: tuple[Route, ...] = ()
     heartbeat: HeartbeatSettings | None = None
@@ -209,6 +212,7 @@ def _fields(table: str | None) -> tuple[str, ...]:
         "grouping": Grouping,
         "cluster": ClusterSettings,
         "history": HistorySettings,
+        "trackers": TrackerSettings,
         "heartbeat": HeartbeatSettings,
         "receivers": Receiver,
         "routes": Route,

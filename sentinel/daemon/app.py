@@ -77,7 +77,7 @@ class Daemon:
         for note in book.notes:
             log.error("%s", note)
         self._directory, self._rules, self._load, self._history = directory, book.rules, load, settings.history
-        self._cluster = settings.cluster
+        self._cluster, self._trackers = settings.cluster, settings.trackers
         self._reread = reread
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
@@ -246,7 +246,12 @@ class Daemon:
         signals = self._processes.can_interrupt(peer.pid) and os.getuid() in (0, peer.uid)
         peer.send(
             wire.Welcome(
-                version=__version__, notes=notes, keeps=watch.store is not None, signals=signals, heeds_stop_on=True
+                version=__version__,
+                notes=notes,
+                keeps=watch.store is not None,
+                signals=signals,
+                heeds_stop_on=True,
+                trackers=self._trackers.names,
             )
         )
         if unknown := explain_unknown(watch.incidents.rules, watch.incidents.stop_on):
@@ -376,6 +381,7 @@ class Daemon:
 
     def _resettle(self, settings: Settings) -> None:
         """What can be set while it runs. What only the start can set (HTTP, history) stays."""
+        self._trackers = settings.trackers
         self._deadman.replace(settings.heartbeat)
         self._receivers.replace(settings, self._watches.values())
 

@@ -19,6 +19,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The daemon can signal this process, and so have its stacks dumped at any time."""
     heeds_stop_on: bool = False
     """`Hello.stop_on` is heeded: earlier versions pass over it."""
+    trackers: tuple[str, ...] = ()
+    """Names of those that the settings switch on: rank 0 marks incidents there."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

@@ -48,6 +48,7 @@ SETTINGS: dict[str, type[msgspec.Struct]] = {
     "[grouping]": settings.Grouping,
     "[cluster]": settings.ClusterSettings,
     "[history]": settings.HistorySettings,
+    "[trackers]": settings.TrackerSettings,
 }
 DASHBOARDS = "deploy/grafana/dashboards"
 UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))

@@ -1,0 +1,148 @@
+"""Marks on their way into trackers: a thread for each tracker, a bounded queue, at most one write a second.
+
+A tracker may wait for a network or raise: the training thread and the sender never wait for it, and only the end of the
+run waits, for `END_SECONDS` at most. What was not written is counted and said.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.worker import start_thread
+from sentinel.hooks.trackers import mlflow, tensorboard, trackio, wandb
+from sentinel.hooks.trackers.tracker import Mark, Summary, Tracker, make_mark
+from sentinel.text import format_count
+
+KINDS: dict[str, Callable[[], Tracker]] = {
+    wandb.NAME: wandb.WandbRun,
+    mlflow.NAME: mlflow.MlflowRun,
+    trackio.NAME: trackio.TrackioRun,
+    tensorboard.NAME: tensorboard.TensorBoardFolder,
+}
+WRITE_SECONDS = 1.0
+"""At least, between two writes into a tracker."""
+LOOK_SECONDS = 1.0
+"""At least, between two looks for the runs that the script has open."""
+END_SECONDS = 3.0
+"""How long the end of a run waits for its trackers, at most."""
+WAITING_MARKS = 256
+"""For one tracker. Then the newest are dropped."""
+
+
+class TrackerThread(threading.Thread):
+    """Writes into one tracker. `put` and `end` are for other threads."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        super().__init__(name=f"sentinel-{name}", daemon=True)
+        self.tracker = tracker
+        self._label, self._fault = name, ""
+        self._marks = deque[Mark]()
+        self._summary: Summary | None = None
+        self._change = threading.Condition()
+        self._ending = False
+        self._dropped = 0
+        self._next = 0.0
+        """When the next write is due, at the earliest."""
+
+    def put(self, mark: Mark) -> None:
+        """Have it written; returns at once."""
+        with self._change:
+            if len(self._marks) < WAITING_MARKS:
+                self._marks.append(mark)
+                self._change.notify()
+            else:
+                self._drop(1, f"more than {WAITING_MARKS} wait")
+
+    def end(self, summary: Summary | None) -> None:
+        """Have the rest written, and the summary; then the thread ends."""
+        with self._change:
+            self._summary, self._ending = summary, True
+            self._change.notify()
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            while self._turn():
+                pass
+            self.tracker.close()
+        except Exception:
+            fault_guard.swallow(self.name, "without it")
+
+    def _turn(self) -> bool:
+        """One write, when it is due. False: it was the last."""
+        with self._change:
+            self._change.wait_for(lambda: self._ending or self._marks)
+            while (left := self._next - time.monotonic()) > 0:
+                self._change.wait(left)
+            marks, summary, last = list(self._marks), self._summary, self._ending
+        taken = self._write(marks, summary)
+        with self._change:
+            self._next = time.monotonic() + WRITE_SECONDS
+            for _ in range(taken):
+                self._marks.popleft()
+            if last and self._marks:
+                self._drop(len(self._marks), "the run was over first" if self.tracker.open else "no run is open there")
+        if last and self._dropped:
+            lost = format_count(self._dropped, "mark")
+            fault_guard.say(f"trackers: {lost} of incidents not written into {self._label}: {self._fault}")
+        return not last
+
+    def _write(self, marks: list[Mark], summary: Summary | None) -> int:
+        if not self.tracker.open:
+            return 0
+        try:
+            return self.tracker.write(marks, summary)
+        except Exception as error:
+            kind = type(error).__name__  # its text may hold an address with a password
+            with self._change:
+                self._drop(len(marks), f"it raised {kind}")
+            if summary is not None:
+                fault_guard.say(f"trackers: {self._label} raised {kind}; the summary may not be there")
+            return len(marks)
+
+    def _drop(self, count: int, fault: str) -> None:
+        if count and not self._dropped:
+            fault_guard.say(f"trackers: {self._label}: marks of incidents are dropped: {fault}")
+        self._dropped, self._fault = self._dropped + count, fault
+
+
+class Trackers:
+    """Those of one run."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Those of these names that are known. RuntimeError: no thread can be started."""
+        self._threads = [TrackerThread(name, KINDS[name]()) for name in names if name in KINDS]
+        self._look_at = 0.0
+        for thread in self._threads:
+            start_thread(thread)
+
+    def look(self, *, last: bool = False) -> None:
+        """See which runs the script has open, now and then, and at the `last` moment. On the training thread."""
+        now = time.monotonic()
+        if last or now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for thread in self._threads:
+                with fault_guard.swallow_faults(thread.name, "incidents may not be marked there"):
+                    thread.tracker.look()
+
+    def put(self, alert: Mapping[str, Any]) -> None:
+        """An alert, as `on_alert` gets it. On the sender's thread."""
+        mark = make_mark(alert)
+        if mark is not None:
+            for thread in self._threads:
+                thread.put(mark)
+
+    def end(self, summary: Summary | None) -> None:
+        """The run is over, or another one takes its place, which has no summary then and waits for nothing."""
+        for thread in self._threads:
+            thread.end(summary)
+        until = time.monotonic() + END_SECONDS
+        for thread in self._threads if summary is not None else ():
+            thread.join(max(until - time.monotonic(), 0.0))
+            if thread.is_alive():
+                fault_guard.say(f"{thread.name}: not everything was written within {END_SECONDS:g} s")

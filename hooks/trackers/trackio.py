@@ -1,0 +1,49 @@
+"""Trackio: the run of the training thread's context. Incidents are its alerts, which have a step, a level and a text.
+
+`Run.log` would move the script's step; alerts and it have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from sentinel.hooks.trackers.tracker import NAMESPACE, Mark, Summary
+
+NAME = "trackio"
+
+_LEVELS = ("INFO", "INFO", "WARN", "ERROR")
+"""By the level of a mark."""
+
+
+class TrackioRun:
+    """See `Tracker`."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def look(self) -> None:
+        """Each thread has a context of its own."""
+        current = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
+        run = current.get() if current is not None else None
+        if run is not None:
+            self._run = run
+
+    @property
+    def open(self) -> bool:
+        """Whether the script has had one."""
+        return self._run is not None
+
+    def write(self, marks: Sequence[Mark], summary: Summary | None) -> int:
+        """An alert for each: Trackio's own thread writes them."""
+        levels: Any = sys.modules["trackio"].AlertLevel
+        for mark in marks:
+            self._run.alert(title=mark.key, text=mark.text, level=levels[_LEVELS[mark.level]], step=mark.step)
+        if summary is not None:
+            self._run.alert(title=f"{NAMESPACE}summary", text=summary.text, level=levels.INFO, step=summary.step)
+        return len(marks)
+
+    def close(self) -> None:
+        """Let go of the run."""
+        self._run = None

@@ -1,0 +1,143 @@
+"""Trackers in their offline modes: what the script logs is the same with our marks and without them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import wire
+from sentinel.toolkit import logs
+from tests.hooks.conftest import FakeDaemon
+from tests.programs import tracked
+
+ALERT = {
+    "event": "fired", "alert": "NonFiniteLoss", "severity": "critical", "summary": "loss is nan at step 3", "step": 3,
+    "first_step": 3, "resolved_step": None,
+}  # fmt: skip
+ENDED = {**ALERT, "event": "resolved", "resolved_step": 8}
+OFFLINE = {
+    "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true", "GIT_PYTHON_REFRESH": "quiet", "TRACKIO_DIR": "kept", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+LOSSES = [1.0 / (step + 1) for step in range(12)]
+
+
+def run_script(folder: Path, *arguments: str, **environment: str) -> str:
+    command = [sys.executable, str(Path(tracked.__file__)), *arguments]
+    variables = {**os.environ, **OFFLINE, **environment}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def read_runs(folder: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Run -> metric -> steps and values."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for log in logs.find_logs([str(folder)]):
+        for recording in logs.read(log.path):
+            name = recording.run or log.path.relative_to(folder / "runs").as_posix()
+            series = {metric: list(zip(*recording.series(metric), strict=True)) for metric in recording.names}
+            found[name] = series
+    return found
+
+
+def split(series: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the script logged, and what is ours."""
+    ours = {name: rows for name, rows in series.items() if name.startswith("sentinel/")}
+    return {name: rows for name, rows in series.items() if name not in ours}, ours
+
+
+@pytest.fixture
+def marking(daemon: FakeDaemon) -> FakeDaemon:
+    """A daemon whose settings switch on each tracker for the run `on`, and which tells of one incident again after a
+    restart."""
+
+    def answer(hello: wire.Hello) -> bytes:
+        names = ("wandb", "mlflow", "trackio", "tensorboard") if hello.identity.run == "on" else ()
+        notices = [wire.Notice(id=alert["event"], text="", alert=alert) for alert in (ALERT, ENDED)]
+        return b"".join(map(wire.frame, [wire.Welcome(version="1", trackers=names), *notices, *notices]))
+
+    daemon.answer = answer
+    return daemon
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wandb", "wandb with steps"])
+def test_wandb(marking: FakeDaemon, tmp_path: Path, way: str) -> None:
+    """Marks are in the rows that the script commits, on an axis of their own; none is in another one's place."""
+    run_script(tmp_path, way, "off", "on")
+    files = [path for path in tmp_path.rglob("run-*.wandb") if path.is_file()]
+    runs = {recording.run: recording for path in files for recording in logs.read(path)}
+    found = {
+        run: {name: list(zip(*recording.series(name), strict=True)) for name in recording.names}
+        for run, recording in runs.items()
+    }
+    scale = 10 if way == "wandb with steps" else 1
+    rows, ours = split(found["on"])
+    without, nothing = split(found["off"])
+    named = {"loss", "final"}
+    assert {name: rows[name] for name in named} == {name: without[name] for name in named}
+    assert rows["loss"] == [(scale * step, loss) for step, loss in enumerate(LOSSES)]
+    assert rows["final"] == [(scale * 12, 1.0)]
+    assert nothing == {}
+    at = dict(ours["sentinel/step"])
+    assert [(at[row], level) for row, level in ours["sentinel/NonFiniteLoss"]] == [(3, 3), (8, 0)]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_mlflow(marking: FakeDaemon, tmp_path: Path) -> None:
+    run_script(tmp_path, "mlflow", "off", "on")
+    runs = read_runs(tmp_path)
+    rows, ours = split(runs["on"])
+    assert (rows, {}) == split(runs["off"])
+    assert rows["loss"] == list(enumerate(LOSSES))
+    assert ours == {"sentinel/NonFiniteLoss": [(3, 3), (8, 0)]}
+    (tag,) = tmp_path.rglob("tags/sentinel/summary")
+    assert tag.read_text().startswith("run 'on' ended after 12 steps")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_trackio(marking: FakeDaemon, tmp_path: Path) -> None:
+    run_script(tmp_path, "trackio", "off", "on")
+    runs = read_runs(tmp_path)
+    assert runs["on"] == runs["off"]
+    assert runs["on"]["loss"] == list(enumerate(LOSSES))
+    (file,) = tmp_path.rglob("p.db")
+    with sqlite3.connect(file) as database:
+        alerts = database.execute("SELECT run_name, title, level, step FROM alerts ORDER BY id").fetchall()
+    assert alerts == [
+        ("on", "sentinel/NonFiniteLoss", "error", 3), ("on", "sentinel/NonFiniteLoss", "info", 8),
+        ("on", "sentinel/summary", "info", 11),
+    ]  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_tensorboard(marking: FakeDaemon, tmp_path: Path) -> None:
+    """In a folder of our own: the script's file is not touched, and stays the newest of its folder."""
+    run_script(tmp_path, "tensorboard", "off", "on")
+    runs = read_runs(tmp_path)
+    assert sorted(runs) == ["off", "on", "on/sentinel"]
+    assert runs["on"] == runs["off"]
+    assert runs["on/sentinel"] == {"sentinel/NonFiniteLoss": [(3, 3), (8, 0)]}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_setting_switches_it_on(tmp_path: Path) -> None:
+    """With a daemon of its own: the incident that its rules find, and what the run came to."""
+    (tmp_path / "sentinel.toml").write_text("[daemon]\nhttp = 'off'\n[trackers]\ntensorboard = true\n")
+    run_script(tmp_path, "tensorboard", "on", SENTINEL_CONFIG=str(tmp_path / "sentinel.toml"))
+    runs = read_runs(tmp_path)
+    assert runs["on"]["loss"] == [(step, pytest.approx(loss)) for step, loss in enumerate(LOSSES)]
+    assert runs["on/sentinel"]["sentinel/NonFiniteLoss"][0] == (3, 3)
+    assert runs["on/sentinel"]["sentinel/incidents/critical"][0][0] == 11
