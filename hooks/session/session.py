@@ -216,7 +216,7 @@ class RunSession:
             self.trackers.end(Summary(text, max(steps - 1, 0) + self.hello["step_offset"], incidents))
 
     def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
-        """What the daemon found, as far as that is known here; whether there is one that knows more."""
+        """What the daemon found, as far as that is known here; whether a history says more, or will."""
         if not last.goodbye.next_seq:
             return "there was nothing to judge", False
         if self.closing is not None:
@@ -224,7 +224,7 @@ class RunSession:
             if summary is None:
                 return "no step was judged", True
             short = last.goodbye.next_seq > summary.steps
-            return summary.text + (f"; judged up to step {summary.step:,}" if short else ""), True
+            return summary.text + (f"; judged up to step {summary.step:,}" if short else ""), summary.kept
         if self.sender.left_record:
             return "its daemon has yet to judge it", True
         if last.state.startswith(RECORDING):

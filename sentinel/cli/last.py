@@ -17,7 +17,7 @@ from sentinel.cli.incidents import format_incidents
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
-from sentinel.report.outcomes import FAILED, describe_found, describe_run, name_start, name_took
+from sentinel.report.outcomes import FAILED, describe_found, describe_run, list_going_on, name_start, name_took
 from sentinel.store import History, retention
 from sentinel.text import close_run, format_count, format_duration, rank_severity
 from sentinel.web import json
@@ -70,7 +70,7 @@ def collect_outcomes(
 
     Raises ConfigError where there is no run of that name.
     """
-    live = {one["run_id"]: one for one in list_runs()}
+    live = list_going_on(list_runs())
     begin = 0.0 if run is not None and since is None else _yesterday() if since is None else time.time() - since
     rows, cases, damaged = list[dict[str, Any]](), dict[str, list[dict[str, Any]]](), list[str]()
     for one in (one for one in retention.list_kept() if one.modified >= begin):

@@ -26,4 +26,5 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         incidents=counts,
         worst=f"{worst.alert} at step {worst.step:,}" if worst is not None else "",
         snapshot=written + attempt.step_offset if written is not None else None,
+        kept=watch.store is not None and watch.store.is_open,
     )

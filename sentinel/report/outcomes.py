@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,6 +57,11 @@ def describe_run(
         "worst": {key: worst[key] for key in ("id", "alert", "severity", "state", "step")} if worst else None,
         "snapshot": _find_snapshot(kept, number), "file": str(stored.path),
     }  # fmt: skip
+
+
+def list_going_on(runs: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run id -> status, of those of which a rank may take another step: a daemon stays for a moment after the last."""
+    return {run["run_id"]: run for run in runs if any(rank["state"] != "gone" for rank in run["ranks"])}
 
 
 def _find_start(kept: History, attempt: int, began: float) -> float:

@@ -14,7 +14,7 @@ from sentinel.node.question import ask_daemon
 from sentinel.report import live_page
 from sentinel.report.chart import STYLE
 from sentinel.report.content import Report, report
-from sentinel.report.outcomes import describe_run, describe_unkept
+from sentinel.report.outcomes import describe_run, describe_unkept, list_going_on
 from sentinel.report.run_list import run_list
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory, list_kept
@@ -54,7 +54,7 @@ class StoredRuns:
 
     def make_list(self, watched: Iterable[dict[str, Any]]) -> str:
         """HTML. `watched`: status of the runs that are known to be live; other daemons are asked for theirs."""
-        live = _find_live() | {run["run_id"]: run for run in watched}
+        live = list_going_on([*_find_live().values(), *watched])
         kept = list_kept()
         rows, damaged = list[dict[str, Any]](), list[str]()
         known = dict[Path, tuple[StoredHistory, dict[str, Any]]]()

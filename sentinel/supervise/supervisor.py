@@ -252,7 +252,8 @@ class Supervisor:
             if not standing.over:
                 found += "; its daemon may have more to judge"
             reached = name_reached(summary.steps, summary.step, cut=summary.cut) if summary is not None else ""
-            said = close_run(standing.run, standing.run_id, reached, seconds=seconds, how=how, found=found)
+            run_id = standing.run_id if summary is None or summary.kept else ""
+            said = close_run(standing.run, run_id, reached, seconds=seconds, how=how, found=found)
             facts = msgspec.to_builtins(summary) if summary is not None else {}
             self._telling.say("closing", said, run=standing.run, run_id=standing.run_id, seconds=seconds, **facts)
         if self._words.attached and not self._words.standings:

@@ -113,6 +113,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the worst, in words."""
     snapshot: Integer | None = None
     """The user's step of the newest snapshot on disk."""
+    kept: bool = True
+    """A history of it is kept, with which commands can say more."""
 
     @property
     def text(self) -> str:
@@ -120,6 +122,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         parts = [describe_incidents(self.incidents, self.worst)]
         parts += [f"{self.lost:,} of the steps were not seen"] if self.lost else []
         parts += [f"newest snapshot on disk: step {self.snapshot:,}"] if self.snapshot is not None else []
+        parts += [] if self.kept else ["no history of it could be written"]
         return "; ".join(parts)
 
 

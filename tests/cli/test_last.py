@@ -208,6 +208,15 @@ def test_a_live_run_is_as_its_daemon_says(rank: str, words: str, monkeypatch: py
     assert f"run 'train' is {words}, at step 140, for " in invoked("train").output
 
 
+def test_a_run_whose_daemon_has_yet_to_go_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("train", BYE, severities=("warning",), state="firing")
+    said = {"run": "train", "run_id": "train-1", "step": 119, "values": {}, "ranks": [{"state": "gone"}]}
+    monkeypatch.setattr(command, "list_runs", lambda: [said])
+    (row,) = listed()
+    assert (row["state"], row["outcome"], row["worst"]["state"]) == ("ended", "ended", "unresolved")
+    assert "run 'train' ended at step 119 in " in invoked("train").output
+
+
 def test_a_terminal_cuts_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     keep("a" * 30, BYE, severities=("critical",))
     monkeypatch.setattr(command.sys, "stdout", sys.stdout)

@@ -50,11 +50,10 @@ def _untimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_RULES", str(rules))
 
 
-def said(end: str, **environment: str) -> list[str]:
-    """The lines on how the run ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, env={**os.environ, **environment}
-    )
+def said(end: str, *prefix: str, **environment: str) -> list[str]:
+    """The lines on how the run ended. `prefix`: a command that runs the script's."""
+    command = [*prefix, sys.executable, "-c", SCRIPT + end]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     return re.findall(r"^sentinel: (run 'short' .*ended.*|.*ended.*run 'short'.*)$", done.stderr, re.MULTILINE)
 
 
@@ -83,6 +82,16 @@ def test_the_newest_snapshot_on_disk_is_named(tmp_path: Path) -> None:
     newest = re.search(r"newest snapshot on disk: step (\d+)\.", line)
     assert newest is not None, line
     assert any(newest[1] in path.name for path in (tmp_path / "kept").rglob("*")), line
+
+
+@pytest.mark.processes
+@pytest.mark.namespaces
+def test_without_a_history_no_command_is_named_that_reads_it(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    full = f"mkdir {disk}; mount -t tmpfs -o size=64k tmpfs {disk}; mkdir {disk}/state; ! cat /dev/zero > {disk}/rest"
+    prefix = ("unshare", "--mount", "--map-root-user", "sh", "-c", f'set -e; {full}; exec "$@"', "sh")
+    (line,) = said("kept = train(watch=True)", *prefix, SENTINEL_STATE=str(disk / "state"))
+    assert re.search("150 steps in .* s: no incidents; no history of it could be written$", line), line
 
 
 @pytest.mark.processes
