@@ -81,6 +81,11 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # timeout = "10s"
 #
 # [[receivers]]
+# name = "collector"
+# type = "opentelemetry"        # log records: pip install 'training-sentinel[otlp]'
+# url = "http://127.0.0.1:4318"
+#
+# [[receivers]]
 # name = "mail"
 # type = "apprise"              # mail, Teams, Discord, ntfy, ...: pip install 'training-sentinel[apprise]'
 # url_file = "mail.urls"        # Apprise's URLs, one per line
@@ -100,12 +105,18 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # continue = true               # look at the next route too
 #
 # [[routes]]
-# receivers = ["team", "team-hook", "am", "ops", "mail"]
+# receivers = ["team", "team-hook", "am", "ops", "collector", "mail"]
 #
 # A dead man's switch elsewhere gets a heartbeat while all runs are watched, and raises an alarm when it stops.
 #
 # [heartbeat]
 # url_env = "HEARTBEAT_URL"
+# interval = "60s"
+#
+# Metrics for an OpenTelemetry collector; without url as OTEL_EXPORTER_OTLP_ENDPOINT says.
+#
+# [otlp]
+# url = "http://127.0.0.1:4318"
 # interval = "60s"
 """
 

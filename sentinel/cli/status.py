@@ -121,6 +121,9 @@ def _show_daemon(answer: dict[str, Any]) -> None:
     if (heartbeat := answer.get("heartbeat")) is not None:
         trouble = f": {heartbeat['trouble']}" if heartbeat["trouble"] else ""
         echo(f"  heartbeat {heartbeat['sent']} sent, {heartbeat['withheld']} withheld{trouble}")
+    for signal, counts in answer.get("otlp", {}).items():
+        trouble = f": {counts['trouble']}" if counts["trouble"] else ""
+        echo(f"  otlp      {signal}: {counts['sent']} requests sent, {counts['failed']} failed{trouble}")
     for trouble in answer["trouble"]:
         echo(f"  trouble   {trouble}")
 

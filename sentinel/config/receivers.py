@@ -214,7 +214,10 @@ class Mistake(NamedTuple):
 
 
 def mistakes(
-    receivers: Sequence[Receiver], routes: Sequence[Route], heartbeat: HeartbeatSettings | None
+    receivers: Sequence[Receiver],
+    routes: Sequence[Route],
+    heartbeat: HeartbeatSettings | None,
+    otlp: Endpoint | None = None,
 ) -> Iterator[Mistake]:
     """What the types alone do not say."""
     others = {entry.name for entry in entry_points(group=RECEIVER_ENTRY_POINTS)}
@@ -237,6 +240,8 @@ def mistakes(
             yield Mistake("receivers", index, "type", what)
     routed = [receiver for receiver in receivers if (kind := kinds[receiver.type]) is None or kind.make is not None]
     yield from _of_routes(routes, routed, receivers)
+    if otlp is not None:
+        yield from _of_endpoint(otlp, "otlp", 0)
     if heartbeat is not None:
         yield from _of_endpoint(heartbeat, "heartbeat", 0)
         if not heartbeat.has_address:

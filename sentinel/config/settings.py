@@ -25,6 +25,7 @@ import msgspec
 
 from sentinel.config.cluster import ClusterSettings
 from sentinel.config.links import LinkSettings, check_link
+from sentinel.config.otlp import OtlpSettings
 from sentinel.config.quantities import Duration, Rate, Size, duration, rate, size
 from sentinel.config.receivers import (
     RECEIVER_ENTRY_POINTS,
@@ -105,6 +106,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     receivers: tuple[Receiver, ...] = ()
     routes: tuple[Route, ...] = ()
     heartbeat: HeartbeatSettings | None = None
+    otlp: OtlpSettings | None = None
 
 
 def path(named: Path | None = None) -> Path | None:
@@ -165,7 +167,7 @@ def parse_settings(text: str, file: Path) -> Settings:
         settings = msgspec.convert(content, Settings, dec_hook=decode)
     except msgspec.ValidationError as error:
         raise ConfigError(_describe_error(str(error), text, file)) from None
-    for mistake in mistakes(settings.receivers, settings.routes, settings.heartbeat):
+    for mistake in mistakes(settings.receivers, settings.routes, settings.heartbeat, settings.otlp):
         raise ConfigError(f"{file}:{_line(text, mistake.table, mistake.number, mistake.key)}: {mistake.what}")
     return settings
 
@@ -214,6 +216,7 @@ def _fields(table: str | None) -> tuple[str, ...]:
         "history": HistorySettings,
         "trackers": TrackerSettings,
         "heartbeat": HeartbeatSettings,
+        "otlp": OtlpSettings,
         "receivers": Receiver,
         "routes": Route,
     }

@@ -101,7 +101,7 @@ class Daemon:
         self._actions = actions.load_actions()
         self._deadman = Deadman(settings.heartbeat, self._blind)
         self._http_frontend = HttpFrontend(
-            directory, settings.daemon, self._watches, self._reload, self._deadman, make_assistants
+            directory, settings.daemon, self._watches, self._reload, self._deadman, make_assistants, settings.otlp
         )
         self._http_frontend.reloads.read(book.notes)
         self._queries = Queries(self._tenants, self._silencing, self._http_frontend)
@@ -132,6 +132,7 @@ class Daemon:
             keep_house(self._tenants, self._history),
             MachineReader().serve(self._watches),
             self._deadman.serve(),
+            self._http_frontend.telemetry.serve(),
         )
         tasks = [asyncio.create_task(part) for part in work]
         self._timer.start()
@@ -383,6 +384,7 @@ class Daemon:
         """What can be set while it runs. What only the start can set (HTTP, history) stays."""
         self._trackers = settings.trackers
         self._deadman.replace(settings.heartbeat)
+        self._http_frontend.telemetry.replace(settings.otlp)
         self._receivers.replace(settings, self._watches.values())
 
     def _blind(self) -> str:

@@ -6,6 +6,7 @@ Without it, where no port can be had or `[daemon] http = "off"`, everything else
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +15,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sentinel.config import settings as config
+from sentinel.config.otlp import OtlpSettings
 from sentinel.daemon import views
 from sentinel.daemon.discovery import Presence
 from sentinel.daemon.faults import FaultCounter
+from sentinel.daemon.telemetry import MetricsPush
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.notify.deadman import Deadman
 from sentinel.rulebook.loader import Reloads
@@ -24,6 +27,7 @@ from sentinel.rulebook.loader import Reloads
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from sentinel.daemon.metrics import LiveCollector
     from sentinel.report.stored_runs import StoredRuns
     from sentinel.web.assistants import MakeServer
 
@@ -45,6 +49,7 @@ class HttpFrontend:
         reload: Callable[[], tuple[str, ...]],
         deadman: Deadman | None = None,
         make_assistants: MakeServer | None = None,
+        otlp: OtlpSettings | None = None,
     ) -> None:
         self.address = ""
         """Host and port, once it listens."""
@@ -55,7 +60,8 @@ class HttpFrontend:
         self._deadman, self._make_assistants = deadman, make_assistants
         self._presence = Presence(directory, settings.file_sd)
         self._faults = FaultCounter()
-        self._collector: Any = None
+        self._collector: LiveCollector | None = None
+        self.telemetry = MetricsPush(otlp, self.families)
         self._turned = time.monotonic()
         self._server: Any = None
         self._stored: StoredRuns | None = None
@@ -76,7 +82,7 @@ class HttpFrontend:
 
     async def _listen(self, host: str, port: int) -> None:
         # A tenth of a second of imports: on a thread, so that ranks are served meanwhile.
-        metrics, http = await asyncio.to_thread(_modules)
+        http = await asyncio.to_thread(_load_http)
         try:
             self._socket = http.listener(port, host)
         except OSError as error:
@@ -85,7 +91,6 @@ class HttpFrontend:
             return
         bound, number = self._socket.getsockname()
         self.address = f"{'127.0.0.1' if bound == '0.0.0.0' else bound}:{number}"
-        self._collector = metrics.LiveCollector(self._watches, self.reloads, self._faults, self._deadman)
         allowed, make_assistants = http.hosts(host), self._make_assistants
         app = http.application(self, self._presence.token, allowed, make_assistants=make_assistants)
         self._server = http.HttpServer(app)
@@ -112,7 +117,8 @@ class HttpFrontend:
         """What `sentinel status` shows of it."""
         trouble = [*filter(None, [self.trouble]), *self.reloads.mistakes]
         heartbeat = self._deadman.status() if self._deadman is not None else None
-        return {"http": self.address, "trouble": trouble, "heartbeat": heartbeat}
+        otlp = self.telemetry.status()
+        return {"http": self.address, "trouble": trouble, "heartbeat": heartbeat, "otlp": otlp}
 
     # web.http.Backend
 
@@ -166,12 +172,15 @@ class HttpFrontend:
         return self._stored
 
     def families(self) -> Iterator[Metric]:
-        found: Iterator[Metric] = self._collector.collect()
-        return found
+        from sentinel.daemon.metrics import LiveCollector
+
+        if self._collector is None:
+            self._collector = LiveCollector(self._watches, self.reloads, self._faults, self._deadman)
+        return self._collector.collect()
 
 
-def _modules() -> tuple[ModuleType, ModuleType]:
-    from sentinel.daemon import metrics
+def _load_http() -> ModuleType:
+    importlib.import_module("sentinel.daemon.metrics")  # it is needed too
     from sentinel.web import http
 
-    return metrics, http
+    return http

@@ -72,6 +72,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What the receiver called the last message about this group; empty: it has none that is still about it."""
     repeated: bool = False
     """Whether all of it was told before, and is told again because it goes on."""
+    unchanged: frozenset[str] = frozenset()
+    """Ids of cases that the receiver was told of as they are now."""
     held: tuple[str, ...] = ()
     """Names of alerts that wait behind this one because of a rate limit."""
     lost: tuple[str, ...] = ()

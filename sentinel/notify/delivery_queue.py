@@ -166,6 +166,7 @@ class DeliveryQueue:
             escalated=entry.escalated,
             reference=entry.reference,
             repeated=entry.repeats(),
+            unchanged=frozenset(entry.list_unchanged()),
             held=tuple(other.alert for other in self._due(now) if other is not entry) if limited else (),
             lost=tuple(f"{other.alert} ({other.lost})" for other in self._take_lost()),
         )

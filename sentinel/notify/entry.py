@@ -140,9 +140,13 @@ class Entry(msgspec.Struct, kw_only=True):
         """By the most severe of what is to be said."""
         return max((case.level for case in self.list_news()), default=0)
 
+    def list_unchanged(self) -> list[str]:
+        """Ids of what is to be said and was said before."""
+        return [case.id for case in self.list_news() if self.told.get(case.id) == digest(case)]
+
     def repeats(self) -> bool:
         """Whether all that is to be said was said before."""
-        return all(self.told.get(case.id) == digest(case) for case in self.list_news())
+        return len(self.list_unchanged()) == len(self.list_news())
 
     def hurry(self, now: float) -> None:
         """The run is over: what waits for more need not. What failed waits on."""

@@ -71,6 +71,14 @@ name = "nonsense"
 type = "webhook"
 url_env = "NONSENSE"
 [[receivers]]
+name = "otel"
+type = "opentelemetry"
+url_env = "AM"
+token_env = "HEADER"
+[otlp]
+url_env = "AM"
+interval = "200ms"
+[[receivers]]
 name = "rest"
 type = "apprise"
 url_env = "REST"
@@ -110,6 +118,7 @@ def test_a_secret_is_nowhere(tmp_path: Path, private_places: Path, monkeypatch: 
             "BEAT": f"{server.url}/{MARK}", "AM": f"http://user:{MARK}@{plain}", "NONSENSE": f"no url {MARK}",
             "REFUSED": f"http://127.0.0.1:1/{MARK}", "TLS": f"https://{plain}/{MARK}",
             "NOWHERE": f"http://{MARK}.invalid/{MARK}", "REST": f"json://u:{MARK}@{plain}/{MARK}",
+            "OTEL_EXPORTER_OTLP_HEADERS": f"api-key={MARK}",
         }.items():  # fmt: skip
             monkeypatch.setenv(name, value)
         (tmp_path / "token").write_text(TOKEN)
