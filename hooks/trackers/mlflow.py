@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, Mark, Summary
+from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
 
 NAME = "mlflow"
 
@@ -35,7 +35,7 @@ class MlflowRun:
         """Whether the script has had one."""
         return self._run is not None
 
-    def write(self, marks: Sequence[Mark], summary: Summary | None) -> int:
+    def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
         """In one request: a metric for each mark, and a tag with the last text of each alert."""
         assert self._run is not None
         mlflow: Any = sys.modules["mlflow"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, Mark, Summary
+from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
 
 NAME = "tensorboard"
 
@@ -42,7 +42,7 @@ class TensorBoardFolder:
         """Whether the script's writer is known."""
         return bool(self._folder)
 
-    def write(self, marks: Sequence[Mark], summary: Summary | None) -> int:
+    def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
         """A scalar and a text for each."""
         if self._writer is None:
             self._writer = self._kind(self._folder)

@@ -15,7 +15,7 @@ OVER = 0
 """The level of an alert that has ended."""
 
 
-class Mark(NamedTuple):
+class IncidentMark(NamedTuple):
     """An incident began or ended."""
 
     alert: str
@@ -56,7 +56,7 @@ class Tracker(Protocol):
     def open(self) -> bool:
         """Whether there is a run to write into."""
 
-    def write(self, marks: Sequence[Mark], summary: Summary | None) -> int:
+    def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
         """Write the marks, the oldest first, and the summary, which is the last. How many marks were taken: the others
         are handed over again. What it raises loses these marks."""
 
@@ -64,17 +64,17 @@ class Tracker(Protocol):
         """Undo what `look` may have put in place."""
 
 
-def make_mark(alert: Mapping[str, Any]) -> Mark | None:
+def make_mark(alert: Mapping[str, Any]) -> IncidentMark | None:
     """The mark of an alert, as `on_alert` gets it. None: it is no news of the incident's begin or end."""
     name, summary = str(alert["alert"]), str(alert["summary"])
     if alert["event"] == "fired":
         text = f"{alert['severity']} {name} at step {alert['step']}: {summary}"
-        return Mark(name, rank_severity(alert["severity"]), alert["step"], _shorten(text))
+        return IncidentMark(name, rank_severity(alert["severity"]), alert["step"], _shorten(text))
     if alert["event"] == "updated":
         return None
     step = alert["step"] if alert["resolved_step"] is None else alert["resolved_step"]
     how = "rolled back" if alert["event"] == "rolled_back" else "over"
-    return Mark(name, OVER, step, _shorten(f"{name} (since step {alert['first_step']}) {how} at step {step}"))
+    return IncidentMark(name, OVER, step, _shorten(f"{name} (since step {alert['first_step']}) {how} at step {step}"))
 
 
 def _shorten(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.worker import start_thread
 from sentinel.hooks.trackers import mlflow, tensorboard, trackio, wandb
-from sentinel.hooks.trackers.tracker import Mark, Summary, Tracker, make_mark
+from sentinel.hooks.trackers.tracker import IncidentMark, Summary, Tracker, make_mark
 from sentinel.text import format_count
 
 KINDS: dict[str, Callable[[], Tracker]] = {
@@ -41,7 +41,7 @@ class TrackerThread(threading.Thread):
         super().__init__(name=f"sentinel-{name}", daemon=True)
         self.tracker = tracker
         self._label, self._fault = name, ""
-        self._marks = deque[Mark]()
+        self._marks = deque[IncidentMark]()
         self._summary: Summary | None = None
         self._change = threading.Condition()
         self._ending = False
@@ -49,7 +49,7 @@ class TrackerThread(threading.Thread):
         self._next = 0.0
         """When the next write is due, at the earliest."""
 
-    def put(self, mark: Mark) -> None:
+    def put(self, mark: IncidentMark) -> None:
         """Have it written; returns at once."""
         with self._change:
             if len(self._marks) < WAITING_MARKS:
@@ -92,7 +92,7 @@ class TrackerThread(threading.Thread):
             fault_guard.say(f"trackers: {lost} of incidents not written into {self._label}: {self._fault}")
         return not last
 
-    def _write(self, marks: list[Mark], summary: Summary | None) -> int:
+    def _write(self, marks: list[IncidentMark], summary: Summary | None) -> int:
         if not self.tracker.open:
             return 0
         try:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, Mark, Summary
+from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
 
 NAME = "trackio"
 
@@ -35,7 +35,7 @@ class TrackioRun:
         """Whether the script has had one."""
         return self._run is not None
 
-    def write(self, marks: Sequence[Mark], summary: Summary | None) -> int:
+    def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
         """An alert for each: Trackio's own thread writes them."""
         levels: Any = sys.modules["trackio"].AlertLevel
         for mark in marks:

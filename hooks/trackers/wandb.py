@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, Mark, Summary
+from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
 
 NAME = "wandb"
 
@@ -40,7 +40,7 @@ class WandbRun:
         """Whether the script has a run open."""
         return getattr(sys.modules.get("wandb"), "run", None) is not None
 
-    def write(self, marks: Sequence[Mark], summary: Summary | None) -> int:
+    def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
         """Marks of one step, where the script's row has none yet. At the end the summary has the texts of all."""
         run: Any = sys.modules["wandb"].run
         if self._prepared is None or self._prepared() is not run:
@@ -55,10 +55,10 @@ class WandbRun:
             return len(marks)
         return taken
 
-    def _add_to_row(self, run: Any, marks: Sequence[Mark]) -> int:
+    def _add_to_row(self, run: Any, marks: Sequence[IncidentMark]) -> int:
         if not marks or (self._row is not None and run.step <= self._row):
             return 0
-        row = dict[str, Mark]()
+        row = dict[str, IncidentMark]()
         for mark in takewhile(lambda mark: mark.step == marks[0].step and mark.key not in row, marks):
             row[mark.key] = mark
         text = "\n".join(mark.text for mark in row.values())

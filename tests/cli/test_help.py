@@ -30,6 +30,17 @@ def test_a_group_alone_shows_its_help_once(
     assert len(GROUPS) > 2
 
 
+@pytest.mark.parametrize(
+    ("words", "completed"), [("inc", "incidents"), ("rules b", "backtest"), ("top --int", "--interval")]
+)
+def test_commands_complete_in_a_shell(words: str, completed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/quickstart.md has it, for bash."""
+    monkeypatch.setenv("COMP_WORDS", f"sentinel {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    result = CliRunner().invoke(cli, env={"_SENTINEL_COMPLETE": "bash_complete"}, prog_name="sentinel")
+    assert f"plain,{completed}\n" in result.output
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_command_is_cut_short_in_a_terminal_of_80_columns(group: str) -> None:
     shown = CliRunner().invoke(cli, [*filter(None, [group]), "--help"], terminal_width=80).output

@@ -114,7 +114,14 @@ while "SIGINT" not in got:
 def test_signals_pass_through_once() -> None:
     """Slurm signals the process that it started; a terminal signals all of the foreground's."""
     command = [*RUN, "--", sys.executable, "-c", LISTENING]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+
+    def heed_interrupts() -> None:
+        """Also where the tests run in the background of a shell, which ignores SIGINT for them."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_interrupts
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.terminate()

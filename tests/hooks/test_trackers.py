@@ -22,7 +22,7 @@ from sentinel import wire
 from sentinel.config.trackers import TrackerSettings
 from sentinel.hooks.trackers import tracker_threads
 from sentinel.hooks.trackers.tensorboard import TensorBoardFolder
-from sentinel.hooks.trackers.tracker import Mark
+from sentinel.hooks.trackers.tracker import IncidentMark
 from sentinel.hooks.trackers.tracker_threads import KINDS, WAITING_MARKS
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import Loop, model
@@ -212,7 +212,7 @@ def test_the_scripts_writer_is_found_by_what_it_writes_and_its_class_is_put_back
     assert FakeWriter.add_scalar is original
     tracker.look()
     assert FakeWriter.add_scalar is original
-    assert tracker.write([Mark("LossSpike", 2, 7, "")], None) == 1
+    assert tracker.write([IncidentMark("LossSpike", 2, 7, "")], None) == 1
     _, ours = FakeWriter.made
     assert (ours.log_dir, ours.scalars) == ("runs/a/sentinel", [("sentinel/LossSpike", 2, 7)])
 
