@@ -76,6 +76,11 @@ class IncidentLog:
         parent = folding.find_parent(case, incident.consequence_of, self.cases.values())
         case.parent = parent.id if parent else ""
         case.problem_id = parent.problem_id if parent else case.id if case.problem else ""
+        self._explain(case)
+
+    def _explain(self, case: Case) -> None:
+        if (parent := self.cases.get(case.parent)) is not None:
+            case.diagnosis = folding.explain_consequence(case, parent)
 
     def release_consequences(self, parent: Case) -> None:
         """An incident is over: the consequence that outlives it is its own, and the parent of the others."""
@@ -97,6 +102,8 @@ class IncidentLog:
             self._fold(case, incident)
             if case.problem_id != former:
                 self._notifier.separate_case(case)
+        else:
+            self._explain(case)
 
     def record_action(self, case: Case) -> None:
         """An action wrote into a case."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
 
+import msgspec
+
 from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Finding
 
 REACH_STEPS = 200
 """Steps within which alerts on one problem are one: the slowest rule on what a jump of the rate does takes 100 rows,
@@ -39,6 +42,17 @@ def find_parent(case: Case, consequence_of: Collection[str], others: Iterable[Ca
         if joins or (firing and explaining & problems):
             return next((member for member in members if not member.parent), members[0])
     return None
+
+
+def explain_consequence(case: Case, parent: Case) -> Finding:
+    """The diagnosis of a consequence of `parent`: where its own evidence says nothing, the parent's cause, if that is
+    known for sure. Only `medium`: the rule files say that it may be a consequence, nothing was measured."""
+    known = parent.diagnosis
+    if case.diagnosis.confidence != "none" or known.confidence != "high":
+        return case.diagnosis
+    return msgspec.structs.replace(
+        known, cause=f"as of {parent.alert} ({parent.id}): {known.cause}", confidence="medium", problem="", leads=False
+    )
 
 
 def group_by_problem(cases: Iterable[Case]) -> list[list[Case]]:

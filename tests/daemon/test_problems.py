@@ -192,6 +192,20 @@ def test_a_critical_consequence_of_a_warning_pages_under_the_same_key(tmp_path: 
     assert run.shown() == ["Mild", "Severe"]
 
 
+def test_a_consequence_that_nothing_explains_has_the_cause_of_its_parent(tmp_path: Path) -> None:
+    async def scenario(run: Watched) -> None:
+        noise = random.Random(0)
+        healthy = [2 + noise.gauss(0, 0.02) for _ in range(100)]
+        await run.steps(loss=healthy, gradients_kept=[0.0] * 80 + [1.0] * 20)
+        await run.steps(loss=[9.0 + seq for seq in range(20)], gradients_kept=[1.0] * 20)
+
+    run = watched(tmp_path, scenario, stock=True)
+    parent, case = run.case("GradientsNotCleared"), run.case("LossSpike")
+    assert case.parent == parent.id
+    assert case.diagnosis.cause == f"as of GradientsNotCleared ({parent.id}): {parent.diagnosis.cause}"
+    assert (case.diagnosis.confidence, case.diagnosis.remedy) == ("medium", parent.diagnosis.remedy)
+
+
 def test_a_consequence_that_outlives_its_parent_is_its_own_under_the_same_key(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         await run.steps(**values(5, severe=(2, 5)))

@@ -105,7 +105,7 @@ def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None
 
     summary, found = told("VanishingGradient", run_of(40, values))
     assert "0.369, is 0.89 times that of the start (0.001 is too little)" in summary
-    assert "4e+06 times as large as the first layers' (1,000 is too much)" in summary
+    assert "last layers' over first layers': 4e+06 (1,000 is too much)" in summary
     assert "with depth" in found.cause
 
 
