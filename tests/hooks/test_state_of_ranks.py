@@ -21,7 +21,9 @@ COLLECTIVES: dict[str, Callable[[], object]] = {
     "c10d.allreduce_": lambda: dist.all_reduce(torch.ones(1)),
     "c10d.barrier": dist.barrier,
     "c10d.allgather_": lambda: dist.all_gather_object([None], "state"),
-    "_c10d_functional.all_reduce": lambda: functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).sum(),
+    "_c10d_functional.all_reduce": lambda: functional.all_reduce(
+        torch.ones(1), "sum", dist.distributed_c10d._get_default_group()
+    ).sum(),
 }
 
 
@@ -29,8 +31,7 @@ COLLECTIVES: dict[str, Callable[[], object]] = {
 def count_collectives() -> Iterator[Callable[[], int]]:
     """How many a group of one rank has issued, by the number that it gives to each."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     yield group._get_sequence_number_for_group
     dist.destroy_process_group()
 
