@@ -113,10 +113,11 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # url_env = "HEARTBEAT_URL"
 # interval = "60s"
 #
-# Metrics for an OpenTelemetry collector; without url as OTEL_EXPORTER_OTLP_ENDPOINT says.
+# Metrics and spans for an OpenTelemetry collector; without url as OTEL_EXPORTER_OTLP_ENDPOINT says.
 #
 # [otlp]
 # url = "http://127.0.0.1:4318"
+# signals = ["metrics", "traces"]
 # interval = "60s"
 """
 

@@ -24,8 +24,10 @@ _PREFIX = "OTEL_EXPORTER_OTLP_"
 
 
 class OtlpSettings(Endpoint, frozen=True, kw_only=True):
-    """`[otlp]`: metrics, pushed to an OpenTelemetry collector."""
+    """`[otlp]`: metrics and spans, pushed to an OpenTelemetry collector."""
 
+    signals: tuple[Literal["metrics", "traces"], ...] = ("metrics", "traces")
+    """What is sent. Incidents go to a receiver."""
     interval: Duration = Duration(60)
     timeout: Duration | None = None
     """For one request, answer included. None: as the environment says, else 10 s."""

@@ -147,6 +147,7 @@ class Daemon:
             for task in (tasks := [*tasks, *self._acknowledgements.tasks, *self._catching_up.values()]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._http_frontend.telemetry.finish(self._watches.values())
             await self._close(server)
             for lock in held:
                 os.close(lock)
@@ -403,6 +404,7 @@ class Daemon:
                 del self._watches[run_id]
                 self._runs.forget(run_id)
                 self._tenants.leave(run_id)
+                await self._http_frontend.telemetry.finish([watch])
                 await close([watch], TERMINATED_SECONDS)
 
     def _process_ended(self, pid: int, status: int | None) -> None:

@@ -19,7 +19,7 @@ from sentinel.config.otlp import OtlpSettings
 from sentinel.daemon import views
 from sentinel.daemon.discovery import Presence
 from sentinel.daemon.faults import FaultCounter
-from sentinel.daemon.telemetry import MetricsPush
+from sentinel.daemon.telemetry import Telemetry
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.notify.deadman import Deadman
 from sentinel.rulebook.loader import Reloads
@@ -61,7 +61,7 @@ class HttpFrontend:
         self._presence = Presence(directory, settings.file_sd)
         self._faults = FaultCounter()
         self._collector: LiveCollector | None = None
-        self.telemetry = MetricsPush(otlp, self.families)
+        self.telemetry = Telemetry(otlp, self.families, watches)
         self._turned = time.monotonic()
         self._server: Any = None
         self._stored: StoredRuns | None = None

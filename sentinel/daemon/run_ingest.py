@@ -136,6 +136,7 @@ class RunIngest:
         number, goodbye = rank.identity.rank, rank.goodbye
         self._run.attempt.lose(number, goodbye)
         self._incidents.observe_between(self.stalls.drop_rank(rank), now)
+        self._record_past_standstill(now)
         self._actions.rollback.drop_rank(number, now)
         if self._store and goodbye:
             self._store.record_goodbye(self._run.attempt.number, number)
@@ -213,6 +214,7 @@ class RunIngest:
         self._incidents.observe_between(self.stalls.tick(now), now)
         if (rank := self.stalls.take_standstill()) is not None:
             self._say_standstill(rank)
+        self._record_past_standstill(now)
         self._incidents.observe_between(self._actions.observe_snapshot_age(), now)
         self.observe_deaths(now)
 
@@ -223,6 +225,13 @@ class RunIngest:
         text += f", at {place}" if place else ""
         self._context.record_event(attempt.last_seq, "standstill", rank=rank.identity.rank, text=text)
         self._context.tell(f"{text}; it {rank.stall.kind}")
+
+    def _record_past_standstill(self, now: float) -> None:
+        if (past := self.stalls.take_past_standstill(now)) is not None:
+            number, seconds = past
+            self._context.record_event(
+                self._run.attempt.last_seq, "standstill over", rank=number, seconds=round(seconds, 3)
+            )
 
     def _begin_stage(self, stage: Stage, now: float) -> None:
         if not self._run.attempt.announce_stage(stage):

@@ -67,6 +67,8 @@ class StallDetector:
         self._differing: frozenset[int] = frozenset()
         self._standing = False
         """A standstill was said, or an alert says it."""
+        self._standstill: tuple[int, float] | None = None
+        """The rank that stands longest, and since when, by the monotonic clock."""
         self._dead: set[int] = set()
         self._exit_statuses = ExitStatuses()
         self._wanted_at = -math.inf
@@ -225,7 +227,19 @@ class StallDetector:
         standing = [rank for rank in self._attempt.live if rank.standing]
         began, self._standing = bool(standing) and not self._standing, bool(standing)
         worst = max(standing, key=lambda rank: rank.stall.seconds) if began else None
-        return worst if worst is not None and worst.stall.seconds <= worst.stall.limit else None
+        return worst if worst is not None and not _is_late(worst) else None
+
+    def take_past_standstill(self, now: float) -> tuple[int, float] | None:
+        """(rank, seconds) of a standstill that has just ended: its ranks went on, or are gone."""
+        stalls = {rank.identity.rank: rank.stall for rank in self._attempt.live if rank.standing or _is_late(rank)}
+        if stalls:
+            number = max(stalls, key=lambda number: stalls[number].seconds)
+            began = now - stalls[number].seconds
+            if self._standstill is None or began < self._standstill[1]:
+                self._standstill = number, began
+            return None
+        past, self._standstill = self._standstill, None
+        return (past[0], now - past[1]) if past is not None else None
 
     def survey(self, now: float) -> None:
         """Have all ranks say where they are, for `sentinel hang`."""
@@ -290,6 +304,11 @@ class StallDetector:
 
 def _has_ended(rank: Rank) -> bool:
     return bool(rank.process) and has_ended(rank.process)
+
+
+def _is_late(rank: Rank) -> bool:
+    """Whether it stands for longer than rules allow."""
+    return rank.stall.seconds > rank.stall.limit
 
 
 def _find_last_work(rank: Rank, now: float) -> float:

@@ -34,7 +34,7 @@ class Deadman(Periodic[HeartbeatSettings]):
             return None
         return {"sent": self.sent, "withheld": self.withheld, "failed": self.failed, "trouble": self.trouble}
 
-    async def send(self, settings: HeartbeatSettings) -> float:
+    async def send(self, settings: HeartbeatSettings) -> None:
         """A heartbeat, unless the daemon is blind."""
         former, blind = self.trouble, self._blind()
         if blind:
@@ -47,7 +47,6 @@ class Deadman(Periodic[HeartbeatSettings]):
             self.trouble = delivery.detail
         if self.trouble != former:
             log.warning("heartbeat: %s", self.trouble or "sent again")
-        return 0.0
 
 
 def _make_request(settings: HeartbeatSettings) -> Request:

@@ -29,11 +29,12 @@ class Periodic(ABC, Generic[Settings]):
     def __init__(self, settings: Settings | None) -> None:
         self.settings = settings
         self._changed = asyncio.Event()
-        self._poster: Poster | None = None
+        self._posters: dict[float, Poster] = {}
+        """By the time that a request may take."""
 
     @abstractmethod
-    async def send(self, settings: Settings) -> float:
-        """What is due now. Seconds that the other side is to be left alone for at least. Never raises."""
+    async def send(self, settings: Settings) -> None:
+        """What is due now. Never raises."""
 
     def replace(self, settings: Settings | None) -> None:
         """From now on."""
@@ -45,20 +46,18 @@ class Periodic(ABC, Generic[Settings]):
         try:
             while True:
                 self._changed.clear()
-                wait = None
-                if (settings := self.settings) is not None:
-                    wait = max(await self.send(settings), settings.interval)
+                if self.settings is not None:
+                    await self.send(self.settings)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait):
+                    async with asyncio.timeout(self.settings.interval if self.settings else None):
                         await self._changed.wait()
         finally:
             await self.close()
 
     async def close(self) -> None:
-        """Close the client."""
-        if self._poster is not None:
-            await self._poster.close()
-            self._poster = None
+        """Close the clients; another request makes others."""
+        while self._posters:
+            await self._posters.popitem()[1].close()
 
     async def post(self, make: Callable[[], Request]) -> Delivery:
         """Send once. `make` is called on a thread, and may raise ConfigError."""
@@ -69,10 +68,9 @@ class Periodic(ABC, Generic[Settings]):
         except Exception as error:  # not its text: it may hold the URL
             return Delivery(fault="internal", detail=f"{type(error).__name__} in its code", retry=True)
         try:
-            if self._poster is None:
-                self._poster = Poster(timeout)
+            poster = self._posters.setdefault(timeout, Poster(timeout))
             async with asyncio.timeout(timeout):
-                return await self._poster.post(url, content, headers)
+                return await poster.post(url, content, headers)
         except TimeoutError:
             return Delivery(fault="timeout", detail=f"no answer within {timeout:g} s", retry=True)
         except Exception as error:

@@ -281,6 +281,22 @@ class History:
             if kind in (None, name)
         ]
 
+    def events_after(self, row: int, limit: int) -> list[tuple[int, StoredEvent]]:
+        """(row, event) of the first so many that came after a row, in order of time."""
+        query = "SELECT rowid, time, attempt, seq, kind, body FROM events WHERE rowid > ? ORDER BY rowid LIMIT ?"
+        found = msgspec.convert(
+            self._database.execute(query, (row, limit)).fetchall(), list[tuple[int, _Time, int, _Step, str, bytes]]
+        )
+        return [
+            (row, StoredEvent(at, attempt, seq, name, msgspec.msgpack.decode(body, type=dict[str, Any])))
+            for row, at, attempt, seq, name, body in found
+        ]
+
+    def span_mark(self) -> str:
+        """How far spans of this run were sent, as `Store.mark_spans` was told; empty: none were."""
+        found = self._database.execute("SELECT value FROM meta WHERE key = 'spans'").fetchone()
+        return str(found[0]) if found else ""
+
     def rollbacks(self) -> list[tuple[int, int, int]]:
         """(attempt, seq it went back to, seq it came from) of each rollback that was carried out, in order of time."""
         found = [(event.attempt, msgspec.convert(event.detail, _Rollback)) for event in self.events("rollback")]

@@ -286,6 +286,10 @@ class Store:
         key = (next(self._numbers),)  # in order: what is told twice is found by the statement
         self._write("events", key, _EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
 
+    def mark_spans(self, progress: str) -> None:
+        """How far spans of this run were sent."""
+        self._write("events", ("spans",), "INSERT OR REPLACE INTO meta VALUES ('spans', ?)", progress)
+
     def flush(self, patience: float = PATIENCE_SECONDS) -> None:
         """Have what is new written in one transaction, and wait for that so many seconds: not at all where a flush that
         was begun before does not end, or the last one failed."""

@@ -64,6 +64,14 @@ def test_it_is_said_once_a_standstill(rank: Rank, longest: float, first: int) ->
     assert rank.look(200, longest=longest, progress=402, progressed=500.0) == [first], "the next one"
 
 
+def test_its_length_is_known_once_the_rank_goes_on(rank: Rank) -> None:
+    rank.look(200)
+    assert rank.stalls.take_past_standstill(299.0) is None, "it goes on"
+    rank.look(2, progress=401, progressed=400.0)
+    assert rank.stalls.take_past_standstill(401.0) == (0, pytest.approx(301.0, abs=1.5))
+    assert rank.stalls.take_past_standstill(402.0) is None
+
+
 @pytest.mark.parametrize(
     "beat", [{"paused": 1}, {"place": Place.LEFT}, {"place": Place.LONG}, {"place": Place.DEBUGGER}]
 )
