@@ -26,13 +26,16 @@ def run_header(report: Report, status: Mapping[str, Any]) -> str:
     cases = [case for case in report.incidents if case["state"] in _OPEN]
     total = report.facts.get("total_steps")
     figures = {
-        "step": f"{status['step']:,}" + (f" of {total:,}" if total else ""),
+        "step": f"{status['step']:,}",
         "loss": format_number(_find_loss(report, status)),
         "steps/s": _format_speed(report, state),
         "elapsed": format_duration(report.seconds),
     }
-    if total and state != "ended":
-        figures["left"] = _format_rest(report, total - status["step"] - 1)
+    if total:
+        done = status["step"] + 1
+        figures["done"] = f"{done:,} of {total:,}"
+        if state != "ended":
+            figures["left"] = _format_rest(report, total - done)
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in figures.items())
     snapshot = snapshot_age.in_words(status["rollback"])
     marked = f"({len(cases)}!) {report.run}" if cases else report.run

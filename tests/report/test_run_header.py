@@ -57,10 +57,11 @@ def test_it_has_the_figures_of_now() -> None:
 
 def test_it_says_how_long_the_run_will_take() -> None:
     text = " ".join(said(run(total_steps=2000), rank(0, "live")).split())
-    assert "step 1,234 of 2,000" in text
+    assert "step 1,234 " in text
+    assert "done 1,235 of 2,000" in text
     assert "left 0:06:22" in text  # 765 steps of half a second
     ended = " ".join(said(run(total_steps=2000), rank(0, "gone")).split())
-    assert "1,234 of 2,000" in ended
+    assert "done 1,235 of 2,000" in ended
     assert "left" not in ended
 
 
