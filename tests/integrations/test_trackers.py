@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +55,38 @@ def split(series: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: rows for name, rows in series.items() if name not in ours}, ours
 
 
-@pytest.fixture
-def marking(daemon: FakeDaemon) -> FakeDaemon:
-    """A daemon whose settings switch on each tracker for the run `on`, and which tells of one incident again after a
-    restart."""
+class MarkingDaemon(FakeDaemon):
+    """Its settings switch on each tracker for the run `on`. Once it has steps of a run it tells of one incident, twice,
+    as after a restart."""
 
-    def answer(hello: wire.Hello) -> bytes:
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.answer = self.welcome
+        self.told: list[socket.socket] = []
+
+    def welcome(self, hello: wire.Hello) -> bytes:
         names = ("wandb", "mlflow", "trackio", "tensorboard") if hello.identity.run == "on" else ()
-        notices = [wire.Notice(id=alert["event"], text="", alert=alert) for alert in (ALERT, ENDED)]
-        return b"".join(map(wire.frame, [wire.Welcome(version="1", trackers=names), *notices, *notices]))
+        return wire.frame(wire.Welcome(version="1", trackers=names))
 
-    daemon.answer = answer
-    return daemon
+    def _take(self, peer: socket.socket, message: wire.FromRank) -> None:
+        super()._take(peer, message)
+        if isinstance(message, wire.Batch) and peer not in self.told:
+            self.told.append(peer)
+            for alert in (ALERT, ENDED, ALERT, ENDED):
+                peer.sendall(wire.frame(wire.Notice(id=str(alert["event"]), text="", alert=alert)))
+
+
+@pytest.fixture
+def marking(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkingDaemon]:
+    with MarkingDaemon(private_places / "d.sock") as made:
+        monkeypatch.setenv("SENTINEL_ADDRESS", made.address)
+        yield made
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["wandb", "wandb with steps"])
-def test_wandb(marking: FakeDaemon, tmp_path: Path, way: str) -> None:
+def test_wandb(marking: MarkingDaemon, tmp_path: Path, way: str) -> None:
     """Marks are in the rows that the script commits, on an axis of their own; none is in another one's place."""
     run_script(tmp_path, way, "off", "on")
     files = [path for path in tmp_path.rglob("run-*.wandb") if path.is_file()]
@@ -93,7 +109,7 @@ def test_wandb(marking: FakeDaemon, tmp_path: Path, way: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_mlflow(marking: FakeDaemon, tmp_path: Path) -> None:
+def test_mlflow(marking: MarkingDaemon, tmp_path: Path) -> None:
     run_script(tmp_path, "mlflow", "off", "on")
     runs = read_runs(tmp_path)
     rows, ours = split(runs["on"])
@@ -106,7 +122,7 @@ def test_mlflow(marking: FakeDaemon, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_trackio(marking: FakeDaemon, tmp_path: Path) -> None:
+def test_trackio(marking: MarkingDaemon, tmp_path: Path) -> None:
     run_script(tmp_path, "trackio", "off", "on")
     runs = read_runs(tmp_path)
     assert runs["on"] == runs["off"]
@@ -122,7 +138,7 @@ def test_trackio(marking: FakeDaemon, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_tensorboard(marking: FakeDaemon, tmp_path: Path) -> None:
+def test_tensorboard(marking: MarkingDaemon, tmp_path: Path) -> None:
     """In a folder of our own: the script's file is not touched, and stays the newest of its folder."""
     run_script(tmp_path, "tensorboard", "off", "on")
     runs = read_runs(tmp_path)
