@@ -72,7 +72,7 @@ class Queries:
 async def _send_answer(peer: Peer, question: Coroutine[Any, Any, Any]) -> None:
     try:
         peer.send(wire.Answer(ok=True, content=await question))
-    except Exception as error:  # or whoever asks would get no answer
+    except Exception as error:  # or the question would get no answer
         log.exception("a question of the command line gets no answer")
         peer.send(wire.Answer(ok=False, reason=f"{type(error).__name__}; the daemon's log says why"))
 

@@ -111,7 +111,7 @@ class _Maker:
         for index, (number, began, ended) in enumerate(known):
             later = known[index + 1][1] if index + 1 < len(known) else None
             if ended is None or not (later or over or now - ended > LINGER_SECONDS):
-                ended = later  # nobody saw its end
+                ended = later  # its end was not seen
             if ended is None or number < self.attempts:
                 continue
             self._end_phases(ended, number)
