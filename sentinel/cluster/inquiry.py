@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 3.0
 """In which nodes answer: of these, ranks get two to say where they stand (`sentinel/daemon/job_views.py`)."""
 AT_ONCE = 4
-"""Questions that are answered at a time. More get no answer: whoever has the secret could ask without end."""
+"""Questions that are answered at a time. More get no answer: with the secret, one could ask without end."""
 
 Respond = Callable[[Question], Awaitable[NodeAnswer]]
 """Answers for this node, in the daemon's loop."""

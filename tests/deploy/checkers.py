@@ -1,4 +1,4 @@
-"""The checkers of whoever reads the files in deploy/."""
+"""The checkers of the programs that read the files in deploy/."""
 
 from __future__ import annotations
 
