@@ -54,7 +54,7 @@ pictures: $(READY)
 
 .venv/ready: pyproject.toml setup.py constraints.txt hooks/measure/_onepass.c hooks/measure/_dlpack.h
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sentinel needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 ...")'
-	@echo "Setting up .venv: about a minute, once."
+	@echo "Setting up .venv: some three minutes, once."
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	@touch $@
