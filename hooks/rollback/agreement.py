@@ -203,7 +203,8 @@ class RankConsensus:
             time.sleep(self._kept.poll_seconds if waited < 1 else _POLL_SECONDS_LATER)
         else:
             late = f"only {len(said)} of {world} ranks came to step {promise.at} within {patience:.3g} s"
-            word = self._decide(promise, late) or late
+            if not (word := self._decide(promise, late)):
+                raise InDoubt("what was decided can be neither written nor read")
         return "" if word == _GO else word
 
     def await_ranks(self, promise: wire.Prepare, seconds: float) -> None:

@@ -70,6 +70,50 @@ POINTS: dict[str, Callable[[], None]] = {
 """On receipt of the order; at its step, before the verdict; before and after it says that it is ready; and
 once all have agreed, before it restores."""
 IN_VAIN = ("waiting", "ready")
+AFTER_GO = "go"
+"""The point at which rank 0, which hosts the process group's store, ends once rank 1 knows that all restore, and before
+rank 2 has looked."""
+
+
+def end_host_after_go(rank: int, folder: Path) -> None:
+    """Put the three ranks into that order."""
+    ask, write = RankConsensus.ask_ranks, RankConsensus._write
+    host, knows = folder / "host", folder / "knows"
+
+    def ask_and_tell(*arguments: Any) -> str:
+        word = ask(*arguments)
+        if rank == 0:
+            wait_for(knows.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            knows.write_text(word)
+        return word
+
+    def write_and_wait(consensus: RankConsensus, promise: wire.Prepare, name: str, text: str) -> str:
+        fault = write(consensus, promise, name, text)
+        if name == "rank-2":
+            wait_for(lambda: has_ended(int(host.read_text())))
+        return fault
+
+    if rank == 0:
+        host.write_text(str(os.getpid()))
+    RankConsensus.ask_ranks = ask_and_tell  # type: ignore[method-assign]
+    RankConsensus._write = write_and_wait  # type: ignore[method-assign]
+
+
+def wait_for(found: Callable[[], bool]) -> None:
+    """For less than anybody waits in the agreement."""
+    until = time.monotonic() + LONG_SECONDS / 2
+    while not found() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def has_ended(process: int) -> bool:
+    """Whether its sockets are closed: it is gone, or nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
@@ -116,7 +160,9 @@ def main(folder: Path, points: list[str]) -> None:
     weights: list[int] = []
     point, _, victim = points[start].partition(":") if start < len(points) else ("", "", "")
     noting(told, VERDICT_SECONDS if point in IN_VAIN else LONG_SECONDS)
-    if point and rank == int(victim):
+    if point == AFTER_GO:
+        end_host_after_go(rank, folder)
+    elif point and rank == int(victim):
         POINTS[point]()
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_SECONDS))
     end = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import re
 import resource
@@ -16,6 +18,7 @@ import pytest
 from sentinel import wire
 from sentinel.hooks.rollback import agreement
 from sentinel.hooks.rollback.agreement import RankConsensus
+from sentinel.hooks.rollback.ballots import InDoubt
 from sentinel.node import locks
 
 WORLD = 4
@@ -187,6 +190,27 @@ def test_a_directory_that_is_gone(ranks: Ranks) -> None:
     ranks.here.rank = 0
     word = act(0)
     assert word == "rank 0 could not say that it is ready (No such file or directory)"
+
+
+def test_a_rank_that_is_ready_and_cannot_take_it_back_is_in_doubt(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full as it has waited long enough, and has room again as the others come."""
+    symlink = os.symlink
+
+    def link_in_full_disk(text: str, path: Path) -> None:
+        if path.name.endswith("-decided"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        symlink(text, path)
+
+    ranks.here.rank = 0
+    with monkeypatch.context() as full:
+        full.setattr(os, "symlink", link_in_full_disk)
+        with pytest.raises(InDoubt, match="neither written nor read"):
+            ranks.consensus(0.1).ask_ranks(PROMISE, True, 0.0)
+    assert ranks.each(lambda rank: ranks.consensus(10.0).ask_ranks(PROMISE, True, 0.0) if rank else "in doubt") == [
+        "in doubt", "", "", "",
+    ]  # fmt: skip
 
 
 def test_no_descriptor_is_needed_once_the_rank_has_promised(ranks: Ranks) -> None:

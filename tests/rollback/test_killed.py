@@ -62,6 +62,14 @@ def test_nobody_waits_and_nobody_parts_and_the_next_start_is_as_if_nothing_had_b
     check_healthy_start(tmp_path)
 
 
+def test_ranks_do_not_part_where_the_host_of_their_store_ends_right_after_go(tmp_path: Path) -> None:
+    """One of the others knows that all restore, the other has yet to learn it."""
+    job(tmp_path, f"{killed.AFTER_GO}:0")
+    assert (tmp_path / "knows").read_text() == "", "all restore"
+    check_survivors(tmp_path, killed.AFTER_GO, "0")
+    check_healthy_start(tmp_path)
+
+
 def check_survivors(folder: Path, point: str, victim: str) -> None:
     left = survivors(folder, 0)
     assert len(left) == WORLD - 1
@@ -73,7 +81,7 @@ def check_survivors(folder: Path, point: str, victim: str) -> None:
     assert one == other
     assert [rank["told"] for rank in left] == [left[0]["told"]] * 2
     restored = [answer["ok"] for answer in left[0]["told"]]
-    assert restored == {"prepare": [], "said": [True], "decided": [True]}.get(point, [False])
+    assert restored == {"prepare": [], "said": [True], "decided": [True], killed.AFTER_GO: [True]}.get(point, [False])
     cases = incidents(folder, 0)
     assert cases["RankLost"]["diagnosis"]["cause"] == f"rank {victim} was ended by SIGKILL"
     # Where the next attempt begins before the rollback is over, that is said after it.
