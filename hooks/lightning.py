@@ -72,7 +72,7 @@ def _flaw(path: Path, steps: int) -> str:
         weights = content["state_dict"].items()
         return next(filter(None, (framework_checkpoints.not_finite(name, tensor) for name, tensor in weights)), "")
     except framework_checkpoints.DAMAGE as error:
-        return f"it cannot be read ({type(error).__name__}: {error})"
+        raise framework_checkpoints.Incomplete(f"it cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _read(path: Path) -> Any:

@@ -63,12 +63,12 @@ def _flaw(path: Path, steps: int) -> str:
             return "its trainer_state.json is of another step"
         for archive in (path / "optimizer.pt", path / "pytorch_model.bin"):
             if archive.exists() and not zipfile.is_zipfile(archive):
-                return f"{archive.name} is cut short"
+                raise framework_checkpoints.Incomplete(f"{archive.name} is cut short")
         return next(
             filter(None, (framework_checkpoints.not_finite(name, tensor) for name, tensor in _weights(path))), ""
         )
     except (*framework_checkpoints.DAMAGE, SafetensorError) as error:
-        return f"it cannot be read ({type(error).__name__}: {error})"
+        raise framework_checkpoints.Incomplete(f"it cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

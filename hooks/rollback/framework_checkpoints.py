@@ -7,7 +7,8 @@ already, they compare what they saw (`RankExchange`), by its store: it is there 
 collective. In the loop nothing of this is used.
 
 Only what is in a file passes a checkpoint over. A read that fails is tried again for 60 s, and is then an error, as it
-is where none of the checkpoints can be used.
+is where none of the checkpoints can be used. What is missing or cut short is looked at again for as long, as a network
+file system may show an old state, and then passed over: a job that is killed while it saves leaves such a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ class CheckpointView(msgspec.Struct, kw_only=True):
     damaged: bool = False
     """One of those is, and not only too new."""
     late: bool = False
-    """This rank has looked for as long as one looks. Rank 0's word counts."""
+    """This rank has looked for as long as one looks. Where rank 0 has, the next look is the last, for all ranks."""
+
+
+class Incomplete(Exception):
+    """Files of a checkpoint are missing, cut short, or hold no checkpoint that can be read."""
 
 
 def asking() -> None:
@@ -91,14 +96,16 @@ def choose(
     """The checkpoint to go on from; None: start from the beginning, there is none, or `before` rules out all.
 
     `steps_of` says how many steps what lies at a path has behind it, None where it is no checkpoint. `flaw` says what
-    is wrong with one, or nothing, and raises OSError where it cannot be read; `aside` names the place for one that is
-    not to be used. Raises RollbackError where checkpoints are there and none can be used, or one cannot be read.
+    is wrong with one, or nothing, and raises OSError where it cannot be read, and Incomplete; `aside` names the place
+    for one that is not to be used. Raises RollbackError where checkpoints are there and none can be used, or one cannot
+    be read.
     """
     asking()
     folder, limit, retry = Path(directory).absolute(), find_bound(before), Retry()
     exchange = RankExchange("checkpoint") if group_store() is not None else None
+    last = False
     while True:
-        mine = _look(folder, steps_of, flaw, limit)
+        mine = _look(folder, steps_of, flaw, limit, last=last)
         mine.late = retry.over
         views = [mine]
         if exchange is not None:
@@ -110,9 +117,11 @@ def choose(
         trouble = _find_trouble(folder, views)
         if not trouble:
             return _conclude(folder, views[0], aside)
-        if views[0].late:
+        if last:
             raise RollbackError(f"{trouble} (for {RETRY_SECONDS:.0f} s). Nothing was changed")
-        retry.pause()
+        last = views[0].late
+        if not last:
+            retry.pause()
 
 
 def read_through(path: Path) -> None:
@@ -129,17 +138,22 @@ def not_finite(name: str, tensor: torch.Tensor) -> str:
 
 
 def _look(
-    folder: Path, steps_of: Callable[[Path], int | None], flaw: Callable[[Path, int], str], limit: int | None
+    folder: Path,
+    steps_of: Callable[[Path], int | None],
+    flaw: Callable[[Path, int], str],
+    limit: int | None,
+    *,
+    last: bool,
 ) -> CheckpointView:
     seen = CheckpointView()
     try:
         with os.scandir(folder) as entries:
             paths = [folder / entry.name for entry in entries]
+        found = {path: steps for path in paths if (steps := steps_of(path)) is not None}
     except FileNotFoundError:
         return CheckpointView(absent=True)
     except OSError as error:
         return CheckpointView(trouble=f"{folder}: {error.strerror}")
-    found = {path: steps for path in paths if (steps := steps_of(path)) is not None}
     for path, steps in sorted(found.items(), key=lambda item: (-item[1], item[0].name)):
         if limit is not None and steps > limit:
             seen.unfit[path.name] = f"saved after step {limit}, the first sign of a fault"
@@ -148,6 +162,10 @@ def _look(
             why = flaw(path, steps)
         except (OSError, MemoryError) as error:
             return CheckpointView(trouble=f"{path}: cannot be read just now ({error})")
+        except Incomplete as error:
+            if not last:
+                return CheckpointView(trouble=f"{path}: {error}")
+            why = str(error)
         except Exception as error:  # what reading does in code that is not ours: the loop's own load would meet it too
             return CheckpointView(
                 refusal=f"{path}: cannot be read ({type(error).__name__}: {error}). Nothing was changed"

@@ -7,11 +7,15 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +93,13 @@ def integration(request: pytest.FixtureRequest) -> Integration:
     return module.checkpoint, transformers_checkpoint, lambda path: cut(path / "optimizer.pt")
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of looking again."""
+    monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("short")
 def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_aside(
     integration: Integration, tmp_path: Path
 ) -> None:
@@ -128,6 +139,7 @@ def test_other_ranks_choose_the_same_and_rename_nothing(
     assert bad.exists()
 
 
+@pytest.mark.usefixtures("short")
 def test_where_none_can_be_used_nothing_is_touched(integration: Integration, tmp_path: Path) -> None:
     checkpoint, make, cut_short = integration
     cut_short(make(tmp_path, 100))
@@ -140,7 +152,11 @@ def test_where_none_can_be_used_nothing_is_touched(integration: Integration, tmp
 
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
-    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+    integration: Integration,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    passes: bool,
 ) -> None:
     checkpoint, make, _ = integration
     make(tmp_path, 100)
@@ -158,10 +174,48 @@ def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
         assert checkpoint(tmp_path) == str(newest)
         assert len(failures) == 3
     else:
-        monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.2)
+        request.getfixturevalue("short")
         with pytest.raises(RollbackError, match="Stale file handle"):
             checkpoint(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_cut_or_missing_for_a_moment_is_not_passed_over(
+    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system shows an old size, or no file yet."""
+    checkpoint, make, cut_short = integration
+    folder, whole = tmp_path / "saved", tmp_path / "whole"
+    folder.mkdir()
+    make(folder, 100)
+    newest, before = make(folder, 200), sorted(folder.iterdir())
+    shutil.copytree(folder, whole)
+    cut_short(newest)
+    if (last := newest / "trainer_state.json").exists():
+        last.unlink()
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda _: shutil.copytree(whole, folder, dirs_exist_ok=True)
+    )
+    monkeypatch.setattr(unseen, "time", clock)
+    assert checkpoint(folder) == str(newest)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_listing_that_fails_for_a_moment_costs_nothing(
+    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, make, _ = integration
+    newest, stat, failures = make(tmp_path, 200), Path.stat, []
+
+    def fail_once(path: Path, **more: Any) -> os.stat_result:
+        if path == newest and not failures:
+            failures.append(path)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", fail_once)
+    assert checkpoint(tmp_path) == str(newest)
+    assert failures
 
 
 def test_ranks_that_see_other_files_do_not_part(
