@@ -148,12 +148,12 @@ def spell_line(text: str) -> str:
 
 
 def write_lines(text: str, stream: TextIO | None) -> None:
-    """Write `text` on lines of its own, also where a progress bar has left the cursor in the middle of one. A stream
-    that is closed is no reason to fail."""
+    """Write `text` on lines of its own, also where a progress bar has left the cursor in the middle of one. What a
+    terminal obeys is spelled out. A stream that is closed is no reason to fail."""
     try:
         if stream is not None:
             # One write: between two another thread's line may come.
-            stream.write(f"{_begin_line(stream)}{text}\n")
+            stream.write(f"{_begin_line(stream)}{spell_controls(text)}\n")
             stream.flush()
     except (OSError, ValueError, AttributeError):
         pass

@@ -70,6 +70,13 @@ def test_a_file_gets_the_text_alone(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "a\nb\n"
 
 
+def test_what_a_terminal_obeys_is_spelled_out(tmp_path: Path) -> None:
+    """A line may hold the name of a layer, or an exception's text."""
+    with (tmp_path / "log").open("w") as log:
+        write_lines("layer \x1b]0;owned\x07\u202e\x9b2J\nis odd", log)
+    assert (tmp_path / "log").read_text() == r"layer \x1b]0;owned\x07\u202e\x9b2J" + "\nis odd\n"
+
+
 def test_a_stream_that_is_gone_is_no_reason_to_fail(tmp_path: Path) -> None:
     log = (tmp_path / "log").open("w")
     log.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 import re
 import sys
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sentinel.cli import main
 from sentinel.cli.log_format import JsonLines, LineFormatter
 from sentinel.node import paths
 from sentinel.text import spell_controls, spell_line
 from sentinel.web import http
+from tests.allocator import synthetic
+from tests.cli import wrong
 from tests.report.runs import case, history
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08b\u202ec\x85\x7f"
@@ -40,6 +44,7 @@ HANGING = {
     "run": EVIL, "run_id": EVIL, "ranks": [RANK], "cause": EVIL, "confidence": "high", "evidence": [EVIL],
     "remedy": EVIL, "missing": [EVIL], "answered": True,
 }  # fmt: skip
+GPT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 HEARTBEAT = {"sent": 1, "withheld": 0, "trouble": EVIL}
 ANSWERS: dict[str, Any] = {
     "status": {
@@ -67,8 +72,17 @@ COMMANDS = [
     ["rules", "test", "{rules}"], ["rules", "list", "{rules}"], ["rules", "backtest", "{log}"],
     ["rules", "backtest", "{history}"], ["replay", EVIL], ["silence", EVIL], ["silence", "--end", EVIL],
     ["silence", "NonFiniteLoss", "--run", EVIL, "--comment", EVIL], ["silence", "--list"], ["run", EVIL],
-    ["plan", EVIL], ["doctor", "--", EVIL], ["grafana", EVIL], ["top", "--once"], ["page"], ["page", EVIL],
+    ["plan", EVIL], ["plan", "{model}"], ["doctor", "--", EVIL], ["grafana", EVIL], ["grafana", "write", "{folder}"],
+    ["grafana", "push", "--url", "http://127.0.0.1:1", "--run", EVIL, "--dry-run"], ["top", "--once"], ["page"],
+    ["page", EVIL], ["alerts", "test", EVIL], ["alerts", "test", "--config", "{settings}"], ["replay", "{log}"],
+    ["daemon", "--config", "{settings}"], ["demo", "--out", "{log}"], ["init", "{folder}"], ["last"], ["last", EVIL],
+    ["mcp", "--json"], ["mcp", EVIL], ["memory", "{snapshot}"], ["precision", "{checkpoint}"], ["reload"],
+    ["rules", "export", "prometheus", "--rules", "{rules}"], ["rules", "schema", EVIL],
+    ["history", "prune", "--dry-run", "--max-size", "1B"],
 ]  # fmt: skip
+"""Each command, and what it shows of names in runs, histories and files."""
+ON_A_TERMINAL = [["incidents"], ["incidents", "show", "0.1"], ["last"], ["last", EVIL], ["history"]]
+"""Those that lay out their lines for one."""
 
 
 def answers(what: str, *_: Any) -> list[Any]:
@@ -89,12 +103,23 @@ def files(private_places: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     )
     rules = folder / "rules.yaml"
     rules.write_text("rules:\n  - alert: 'A\\e[2J'\n    when: loss ==\n")
+    settings, model, checkpoint = folder / "sentinel.toml", folder / "config.json", folder / "weights.pt"
+    settings.write_text(f"[[receivers]]\nname = {json.dumps(EVIL)}\ntype = {json.dumps(EVIL)}\n")
+    model.write_text(json.dumps({**GPT, "model_type": EVIL, "architectures": [EVIL]}))
+    torch.save({EVIL: torch.tensor([float("nan")])}, checkpoint)
+    stack = [{"filename": EVIL, "line": 1, "name": EVIL}]
+    snapshot = synthetic.snapshot([synthetic.segment([(synthetic.MiB, "active_allocated", stack)])])
     monkeypatch.chdir(tmp_path)
-    for name in ("client", "status", "hang", "incidents"):
+    for name in ("client", "status", "hang", "incidents", "page", "top"):
         monkeypatch.setattr(importlib.import_module(f"sentinel.cli.{name}"), "ask_daemons", answers)
     monkeypatch.setattr(http.HttpServer, "serve", lambda *_: asyncio.sleep(0))  # the page goes on to Ctrl-C
+    answered = {"daemon": 7, "ok": False, "answer": EVIL}
+    monkeypatch.setattr(importlib.import_module("sentinel.cli.reload"), "reload_daemons", lambda: [answered])
     monkeypatch.setattr(sys, "argv", [])
-    return {"history": kept, "log": log, "folder": folder, "rules": rules}
+    return {
+        "history": kept, "log": log, "folder": folder, "rules": rules, "settings": settings, "model": model,
+        "checkpoint": checkpoint, "snapshot": synthetic.written(folder / "memory.pickle", snapshot),
+    }  # fmt: skip
 
 
 def said(command: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> str:
@@ -112,6 +137,22 @@ def test_nothing_that_a_terminal_obeys_gets_out(
 ) -> None:
     words = said(command, files, capsys)
     assert words, "it has said nothing"
+    assert not OBEYED.search(words), words
+
+
+def test_no_command_is_left_out() -> None:
+    named = {name for name, _ in wrong.leaves()}
+    called = {name for name in named for command in COMMANDS if " ".join(command).startswith(name)}
+    assert called == named
+
+
+@pytest.mark.parametrize("command", ON_A_TERMINAL, ids=[spell_controls(" ".join(each)) for each in ON_A_TERMINAL])
+def test_nor_where_a_command_writes_to_a_terminal(
+    command: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    words = said(command, files, capsys)
+    assert r"a\x1b" in words
     assert not OBEYED.search(words), words
 
 
