@@ -132,6 +132,8 @@ def test_it_works_in_the_root_of_a_clone_and_elsewhere(
     install(environment, root)
     python, command = environment.python, environment.folder / "bin" / "sentinel"
     run(root, python, "-c", "import sentinel.hooks")
+    for version in ((command, "--version"), (python, "-m", "sentinel", "--version")):
+        assert "gradient kernel built" in run(root, *version)
     said = run(root, python, "train.py")
     assert f"package {root}" in said
     assert "kernel ''" in said
@@ -158,9 +160,9 @@ def test_a_kernel_of_other_sources_is_not_loaded(environment: Environment, tmp_p
     environment.install(root, "-e", ".")
     with (root / "hooks" / "measure" / "_onepass.c").open("a") as file:
         file.write("/* another version */\n")
-    assert f"was built from other sources than {root}/sentinel/hooks/measure has" in run(
-        root, environment.python, "train.py"
-    )
+    for command in (("train.py",), ("-m", "sentinel", "--version")):
+        said = run(root, environment.python, *command)
+        assert f"was built from other sources than {root}/sentinel/hooks/measure has" in said
     environment.install(root, ".")
     assert "kernel ''" in run(root, environment.python, "train.py"), "that of the installed package, as it fits"
 

@@ -6,51 +6,16 @@ can since 2.10), torch's operations do the same in more time (`statistics.TorchS
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Statistics, TorchStatistics
-
-_HERE = Path(__file__).parent
-_SOURCES = ("_onepass.c", "_dlpack.h")
-"""Of the kernel: in a source tree they are beside this file, in an installed package they are not."""
-
-
-def load_kernel() -> tuple[Any, str]:
-    """The compiled kernel, or None and why there is none.
-
-    In the root of a clone Python imports the clone's own `sentinel`, however it was installed. Then the kernel of the
-    installed package serves, if it was built from the clone's sources.
-    """
-    sources = [path for file in _SOURCES if (path := _HERE / file).exists()]
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest() if sources else ""
-    why = "not built: no C compiler when Sentinel was installed"
-    for folder in dict.fromkeys([_HERE, *(Path(entry, "sentinel", "hooks", "measure") for entry in sys.path)]):
-        spec = PathFinder.find_spec(f"{__package__}._onepass", [str(folder)])
-        if spec is None or spec.loader is None:
-            continue
-        try:
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-        except ImportError as error:
-            why = str(error)
-            continue
-        if not wanted or getattr(module, "SOURCE", "") == wanted:
-            return module, ""
-        why = f"{spec.origin} was built from other sources than {_HERE} has: install Sentinel from there again"
-    return None, why
-
+from sentinel.node.compiled_kernel import load_kernel
 
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _onepass, _MISSING = load_kernel()

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from importlib.machinery import PathFinder
-from pathlib import Path
 
 from sentinel._version import __version__
-
-KERNEL = Path(__file__).parents[1] / "hooks" / "measure"
-"""Where the build puts the compiled kernel for statistics of gradients."""
+from sentinel.node.compiled_kernel import load_kernel
 
 
 def describe_versions() -> str:
@@ -19,8 +15,9 @@ def describe_versions() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
-    kernel = "built" if PathFinder.find_spec("_onepass", [str(KERNEL)]) is not None else "not built: torch is used"
+    kernel, why = load_kernel()
     return (
         f"sentinel, version {__version__}\n"
-        f"torch {torch}, Python {platform.python_version()}, {platform.platform()}, gradient kernel {kernel}"
+        f"torch {torch}, Python {platform.python_version()}, {platform.platform()}, "
+        f"gradient kernel {'built' if kernel is not None else f'{why}; torch is used'}"
     )
