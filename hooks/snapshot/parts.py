@@ -71,7 +71,16 @@ class ExtraState(Part):
         }
 
     def take(self, capture: Capture) -> dict[str, Any]:
-        return {name: capture.now(m.get_extra_state(), f"{name}._extra_state") for name, m in self._owners().items()}
+        kept = {}
+        for name, module in self._owners().items():
+            try:
+                state = module.get_extra_state()
+            except Exception as error:
+                fault_guard.let_through(error)
+                whose = f"{type(module).__name__} {name}".rstrip()
+                raise RollbackError(f"{whose}: its get_extra_state() raised {error!r}") from error
+            kept[name] = capture.now(state, f"{name}._extra_state")
+        return kept
 
     def check(self, kept: dict[str, Any]) -> None:
         if gone := sorted(kept.keys() - self._owners().keys()):

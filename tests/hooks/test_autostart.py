@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -11,15 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sentinel import wire
 from sentinel.daemon.signal_handlers import HELD_BACK
 from sentinel.errors import ConfigError
-from sentinel.hooks.transport import detach
-from sentinel.hooks.transport.daemon_launcher import LIMIT, PERIOD_SECONDS, DaemonLauncher
+from sentinel.hooks.transport import daemon_launcher, detach
+from sentinel.hooks.transport.daemon_launcher import LIMIT, PERIOD_SECONDS, DaemonLauncher, DaemonLocator
 from sentinel.node import locks, paths
 
 WORDS = """
@@ -282,3 +286,22 @@ def test_a_directory_that_a_daemon_takes_with_it_at_this_moment_is_made_again(
     assert until(directory / paths.LOG, 1)
     starter.close()
     kill(directory)
+
+
+def test_a_daemon_is_looked_for_every_few_seconds_however_long_there_is_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, tries = SimpleNamespace(now=0.0, monotonic=lambda: clock.now), [0.0]
+
+    def exhausted(_: Path) -> None:
+        tries.append(clock.now)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(daemon_launcher, "time", clock)
+    monkeypatch.setattr(daemon_launcher, "Connection", exhausted)
+    locator = DaemonLocator(tmp_path / "daemon.sock")
+    while clock.now < 600:
+        assert locator.dial(wire.Identity(run="r", run_id="r", session="s")) is None
+        clock.now += 0.1
+    assert max(later - earlier for earlier, later in pairwise([*tries, 600.0])) < 10
+    assert len(tries) < 150, "and not at every turn"

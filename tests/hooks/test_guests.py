@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -11,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import CO_GENERATOR
+from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,22 +239,44 @@ class Saved:
         pass
 
 
+class Scaled(torch.nn.Module):
+    """A layer with extra state."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        super().__init__()
+        self.save = save
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def get_extra_state(self) -> dict[str, Any]:
+        self.save()
+        return {}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
 @pytest.mark.faults
-def test_what_the_users_code_raises_because_we_call_it_is_ours(daemon: FakeDaemon) -> None:
-    calls = 0
+@pytest.mark.parametrize(
+    ("kind", "whose"), [(Saved, "state['ema']: its state_dict()"), (Scaled, "Scaled 1: its get_extra_state()")]
+)
+def test_what_the_users_code_raises_because_we_call_it_is_ours(kind: Any, whose: str, daemon: FakeDaemon) -> None:
+    failing = False
 
     def save() -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 2:
+        if failing:
             raise KeyError("shadow")
 
-    net = loops.model()
+    held = kind(save)
+    net = torch.nn.Sequential(loops.model(), *([held] if kind is Scaled else []))
     optimizer = sgd(net)
-    terms = sentinel.Rollback(every=1, margin=0, state={"ema": Saved(save)})
+    terms = sentinel.Rollback(every=1, margin=0, state={"ema": held} if kind is Saved else {})
     monitor = sentinel.attach(net, optimizer, rollback=terms)
-    fit(net, optimizer, 6)
-    text = "rollback (disarmed: state['ema']: its state_dict() raised KeyError('shadow'))"
+    fit(net, optimizer, 3)
+    failing = True
+    fit(net, optimizer, 3)
+    text = f"rollback (disarmed: {whose} raised KeyError('shadow'))"
     daemon.wait(lambda: text in daemon.of(wire.Hello)[-1].unseen)
     monitor.detach()
     daemon.ended()
@@ -338,6 +362,23 @@ def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
     assert any(seq < 20 for seq in daemon.series("rss_bytes")), "memory is what matters most then"
     assert any(seq >= 20 for seq in daemon.series("grad_norm"))
     assert any(seq >= 20 for seq in daemon.layers("layer_grad_norm"))
+
+
+def test_what_failed_for_long_is_tried_again_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is seen again within 30 s of the end of the trouble."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(unseen, "time", clock)
+    kept, tries = unseen.Unseen(), [0.0]
+    while clock.now < 600:
+        if not kept.is_paused("a test"):
+            tries.append(clock.now)
+            try:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            except OSError:
+                assert not kept.record_failure("a test", "a test", "without it")
+        clock.now += 0.1
+    assert max(later - earlier for earlier, later in pairwise([*tries, 600.0])) < 10
+    assert len(tries) < 100, "and not at every step"
 
 
 class Lacking:

@@ -448,6 +448,14 @@ def test_resumed_from_disk(case: Case, tmp_path: Path) -> None:
     assert_same(again.state(), expected)
 
 
+def test_each_optimizer_and_scheduler_of_torch_has_a_row() -> None:
+    found = vars(torch.optim).values()
+    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    rows = {case.name.partition(",")[0] for case in CASES if case.kind == "optimizer of torch.optim"}
+    assert rows == {kind.__name__ for kind in kinds} - {"Optimizer"}
+    assert SCHEDULERS.keys() == set(lr.__all__) - {"LRScheduler"}
+
+
 def test_a_dead_scaler_of_an_earlier_run_is_not_taken() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
