@@ -105,7 +105,7 @@ class Restorer(StepGuard):
         self._optimizers, self._checked = optimizers, False
         parameters = [parameter for parameter, _ in self._run.weights.live().values()]
         afford = Budget(terms.keep)
-        extra = [value.state_dict() for value in terms.state.values()]
+        extra = self._run.read_given()
         buffers = [buffer for *_, buffer in self._run.buffers.live()]
         size = estimate_bytes([*parameters, *buffers], optimizers, extra)
         twice = self._run.settles_late and terms.directory is not None

@@ -38,7 +38,8 @@ class StatefulPart(Part):
 
     def take(self, capture: Capture) -> Any:
         try:
-            state = self._owner.state_dict()
+            with _NoCollectives():  # type: ignore[no-untyped-call]
+                state = self._owner.state_dict()
         except Exception as error:
             fault_guard.let_through(error)
             raise RollbackError(f"{self.name}: its state_dict() raised {error!r}") from error
@@ -173,6 +174,11 @@ class RunState:
             seen.update((id(getattr(layer, "state", None)), id(getattr(layer, "param_groups", None))))
             if not type(layer).__module__.startswith("torch."):
                 yield Attributes(layer, name, self.weights, layers)
+
+    def read_given(self) -> list[Mapping[str, Any]]:
+        """What the user named in `state`, as it saves itself. Raises StateError where it does not, or issues a
+        collective: ranks need not take their snapshots at the same steps."""
+        return [_read_state_dict(owner) for owner in self._state.values()]
 
     def check_models(self) -> None:
         """Raises StateError where PyTorch's own `state_dict()` of a model shows what no part holds. For `attach` alone:

@@ -57,8 +57,22 @@ class GatheringSGD(torch.optim.SGD):
         return super().state_dict()
 
 
+class GatheringAverage:
+    """Of the user's own, as `Rollback(state=)` takes it."""
+
+    def __init__(self, gather: Callable[[], object]) -> None:
+        self.gather = gather
+
+    def state_dict(self) -> Any:
+        self.gather()
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("owner", ["GatheringModel", "GatheringSGD"])
+@pytest.mark.parametrize("owner", ["GatheringModel", "GatheringSGD", "GatheringAverage"])
 def test_state_that_needs_a_collective_is_refused(
     owner: str,
     collective: str,
@@ -69,7 +83,8 @@ def test_state_that_needs_a_collective_is_refused(
     gather = COLLECTIVES[collective]
     net = GatheringModel(gather) if owner == "GatheringModel" else loops.model()
     optimizer = GatheringSGD(net.parameters(), gather) if owner == "GatheringSGD" else loops.sgd(net)
-    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)):
+    state = {"ema": GatheringAverage(gather)} if owner == "GatheringAverage" else {}
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0, state=state)):
         fit(net, optimizer, 4)
     daemon.ended()
     assert count_collectives() == 0
