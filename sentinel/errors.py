@@ -63,7 +63,7 @@ class RuleError(SentinelError):
     def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:
         self.message, self.file, self.line, self.column = message, file, line, column
         self.others: tuple[RuleError, ...] = ()
-        """The first mistakes of further rules of that file."""
+        """Further mistakes in that file, in its order."""
         super().__init__(f"{file}:{line}:{column}: {message}" if line else f"{file}: {message}")
 
 

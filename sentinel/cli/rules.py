@@ -47,7 +47,7 @@ class Checked(msgspec.Struct, kw_only=True):
     tests: int = 0
     error: RuleFault | None = None
     others: list[RuleFault] = []
-    """The first mistakes of further rules."""
+    """Further mistakes, in the file's order."""
 
 
 class CheckOutcome(msgspec.Struct):

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from sentinel.engine import span
-from sentinel.engine.loading import ALERT, NAME, SLUG
 from sentinel.engine.observation import SCOPES
 from sentinel.engine.rule import ANNOTATIONS, SEVERITIES
+from sentinel.engine.rule_reader import ALERT, NAME, SLUG
 
 _EXPRESSION = {"type": ["string", "number", "boolean"]}
 """YAML reads `expr: 1` as a number: what is wrong with it, `check` says better."""

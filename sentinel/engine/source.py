@@ -48,6 +48,28 @@ for _name, (_pattern, _first) in _CORE.items():
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
+class Mistakes:
+    """Of a file. `with mistakes:` notes a RuleError, and goes on behind the block."""
+
+    def __init__(self) -> None:
+        self.found: list[RuleError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        if isinstance(error, RuleError):
+            self.found += (error, *error.others)
+        return isinstance(error, RuleError)
+
+    def raise_first(self) -> None:
+        """Raise the first of them in the file's order, which has the others."""
+        if self.found:
+            first, *others = sorted(self.found, key=lambda mistake: (mistake.line, mistake.column))
+            first.others = tuple(others)
+            raise first
+
+
 class Text:
     """A string out of a file, each character of it with its place there."""
 
@@ -130,16 +152,24 @@ class YamlNode:
             seen[name] = key
             yield key, value
 
-    def fields(self, what: str, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, YamlNode]:
-        """A mapping whose keys are known."""
-        known, found = list(allowed), dict[str, YamlNode]()
+    def fields(
+        self, what: str, allowed: Iterable[str], required: Iterable[str] = (), mistakes: Mistakes | None = None
+    ) -> dict[str, YamlNode]:
+        """A mapping whose keys are known. Unknown ones are left out and noted in `mistakes`; without it, and where a
+        required key is missing, they are raised."""
+        known, found, unknown = list(allowed), dict[str, YamlNode](), Mistakes()
         for key, value in self.items(what):
-            if key.word() not in known:
-                raise key.error(f"unknown key {key.word()!r} in {what}{did_you_mean(key.word(), known)}")
-            found[key.word()] = value
-        for name in required:
-            if name not in found:
-                raise self.error(f"{what} needs {name!r}")
+            with unknown:
+                if key.word() not in known:
+                    raise key.error(f"unknown key {key.word()!r} in {what}{did_you_mean(key.word(), known)}")
+                found[key.word()] = value
+        missing = [name for name in required if name not in found]
+        if missing or mistakes is None:
+            unknown.raise_first()  # most likely what is missing, written wrongly
+        if missing:
+            raise self.error(f"{what} needs {missing[0]!r}")
+        if mistakes is not None:
+            mistakes.found += unknown.found
         return found
 
     def sequence(self, what: str) -> list[YamlNode]:

@@ -59,6 +59,55 @@ def test_check_tells_of_each_rule_with_a_mistake(folder: Path) -> None:
     assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [4, 6, 9]
 
 
+MANY = """\
+group: mine
+rules:
+  - alert: Many
+    expr: los > 3
+    severity: hihg
+    form: 3 steps
+    for: 3
+    layers: some
+    let:
+      a: loss +
+      b: a * 2
+      c: (loss
+    actions: [rolback, stacks, page]
+    annotations:
+      sumary: x
+      summary: "{a}"
+    downgrade: {when: loss >, severity: infoo}
+"""
+
+
+def test_check_tells_of_all_mistakes_of_a_rule_in_the_files_order(folder: Path) -> None:
+    (folder / "many.yaml").write_text(MANY)
+    code, output = run("check", folder / "many.yaml")
+    said = [line.removeprefix(f"{folder}/many.yaml:") for line in output.splitlines()]
+    assert code == 1
+    assert said == [
+        "5:15: severity: 'hihg' is none of info, warning, critical",
+        "6:5: unknown key 'form' in a rule; did you mean 'for'?",
+        "7:10: for: 3 of what? Write `3 steps`, or a time, as `90s`",
+        "8:13: expected layers: true or false, found text (some)",
+        "10:16: syntax error: the expression ends too early",
+        "12:10: syntax error: '(' was never closed",
+        "13:15: unknown action 'rolback'; did you mean 'rollback'?",
+        "13:32: unknown action 'page'; there are: evidence, restart, rollback, stacks, stop",
+        "15:7: unknown key 'sumary' in annotations; did you mean 'summary'?",
+        "17:29: syntax error: the expression ends too early",
+        "17:41: severity: 'infoo' is none of info, warning, critical; did you mean 'info'?",
+    ]
+
+
+def test_a_name_that_is_unknown_for_another_mistake_is_no_mistake_of_its_own(folder: Path) -> None:
+    text = "group: mine\nrules:\n  - alert: One\n    let: {base: los * 2}\n    expr: loss > base\n    at: loss\n"
+    (folder / "one.yaml").write_text(text)
+    _, output = run("check", folder / "one.yaml")
+    (line,) = output.splitlines()
+    assert line.startswith(f"{folder}/one.yaml:4:17: unknown metric 'los'; did you mean 'loss'?")
+
+
 def test_check_of_a_folder_as_json(folder: Path) -> None:
     (folder / "bad.yaml").write_text(BAD)
     (folder / "good_test.yaml").write_text(TEST % 1)
