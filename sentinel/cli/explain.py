@@ -18,6 +18,8 @@ from sentinel.errors import ConfigError
 from sentinel.rulebook import loader
 from sentinel.web import json
 
+_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]*)#?([^)]*)\)")
+"""Into the documentation, where a terminal cannot follow it."""
 _COLUMNS = 100
 """Longer lines are hard to read, however wide the terminal."""
 
@@ -44,7 +46,8 @@ def explain(alert: str | None, as_json: bool) -> None:
     if as_json:
         echo(json.text(describe_rule(rule)))
     else:
-        _show(f"{sections().get(rule.runbook) or _own_words(rule)}\n\n{_where(rule)}\n")
+        text = f"{sections().get(rule.runbook) or _own_words(rule)}\n\n{_where(rule)}\n"
+        _show(_LINK.sub(_spell_link, text))
 
 
 def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
@@ -77,6 +80,13 @@ def _own_words(rule: Rule) -> str:
     """What a rule that the runbook does not know says of itself."""
     said = [rule.annotations.get(name, "") for name in ("summary", "description", "remedy")]
     return "\n\n".join([f"**{rule.name}**, {rule.severity}.", *filter(None, said)])
+
+
+def _spell_link(link: re.Match[str]) -> str:
+    """A section of the runbook as the command that prints it, of another page as the page's name."""
+    words, page, section = link.groups()
+    place = f"docs/{page}" + (f", section {section}" if section else "") if page else f"`sentinel explain {section}`"
+    return place if words in (page, section) else f"{words} ({place})"
 
 
 def _where(rule: Rule) -> str:
