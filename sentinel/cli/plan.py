@@ -121,7 +121,8 @@ def _subject(target: str | None, setup: Setup, given: dict[str, Any]) -> tuple[S
     subject = sizes.subject(name, given["sequence"] or 0, setup.precision)
     if given["params"]:
         stated = parse_count(given["params"])
-        subject = msgspec.structs.replace(subject, parameters=stated, trainable=stated)
+        linear = min(subject.linear, stated)
+        subject = msgspec.structs.replace(subject, parameters=stated, trainable=stated, linear=linear)
     return subject, sizes.adapters(given["lora_rank"]) / sizes.parameters
 
 
@@ -132,6 +133,7 @@ def _bare(parameters: int, given: dict[str, Any]) -> Subject:
         parameters=parameters,
         trainable=parameters,
         unit=parameters // layers if layers else 0,
+        linear=parameters,
         layers=layers,
         tokens=given["sequence"] or 0,
     )
@@ -173,7 +175,7 @@ def _page(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[s
         f"{'':4}{'strategy':<27}{'params':>8}{'grads':>8}{'optim':>8}{'activ.':>8}{'gather':>8}{'total':>8}",
     ]
     for place, candidate in enumerate(candidates, 1):
-        lines += _row(place, candidate)
+        lines += _row(place, candidate, subject.plain is not None)
     best = candidates[0]
     lines += ["", f"{best.strategy}: where its figures are from"]
     for line in best.formulas:
@@ -186,13 +188,16 @@ def _page(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[s
     return lines
 
 
-def _row(place: int, candidate: Candidate) -> list[str]:
+def _row(place: int, candidate: Candidate, activations_known: bool) -> list[str]:
     memory = candidate.per_gpu
     sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.gathered, memory.total)
     mark = f"{place:>2}  " if candidate.fits else "  - "
-    figures = "".join(f"{format_bytes(size) if size else '-':>8}" for size in sizes)
+    cells = [format_bytes(size) if size else "-" for size in sizes]
+    if not activations_known:
+        cells[3] = "?"
+    figures = "".join(f"{cell:>8}" for cell in cells)
     said = [
-        f"{format_bytes(candidate.headroom)} left"
+        f"{format_bytes(candidate.headroom)} left{'' if activations_known else ' for activations'}"
         if candidate.fits
         else f"{format_bytes(-candidate.headroom)} too large"
     ]

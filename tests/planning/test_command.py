@@ -65,6 +65,44 @@ def test_a_batch_that_does_not_fit_is_accumulated_or_checkpointed(tmp_path: Path
     assert whole["per_gpu"]["activations"] > 4 * chosen["per_gpu"]["activations"]
 
 
+def test_qlora_is_as_computed_by_hand() -> None:
+    """Matrices in 4 bits and 0.127 bits of constants (arXiv 2305.14314, section 3), all else as in LoRA."""
+    sizes = ("--layers", "32", "--hidden", "4096", "--heads", "32", "--vocab", "32000", "--lora-rank", "16")
+    matrices = 32 * (4 * 4096**2 + 2 * 4096 * 16384)
+    biases_and_norms = 32 * (4 * 4096 + 16384 + 4096 + 4 * 4096) + 2 * 4096
+    adapters = 32 * 16 * (4 * (4096 + 4096) + 2 * (4096 + 16384))
+    found = strategies(*sizes, "--gpus", "8")["DDP + QLoRA"]
+    assert found["changes_training"]
+    memory = found["per_gpu"]
+    other = 2 * (32000 * 4096 + biases_and_norms + adapters)
+    assert memory["parameters"] == pytest.approx(matrices * (4 + 0.127) / 8 + other, rel=1e-4)
+    assert memory["gradients"] == pytest.approx(2 * adapters)
+    assert memory["optimizer"] == pytest.approx((4 + 8) * adapters)
+    assert memory["gathered"] == 2 * 4096 * 16384
+
+
+def test_qlora_brings_65_b_parameters_from_780_gb_to_less_than_48(tmp_path: Path) -> None:
+    """As section 1 of the paper says of LLaMA-65B."""
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 64}
+    config = {**LLAMA, **sizes, "intermediate_size": 22016, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = strategies(str(tmp_path / "config.json"), "--sequence", "512", "--checkpointing")
+    assert found["one GPU"]["per_gpu"]["total"] > 780e9
+    assert found["one GPU + QLoRA"]["per_gpu"]["total"] < 48e9
+    assert next(iter(found)) == "one GPU + QLoRA"
+
+
+def test_what_is_left_where_activations_are_not_known_is_left_for_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    arguments = (str(tmp_path / "config.json"), "--gpus", "8")
+    page = called(*arguments).output
+    rows = [line for line in page.splitlines() if line[:4].strip().isdigit()]
+    assert rows
+    assert all(row[-24:-16].strip() == "?" for row in rows)
+    assert page.count(" left for activations") == len(rows)
+    assert " left for activations" not in called(*arguments, "--sequence", "512").output
+
+
 def test_where_nothing_fits_the_exit_code_is_1_and_tensor_parallel_is_named() -> None:
     done = called("--params", "70B", "--gpu-memory", "16GB")
     assert done.exit_code == 1

@@ -9,6 +9,11 @@ from sentinel.toolkit.plan.recipe import OPTIMIZERS, Setup
 from sentinel.toolkit.plan.strategies import ALONE, KINDS, Candidate, StrategyKind, work_out
 from sentinel.toolkit.plan.subject import Subject
 
+_QLORA = (
+    "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, "
+    "bnb_4bit_compute_dtype=torch.bfloat16), and LoraConfig(target_modules='all-linear')"
+)
+
 
 def rank_strategies(
     subject: Subject, setup: Setup, *, checkpointing: bool | None = None, micro_batch: int = 0
@@ -42,6 +47,10 @@ def _offers(subject: Subject, setup: Setup) -> list[tuple[Subject, Setup, Strate
         adapters = round(subject.parameters * setup.lora)
         adapted = msgspec.structs.replace(subject, parameters=subject.parameters + adapters, trainable=adapters)
         offers += [(adapted, setup, kind, "LoRA") for kind in whole]
+        if subject.linear:
+            quantised = msgspec.structs.replace(adapted, quantised=subject.linear)
+            copied = [msgspec.structs.replace(kind, line=_QLORA) for kind in whole if not kind.shards]
+            offers += [(quantised, setup, kind, "QLoRA") for kind in copied]
     return offers
 
 
@@ -85,9 +94,16 @@ def advice(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[
         )
     if not best.fits:
         said.append(f"the nearest, {best.strategy}, is {format_bytes(-best.headroom)} too large for each GPU")
+    if best.strategy.endswith("QLoRA"):
+        said.append(
+            "a paged optimizer (paged_adamw_8bit of bitsandbytes) keeps its state in memory that moves to the host "
+            "while the GPU's is used up: it gets a run over a peak that passes. The plan counts the state on the GPU "
+            "(arXiv 2305.14314, section 3)"
+        )
     if subject.plain is None:
         said.append(
-            "activations are left out: give --sequence with a config.json or --layers and --hidden, or a module"
+            "activations are left out, both of what fits and of the order: give --sequence with a config.json or "
+            "--layers and --hidden, or a module"
         )
     if not subject.unit and setup.gpus > 1:
         said.append("what FSDP gathers of a layer is left out: give --layers")

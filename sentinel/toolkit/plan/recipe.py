@@ -74,6 +74,11 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+NF4_BYTES = 0.5 + (8 / 64 + 32 / (64 * 256)) / 8
+"""Of a parameter in 4-bit NormalFloat: 4 bits, and of the quantisation constants 8 bits a block of 64 and 32 bits for
+each 256 of these (QLoRA, arXiv 2305.14314, section 3, 'Double Quantization': 0.127 bits)."""
+
+
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, by its data sheet."""
 

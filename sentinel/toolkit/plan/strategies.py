@@ -6,10 +6,11 @@ import msgspec
 
 from sentinel.text import format_bytes
 from sentinel.toolkit.plan.quantity import readable_count
-from sentinel.toolkit.plan.recipe import Setup
+from sentinel.toolkit.plan.recipe import NF4_BYTES, Setup
 from sentinel.toolkit.plan.subject import Subject
 
 _ZERO = "ZeRO, arXiv 1910.02054, sections 3.1 and 5"
+_QLORA = "QLoRA, arXiv 2305.14314, section 3"
 _TRAFFIC = "ZeRO, arXiv 1910.02054, section 7"
 
 
@@ -155,11 +156,17 @@ def _states(subject: Subject, setup: Setup, kind: StrategyKind) -> list[MemoryLi
     master = f"{precision.master} master + " if precision.master else ""
     per_state = f"({master}{state - precision.master:.3g} {setup.optimizer.name}) bytes"
     rows = (
-        ("parameters", subject.parameters, float(precision.weight), f"{precision.weight} bytes"),
+        ("parameters", subject.parameters - subject.quantised, float(precision.weight), f"{precision.weight} bytes"),
         ("gradients", subject.trainable, float(precision.gradient), f"{precision.gradient} bytes"),
         ("optimizer", subject.trainable, state, per_state),
     )  # fmt: skip
-    return [_state(what, count, size, words, subject, setup, kind) for what, count, size, words in rows]
+    weights, *rest = [_state(what, count, size, words, subject, setup, kind) for what, count, size, words in rows]
+    return [_add_quantised(weights, subject.quantised) if subject.quantised else weights, *rest]
+
+
+def _add_quantised(weights: MemoryLine, count: int) -> MemoryLine:
+    formula = f"{NF4_BYTES:.3f} bytes x {readable_count(count)} in NF4 + {weights.formula}"
+    return MemoryLine(weights.what, weights.bytes + count * NF4_BYTES, formula, _QLORA)
 
 
 def _state(
@@ -176,7 +183,14 @@ def _state(
 
 
 def _count_gathered(subject: Subject, setup: Setup, kind: StrategyKind) -> MemoryLine:
-    """FSDP2 holds the root's parameters from forward to backward, and of the units the present one and the next."""
+    """FSDP2 holds the root's parameters from forward to backward, and of the units the present one and the next.
+
+    What is stored in NF4 is made into 16 bits for each product, one matrix at a time."""
+    if subject.quantised:
+        words = "the matrices are not known"
+        if subject.largest_linear:
+            words = f"2 bytes x {readable_count(subject.largest_linear)} of the largest matrix, while it is multiplied"
+        return MemoryLine("gathered", 2.0 * subject.largest_linear, words, _QLORA)
     if "parameters" not in kind.shards or not subject.unit:
         why = "nothing is gathered" if "parameters" not in kind.shards else "the layers are not known"
         return MemoryLine("gathered", 0.0, why, kind.source)

@@ -48,6 +48,12 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters outside the repeated units: embeddings and the head. FSDP gathers them as the root."""
     largest: int = 0
     """Parameters of the largest tensor; 0: not known."""
+    linear: int = 0
+    """Parameters of the matrices of linear layers in the repeated units; 0: not known."""
+    largest_linear: int = 0
+    """Of the largest of these; 0: not known."""
+    quantised: int = 0
+    """Parameters that are stored in NF4."""
     layers: int = 0
     hidden: int = 0
     tokens: int = 0

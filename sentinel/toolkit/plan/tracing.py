@@ -131,6 +131,7 @@ def _trace_model(model: nn.Module, given: Any, name: str, precision: Precision) 
         if blocks:
             with _checkpointing(blocks):
                 checkpointed = _profile(model, given, batch, precision, name)
+    matrices = [m.weight.numel() for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     units = [sum(p.numel() for p in block.parameters()) for block in blocks]
     notes = [] if batch else [f"{name} gave no inputs: return (module, inputs), or say --input 8x128:int64"]
     return Subject(
@@ -141,6 +142,8 @@ def _trace_model(model: nn.Module, given: Any, name: str, precision: Precision) 
         unit=max(units, default=0),
         rest=sum(p.numel() for p in weights if id(p) not in inside),
         largest=max((p.numel() for p in weights if p.requires_grad), default=0),
+        linear=sum(matrices),
+        largest_linear=max(matrices, default=0),
         layers=len(blocks),
         tokens=_tokens(given),
         plain=plain,

@@ -67,13 +67,19 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return self.feed_forward or (8 * self.hidden // 3 if self.gated else 4 * self.hidden)
 
     @property
+    def layer_matrices(self) -> int:
+        """Parameters of the linear layers of one block, without biases."""
+        h, q, k, f = self.hidden, self.queries, self.keys, self.inner
+        feed = (3 if self.gated else 2) * h * f
+        return h * (q + 2 * k) + q * h + feed * max(1, self.experts) + h * self.experts
+
+    @property
     def layer_parameters(self) -> int:
         """Of one block."""
         h, q, k, f = self.hidden, self.queries, self.keys, self.inner
-        attention = h * (q + 2 * k) + q * h + (q + 2 * k + h if self.bias else 0)
-        feed = (3 if self.gated else 2) * h * f + (f + h if self.bias else 0)
+        biases = q + 2 * k + h + (f + h) * max(1, self.experts) if self.bias else 0
         norms = 2 * h * (1 if self.rms else 2)
-        return attention + feed * max(1, self.experts) + h * self.experts + norms
+        return self.layer_matrices + biases + norms
 
     @property
     def rest(self) -> int:
@@ -155,6 +161,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
             unit=self.layer_parameters,
             rest=self.rest,
             largest=max(self.vocabulary, self.inner) * self.hidden,
+            linear=self.layers * self.layer_matrices,
+            largest_linear=self.hidden * max(self.inner, self.queries),
             layers=self.layers,
             hidden=self.hidden,
             tokens=sequence,
