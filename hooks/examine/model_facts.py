@@ -16,6 +16,8 @@ from sentinel.hooks.torch_interop.layer_table import wrappers
 
 _NAMES = 8
 """Of parameters, in a list for people."""
+_LABELS = ("targets", "labels")
+"""Attributes in which datasets keep the labels of all samples: torchvision's name, and the other usual one."""
 _NORMS = (nn.LayerNorm, nn.RMSNorm, NormWithStatistics, nn.GroupNorm)
 
 
@@ -52,6 +54,7 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in parameters if p.requires_grad}),
         "devices": sorted({p.device.type for _, p in parameters}),
         "not_in_optimizer": missing[:_NAMES],
+        "unregistered": _unregistered(model, steered),
         "without_gradient": [n for n, p in parameters if p.requires_grad and id(p) in steered and id(p) not in reached][
             :_NAMES
         ],
@@ -64,6 +67,25 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
         "adapters": _adapters(model),
         "ties_broken": any(map(_tie_broken, model.modules())),
     }
+
+
+def _unregistered(model: nn.Module, steered: set[int]) -> list[str]:
+    """Attributes that hold layers in a plain list or dict, which have gradients and are in no optimizer."""
+    owned = steered.union(map(id, model.parameters()))
+    found = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+            parameters = [p for one in inside for p in _parameters_of(one) if id(p) not in owned]
+            if not name.startswith("_") and any(p.grad is not None for p in parameters):
+                found.append(f"{path}.{name}".removeprefix("."))
+    return found[:_NAMES]
+
+
+def _parameters_of(thing: Any) -> list[nn.Parameter]:
+    if isinstance(thing, nn.Module):
+        return list(thing.parameters())
+    return [thing] if isinstance(thing, nn.Parameter) else []
 
 
 def _tie_broken(module: nn.Module) -> bool:
@@ -137,6 +159,29 @@ def forward(module: nn.Module, args: Any) -> dict[str, Any]:
     }
 
 
+def data_range(layer: nn.Module, args: Any) -> dict[str, float]:
+    """Root mean square, least and largest value of what a trained layer gets of the data, not of another such layer;
+    empty: nothing."""
+    x = args[0] if args and isinstance(args[0], Tensor) else None
+    learns = any(p.requires_grad for p in layer.parameters(False))
+    if x is None or not learns or x.requires_grad or not x.is_floating_point():
+        return {}
+    if not x.numel() or x.is_meta or x.layout is not torch.strided:
+        return {}
+    values = x.detach().float()
+    return {
+        "rms": float(values.square().mean().sqrt()),
+        "least": float(values.min()),
+        "most": float(values.max()),
+    }
+
+
+def name_layers(ranges: dict[nn.Module, dict[str, float]], modules: list[nn.Module]) -> dict[str, dict[str, float]]:
+    """By the name of the layer, of those that have any."""
+    names = {id(inner): name for module in modules for name, inner in module.named_modules()}
+    return {names.get(id(layer)) or type(layer).__name__: held for layer, held in ranges.items() if held}
+
+
 def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -149,7 +194,10 @@ def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
         samples, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]
     except TypeError:  # a stream
         samples = batches = 0
+    changes, by_chance = _label_changes(loader, samples)
     return {
+        "label_changes": changes,
+        "label_changes_by_chance": by_chance,
         "samples": samples,
         "batches": batches,
         "batch_size": loader.batch_size or 0,
@@ -159,3 +207,31 @@ def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
         "persistent": loader.persistent_workers,
         "sampler": type(loader.sampler).__name__,
     }
+
+
+def _label_changes(loader: data.DataLoader[Any], samples: int) -> tuple[int, float]:
+    """(How often the label changes from a sample to the next, how often it would in a random order), of a loader that
+    takes the samples in the order of the dataset. (0, 0.0): it does not, or the labels are not known."""
+    if type(loader.sampler) is not data.SequentialSampler or not loader.batch_size:  # without: a batch sampler
+        return 0, 0.0
+    labels = _labels(loader.dataset)
+    if labels is None or labels.dim() != 1 or labels.is_floating_point() or len(labels) != samples:
+        return 0, 0.0
+    counts = torch.unique(labels, return_counts=True)[1].double()
+    # Wald and Wolfowitz, 1940: two neighbours of a random order have the same label with the sum of c (c-1) / n (n-1).
+    return int((labels[1:] != labels[:-1]).sum()), samples - float(counts.square().sum()) / max(samples, 1)
+
+
+def _labels(dataset: Any) -> Tensor | None:
+    """Read from its attributes: to ask for samples would run the user's code once more."""
+    if isinstance(dataset, data.Subset):
+        inner = _labels(dataset.dataset)
+        return None if inner is None else inner[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, data.TensorDataset):
+        return dataset.tensors[-1]
+    held = getattr(dataset, "__dict__", {})
+    found = next((held[name] for name in _LABELS if name in held), None)
+    try:
+        return None if found is None else torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):  # words, or lists of several lengths
+        return None

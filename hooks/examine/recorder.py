@@ -27,21 +27,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import data
 
-from sentinel.hooks.examine import model_facts
+from sentinel.hooks.examine import held_graphs, model_facts
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.internals import LoaderIterator, in_backward
 
 _MOST_EVENTS = 512
 """Of one step: a loop that accumulates a thousand micro-batches says no more than one of a hundred."""
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+"""Layers whose gradient is a product with their input."""
 _SAMPLES = 4
 
 
 class Examination:
-    """One process under examination. `finish` is called with the facts after `steps` steps of the first optimizer."""
+    """One process under examination. `finish` is called with the facts after `steps` steps of the first optimizer, when
+    the next one begins: what follows the last one is seen, too."""
 
     def __init__(self, steps: int, finish: Callable[[dict[str, Any]], None]) -> None:
-        self._left, self._finish = steps, finish
+        self._asked, self._finish = steps, finish
         self._events: list[str] = []
         self._steps: list[list[str]] = []
         self._first: weakref.ref[Optimizer] | None = None
@@ -53,10 +56,15 @@ class Examination:
         self._in_scaler = False
         self._depth = 0
         self._normed: Any = None
+        self._drawn = ""
+        """Key of the loader that the last batch came from."""
+        self._exhausted: set[str] = set()
+        """Keys of loaders that came to their end."""
+        self._inputs: dict[nn.Module, dict[str, float]] = {}
         self._facts: dict[str, Any] = {
             "forward": None, "loaders": {}, "post_norm": {}, "losses": [], "rates": [], "waits": [], "uncleared": 0,
             "softmax_before_loss": False, "undivided": 0, "divided": 0, "no_gradient": [], "schedulers": 0,
-            "closure": False,
+            "closure": False, "held": None,
         }  # fmt: skip
         self._began = time.perf_counter()
 
@@ -97,6 +105,7 @@ class Examination:
             "cuda": torch.cuda.is_available(),
             "matmul_precision": torch.get_float32_matmul_precision(),
             "torch": torch.__version__,
+            "inputs": model_facts.name_layers(self._inputs, modules),
             **model_facts.facts(optimizers, modules, self._reached),
         }
 
@@ -131,7 +140,10 @@ class Examination:
         if isinstance(root, Tensor):
             raw = getattr(root, "_examined_raw", root)
             self._loss(raw)
+            held_graphs.mark_loss(raw, len(self._steps))
             del raw
+        if self._drawn:
+            self._facts["loaders"][self._drawn]["trains"] = True
         before = {key: [(t, t._version) for t in held if t.any()] for key, held in self._spent.items()}
         self._note("backward")
         result = original(tensors, *args, **kwargs)
@@ -178,6 +190,10 @@ class Examination:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         dirty = {id(tensor) for tensor in self._dirty.pop(id(optimizer), ())}
         self._facts["uncleared"] += any(id(p.grad) in dirty for p in parameters)
+        if optimizer is self._first():
+            self._facts["held"] = held_graphs.find_holder(len(self._steps)) or self._facts["held"]
+            if len(self._steps) == self._asked:
+                self._finish(self.facts())
         if callable(kwargs.get("closure", next(iter(args[1:]), None))):  # torch hands the optimizer over as the first
             self._facts["closure"] = True
         else:
@@ -196,11 +212,8 @@ class Examination:
             return
         self._steps.append(self._events)
         self._events = []
-        self._left -= 1
         if not self._facts["waits"] or len(self._steps) == 1:
             self._facts["waits"], self._began = [], time.perf_counter()
-        if self._left < 0:  # one step more than is asked for: what follows the last one is seen too
-            self._finish(self.facts())
 
     # Modules and data.
 
@@ -210,6 +223,9 @@ class Examination:
             if self._facts["forward"] is None:
                 self._facts["forward"] = model_facts.forward(module, args)
         self._depth += 1
+        weighted = isinstance(module, _WEIGHTED) and module not in self._inputs
+        if weighted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._inputs[module] = model_facts.data_range(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -222,17 +238,28 @@ class Examination:
             self._normed = None
 
     def _loader(self, original: Any, loader: data.DataLoader[Any]) -> Any:
-        if torch.is_grad_enabled() and len(self._facts["loaders"]) < 16:
-            self._facts["loaders"][str(id(loader))] = model_facts.loader(loader)
-        return original(loader)
+        key = str(id(loader))
+        if torch.is_grad_enabled() and (key in self._facts["loaders"] or len(self._facts["loaders"]) < 16):
+            known = self._facts["loaders"].setdefault(key, {**model_facts.loader(loader), "trains": False})
+            if known["trains"] and key in self._exhausted:
+                self._note("epoch")
+        iterator = original(loader)
+        iterator._examined_key = key
+        return iterator
 
     def _next(self, original: Any, iterator: Any) -> Any:
+        key = getattr(iterator, "_examined_key", "")
         began = time.perf_counter()
         try:
-            return original(iterator)
+            batch = original(iterator)
+        except StopIteration:
+            self._exhausted.add(key)
+            raise
         finally:
             if len(self._facts["waits"]) < 1024:
                 self._facts["waits"].append(time.perf_counter() - began)
+        self._drawn = key if key in self._facts["loaders"] else ""
+        return batch
 
 
 def _lineage(node: Any) -> list[str]:

@@ -74,6 +74,54 @@ for epoch in range(9):
         optimizer.step()
 """
 _NORMED = "model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))\n"
+_LISTED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(8, 8) for _ in range(3)]
+        self.head = nn.Linear(8, 4)
+        %s
+    def forward(self, x):
+        for layer in self.layers: x = layer(x).relu()
+        return self.head(x)
+model = Net()
+"""
+_SUMMED = """
+total = 0.0
+def train():
+    global total
+    for _ in range(9):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        (loss / 2).backward()
+        optimizer.step()
+        total += %s
+train()
+"""
+_METER = """
+class Meter:
+    def __init__(self): self.values, self.last = [], None
+meter = Meter()
+for _ in range(9):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+_SORTED = """
+x, y = torch.randn(64, 8), torch.arange(64) %% 4
+%s
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8%s)
+"""
+_FOLDER = """
+class Folder(torch.utils.data.Dataset):
+    def __init__(self): self.targets = [number // 16 for number in range(64)]
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.randn(8), self.targets[i]
+loader = torch.utils.data.DataLoader(%s, batch_size=8%s)
+"""
+_STEP_LR = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)\n"
 
 
 def _loop(*lines: str) -> str:
@@ -127,6 +175,10 @@ PLANTED = {
     + _FOR + _STEP,
     "not-in-optimizer": _BEGIN + _MODEL + "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
     + _FOR + _STEP,
+    "layers-in-list": _BEGIN + _LISTED % "" + _SGD + _FOR + _STEP,
+    "loss-graph-kept": _BEGIN + _MODEL + _SGD + _SUMMED % "loss",
+    "input-not-normalised": _BEGIN + _MODEL + "x = (x * 60 + 128).clamp(0, 255)\n" + _SGD + _FOR + _STEP,
+    "sorted-not-shuffled": _BEGIN + _MODEL + _SORTED % ("y = y.sort().values", "") + _SGD + _EPOCHS,
     "unused-parameters": _BEGIN + _MODEL + "model.spare = nn.Linear(3, 3)\n"
     + "model.forward = lambda x: model[2](model[1](model[0](x)))\n" + _SGD + _FOR + _STEP,
     "optimizer-holds-others": _BEGIN + _MODEL + _SGD + "import copy; model = copy.deepcopy(model)\n"
@@ -152,6 +204,18 @@ PLANTED = {
 }  # fmt: skip
 """Name of the finding -> a script that has the mistake."""
 
+PLANTED_AGAIN = {
+    "a list of losses, in an object": ("loss-graph-kept", _BEGIN + _MODEL + _SGD
+    + _METER + "    meter.values.append(loss)\n"),
+    "one column of another scale": ("input-not-normalised",
+    _BEGIN + _MODEL + "x[:, 3] *= 1e4\n" + _SGD + _FOR + _STEP),
+    "labels of a folder of images": ("sorted-not-shuffled",
+    _BEGIN + _MODEL + _FOLDER % ("Folder()", "") + _SGD + _EPOCHS),
+    "a schedule forgotten at the end of the epoch": ("scheduler-never-stepped",
+    _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS),
+}  # fmt: skip
+"""Other forms of a mistake -> (name of the finding, a script that has it)."""
+
 HEALTHY = {
     "plain SGD": _BEGIN + _MODEL + _SGD + _FOR + _STEP,
     "AdamW with two groups, warm-up and clipping": _BEGIN + _ENCODER % True + """
@@ -167,6 +231,40 @@ scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)
     "fp16 with a scaler, unscaled and clipped": _BEGIN + _MODEL + _SGD + _SCALER
     + _loop("optimizer.zero_grad()", _AUTOCAST, "scaler.scale(loss).backward()", "scaler.unscale_(optimizer)", _CLIP,
             "scaler.step(optimizer)", "scaler.update()"),
+    "layers in a ModuleList": _BEGIN + _LISTED.replace("[nn.Linear(8, 8) for _ in range(3)]",
+    "nn.ModuleList(nn.Linear(8, 8) for _ in range(3))") % "" + _SGD + _FOR + _STEP,
+    "a frozen network in a list": _BEGIN + _LISTED
+    % "for layer in self.layers: layer.requires_grad_(False)" + _SGD + _FOR + _STEP,
+    "layers in a list that an optimizer has": _BEGIN + _LISTED % ""
+    + "optimizer = torch.optim.SGD([*model.parameters(), *(p for m in model.layers for p in m.parameters())], lr=0.1)\n"
+    + _FOR + _STEP,
+    "a sum of losses without their graphs": _BEGIN + _MODEL + _SGD + _SUMMED % "loss.detach()",
+    "the loss of the step before": _BEGIN + _MODEL + _SGD + _METER + "    meter.last = loss\n",
+    "losses of micro-batches, added up": _BEGIN + _MODEL + _SGD
+    + _loop("total = sum(F.cross_entropy(model(x), y) for _ in range(4)) / 4", "optimizer.zero_grad()",
+            "total.backward()", "optimizer.step()"),
+    "raw images that the model normalises": _BEGIN + "model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))\n"
+    + "x = (x * 60 + 128).clamp(0, 255)\n" + _SGD + _FOR + _STEP,
+    "raw images that the loop normalises": _BEGIN + _MODEL + "x = (x * 60 + 128).clamp(0, 255)\n" + _SGD
+    + _FOR + _STEP.replace("model(x)", "model((x - 128) / 60)"),
+    "sorted and shuffled": _BEGIN + _MODEL + _SORTED % ("y = y.sort().values", ", shuffle=True") + _SGD + _EPOCHS,
+    "mixed and not shuffled": _BEGIN + _MODEL + _SORTED % ("", "") + _SGD + _EPOCHS,
+    "a rare class, not shuffled": _BEGIN + _MODEL
+    + _SORTED % ("y = (torch.arange(64) % 16 == 3).long()", "") + _SGD + _EPOCHS,
+    "sorted, in a random subset": _BEGIN + _MODEL
+    + _FOLDER % ("torch.utils.data.Subset(Folder(), torch.randperm(64).tolist())", "") + _SGD + _EPOCHS,
+    "sorted, with a sampler": _BEGIN + _MODEL + _FOLDER
+    % ("Folder()", ", sampler=torch.utils.data.WeightedRandomSampler([1.0] * 64, 64)") + _SGD + _EPOCHS,
+    "sorted, with a batch sampler": _BEGIN + _MODEL + _FOLDER
+    % ("Folder()", "") + "loader = torch.utils.data.DataLoader(Folder(), batch_sampler=torch.randperm(64).split(8))\n"
+    + _SGD + _EPOCHS,
+    "validation on sorted data with gradients on": _BEGIN + _MODEL + _FOLDER % ("Folder()", "")
+    + "trained = torch.utils.data.DataLoader(Folder(), batch_size=8, shuffle=True)\n" + _SGD
+    + "for batch, label in loader: model(batch)\n" + _EPOCHS.replace("in loader", "in trained"),
+    "a schedule by epoch in its first epoch": _BEGIN + _MODEL + _DATA % (64, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS
+    + "    scheduler.step()\n",
+    "a schedule by epoch over two epochs": _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS
+    + "    scheduler.step()\n",
     "bf16 autocast": _BEGIN + _MODEL + _ADAMW
     + _loop("optimizer.zero_grad()", _AUTOCAST.replace("float16", "bfloat16"), "loss.backward()", "optimizer.step()"),
     "accumulation, normalised": _BEGIN + _MODEL + _SGD

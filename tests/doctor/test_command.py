@@ -36,6 +36,15 @@ def test_a_script_is_run_for_a_few_steps_and_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_as_many_steps_are_examined_as_were_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLANTED["no-gradient"])
+    done = doctor("--json", "--steps", "3", "--", sys.executable, str(script))
+    said = {finding["name"]: finding["what"] for finding in json.loads(done.stdout)["findings"]}
+    assert said["no-gradient"].startswith("at 3 steps ")
+
+
+@pytest.mark.processes
 def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys, time\nprint('loading \\x1b[2J', file=sys.stderr, flush=True)\ntime.sleep(1000)\n")

@@ -164,6 +164,7 @@ CUDA = {
 MODEL = {
     "data_parallel": False, "find_unused_parameters": False, "without_gradient": [], "not_in_optimizer": [],
     "dtypes": ["float32"], "devices": ["cuda"], "batch_norms": 0, "adapters": None, "ties_broken": False,
+    "unregistered": [],
 }  # fmt: skip
 LOADER = {"samples": 64, "batch_size": 8, "drop_last": True, "workers": 0, "pin_memory": False}
 

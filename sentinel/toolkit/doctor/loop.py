@@ -11,6 +11,12 @@ from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 _WAIT = 0.3
 """Share of the time from which waiting for data is told: a third is what more workers give back."""
 _WAIT_SECONDS = 0.005
+_LARGE_INPUT = 64
+"""Root mean square. Raw images (0 to 255) have 85 (MNIST), 116 (Fashion-MNIST), 136 (CIFAR-10), by the means and
+deviations that are published for them; what is normalised has 1. Spectrograms in dB and ages have less than 64."""
+_SORTED, _CHANGES = 0.1, 20
+"""Label changes, as a share of those by chance, and how many the latter must be. In random order the variance of their
+number is at most half of it (Wald and Wolfowitz, 1940): 2 where there should be 20 is five deviations away."""
 _WARM = 1e-4
 """Learning rate from which a Post-LN transformer needs a warm-up; fine-tuning goes below it."""
 
@@ -21,7 +27,7 @@ def findings(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     if not steps:
         return
     yield from _scaling(facts, steps)
-    yield from _clipping(steps)
+    yield from _clipping([*steps, facts["after"]])
     yield from _gradients(facts, steps)
     yield from _losses(facts)
     yield from _schedule(facts, steps)
@@ -43,7 +49,7 @@ def _scaling(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorFi
 
 
 def _clipping(steps: list[list[str]]) -> Iterator[DoctorFinding]:
-    for step in steps[1:] or steps:
+    for step in steps[1:]:
         if "clip" not in step:
             continue
         clip = step.index("clip")
@@ -93,13 +99,17 @@ def _losses(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
         yield describe_finding("loss-not-finite", loss=losses[bad[0]], number=bad[0] + 1)
     if facts["softmax_before_loss"]:
         yield describe_finding("softmax-before-cross-entropy")
+    if facts["held"]:
+        yield describe_finding("loss-graph-kept", **facts["held"])
 
 
 def _schedule(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorFinding]:
     every = [event for step in steps for event in step]
     rates = [max(rates) for rates in facts["rates"] if rates]
-    if facts["schedulers"] and facts["ended"] and "scheduler" not in [*every, *facts["after"]]:
-        yield describe_finding("scheduler-never-stepped", schedulers=facts["schedulers"])
+    every += facts["after"]
+    if facts["schedulers"] and "scheduler" not in every and (facts["ended"] or "epoch" in every):
+        until = "to the script's end" if facts["ended"] else "in the first epoch"
+        yield describe_finding("scheduler-never-stepped", schedulers=facts["schedulers"], until=until)
     if "scheduler" in steps[0]:
         yield describe_finding("scheduler-before-optimizer")
     if len(rates) > 1 and not any(rates):
@@ -115,3 +125,12 @@ def _data(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     alone = [loader for loader in facts["loaders"].values() if loader["workers"] == 0]
     if waits and alone and share > _WAIT and sum(waits) / len(waits) > _WAIT_SECONDS:
         yield describe_finding("input-bound", share=share)
+    for layer, values in facts["inputs"].items():
+        if values["rms"] > _LARGE_INPUT:
+            yield describe_finding("input-not-normalised", layer=layer, **values)
+    for loader in facts["loaders"].values():
+        changes, by_chance = loader["label_changes"], loader["label_changes_by_chance"]
+        if loader["trains"] and loader["batches"] > 1 and by_chance >= _CHANGES and changes < _SORTED * by_chance:
+            yield describe_finding(
+                "sorted-not-shuffled", changes=changes, samples=loader["samples"], by_chance=by_chance
+            )

@@ -46,6 +46,8 @@ def _parallel(model: dict[str, Any]) -> Iterator[DoctorFinding]:
 def _parameters(model: dict[str, Any]) -> Iterator[DoctorFinding]:
     if model["not_in_optimizer"]:
         yield describe_finding("not-in-optimizer", names=join_names(model["not_in_optimizer"], _NAMES))
+    if model["unregistered"]:
+        yield describe_finding("layers-in-list", names=join_names(model["unregistered"], _NAMES))
     if model["without_gradient"]:
         yield describe_finding(
             "unused-parameters", names=join_names(model["without_gradient"], _NAMES), ddp=_UNUSED_DDP
