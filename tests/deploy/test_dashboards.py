@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,15 @@ def test_every_query_of_every_panel_has_data(prometheus: str, dashboard: Dashboa
     assert len(asked_for) > 15
     for title, expr in asked_for:  # one scrape that is late empties them all for a moment
         until(functools.partial(asked, prometheus, expr.replace("$run", "r1")), f"{title}: {expr}")
+
+
+@pytest.mark.processes
+def test_the_memory_of_a_host_without_a_gpu_is_shown(prometheus: str) -> None:
+    ranks = next(dashboard.json() for dashboard in DASHBOARDS if dashboard.uid == "sentinel-ranks")
+    (panel,) = (panel for panel in ranks["panels"] if panel["title"] == "Host memory that can be had")
+    expr = panel["targets"][0]["expr"].replace("$run", "r1")
+    found = until(lambda: asked(prometheus, expr), "the host that the daemon reads")
+    assert [one["metric"]["hostname"] for one in found] == [socket.gethostname()]
 
 
 @pytest.mark.processes

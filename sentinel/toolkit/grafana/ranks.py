@@ -7,7 +7,8 @@ from sentinel.toolkit.grafana.panels import Dashboard, Panel, alarming, make_que
 _RUN = '{run="$run"}'
 _GPU = ' * on (UUID) group_left (run, rank) max by (UUID, run, rank) (sentinel_rank_gpu_info{run="$run"})'
 """Puts run and rank to what is known of a GPU, also to dcgm-exporter's series: it has the same UUID."""
-_NODE = ' * on (hostname) group_left max by (hostname) (sentinel_rank_gpu_info{run="$run"})'
+_NODE = ' * on (instance) group_left max by (instance) (sentinel_rank_info{run="$run"})'
+"""Puts a node to the ranks that its daemon watches: a container's rank may call its host by another name."""
 _BEHIND = f"max by (run) (sentinel_step{_RUN}) - on (run) group_right sentinel_step{_RUN}"
 _SLOWER = f"sentinel_step_seconds{_RUN} / on (run) group_left avg by (run) (sentinel_step_seconds{_RUN})"
 
