@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -14,8 +16,14 @@ from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.notify import undelivered
 from sentinel.runs import snapshot_age
+from sentinel.signals import OPENING_STEPS, TIERS
 from sentinel.text import format_moment
 from sentinel.web import json
+
+_OPENING = (
+    f"for now more, and at a higher cost: the first {OPENING_STEPS} steps are examined whole, some of those up to 512"
+)
+"""Said as long as the opening examination (hooks/core/opening.py) is on, or part of the cost that was measured."""
 
 
 @click.command()
@@ -63,7 +71,7 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
     if run.get("judged_as"):  # a daemon of an earlier version does not say
         echo(f"  judged    as {run['judged_as']}")
     for rank in run["ranks"]:
-        parts = [_state(rank), f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _spacing(rank)]
+        parts = [_state(rank), f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _wanted(rank)]
         if rank["dropped"]:
             parts.append(f"{rank['dropped']} steps dropped")
         if rank.get("skipped"):  # a daemon of an earlier version does not say
@@ -72,6 +80,12 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
         if rank["costs"]:
             split = ", ".join(f"{part} {share:.2%}" for part, share in rank["costs"].items())
             echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
+    given: Iterator[dict[str, int]] = (rank["spacing"] for rank in run["ranks"] if rank["spacing"])
+    spacing = next(given, {})  # the daemon gives all ranks the same
+    for title, line in zip(("samples", *3 * ("",)), _list_samples(spacing), strict=False):
+        echo(f"  {title:<9} {line}")
+    if "opening_step" in values:
+        echo(f"            {_OPENING}")
     if run.get("job"):  # a daemon of an earlier version does not say
         for line in job_status.lines(run["job"]):
             echo(line)
@@ -105,14 +119,19 @@ def _state(rank: dict[str, Any]) -> str:
     return f"stalled for {rank['stall']['seconds']:.0f} s{at}"
 
 
-def _spacing(rank: dict[str, Any]) -> str:
-    """How often a rank samples, and what it would choose if the others were not there."""
-    spacing = sorted(rank["spacing"].items())
-    if not spacing:
+def _wanted(rank: dict[str, Any]) -> str:
+    """What a rank would choose if the others were not there, where that is something else."""
+    if all(rank["wanted"].get(tier, every) == every for tier, every in rank["spacing"].items()):
         return ""
-    wanted = ((every, rank["wanted"].get(tier, every)) for tier, every in spacing)
-    said = (f"{every} (alone {alone})" if alone != every else str(every) for every, alone in wanted)
-    return f"tiers {spacing[0][0]} to {spacing[-1][0]} every {', '.join(said)} steps"
+    every = ", ".join(f"{steps:,}" for _, steps in sorted(rank["wanted"].items()))
+    return f"alone it would sample tiers 0 to 3 every {every} steps"
+
+
+def _list_samples(spacing: dict[str, int]) -> Iterator[str]:
+    """What is looked at how often."""
+    for every, tiers in itertools.groupby(sorted(spacing), spacing.__getitem__):
+        names = " and ".join(f"{TIERS[int(tier)]} (tier {tier})" for tier in tiers)
+        yield f"{'every step' if every == 1 else f'every {every:,} steps'}: {names}"
 
 
 def _show_daemon(answer: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from sentinel.cli import history, incidents, status
+from sentinel.cli import cli, history, incidents, status
 from sentinel.text import format_clock, format_moment
 
 RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
@@ -43,11 +44,40 @@ def test_incidents_are_a_line_each_for_another_program() -> None:
     assert row.endswith(CASE["summary"])
 
 
-def test_how_often_a_rank_samples_fits_into_a_line() -> None:
-    spacing = {"0": 1, "1": 8, "2": 8, "3": 8192}
-    rank = {"spacing": spacing, "wanted": spacing | {"1": 4}}
-    assert status._spacing(rank) == "tiers 0 to 3 every 1, 8 (alone 4), 8, 8192 steps"
-    assert status._spacing({"spacing": {}, "wanted": {}}) == ""
+RUNNING: dict[str, Any] = {
+    "run": "train", "run_id": RUN_ID, "attempt": 0, "step": 43, "values": {"loss": 2.0, "opening_step": 1.0},
+    "gpus": {"trouble": "", "devices": []}, "host": {}, "rollback": {"armed": False}, "open_incidents": 0,
+    "incidents": 0, "silences": [], "notifications": [], "trouble": "", "notifications_trouble": "",
+}  # fmt: skip
+SPACING = {"0": 1, "1": 1, "2": 16, "3": 8192}
+RANK = {
+    "rank": 0, "state": "live", "step": 43, "phase": "", "dropped": 0, "spacing": SPACING, "wanted": SPACING,
+    "costs": {"hooks": 0.1}, "unseen": [], "kernel_missing": "",
+}  # fmt: skip
+
+
+def shown_status(monkeypatch: pytest.MonkeyPatch, **run: Any) -> str:
+    answer = {"runs": [RUNNING | run], "pid": 1, "version": "1", "http": "", "trouble": []}
+    monkeypatch.setattr(status, "ask_daemons", lambda _: [answer])
+    return CliRunner().invoke(cli, ["status"]).output
+
+
+def test_the_status_says_in_words_what_is_looked_at_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = RANK | {"rank": 1, "wanted": SPACING | {"2": 4}}
+    lines = shown_status(monkeypatch, ranks=[RANK, other]).splitlines()
+    at = lines.index("  samples   every step: losses and times (tier 0) and the total gradient norm (tier 1)")
+    assert lines[at + 1 : at + 3] == [
+        "            every 16 steps: gradients of each layer (tier 2)",
+        "            every 8,192 steps: weights and their updates (tier 3)",
+    ]
+    assert "  rank 0    live, step 43" in lines
+    assert "  rank 1    live, step 43, alone it would sample tiers 0 to 3 every 1, 1, 4, 8,192 steps" in lines
+
+
+def test_the_status_says_that_the_first_steps_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "the first 64 steps are examined whole"
+    assert words in shown_status(monkeypatch, ranks=[RANK])
+    assert words not in shown_status(monkeypatch, ranks=[RANK], values={"loss": 2.0})
 
 
 def test_one_element_is_one() -> None:
