@@ -76,8 +76,6 @@ class _LastMoment(NamedTuple):
     """When a run was over."""
 
     goodbye: wire.Goodbye
-    seconds: float
-    """That it took."""
     state: str
     """Of the sender."""
 
@@ -129,7 +127,7 @@ class RunSession:
         """What the daemon says of the run at its end, once it has."""
         self.trackers: Trackers | None = None
         """Where the settings name some, on the first rank."""
-        self._began, self._run_id, self._rank = time.monotonic(), "", 0
+        self._began, self._run_id, self._rank = time.time(), "", 0
         self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
         """Whether what came of the run is said here: by the first rank, unless `sentinel run` does."""
         self._last: _LastMoment | None = None
@@ -178,6 +176,8 @@ class RunSession:
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
             conclude()  # before the streams let go of anything
+            if goodbye.reason != "exception" and (first := next(iter(self._streams.live), None)) is not None:
+                first.report_logged()
         for stream in streams:
             stream.retire()
         self.unhook()
@@ -192,7 +192,7 @@ class RunSession:
         if self.trackers is not None:
             self.trackers.look(last=True)
         if not self.ended:
-            self._last = _LastMoment(goodbye, time.monotonic() - self._began, self.sender.state)
+            self._last = _LastMoment(goodbye, self.sender.state)
         self.end(goodbye, timeout)
         self.say_closing()
 
@@ -208,11 +208,13 @@ class RunSession:
         )
         reached = name_reached(steps, steps - 1 + self.hello["step_offset"])
         run_id = self._run_id if judged else ""
-        text = close_run(self.who.name, run_id, reached, seconds=last.seconds, how=how, found=found)
+        summary = self.closing.summary if self.closing is not None else None
+        seconds = (summary.seconds if summary is not None else 0.0) or last.goodbye.time - self._began
+        text = close_run(self.who.name, run_id, reached, seconds=seconds, how=how, found=found)
         if self._prints:
             fault_guard.say(text)
         if self.trackers is not None:
-            incidents = self.closing.summary.incidents if self.closing and self.closing.summary else {}
+            incidents = summary.incidents if summary is not None else {}
             self.trackers.end(Summary(text, max(steps - 1, 0) + self.hello["step_offset"], incidents))
 
     def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
@@ -496,7 +498,7 @@ class RunSession:
         self._alone = True
         self.say_once(f"run {self.who.name!r} is watched no more: its optimizer is gone; a new one wants a new attach")
         goodbye = wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
-        self._last = _LastMoment(goodbye, time.monotonic() - self._began, self.sender.state)
+        self._last = _LastMoment(goodbye, self.sender.state)
         return goodbye
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
@@ -512,6 +514,7 @@ class RunSession:
             promise=guard.promised if guard is not None else 0,
             takes_stop=guard is not None,
             stop_on=self.stop_on,
+            began=self._began,
             signals=dict(self._signals),
             takes_closing=self._prints or self.trackers is not None,
             **self.whole_hello,

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.loop.forward_passes import ORIGIN
 from sentinel.hooks.loop.grad_clipping import read_overflow, scale_left
-from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.loop.step_accumulator import StepAccumulator, StepTotals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probes, Step
 from sentinel.hooks.step.fast_path import FastPath
@@ -384,6 +384,16 @@ class OptimizerMonitor(FastPath):
         self._submit(record, news or step.urgent)
         self._account(step.left)
         self._next(skipped=skipped)
+
+    def report_logged(self) -> None:
+        """Add what was logged since the last step to that one, as no other comes. On the training thread."""
+        self._safely(self._submit_logged)
+
+    def _submit_logged(self) -> None:
+        logged = self._accumulator.totals.logged
+        if logged and self.seq:
+            step = Step(self.seq - 1, None, StepTotals(), values=logged)
+            self._submit(records.record(step, self.layers, time.time(), self._transfers, self._unseen), True)
 
     def _call_relaxed_probes(self, step: Step) -> None:
         begin = time.perf_counter()

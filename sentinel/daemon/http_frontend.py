@@ -157,7 +157,7 @@ class HttpFrontend:
             return self._read_stored().live(run_id)
         cases = views.incidents([watch])
         undone = [(outcome.to, outcome.at) for outcome in watch.actions.rollback.done if outcome.ok]
-        content = live.report(watch.run.name, watch.run.run_id, watch.run.attempt, cases, undone)
+        content = live.report(watch.run, cases, undone)
         (status,) = views.status([watch])["runs"]
         return lambda: live_page.fragment(content, status)
 

@@ -43,6 +43,7 @@ def resume(watch: WatchedRun, path: Path, hello: wire.Hello, now: float) -> list
         if not attempts:
             return []
         number, _, ended = attempts[-1]
+        watch.run.began = attempts[0][1]
         watch.run.attempt = Attempt(number + 1, now)  # unless it turns out that this rank goes on
         watch.incidents.log.add(msgspec.convert(history.incidents(), list[Case]))
         ranks = {rank: _rank(kept.hello, kept.process, kept.gone, now) for rank, kept in history.ranks(number).items()}

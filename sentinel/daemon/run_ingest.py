@@ -61,12 +61,14 @@ class RunIngest:
         judged_before = known.hello.facts.get("judged_as") if known is not None else None
         rank, began = self._run.hello(hello, now)
         rank.process, self._ending = process, False
+        attached = min(hello.began or time.time(), time.time())
+        self._run.began = self._run.began or attached
         number, body = hello.identity.rank, msgspec.msgpack.encode(hello)
         if began:
             self.begin_attempt()
             self._incidents.log.close_former()
             if self._store:
-                self._store.attempt(self._run.attempt.number, body)
+                self._store.attempt(self._run.attempt.number, body, attached)
         if self._store:
             self._store.rank(self._run.attempt.number, number, process=process, hello=body)
         self._context.record_event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
@@ -91,7 +93,10 @@ class RunIngest:
         number, attempt, rollback = rank.identity.rank, self._run.attempt, self._actions.rollback
         match message:
             case wire.Batch():
-                attempt.take(rank, message, now)
+                added = attempt.take(rank, message, now)
+                if self._store:
+                    for step in added:
+                        self._store.step(attempt.number, step)
                 self.advance(now)
             case wire.LayerTable():
                 attempt.add_table(message)
@@ -167,7 +172,7 @@ class RunIngest:
             self._incidents.finish_pending(now)
             self._incidents.end_opening(now)
             if self._store:
-                self._store.end_attempt(self._run.attempt.number)
+                self._store.end_attempt(self._run.attempt.number, self._run.attempt.find_end())
 
     def observe_machine(
         self, devices: Devices, observation: Observation, faults: Sequence[tuple[Gpu, DeviceFault]], now: float

@@ -27,4 +27,5 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         worst=f"{worst.alert} at step {worst.step:,}" if worst is not None else "",
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,
+        seconds=max(attempt.find_end() - watch.run.began, 0.0),
     )

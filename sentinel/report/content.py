@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
 import msgspec
 
 from sentinel.report import ranks
-from sentinel.report.ranks import COLUMNS, Heat, RankRow, median
+from sentinel.report.ranks import COLUMNS, Heat, RankRow, median, spread_median
 from sentinel.runs.steps import LayerStats
 from sentinel.signals import SIGNALS
 from sentinel.store import History, Series
@@ -78,6 +78,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """(GPU or node, highest reading of each of its signals)."""
     final_loss: float
     """Median of the last 20."""
+    goodput: float = math.nan
+    """As `measure_goodput` has it; NaN: not known."""
 
 
 def report(history: History, *, over: bool = False) -> Report:
@@ -92,16 +94,17 @@ def report(history: History, *, over: bool = False) -> Report:
     panels = panels_of(kept, titles)
     lines = {line.name: line for panel in panels for line in panel.lines}
     ends = [offset + series.seqs[at] for offset, columns in kept for series in columns.values() for at in (0, -1)]
-    times = [time for _, columns in kept if "step_seconds" in columns for time in columns["step_seconds"].times[-1:]]
-    began = min((began for _, began, _ in attempts), default=0.0)
+    began, seconds = history.lifetime(over=over)
     last, names = numbers[-1], ranks.NAMES
+    reached, undone = offsets[last] + history.last_seq(last), _list_undone(history, offsets)
+    standing = count_standing_steps(min(offsets.values()), reached, undone)
     apart = {rank: history.columns(names, attempt=last, rank=rank) for rank in history.ranks(last)}
     return Report(
         run=history.run,
         run_id=history.run_id,
         attempts=len(attempts),
         began=began,
-        seconds=max(times, default=began) - began,
+        seconds=seconds,
         first=min(ends, default=0),
         last=max(ends, default=0),
         facts=history.facts(last),
@@ -113,7 +116,25 @@ def report(history: History, *, over: bool = False) -> Report:
         matrix=ranks.matrix(apart, offsets[last]),
         devices=_devices(history, last),
         final_loss=median(lines["loss"].values[-20:]) if "loss" in lines else math.nan,
+        goodput=measure_goodput(standing, lines["step_seconds"].values if "step_seconds" in lines else (), seconds),
     )
+
+
+def measure_goodput(steps: int, step_seconds: Sequence[float], seconds: float) -> float:
+    """Share of the `seconds` of a run that its `steps` which stand take at the median time of a step; NaN where that is
+    not known. The rest went into the start, evaluations, checkpoints, stalls, restarts, and steps that were undone or
+    done again."""
+    return min(steps * spread_median(step_seconds) / seconds, 1.0) if steps > 0 and seconds > 0 else math.nan
+
+
+def count_standing_steps(first: int, last: int, rollbacks: Iterable[Undone]) -> int:
+    """Steps from `first` to `last`, but those that a rollback undid."""
+    gone, covered = 0, first - 1
+    for undone in sorted(rollbacks, key=lambda one: one.to):
+        begin, end = max(undone.to, covered), min(undone.at, last)
+        gone += max(end - begin, 0)
+        covered = max(covered, end)
+    return last - first + 1 - gone
 
 
 def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, ...]]]:
@@ -150,6 +171,14 @@ def _panel(kept: Sequence[tuple[int, Mapping[str, Series]]], title: str, names: 
 def _rollbacks(history: History, offsets: Mapping[int, int]) -> tuple[Undone, ...]:
     found = ((offsets.get(attempt, 0), to, at) for attempt, to, at in history.rollbacks())
     return tuple(Undone(to + offset, at + offset) for offset, to, at in found)
+
+
+def _list_undone(history: History, offsets: Mapping[int, int]) -> Iterator[Undone]:
+    """Rollbacks, without the steps that a later attempt did again."""
+    for attempt, to, at in history.rollbacks():
+        again = min((offset for number, offset in offsets.items() if number > attempt), default=math.inf)
+        offset = offsets.get(attempt, 0)
+        yield Undone(to + offset, int(min(at + offset, again - 1)))
 
 
 def heat_of(samples: Sequence[tuple[int, LayerStats]], offset: int) -> Heat | None:

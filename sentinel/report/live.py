@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sentinel.report import ranks
-from sentinel.report.content import SHOWN, Report, Undone, heat_of, list_logged_panels, panels_of
+from sentinel.report.content import (
+    SHOWN,
+    Report,
+    Undone,
+    count_standing_steps,
+    heat_of,
+    list_logged_panels,
+    measure_goodput,
+    panels_of,
+)
 from sentinel.report.ranks import median
-from sentinel.runs import Attempt
+from sentinel.runs import Run
 from sentinel.runs.steps import RunStep
 from sentinel.store import Series
 
@@ -19,45 +27,38 @@ _RANK_VALUES = 16_384
 """Steps that a rank's medians are of, at most, and steps of all ranks together."""
 
 
-def report(
-    name: str, run_id: str, attempt: Attempt, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]
-) -> Report:
-    """Of the steps that are remembered. `undone`: (to, at) of rollbacks, as seqs. Reads live state."""
+def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> Report:
+    """Of the steps that are remembered. `undone`: (to, at) of rollbacks, as seqs. Reads live state. The goodput is not
+    known of a run that was started again: what it did before is in its history."""
+    attempt = run.attempt
     steps, offset = list(attempt.recent), attempt.step_offset
     titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
     shown = tuple(name for _, names in titles for name in names)
     columns = dict(_list_series([(step.seq, step.time, step.run) for step in steps], shown))
     apart = _apart(steps)
-    began, seconds = _find_times(attempt, steps)
+    seconds = max(attempt.find_end() - run.began, 0.0)
+    rollbacks = [Undone(to + offset, at + offset) for to, at in undone]
+    done = count_standing_steps(offset, attempt.closed_to + offset, rollbacks) if not attempt.number else 0
     losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
     return Report(
-        run=name,
-        run_id=run_id,
+        run=run.name,
+        run_id=run.run_id,
         attempts=attempt.number + 1,
-        began=began,
+        began=run.began,
         seconds=seconds,
         first=steps[0].seq + offset if steps else 0,
         last=steps[-1].seq + offset if steps else 0,
         facts=dict(attempt.facts),
         panels=panels_of([(offset, columns)], titles),
         incidents=tuple(dict(case) for case in cases),
-        rollbacks=tuple(Undone(to + offset, at + offset) for to, at in undone),
+        rollbacks=tuple(rollbacks),
         heat=heat_of(list(attempt.recent_layers), offset),
         ranks=ranks.rows(apart) if len(apart) > 1 else (),
         matrix=ranks.matrix(apart, offset),
         devices=tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values()),
         final_loss=median(losses),
+        goodput=measure_goodput(done, columns["step_seconds"].values if "step_seconds" in columns else (), seconds),
     )
-
-
-def _find_times(attempt: Attempt, steps: list[RunStep]) -> tuple[float, float]:
-    """(Unix time of the beginning, seconds until now), or until the last word of ranks that have gone. A daemon that
-    was started again knows only what it remembers."""
-    now = time.monotonic()
-    end = now if attempt.live else max((rank.heard for rank in attempt.ranks.values()), default=now)
-    remembered = steps[-1].time - steps[0].time if steps else 0.0
-    seconds = max(end - attempt.began, remembered, 0.0)
-    return time.time() - (now - end) - seconds, seconds
 
 
 def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -39,19 +38,19 @@ def describe_run(
 ) -> dict[str, Any]:
     """A row of `sentinel last --json`. `live`: the run in a daemon's status, where one watches it."""
     attempts = kept.attempts()
-    number, ended = (attempts[-1][0], attempts[-1][2]) if attempts else (0, None)
-    began = _find_start(kept, *attempts[0][:2]) if attempts else None
+    number = attempts[-1][0] if attempts else 0
+    began, seconds = kept.lifetime(over=live is None)
     seq = kept.last_seq(number)
     step, loss = (seq + kept.step_offset(number) if seq >= 0 else None), _find_loss(kept, number, seq)
-    outcome, until = _find_outcome(kept, number, cases), ended or stored.modified
+    outcome = _find_outcome(kept, number, cases)
     if live is not None:
-        outcome, until = _describe_live(live), time.time()
+        outcome = _describe_live(live)
         step, loss = live["step"] if live["step"] >= 0 else None, live["values"].get("loss", loss)
     worst = max(cases, key=lambda case: rank_severity(case["severity"]), default=None)
     return {
         "run": kept.run, "run_id": kept.run_id, "state": outcome.state, "outcome": outcome.words,
-        "status": outcome.status, "began": began,
-        "seconds": max(until - began, 0.0) if began else None, "attempts": len(attempts), "step": step, "loss": loss,
+        "status": outcome.status, "began": began or None,
+        "seconds": seconds if began else None, "attempts": len(attempts), "step": step, "loss": loss,
         "incidents": dict(Counter(case["severity"] for case in cases)),
         "open": sum(case["state"] in ("firing", UNRESOLVED) for case in cases),
         "worst": {key: worst[key] for key in ("id", "alert", "severity", "state", "step")} if worst else None,
@@ -62,12 +61,6 @@ def describe_run(
 def list_going_on(runs: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Run id -> status, of those of which a rank may take another step: a daemon stays for a moment after the last."""
     return {run["run_id"]: run for run in runs if any(rank["state"] != "gone" for rank in run["ranks"])}
-
-
-def _find_start(kept: History, attempt: int, began: float) -> float:
-    """Of a run whose daemon came late, when its first step ended."""
-    first = next(kept.rows(attempt=attempt), None)
-    return min(began, first[1]) if first is not None else began
 
 
 def _find_loss(kept: History, attempt: int, last: int) -> float | None:

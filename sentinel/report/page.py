@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import hashlib
 import math
 import time
@@ -19,7 +18,7 @@ from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
 from sentinel.report.markup import escape
 from sentinel.report.ranks import RankRow, spread_median
-from sentinel.text import format_count, format_moment, in_words
+from sentinel.text import format_count, format_duration, format_moment, in_words
 from sentinel.web import charts as library
 
 _FACTS = (
@@ -39,6 +38,11 @@ _STYLES = 5
 _SHOWN_CASES = 50
 _RANKS = 64
 """Of more, the table of medians is folded; the matrix above it has those that differ most."""
+TITLES = {
+    "goodput": " title='Of all the time since the first attach, what the steps that count take at the median time of a "
+    "step. The rest: start, evaluations, checkpoints, stalls, restarts, steps that were undone or done again.'"
+}
+"""Attributes that say what a figure is, where its name does not."""
 CHART_WIDTH = 480
 """Units of a chart's width: two or three stand beside each other, and their words can be read on a phone."""
 
@@ -99,13 +103,15 @@ def summary(reports: Sequence[Report]) -> str:
         ("attempts", [str(report.attempts) for report in reports]),
         ("loss, last 20 steps", [format_number(report.final_loss) for report in reports]),
         ("median step", [_step_time(report) for report in reports]),
+        ("goodput", [f"{report.goodput:.0%}" if math.isfinite(report.goodput) else "-" for report in reports]),
         ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
     ]
     head = "".join(f"<th>{escape(report.run)}</th>" for report in reports)
     lines = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        f"<tr{TITLES.get(name, '')}><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for name, cells in rows
+        if name != "goodput" or set(cells) != {"-"}
     )
     return f"<table class='summary'><thead><tr><th></th>{head}</tr></thead><tbody>{lines}</tbody></table>"
 
@@ -361,11 +367,6 @@ def _unit(value: float, unit: str) -> str:
 def format_number(value: float) -> str:
     """Four digits."""
     return f"{value:.4g}" if math.isfinite(value) else "not finite"
-
-
-def format_duration(seconds: float) -> str:
-    """`0:01:12`."""
-    return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 
 _DRAW = "drawCharts(document.querySelector('main'));"

@@ -10,10 +10,10 @@ from typing import Any
 
 from sentinel.report.content import Report
 from sentinel.report.markup import escape
-from sentinel.report.page import format_duration, format_number, is_shown, list_step_times
+from sentinel.report.page import TITLES, format_number, is_shown, list_step_times
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
-from sentinel.text import UNRESOLVED, format_count, format_moment, name_ranks, rank_severity
+from sentinel.text import UNRESOLVED, format_count, format_duration, format_moment, name_ranks, rank_severity
 
 _OPEN = ("firing", UNRESOLVED)
 _RECENT = 20
@@ -31,12 +31,16 @@ def run_header(report: Report, status: Mapping[str, Any]) -> str:
         "steps/s": _format_speed(report, state),
         "elapsed": format_duration(report.seconds),
     }
+    if math.isfinite(report.goodput):
+        figures["goodput"] = f"{report.goodput:.0%}"
     if total:
         done = status["step"] + 1
         figures["done"] = f"{done:,} of {total:,}"
         if state != "ended":
             figures["left"] = _format_rest(report, total - done)
-    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in figures.items())
+    cells = "".join(
+        f"<div{TITLES.get(name, '')}><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in figures.items()
+    )
     snapshot = snapshot_age.in_words(status["rollback"])
     marked = f"({len(cases)}!) {report.run}" if cases else report.run
     return (
@@ -81,7 +85,8 @@ def _format_speed(report: Report, state: str) -> str:
         return "0"
     values = list_step_times(report)
     seconds = median(values if state == "ended" else values[-_RECENT:])
-    return f"{1 / seconds:.3g}" if seconds > 0 else "-"
+    speed = 1 / seconds if seconds > 0 else math.nan
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" if speed > 0 else "-"
 
 
 def _format_rest(report: Report, steps: int) -> str:

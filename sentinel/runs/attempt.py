@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,6 +79,8 @@ class Attempt(RankSet):
         """Seconds that make a moment of the rules one of the wall clock, for people."""
         self._alignment = Alignment[Reported]()
         self._awaited: set[int] = set()
+        self._added: dict[int, dict[int, dict[str, float]]] = {}
+        """Step that is not closed -> rank -> what it said of the step after it had reported it."""
 
     def has(self, rank: Rank) -> bool:
         """Whether it is of this attempt: one of a former attempt may still be connected."""
@@ -103,6 +106,14 @@ class Attempt(RankSet):
         """(seq, statistics) of the last steps that have any, and of those before that have the rare ones."""
         oldest = self.recent_layers[0][0] if self.recent_layers else 0
         return [*(pair for pair in self._rare_layers if pair[0] < oldest), *self.recent_layers]
+
+    def find_end(self) -> float:
+        """Unix seconds of the last goodbye, of ranks that are lost of their last word; now, as long as one is there."""
+        now, moment = time.time(), time.monotonic()
+        if self.live or not self.ranks:
+            return now
+        ends = [one.goodbye.time if one.goodbye else now - (moment - one.heard) for one in self.ranks.values()]
+        return min(max(ends), now)
 
     def step_seconds(self) -> float:
         """Median time of the last 20 steps; 0.1 s where that is not known."""
@@ -181,22 +192,46 @@ class Attempt(RankSet):
         rank.state, rank.goodbye = ("gone", goodbye) if goodbye else ("lost", None)
         self._alignment.leave(number)
 
-    def take(self, rank: Rank, batch: wire.Batch, now: float) -> None:
+    def take(self, rank: Rank, batch: wire.Batch, now: float) -> list[RunStep]:
         """Take in a batch. Raises ProtocolError where its columns do not fit together, or its layers their table.
-        Nothing is made of the steps of other optimizers than the first."""
+        Nothing is made of the steps of other optimizers than the first.
+
+        Returns what it adds to steps that are closed: what was logged after the last one. It is not judged."""
         rank.heard, rank.pace = now, batch.pace or rank.pace
         rank.dropped, rank.skipped = batch.dropped, batch.skipped
         if batch.stream:
-            return
+            return []
         rank.signals.update(batch.columns)
         if len(rank.signals) > SIGNALS_OF_A_RANK:
             raise ProtocolError(f"more than {SIGNALS_OF_A_RANK} signals from one rank")
         for block in batch.layers:
             if block.table in self.tables:
                 check_layers(block, len(self.tables[block.table].layers))
-        rows = list_reported_steps(batch, self.tables)
+        rows, added = list_reported_steps(batch, self.tables), list[RunStep]()
         self._alignment.report_all(rank.identity.rank, rows, now)
-        rank.last_seq = max(rank.last_seq, max([seq for seq, _ in rows], default=-1))
+        for seq, sample in rows:
+            if seq <= rank.last_seq and (more := self._add_values(rank.identity.rank, seq, sample.take_values())):
+                added.append(more)
+            rank.last_seq = max(rank.last_seq, seq)
+        return added
+
+    def _add_values(self, number: int, seq: int, values: Mapping[str, float]) -> RunStep | None:
+        """Add what a rank had not said of a step that it reported before. Returns that, of a closed step."""
+        if seq > self.closed_to:
+            self._added.setdefault(seq, {}).setdefault(number, {}).update(values)
+            return None
+        at = next((at for at in reversed(range(len(self.recent))) if self.recent[at].seq <= seq), -1)
+        if at < 0 or (step := self.recent[at]).seq != seq:
+            return None
+        known = step.ranks.get(number, {})
+        names = values.keys() - known.keys()
+        if not names:  # sent again, after the connection broke
+            return None
+        ranks = {**step.ranks, number: {**known, **{name: values[name] for name in names}}}
+        apart = {rank: {name: own[name] for name in names & own.keys()} for rank, own in ranks.items()}
+        more = RunStep(seq, step.time, apart, combine_ranks(apart.values()))
+        self.recent[at] = msgspec.structs.replace(step, ranks=ranks, run={**step.run, **more.run})
+        return more
 
     def take_closed(self, now: float) -> Iterator[RunStep]:
         """The steps of the first optimizer that closed since the last call. Each is closed and remembered when it is
@@ -265,7 +300,8 @@ class Attempt(RankSet):
             self._rare_layers.append((seq, layers))
 
     def _step(self, seq: int, reported: Mapping[int, Reported]) -> RunStep:
-        ranks = {number: sample.take_values() for number, sample in reported.items()}
+        added = self._added.pop(seq, {})
+        ranks = {number: {**added.get(number, {}), **sample.take_values()} for number, sample in reported.items()}
         if len(reported) == 1:
             ((number, sample),) = reported.items()
             if sample.layers is None:  # as most are, in a loop that is fast

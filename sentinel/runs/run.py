@@ -16,6 +16,8 @@ class Run:
     def __init__(self, name: str, run_id: str, now: float) -> None:
         self.name, self.run_id = name, run_id
         self.attempt = Attempt(0, now)
+        self.began = 0.0
+        """Unix seconds of the first attach."""
 
     def hello(self, hello: wire.Hello, now: float) -> tuple[Rank, bool]:
         """A rank says who it is. Returns it, and whether a new attempt began with it.

@@ -87,7 +87,7 @@ class Alignment(Generic[Sample]):
         self.report_all(rank, [(seq, sample)], now)
 
     def report_all(self, rank: int, samples: Iterable[tuple[int, Sample]], now: float) -> None:
-        """Take one rank's samples of several steps."""
+        """Take one rank's samples of several steps; of a step the first one counts."""
         reached = self._reached.get(rank)
         if reached is None:
             self._last = None
@@ -104,7 +104,7 @@ class Alignment(Generic[Sample]):
             step = self._open.get(seq)
             if step is None:
                 step = self._open[seq] = _OpenStep(now, {})
-            step.samples[rank] = sample
+            step.samples.setdefault(rank, sample)
         if reached is not None:
             self._front = max(self._furthest(), reached)
             self._reached[rank] = reached

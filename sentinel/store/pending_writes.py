@@ -90,12 +90,16 @@ class PendingWrites:
             self._put(write)
 
     def append(self, attempt: int, whose: Whose, seq: int, time: float, values: Mapping[str, float]) -> bool:
-        """Take a row of samples into its chunk; answer whether the chunk is full by that."""
+        """Take a row of samples into its chunk; answer whether the chunk is full by that. More of the step
+        that came last becomes part of its row."""
         with self._lock:
             chunk = self._open.get((attempt, whose)) or self._open.setdefault((attempt, whose), _OpenChunk())
-            chunk.seqs.append(seq)
-            chunk.times.append(time)
-            chunk.rows.append(values)
+            if isinstance(whose, int) and chunk.seqs and chunk.seqs[-1] == seq:
+                chunk.rows[-1] = {**chunk.rows[-1], **values}
+            else:
+                chunk.seqs.append(seq)
+                chunk.times.append(time)
+                chunk.rows.append(values)
             chunk.values += len(values)
             chunk.dirty = True
             if not chunk.full:

@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from time import time as now
 from typing import Annotated, Any
 
 import msgspec
@@ -177,6 +178,26 @@ class History:
         """(number, began, ended) of each attempt; ended is None while it runs, or where nobody saw its end."""
         rows = self._database.execute("SELECT number, began, ended FROM attempts ORDER BY number").fetchall()
         return msgspec.convert(rows, list[tuple[int, _Time, _Time | None]])
+
+    def lifetime(self, *, over: bool) -> tuple[float, float]:
+        """(when it began in Unix seconds, seconds that it took): from the first attach to the last rank's goodbye, over
+        all attempts with what is between them. Every command, the page and the report show this figure.
+
+        `over`: nobody watches it any more. Where its end was not seen, it took to the last that is known of it.
+        """
+        attempts = self.attempts()
+        if not attempts:
+            return 0.0, 0.0
+        (number, _, ended), began = attempts[-1], attempts[0][1]
+        if ended is None:
+            ended = self._find_last_time(number) if over else now()
+        return began, max(ended - began, 0.0)
+
+    def _find_last_time(self, attempt: int) -> float:
+        query = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? ORDER BY last_seq DESC LIMIT 1"
+        bodies = msgspec.convert(self._database.execute(query, (attempt, RUN)).fetchall(), list[tuple[bytes]])
+        times = [moment for (body,) in bodies for moment in unpack_column("d", self._chunk(body).times)]
+        return max([*times, *(event.time for event in self.events() if event.attempt == attempt)], default=0.0)
 
     def facts(self, attempt: int) -> dict[str, Any]:
         """What the first rank of an attempt said of the run, and as what it has been judged since."""

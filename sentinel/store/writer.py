@@ -207,18 +207,21 @@ class Store:
         self._checkpoints = set(database.execute("SELECT attempt, seq FROM checkpoints"))
         database.execute("COMMIT")
 
-    def attempt(self, number: int, hello: bytes) -> None:
-        """An attempt began; `hello` as it came over the wire. Nobody will go on from the states of older ones."""
+    def attempt(self, number: int, hello: bytes, began: float | None = None) -> None:
+        """An attempt began, now or in Unix seconds; `hello` as it came over the wire. Nobody will go on from the states
+        of older ones."""
         insert = "INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)"
-        self._stand(("attempt",), Write("ranks", ("attempt", number), insert, (number, time.time(), hello)))
+        row = number, time.time() if began is None else began, hello
+        self._stand(("attempt",), Write("ranks", ("attempt", number), insert, row))
         for key in [key for key in self._standing if key[0] in ("rank", "table")]:
             del self._standing[key]
         for kind, table in (("states", "states"), ("states", "checkpoints"), ("ranks", "tables")):
             self._write(kind, ("former", table), f"DELETE FROM {table} WHERE attempt < ?", number)
 
-    def end_attempt(self, number: int) -> None:
-        """All ranks of an attempt are gone."""
-        self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", time.time(), number)
+    def end_attempt(self, number: int, ended: float | None = None) -> None:
+        """All ranks of an attempt are gone, since now or a moment in Unix seconds."""
+        at = time.time() if ended is None else ended
+        self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", at, number)
 
     def rank(self, attempt: int, rank: int, *, process: int, hello: bytes) -> None:
         """A rank arrived, or came back: the attempt has not ended."""

@@ -253,9 +253,10 @@ class Supervisor:
                 found += "; its daemon may have more to judge"
             reached = name_reached(summary.steps, summary.step, cut=summary.cut) if summary is not None else ""
             run_id = standing.run_id if summary is None or summary.kept else ""
-            said = close_run(standing.run, run_id, reached, seconds=seconds, how=how, found=found)
-            facts = msgspec.to_builtins(summary) if summary is not None else {}
-            self._telling.say("closing", said, run=standing.run, run_id=standing.run_id, seconds=seconds, **facts)
+            took = (summary.seconds if summary is not None else 0.0) or seconds
+            said = close_run(standing.run, run_id, reached, seconds=took, how=how, found=found)
+            facts = (msgspec.to_builtins(summary) if summary is not None else {}) | {"seconds": took}
+            self._telling.say("closing", said, run=standing.run, run_id=standing.run_id, **facts)
         if self._words.attached and not self._words.standings:
             ended = f"the job ended in {format_duration(seconds)}" + (f", {how}" if how else "")
             self._telling.say("closing", f"{ended}: no daemon told what it found", seconds=seconds)

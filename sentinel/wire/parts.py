@@ -115,6 +115,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The user's step of the newest snapshot on disk."""
     kept: bool = True
     """A history of it is kept, with which commands can say more."""
+    seconds: float = 0.0
+    """From the first attach to the last goodbye, as the history has it; 0: an earlier version does not say."""
 
     @property
     def text(self) -> str:

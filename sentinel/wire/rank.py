@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +20,8 @@ STATISTICS = msgspec.Meta(max_length=64)
 BLOCKS = msgspec.Meta(max_length=4096)
 SNAPSHOTS = msgspec.Meta(max_length=4096)
 TIERS = msgspec.Meta(max_length=16)
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+"""Unix seconds, up to the year 9999: what a history can be read with."""
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -57,6 +60,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Whether a `Prepare` that stops is understood, and can be heeded."""
     stop_on: Annotated[tuple[Name, ...], COLUMNS] = ()
     """Alerts whose rules have the action `stop` in this run."""
+    began: Moment = 0.0
+    """Unix seconds of the attach; 0: an earlier version does not say."""
 
 
 class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table", dict=True):
@@ -220,3 +225,5 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     detail: str = ""
     status: Integer = 0
     """Of `stopped`: the exit status that the process ends with. 0: not said."""
+    time: Moment = msgspec.field(default_factory=time.time)
+    """Unix seconds. An earlier version does not say: then it is when the message was read."""

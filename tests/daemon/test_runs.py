@@ -282,3 +282,29 @@ def test_what_is_shown_of_a_fast_loop_is_the_newest_of_each_signal() -> None:
     assert attempt.present() == {"loss": 159.0, "learning_rate": pytest.approx(12.8)}
     assert attempt.latest_of_ranks("learning_rate") == {3: pytest.approx(12.8)}
     assert attempt.latest_of_ranks("old") == {}
+
+
+def test_what_is_logged_after_the_last_step_becomes_part_of_it() -> None:
+    attempt = Attempt(0, now=0.0)
+    one, other = (attempt.hello(hello(number, 2), now=0.0) for number in (0, 1))
+    attempt.take(one, batch([0], loss=[1.0]), now=0.1)
+    assert attempt.take(one, batch([0], val=[4.0]), now=0.1) == [], "the other rank is waited for"
+    attempt.take(other, batch([0], loss=[3.0]), now=0.1)
+    (step,) = attempt.take_closed(0.1)
+    assert step.run == {"loss": 2.0, "val": 4.0}
+    (more,) = attempt.take(other, batch([0], val=[6.0], loss=[9.0]), now=0.2)
+    assert (more.seq, more.run) == (0, {"val": 5.0})
+    assert attempt.recent[-1].run == {"loss": 2.0, "val": 5.0}, "what was said before stays"
+    assert attempt.take(other, batch([0], val=[7.0]), now=0.3) == [], "nor is it said twice"
+    assert list(attempt.take_closed(0.3)) == []
+
+
+def test_a_batch_may_hold_a_step_and_what_was_logged_after_it() -> None:
+    attempt = Attempt(0, now=0.0)
+    rank = attempt.hello(hello(), now=0.0)
+    columns = {
+        "loss": wire.Column(values=array("d", [1.0]).tobytes(), rows=array("H", [0]).tobytes()),
+        "val": wire.Column(values=array("d", [4.0]).tobytes(), rows=array("H", [1]).tobytes()),
+    }
+    attempt.take(rank, msgspec.structs.replace(batch([0, 0]), columns=columns), now=0.1)
+    assert [(step.seq, step.run) for step in attempt.take_closed(0.1)] == [(0, {"loss": 1.0, "val": 4.0})]

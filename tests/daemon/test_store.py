@@ -83,6 +83,34 @@ def test_layers_incidents_and_events_come_back(path: Path) -> None:
     assert ended >= began
 
 
+def test_more_of_the_last_step_is_in_its_row(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    for seq in range(3):
+        store.step(0, step(seq, loss=1.0))
+    store.write()
+    store.step(0, step(2, val=4.0))
+    store.close()
+    with History(path) as history:
+        assert [(seq, values) for seq, _, values in history.rows()][1:] == [
+            (1, {"loss": 1.0}), (2, {"loss": 1.0, "val": 4.0}),
+        ]  # fmt: skip
+
+
+def test_how_long_a_run_took_is_from_its_first_attach_to_its_end(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    store.attempt(0, b"\x80", 1000.0)
+    store.end_attempt(0, 1010.0)
+    store.attempt(1, b"\x80", 1060.0)
+    store.step(1, step(65, loss=1.0))
+    store.write()
+    with History(path) as history:
+        assert history.lifetime(over=True) == (1000.0, 65.0), "its end was not seen"
+    store.end_attempt(1, 1070.0)
+    store.close()
+    with History(path) as history:
+        assert history.lifetime(over=True) == history.lifetime(over=False) == (1000.0, 70.0)
+
+
 def test_a_live_history_can_be_read(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     store.step(0, step(0, loss=1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -73,6 +74,17 @@ def said(end: str, *prefix: str, **environment: str) -> list[str]:
 def test_a_run_that_was_judged(end: str, words: str) -> None:
     (line,) = said(end)
     assert re.search(words, line), line
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("prefix", [(), (sys.executable, "-m", "sentinel", "run", "--")])
+def test_the_history_and_the_report_have_the_same_duration(prefix: tuple[str, ...]) -> None:
+    (line,) = said("kept = train(watch=True)", *prefix)
+    found = []
+    for command in ("last", "report"):
+        asked = [sys.executable, "-m", "sentinel", command, "short", "--json"]
+        found += json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    assert [format_duration(one["seconds"]) for one in found] == [re.findall(" in (.*?)[:,]", line)[0]] * 2
 
 
 @pytest.mark.processes

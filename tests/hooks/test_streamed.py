@@ -37,6 +37,20 @@ def adamw(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2, **options)
 
 
+def test_what_is_logged_after_the_last_step_is_sent_with_it(daemon: FakeDaemon) -> None:
+    net = model()
+    loop = Loop(net, adamw(net), scheduler=None)
+    with sentinel.attach(net, loop.optimizer) as monitor:
+        loop.run(4)
+        monitor.log(val=1.0)
+        loop.run(4)
+        monitor.log(val=torch.tensor(2.0))
+    goodbye = daemon.ended()
+    assert daemon.series("val") == {4: 1.0, 7: 2.0}
+    assert goodbye.next_seq == 8
+    assert sorted(daemon.series("loss")) == list(range(8))
+
+
 @pytest.mark.usefixtures("every_step")
 def test_plain_loop(daemon: FakeDaemon) -> None:
     net = model()

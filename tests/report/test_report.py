@@ -7,21 +7,28 @@ import hashlib
 import json
 import math
 import re
+import time
+from array import array
 from collections.abc import Sequence
 from html import unescape
 from itertools import accumulate
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from sentinel import wire
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
+from sentinel.report import live
 from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import ChartLine, report
 from sentinel.report.interactive import POINTS, figure
 from sentinel.report.page import page
-from sentinel.store import History
+from sentinel.runs import Run
+from sentinel.runs.steps import RunStep
+from sentinel.store import History, Store
 from sentinel.text import spell_controls
 from tests.report.runs import EVIL, case, history
 
@@ -44,6 +51,37 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
     assert [(undone.to, undone.at) for undone in one.rollbacks] == [(50, 123)]  # not the one that failed
     assert [row.step_seconds for row in one.ranks] == pytest.approx([0.1, 0.2, 0.3])
     assert one.final_loss == pytest.approx(1 / 190, rel=0.05)
+
+
+def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:
+    store = Store(tmp_path / "gpt.sqlite", run="gpt", run_id="gpt")
+    for attempt, offset, began, ended in ((0, 0, 1000.0, 1120.0), (1, 80, 1130.0, 1200.0)):
+        store.attempt(attempt, msgspec.msgpack.encode({"step_offset": offset}), began)
+        for seq in range(100 - offset):
+            values = {"step_seconds": 1.0}
+            store.step(attempt, RunStep(seq, began + seq, {0: values}, values))
+        store.end_attempt(attempt, ended)
+    for to, at in ((40, 50), (45, 60), (85, 90)):  # what is over step 80 was done again by the second attempt
+        store.event(0, at, "rollback", ok=True, alert="LossSpike", to=to, at=at)
+    store.close()
+    with History(tmp_path / "gpt.sqlite") as kept:
+        found = report(kept, over=True)
+    assert (found.seconds, found.goodput) == (200.0, pytest.approx(80 / 200))
+
+
+def test_the_goodput_of_a_live_run_is_that_of_its_first_attempt() -> None:
+    run = Run("gpt", "gpt", 0.0)
+    identity = wire.Identity(run="gpt", run_id="gpt")
+    rank, _ = run.hello(wire.Hello(version="t", identity=identity), 0.0)
+    seqs, times = array("q", range(100)).tobytes(), array("d", range(100)).tobytes()
+    columns = {"step_seconds": wire.Column(values=array("d", [0.1] * 100).tobytes())}
+    run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns), 0.0)
+    assert len(list(run.attempt.take_closed(0.0))) == 100
+    run.began = time.time() - 1000.0
+    assert live.report(run, [], []).goodput == pytest.approx(0.01, rel=0.1)
+    assert live.report(run, [], [(19, 69)]).goodput == pytest.approx(0.005, rel=0.1)
+    run.attempt.number = 1
+    assert math.isnan(live.report(run, [], []).goodput)
 
 
 def test_the_heat_map_keeps_the_worst_of_each_column(tmp_path: Path) -> None:

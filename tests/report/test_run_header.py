@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import Any
@@ -9,17 +10,17 @@ from typing import Any
 import pytest
 
 from sentinel.report.content import ChartLine, Report, ReportPanel
-from sentinel.report.page import incidents
+from sentinel.report.page import incidents, summary
 from sentinel.report.run_header import run_header
 from tests.report.runs import case
 
 
-def run(*cases: dict[str, Any], last: int = 9, **facts: Any) -> Report:
+def run(*cases: dict[str, Any], last: int = 9, goodput: float = math.nan, **facts: Any) -> Report:
     line = ChartLine("step_seconds", range(last + 1), [0.5] * (last + 1))
     return Report(
         run="gpt", run_id="gpt-1", attempts=1, began=time.time() - 65, seconds=65, first=0, last=last, facts=facts,
         panels=(ReportPanel("step time", "seconds", (line,)),), incidents=cases, rollbacks=(), heat=None, ranks=(),
-        devices=(), final_loss=1.25,
+        devices=(), final_loss=1.25, goodput=goodput,
     )  # fmt: skip
 
 
@@ -50,16 +51,25 @@ def test_it_says_whether_the_run_goes_on(ranks: tuple[dict[str, Any], ...], word
 
 def test_it_has_the_figures_of_now() -> None:
     text = " ".join(said(run(), rank(0, "live")).split())
-    for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 0:01:05", "No incident is open."):
+    for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 1 min 5 s", "No incident is open."):
         assert words in text
     assert "steps/s 0 " in " ".join(said(run(), rank(0, "stalled", 72.0)).split())
+
+
+def test_the_goodput_is_there_where_it_is_known_and_says_what_it_counts() -> None:
+    status = {"step": 1, "ranks": [rank(0, "live")], "rollback": {"armed": False}}
+    assert "goodput" not in run_header(run(), status)
+    assert "goodput" not in summary([run()])
+    for text in (run_header(run(goodput=0.873), status), summary([run(goodput=0.873)])):
+        assert "87%" in text
+        assert "The rest: start, evaluations, checkpoints, stalls, restarts" in text
 
 
 def test_it_says_how_long_the_run_will_take() -> None:
     text = " ".join(said(run(total_steps=2000), rank(0, "live")).split())
     assert "step 1,234 " in text
     assert "done 1,235 of 2,000" in text
-    assert "left 0:06:22" in text  # 765 steps of half a second
+    assert "left 6 min 22 s" in text  # 765 steps of half a second
     ended = " ".join(said(run(total_steps=2000), rank(0, "gone")).split())
     assert "done 1,235 of 2,000" in ended
     assert "left" not in ended
@@ -89,8 +99,8 @@ def test_incidents_come_newest_first_with_their_time_and_their_consequences_insi
     assert places == sorted(places)
     assert text.index("1 consequence") < places[2]
     assert text.count("</article>", 0, places[2]) == 1  # the second is within the first
-    assert f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, for 0:01:12" in text
-    assert "open for 0:00:1" in text
+    assert f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, for 1 min 12 s" in text
+    assert "open for 1" in text
 
 
 def test_of_many_incidents_the_newest_are_shown() -> None:

@@ -173,7 +173,7 @@ def shown(watched: Watched, capsys: pytest.CaptureFixture[str]) -> dict[str, str
     """What a person reads: in `status`, `top` and on the page."""
     run = watched.told()
     _show_rollback(run["rollback"])
-    live = report("train", "r1", watched.watch.run.attempt, [], [])
+    live = report(watched.watch.run, [], [])
     return {
         "status": capsys.readouterr().out,
         "top": "\n".join(line.text for line in frame([run], [], Traces(), 120, 40)),
