@@ -9,7 +9,8 @@ Started again by `sentinel run`, a script goes on from Lightning's own checkpoin
 
 It attaches when training starts and detaches when it ends. Validation is a phase, in which nothing alarms. Lightning
 runs forward, backward and clipping inside `optimizer.step(closure)`: gradients are measured when the closure is done.
-What the module logs (`self.log`) is taken every `log_every_n_steps`, and after each validation.
+What the module logs (`self.log`) is taken every `log_every_n_steps`; what is of a validation or an epoch is taken once,
+when it is there. `callback_metrics` keeps the last value of each name: one that is logged again is another object.
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ class SentinelCallback(Callback):
         self._phase = contextlib.ExitStack()
         self._numbers = TrainerNumbers()
         self._logged_step = 0
+        self._known: dict[str, Any] = {}
+        """What was handed on, by name."""
+        self._begins = False
+        """Whether the next batch is the first after a validation or an epoch."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach: the optimizers are there, and where they belong."""
@@ -112,23 +117,34 @@ class SentinelCallback(Callback):
         }
         self.monitor = attach(trainer.model or pl_module, trainer.optimizers, **(known | self._options))
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """What is there by now is of the validation, or the epoch: other callbacks may have had it computed again."""
+        if self._begins:
+            self._begins, self._known = False, dict(trainer.callback_metrics)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Hand on what the module logged, as often as Lightning itself does."""
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self.monitor is not None and every and step != self._logged_step and step % every == 0:
             self._logged_step = step  # of several batches of one step the first
-            self._numbers.log(self.monitor, trainer.callback_metrics)
+            self._hand_on(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Not training, until `on_validation_end`."""
         if self.monitor is not None:
+            self._known = dict(trainer.callback_metrics)
             self._phase.enter_context(self.monitor.phase("validation"))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Training again; what the validation found is handed on."""
         self._phase.close()
-        if self.monitor is not None:
-            self._numbers.log(self.monitor, trainer.callback_metrics)
+        self._hand_on(trainer)
+        self._begins = True
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """What the epoch came to is handed on."""
+        self._hand_on(trainer)
+        self._begins = True
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The run failed: say so, and go."""
@@ -141,6 +157,13 @@ class SentinelCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Whatever happened."""
         self._leave(None)
+
+    def _hand_on(self, trainer: Any) -> None:
+        """What was logged since the last time."""
+        if self.monitor is not None:
+            logged = dict(trainer.callback_metrics)
+            self._numbers.log(self.monitor, {k: v for k, v in logged.items() if v is not self._known.get(k)})
+            self._known = logged
 
     def _leave(self, exception: BaseException | None) -> None:
         self._phase.close()

@@ -45,3 +45,4 @@ class Logging(Net):
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
         self.log("val_accuracy", 0.5)
+        self.log("val_step", float(self.global_step))

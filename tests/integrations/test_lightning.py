@@ -106,9 +106,17 @@ def test_what_the_module_logs_is_handed_on(daemon: FakeDaemon, tmp_path: Path, a
     )
     daemon.ended()
     rewards = daemon.series("reward")
-    assert {4, 8} <= set(rewards), "under Lightning's own step"
-    assert set(rewards) <= {3, 4, 6, 8, 9}, "and after a validation; at other steps nothing is asked for"
+    assert set(rewards) == {4, 8, STEPS - 1}, "under Lightning's own step; at others nothing is asked for"
     assert set(daemon.series("val_accuracy").values()) == {0.5}
     assert max(daemon.series("loss").values()) < 1e6, "what is measured is not replaced"
     assert daemon.of(wire.Hello)[-1].facts["judged_as"].startswith("reinforcement learning, by reward, entropy")
     assert model.losses
+
+
+@pytest.mark.parametrize("every", [4, 12])
+def test_an_evaluation_is_one_point_and_the_last_is_among_them(daemon: FakeDaemon, tmp_path: Path, every: int) -> None:
+    fitted(tmp_path, callback(), logs=True, log_every_n_steps=2, val_check_interval=every)
+    daemon.ended()
+    assert daemon.series("val_step") == {min(done, STEPS - 1): done for done in range(every, STEPS + 1, every)}
+    epochs = daemon.series("train_entropy_epoch")
+    assert set(epochs) == {STEPS - 1}

@@ -74,10 +74,10 @@ def test_the_trainers_own_numbers_are_handed_on(daemon: FakeDaemon, tmp_path: Pa
 
     trainer = trained(tmp_path, callback(), trainer=Rewarded, eval_strategy="steps", eval_steps=5, logging_steps=2)
     daemon.ended()
-    # The Trainer's step counts those that are done; the numbers of the last one have no step that they could be with.
-    assert daemon.series("reward") == {2: 1.0, 4: 2.0, 5: 2.5, 6: 3.0, 8: 4.0}
+    # The Trainer's step counts those that are done; what it logs after the last one is with that.
+    assert daemon.series("reward") == {2: 1.0, 4: 2.0, 5: 2.5, 6: 3.0, 8: 4.0, 9: 5.0}
     evaluated = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
-    assert daemon.series("eval_loss") == {5: evaluated[5]}
+    assert daemon.series("eval_loss") == {5: evaluated[5], 9: evaluated[10]}
     assert not daemon.series("bad")
     assert len(daemon.series("loss")) == STEPS, "what is measured is not replaced"
     assert daemon.of(wire.Hello)[-1].facts["judged_as"] == "reinforcement learning, by reward, clip_fraction"
