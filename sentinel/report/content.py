@@ -97,7 +97,7 @@ def report(history: History, *, over: bool = False) -> Report:
     began, seconds = history.lifetime(over=over)
     last, names = numbers[-1], ranks.NAMES
     reached, undone = offsets[last] + history.last_seq(last), _list_undone(history, offsets)
-    standing = count_standing_steps(min(offsets.values()), reached, undone)
+    step_seconds = lines["step_seconds"].values if "step_seconds" in lines else ()
     apart = {rank: history.columns(names, attempt=last, rank=rank) for rank in history.ranks(last)}
     return Report(
         run=history.run,
@@ -116,25 +116,22 @@ def report(history: History, *, over: bool = False) -> Report:
         matrix=ranks.matrix(apart, offsets[last]),
         devices=_devices(history, last),
         final_loss=median(lines["loss"].values[-20:]) if "loss" in lines else math.nan,
-        goodput=measure_goodput(standing, lines["step_seconds"].values if "step_seconds" in lines else (), seconds),
+        goodput=measure_goodput(min(offsets.values()), reached, undone, step_seconds, seconds),
     )
 
 
-def measure_goodput(steps: int, step_seconds: Sequence[float], seconds: float) -> float:
-    """Share of the `seconds` of a run that its `steps` which stand take at the median time of a step; NaN where that is
-    not known. The rest went into the start, evaluations, checkpoints, stalls, restarts, and steps that were undone or
-    done again."""
-    return min(steps * spread_median(step_seconds) / seconds, 1.0) if steps > 0 and seconds > 0 else math.nan
-
-
-def count_standing_steps(first: int, last: int, rollbacks: Iterable[Undone]) -> int:
-    """Steps from `first` to `last`, but those that a rollback undid."""
-    gone, covered = 0, first - 1
+def measure_goodput(
+    first: int, last: int, rollbacks: Iterable[Undone], step_seconds: Sequence[float], seconds: float
+) -> float:
+    """Share of the `seconds` of a run that its steps which stand take at the median time of a step; NaN where that is
+    not known. They are those from `first` to `last` that no rollback undid. The rest went into the start, evaluations,
+    checkpoints, stalls, restarts, and steps that were undone or done again."""
+    steps, covered = last - first + 1, first - 1
     for undone in sorted(rollbacks, key=lambda one: one.to):
         begin, end = max(undone.to, covered), min(undone.at, last)
-        gone += max(end - begin, 0)
+        steps -= max(end - begin, 0)
         covered = max(covered, end)
-    return last - first + 1 - gone
+    return min(steps * spread_median(step_seconds) / seconds, 1.0) if steps > 0 and seconds > 0 else math.nan
 
 
 def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, ...]]]:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sentinel.report import ranks
-from sentinel.report.content import (
-    SHOWN,
-    Report,
-    Undone,
-    count_standing_steps,
-    heat_of,
-    list_logged_panels,
-    measure_goodput,
-    panels_of,
-)
+from sentinel.report.content import SHOWN, Report, Undone, heat_of, list_logged_panels, measure_goodput, panels_of
 from sentinel.report.ranks import median
 from sentinel.runs import Run
 from sentinel.runs.steps import RunStep
@@ -38,7 +30,8 @@ def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[
     apart = _apart(steps)
     seconds = max(attempt.find_end() - run.began, 0.0)
     rollbacks = [Undone(to + offset, at + offset) for to, at in undone]
-    done = count_standing_steps(offset, attempt.closed_to + offset, rollbacks) if not attempt.number else 0
+    step_seconds = columns["step_seconds"].values if "step_seconds" in columns else ()
+    goodput = measure_goodput(offset, attempt.closed_to + offset, rollbacks, step_seconds, seconds)
     losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
     return Report(
         run=run.name,
@@ -57,7 +50,7 @@ def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[
         matrix=ranks.matrix(apart, offset),
         devices=tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values()),
         final_loss=median(losses),
-        goodput=measure_goodput(done, columns["step_seconds"].values if "step_seconds" in columns else (), seconds),
+        goodput=math.nan if attempt.number else goodput,
     )
 
 

@@ -30,7 +30,7 @@ def fragment(report: Report, status: Mapping[str, Any]) -> str:
         "gpus": devices(report, "now" if status["ranks"] else "highest")
         or _nothing("GPUs", "None is read: the run trains on a CPU, or the driver is silent."),
         "rules": _rules(status["rules"]),
-        "run": f"<h2>Run</h2>{summary([report])}{facts([report])}",
+        "run": f"<h2>About</h2>{summary([report])}{facts([report])}",
     }
     views = [f'<section data-view="{name}">{content}</section>' for name, content in shown.items()]
     return "\n".join([run_header(report, status), *views])

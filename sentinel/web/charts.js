@@ -30,6 +30,7 @@ const address = {
   },
 };
 address.read();
+const LOG_TICKS = 6;  // powers of ten with a line, at most
 const NEAR = 16;  // pixels: a value that was sampled so far before the pointer is shown
 const MARK_ROWS = 5, MARK_ROOM = 16;  // numbers of incidents stand below each other where they would touch
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3], [1, 3]];
@@ -38,11 +39,25 @@ const tools = document.getElementById('tools');
 let pointer = null;  // {u, x}: the chart that is pointed at, and where
 let pointed = null;  // the step there, which all charts show
 
-// Ends of a log scale: the next round number of their own size.
+// Ends of a log scale: the next number that is as round as they are far apart.
 function roundOut(low, high) {
-  const size = value => 10 ** Math.floor(Math.log10(value));
+  const size = value => 10 ** Math.floor(Math.log10(Math.min(value, Math.max(high - low, value / 1000))));
   const [from, to] = [Math.floor(low / size(low)) * size(low), Math.ceil(high / size(high)) * size(high)];
   return [from, to > from ? to : 10 * from];
+}
+
+// Where a log scale has lines and numbers: at powers of ten, between few of them also at 2 and 5 times, and within less than
+// one at even distances, as on a linear scale.
+function ticksOf(low, high) {
+  const decades = Math.log10(high / low), step = Math.max(1, Math.ceil(decades / LOG_TICKS)), most = decades > 3 ? [1] : [1, 2, 5];
+  const found = [];
+  for (let power = Math.floor(Math.log10(low) / step) * step; power <= Math.log10(high); power += step)
+    found.push(...most.map(times => Number(`${times}e${power}`)));
+  const shown = found.filter(tick => tick >= low && tick <= high);
+  if (shown.length > 2) return shown;
+  const size = 10 ** Math.floor(Math.log10((high - low) / 4)), apart = size * [1, 2, 5, 10].find(times => times * size * 5 >= high - low);
+  const first = Math.ceil(low / apart - 1e-9), last = Math.floor(high / apart + 1e-9);
+  return Array.from({length: last - first + 1}, (_, n) => Number(((first + n) * apart).toPrecision(12)));
 }
 
 // From and to which step is drawn. A zoom into steps that a run has not is none.
@@ -65,11 +80,18 @@ function show(range) {
   }
 }
 
-function readable(value, unit) {
-  const scale = {bytes: [[1e12, 'TB'], [1e9, 'GB'], [1e6, 'MB'], [1e3, 'kB']], seconds: [[1, 's'], [1e-3, 'ms']]}[unit] ?? [];
-  const [size, name] = scale.find(([least]) => Math.abs(value) >= least) ?? [1, ''];
-  const shown = Number((value / size).toPrecision(4));
+function readable(value, unit, digits = 4) {
+  const scale = {bytes: [[1e12, 'TB'], [1e9, 'GB'], [1e6, 'MB'], [1e3, 'kB'], [1, '']], seconds: [[1, 's'], [1e-3, 'ms']]}[unit] ?? [[1, '']];
+  const [size, name] = scale.find(([least]) => Math.abs(value) >= least) ?? (value ? scale.at(-1) : [1, '']);
+  const shown = Number((value / size).toPrecision(digits));
   return ((shown && (Math.abs(shown) >= 1e6 || Math.abs(shown) < 1e-3) ? shown.toExponential() : shown) + ' ' + name).trim();
+}
+
+// Of an axis, in as many digits as tell them apart.
+function numbersAt(places, unit) {
+  const largest = Math.max(...places.map(Math.abs)), apart = places[1] - places[0];
+  const digits = apart > 0 ? Math.ceil(Math.log10(largest / apart)) + 1 : 4;
+  return places.map(y => readable(y, unit, Math.min(Math.max(digits, 4), 12)));
 }
 
 // A mean that forgets: after `steps` steps a value weighs a third, however often it was sampled.
@@ -159,12 +181,13 @@ function addGaps(chart, u, nth, gaps) {
 function optionsOf(chart) {
   const {plot, figure} = chart, logarithmic = isLogarithmic(plot);
   const axis = {stroke: colour('--muted'), grid: {stroke: colour('--rule'), width: 1}, ticks: {show: false}, font: '12px system-ui, sans-serif'};
+  const places = logarithmic ? {splits: (u, _, low, high) => ticksOf(low, high), filter: (u, splits) => splits} : {};
   return {
     width: figure.clientWidth || 400, height: 210, padding: [14, 14, 0, 0],
     scales: {x: {time: false, range: () => viewOf(chart.grid)}, y: logarithmic ? {distr: 3, range: (u, low, high) => roundOut(low ?? 0.1, high ?? 1)} : {}},
     axes: [
       {...axis, size: 26, space: 70, values: (u, splits) => splits.map(x => Number.isInteger(x) ? x.toLocaleString() : '')},
-      {...axis, size: 62, gap: 6, values: (u, splits) => splits.map(y => y == null ? '' : readable(y, plot.unit))},
+      {...axis, ...places, size: 62, gap: 6, values: (u, splits) => numbersAt(splits, plot.unit)},
     ],
     series: seriesOf(chart),
     cursor: {

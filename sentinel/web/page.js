@@ -15,6 +15,7 @@ const picked = new Set();
 
 const runOf = () => address.seen.get('run') ?? '', otherOf = () => address.seen.get('with') ?? '';
 const viewOf = () => address.seen.get('view') ?? 'all';
+const clock = () => new Date().toLocaleTimeString().replace(/\s/g, '\u00a0');
 const isWhole = () => otherOf() !== '' || viewOf() === 'whole';
 
 function pathOf() {
@@ -44,7 +45,7 @@ function silent(error) {
     return;
   }
   if (silentSince) return;
-  silentSince = new Date().toLocaleTimeString();
+  silentSince = clock();
   const run = main.querySelector('[data-id]')?.dataset.id;
   note.textContent = `The daemon does not answer since ${silentSince}: its run has ended, or it is being restarted. ` +
     (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : '');
@@ -89,7 +90,7 @@ async function update() {
   const stored = !header?.dataset.state || main.querySelector('[data-stored]');
   wait = ended ? Math.min(2 * wait, SELDOM) : stored ? SOMETIMES : OFTEN;
   if (isWhole() && path !== closePathOf()) wait = 0;
-  note.textContent = ended || isWhole() ? '' : 'Live. ' + new Date().toLocaleTimeString();
+  note.textContent = ended || isWhole() ? '' : 'Live. ' + clock();
   show();
 }
 
@@ -128,6 +129,7 @@ function show() {
   document.title = main.querySelector('[data-title]')?.dataset.title ?? 'Sentinel';
   document.getElementById('home').href = address.write(new URLSearchParams());
   views.hidden = !runOf() || otherOf() !== '';
+  pause.hidden = isWhole() || main.querySelector('header')?.dataset.state === 'ended';  // nothing of it changes
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
   filterIncidents();
 }

@@ -18,15 +18,15 @@ HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff
 
 SCRIPT = (resources.files("sentinel.web") / "page.js").read_text(encoding="utf-8")
 VIEWS = {
-    "all": "All",
+    "all": "Overview",
     "curves": "Curves",
     "incidents": "Incidents",
     "layers": "Layers",
     "ranks": "Ranks",
     "gpus": "GPUs",
     "rules": "Rules",
-    "run": "Run",
-    "whole": "Whole run",
+    "run": "About",
+    "whole": "Full history",
 }
 """Name -> what its button says. All but the last are of the steps that the daemon remembers."""
 
@@ -44,7 +44,9 @@ MARKS = """
   .state.running { color: var(--s2); }  .state.stalled, .state.lost, .state.silent,
   .state.failed { color: var(--critical); }
   .stale .state { text-decoration: line-through; }  .stale header { opacity: .65; }
-  #filter label { margin-left: .4rem; }  #find { font: inherit; width: 9rem; color: var(--ink); background: var(--card);
+  header div[title] dt { text-decoration: underline dotted; cursor: help; }
+  #filter label { margin-left: .4rem; white-space: nowrap; }
+  #find { font: inherit; width: 9rem; color: var(--ink); background: var(--card);
     border: 1px solid var(--rule); border-radius: 4px; padding: .15rem .4rem; }
   header a { color: inherit; }  #views { display: inline; }
   #home { color: var(--ink); margin-right: .8rem; }  a#compare:not([href]) { color: var(--muted); }
@@ -68,7 +70,7 @@ MARKS = """
     .runs [data-name=took]::before { content: attr(data-name) ' '; color: var(--muted); }
     .runs [data-name=run] { flex: 1; min-width: 0; overflow-wrap: anywhere; }
   }
-  [hidden] { display: none; }
+  [hidden] { display: none !important; }
 """
 
 

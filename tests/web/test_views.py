@@ -104,6 +104,7 @@ def broken(served: Served) -> Iterator[Served]:
             rank.say(
                 wire.Hello(
                     version="test", identity=rank.identity, gpus=(gpu,),
+                    began=time.time() - STEPS / 5 - 9,
                     facts={"model": "GPT", "parameters": 124_000_000, "optimizer": "AdamW", "torch": "2.13"},
                 )
             )  # fmt: skip
@@ -134,6 +135,7 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
     with browser(chromium, tmp_path / "profile") as page:
         page.go(f"{broken.url}/#{broken.state['token']}")
         page.until("document.querySelectorAll('.runs [data-run]').length === 2")
+        assert not page.asked("document.getElementById('views').checkVisibility()"), "it has no views"
         page.click("[data-run=r1]")
         page.until("document.querySelector('h1')?.textContent === 'train running'")
         assert page.asked(FIGURES)["step"] == "319"
@@ -148,8 +150,10 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
             assert visible == [view]
             page.until(f"document.querySelector('section[data-view={view}]').querySelector({json.dumps(seen)})")
             kept(page, f"page-{view}")
+        assert page.asked("document.getElementById('pause').checkVisibility()")
         page.click("#views [data-view=whole]")
         page.until("document.querySelector('.summary') && document.querySelector('article.case.critical')")
+        assert not page.asked("document.getElementById('pause').checkVisibility()"), "it is read once"
         page.click("a.mark b, a.mark text")
         assert page.asked("document.activeElement.id") == "case-1"
         page.click("#views [data-view=all]")
@@ -279,6 +283,7 @@ def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, ch
         assert re.search(r"train ended at \d\d:\d\d:\d\d", said)
         assert "sentinel report r1" in said
         page.until("wait > OFTEN")
+        assert not page.asked("document.getElementById('pause').checkVisibility()")
         assert page.complaints == []
 
 
@@ -384,6 +389,54 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         page.until("document.querySelector('.u-series .u-value').textContent === '99'")
         page.asked(f"location.hash = '#{noted.state['token']}&run=r1&steps=10..30'")  # as somebody types it
         page.until("document.querySelector('.u-series .u-value')?.textContent === '30'")
+        assert page.complaints == []
+
+
+DRAWN = """new Promise(done => {
+    const found = {}, context = CanvasRenderingContext2D.prototype, {fillText, moveTo, lineTo} = context;
+    const of = one => found[one.canvas.closest('figure').querySelector('figcaption').firstChild.textContent] ??=
+        {numbers: new Set(), lines: new Set()};
+    let from = [0, 0];
+    context.fillText = function (text, ...place) {
+        if (this.textAlign === 'right' && text) of(this).numbers.add(text);
+        fillText.call(this, text, ...place);
+    };
+    context.moveTo = function (...place) {
+        from = place;
+        moveTo.apply(this, place);
+    };
+    context.lineTo = function (x, y) {
+        if (y === from[1] && x - from[0] > 100) of(this).lines.add(y);
+        lineTo.call(this, x, y);
+    };
+    dispatchEvent(new Event('hashchange'));  // all charts are made again
+    const count = ({numbers, lines}) => [[...numbers], lines.size];
+    requestAnimationFrame(() => requestAnimationFrame(
+        () => done(Object.fromEntries(Object.entries(found).map(([name, drawn]) => [name, count(drawn)])))));
+})"""
+"""Chart -> the numbers at its vertical axis, and how many lines across it has."""
+
+
+@pytest.mark.charts
+def test_an_axis_has_few_lines_and_a_number_at_each(served: Served, chromium: str, tmp_path: Path) -> None:
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(
+            0,
+            [2.291 + n / 1e5 for n in range(100)],
+            grad_norm=[1e26 if n == 50 else 1.0 for n in range(100)],
+            step_seconds=[6.933e-4] * 100,
+            rss_bytes=[2e9 + 1e8 * n for n in range(100)],
+        )
+        until(lambda: "<dd>99</dd>" in served.get("/live?run=r1", headers=served.authorized()).text, "the steps")
+        open_charts(page, served, "&log=loss&log=memory")
+        assert read_legends(page)["step_seconds"] == "0.6933 ms"
+        drawn = page.asked(DRAWN)
+        counts = {name: (len(numbers), lines) for name, (numbers, lines) in drawn.items()}
+        assert {name for name, (numbers, lines) in counts.items() if 3 <= numbers == lines <= 8} == set(counts), drawn
+        assert all(2.29 < float(number) < 2.3 for number in drawn["loss"][0])
+        assert {"1", "1e+25"} <= set(drawn["gradient norm"][0])
+        assert "10 GB" in drawn["memory"][0]
         assert page.complaints == []
 
 
