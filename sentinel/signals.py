@@ -265,6 +265,21 @@ _ALL = (
     ),
     _rank("parameters_without_gradient", "1", "max", 2, "parameters of the optimizer that train and got no gradient"),
     _rank(
+        "without_gradient_share",
+        "ratio",
+        "max",
+        2,
+        "share that parameters_without_gradient are of the numbers that the optimizer is to train",
+    ),
+    _rank(
+        "parameters_outside",
+        "1",
+        "max",
+        2,
+        "parameters that train, get gradients, are in no optimizer and stand still; absent where there never were any",
+    ),
+    _rank("outside_share", "ratio", "max", 2, "share that parameters_outside are of the numbers that train"),
+    _rank(
         "no_gradient",
         "1",
         "min",

@@ -38,6 +38,8 @@ def facts(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[in
 def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, Any]:
     parameters = list(model.named_parameters())
     missing = [name for name, p in parameters if p.requires_grad and id(p) not in steered]
+    trained = [(name, p) for name, p in parameters if p.requires_grad and id(p) in steered]
+    idle = [(name, p) for name, p in trained if id(p) not in reached]
     batch_norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
     frozen = [
         m for m in batch_norms
@@ -55,9 +57,8 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
         "devices": sorted({p.device.type for _, p in parameters}),
         "not_in_optimizer": missing[:_NAMES],
         "unregistered": _unregistered(model, steered),
-        "without_gradient": [n for n, p in parameters if p.requires_grad and id(p) in steered and id(p) not in reached][
-            :_NAMES
-        ],
+        "without_gradient": [name for name, _ in idle][:_NAMES],
+        "without_gradient_share": sum(p.numel() for _, p in idle) / max(sum(p.numel() for _, p in trained), 1),
         "batch_norms": len(batch_norms),
         "batch_norms_frozen_in_training": len(frozen),
         "eval_modules": sorted({type(m).__name__ for m in model.modules() if not m.training} - {type(model).__name__}),

@@ -23,8 +23,8 @@ class Gradients:
         """Row in the layer table of each gradient."""
         self.left_out: dict[str, str] = layers.left_out
         """Layer -> why its gradient is not measured."""
-        self.absent = 0
-        """Parameters that train and have none."""
+        self.absent = self.absent_numbers = 0
+        """Parameters that train and have none, and how many numbers they are."""
         found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
         """This rank's part of each gradient: never empty, sparse, complex, or a wrapper around other tensors."""
@@ -40,6 +40,7 @@ class Gradients:
         for (row, parameter, _), gradient in found:
             if gradient is None:
                 self.absent += parameter.requires_grad
+                self.absent_numbers += local(parameter).numel() if parameter.requires_grad else 0
                 continue
             if gradient.layout is not torch.strided or is_wrapper_tensor(gradient):
                 self.left_out[self._layers.table.layers[row].name] = _kind(gradient)

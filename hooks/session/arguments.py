@@ -75,12 +75,6 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
             raise AttachError(_strangers(type(optimizer).__name__, own, names, named))
 
 
-def outside(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[str]:
-    """Names of the parameters that train and that no optimizer has."""
-    own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return [name for _, name, p in named_parameters(models) if p.requires_grad and id(p) not in own]
-
-
 def list_names(names: Sequence[str]) -> str:
     """The first few of many names."""
     more = len(names) - _NAMED

@@ -363,10 +363,6 @@ class _Setup:
         unseen = []
         if stray := [name for stream in streams for name in stream.layers.stray]:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
-        if outside := arguments.outside(self.models, self.optimizers):
-            unseen.append(
-                f"{len(outside)} parameters that train and are in no optimizer ({arguments.list_names(outside)})"
-            )
         if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
             unseen.append("how long collectives take (nobody times those of FSDP)")
         if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):

@@ -60,6 +60,12 @@ def trainers() -> tuple[list[Optimizer], list[nn.Module]]:
     return optimizers, [module for module in modules if id(module) not in inner]
 
 
+def list_steered() -> frozenset[int]:
+    """Ids of the parameters that an optimizer of this process has, any of them."""
+    optimizers = (one for one in _instances(Optimizer) if is_optimizer(one))
+    return frozenset(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
+
+
 def engine_of(optimizer: Optimizer) -> Any:
     """The DeepSpeed engine that steps this optimizer; None where there is none."""
     kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)

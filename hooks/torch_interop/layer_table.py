@@ -173,6 +173,19 @@ class Layers:
                 found.setdefault(id(parameter), (row, local(parameter), id(parameter) in self.ids))
         return list(found.values())
 
+    def list_outside(self) -> tuple[dict[int, torch.Tensor], int]:
+        """This rank's part, by id, of each of the models' parameters that trains, has a gradient and is not in this
+        optimizer; and how many numbers of all of the models train."""
+        found: dict[int, torch.Tensor] = {}
+        sizes: dict[int, int] = {}
+        for _, _, parameter in named_parameters(self.models):
+            part = local(parameter)
+            if parameter.requires_grad and not _explain_unmeasured(parameter) and part.numel():
+                sizes[id(parameter)] = part.numel()
+                if parameter.grad is not None and id(parameter) not in self.ids:
+                    found[id(parameter)] = part
+        return found, sum(sizes.values())
+
     @property
     def replicated(self) -> bool:
         """Whether all ranks hold the same parameters: DDP says so, and no other wrapper is believed. Ranks of a
@@ -211,6 +224,8 @@ class Layers:
                 continue
             first = rows.setdefault(id(parameter), len(layers))
             layer = _layer(model, name, parameter, layers[first].name if first < len(layers) else "")
+            if id(parameter) not in own:
+                layer = msgspec.structs.replace(layer, held=False)
             if (spread := spreads.get(id(parameter))) is not None:
                 layer = msgspec.structs.replace(layer, **spread._asdict())
             layers.append(layer)

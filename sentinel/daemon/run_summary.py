@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sentinel import wire
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.text import rank_severity
+from sentinel.diagnose import folding
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
@@ -15,8 +15,9 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
     counts = dict[str, int]()
     for (_, severity), number in watch.incidents.log.fired.items():
         counts[severity] = counts.get(severity, 0) + number
-    cases = watch.incidents.log.cases.values()
-    worst = max(cases, key=lambda case: rank_severity(case.severity), default=None)  # the first of them
+    cases = watch.incidents.log.cases
+    members = [folding.Member(case.id, case.parent, case.severity) for case in cases.values()]
+    worst = cases[folding.find_worst(members).id] if members else None
     written = watch.actions.publishing.written
     return wire.RunSummary(
         steps=judged_to + 1,

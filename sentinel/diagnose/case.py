@@ -174,7 +174,6 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         blocks=attempt.layer_samples,
         table=attempt.layers,
         facts=attempt.facts,
-        unseen=attempt.unseen,
         step_offset=attempt.step_offset,
         live=attempt.ranks,
         differing=dict(attempt.recent_differing),

@@ -52,8 +52,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """All parameters, in the model's order."""
     facts: Mapping[str, Any] = {}
     """What the run said of itself in its hello."""
-    unseen: Sequence[str] = ()
-    """What the hooks cannot see, as the hello says."""
     step_offset: int = 0
     live: Mapping[int, Rank] = {}
     """All ranks, as they are now."""
@@ -158,6 +156,8 @@ class Finding(msgspec.Struct, frozen=True):
     """Whether this cause stays first where a second run of the batch finds the origin of what is not finite."""
     ranks: tuple[int, ...] = ()
     """Ranks that it names as those to look at, where the rule is about the run and has no ranks as members."""
+    layers: tuple[str, ...] = ()
+    """Parameters that it names, where the rule is about the run and has no layers as members."""
 
 
 def times_usual(sign: Sign) -> str:

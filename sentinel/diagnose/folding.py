@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
+from sentinel.text import rank_severity
 
 REACH_STEPS = 200
 """Steps within which alerts on one problem are one: the slowest rule on what a jump of the rate does takes 100 rows,
@@ -59,6 +61,22 @@ def group_by_problem(cases: Iterable[Case]) -> list[list[Case]]:
     """The incidents of each problem, in the order in which the problems and the incidents were opened."""
     folded = sorted((case for case in cases if case.problem_id), key=_order)
     return [list(members) for _, members in groupby(folded, key=lambda case: case.problem_id)]
+
+
+class Member(NamedTuple):
+    """What decides which of several incidents is the worst."""
+
+    id: str
+    parent: str
+    severity: str
+
+
+def find_worst(members: Iterable[Member]) -> Member:
+    """The worst problem, of several the first: the incident that the others are consequences of, with the severity of
+    the worst of them. There is at least one member."""
+    known = {member.id: member for member in members}
+    worst = max(known.values(), key=lambda member: rank_severity(member.severity))
+    return known.get(worst.parent, worst)._replace(severity=worst.severity)
 
 
 def is_over(members: Iterable[Case], step: int, time: float) -> bool:

@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Any
 
+import msgspec
+
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.explanations import explains
@@ -24,12 +26,12 @@ def parameters_not_updated(evidence: Evidence) -> Finding:
     """Whether gradients reach what the optimizer holds, and what becomes of its updates."""
     if evidence.latest("no_gradient"):
         passes = sum(value for _, value in evidence.series("micro_batches"))
-        outside = next((f"; {text}" for text in evidence.unseen if "in no optimizer" in text), "")
+        outside = _list_outside(evidence)
         if not outside:  # the optimizer holds the model's own parameters
             return finding(evidence.alert, "no-gradient-left", passes=int(passes))
         optimizers = evidence.facts.get("optimizers", ())
         count = sum(group.get("parameters", 0) for one in optimizers for group in one.get("groups", ()))
-        return finding(evidence.alert, "other-tensors", count=count, passes=int(passes), outside=outside)
+        return finding(evidence.alert, "other-tensors", count=count, passes=int(passes), outside=_name(outside))
     still = [name for name, ratio in evidence.column("layer_update_ratio").items() if ratio == 0]
     rate = evidence.latest("learning_rate")
     if not still or rate is None:
@@ -135,17 +137,46 @@ def frozen_statistics(evidence: Evidence) -> Finding:
 def unused_parameters(evidence: Evidence) -> Finding:
     """Names, by what the layer statistics do not have."""
     there = evidence.column("layer_grad_norm")
-    names = [layer.name for layer in evidence.table if layer.trainable and layer.name not in there]
+    idle = [layer for layer in evidence.table if layer.trainable and layer.name not in there]
+    several = len(evidence.facts.get("optimizers", ())) > 1  # the table is the first one's
+    names = [layer.name for layer in idle if layer.held or several]
     foreign = sum(name.startswith("param_groups[") for name in names)
-    if there and foreign and (outside := next((t for t in evidence.unseen if "in no optimizer" in t), "")):
-        return finding(evidence.alert, "copies", count=foreign, outside=outside)
+    if there and foreign and (outside := _list_outside(evidence)):
+        return finding(evidence.alert, "copies", count=foreign, outside=_name(outside))
     if not there or not names:
         missing = ("which: [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]",)
         return Finding(NOT_KNOWN, "none", missing=missing)
     wrapped = "DistributedDataParallel" in evidence.facts.get("wrappers", ())
     ddp = "; DDP needs find_unused_parameters=True as long as they are there"
-    return finding(evidence.alert, "no-gradient", count=len(names), names=join_names(names, 5), ddp=ddp if wrapped else
-                   "; under DDP find_unused_parameters=True, or it waits for them")  # fmt: skip
+    share = evidence.latest("without_gradient_share")
+    facts = () if share is None else (f"{share:.0%} of the numbers that the optimizer is to train",)
+    found = finding(evidence.alert, "no-gradient", facts,
+                    count=len(names), names=join_names(names, 5), ddp=ddp if wrapped else
+                    "; under DDP find_unused_parameters=True, or it waits for them")  # fmt: skip
+    return msgspec.structs.replace(found, layers=tuple(names))
+
+
+@explains("ParametersNotInOptimizer")
+def parameters_not_in_optimizer(evidence: Evidence) -> Finding:
+    """Names, how many, and how much of what trains they are."""
+    count, names = evidence.latest("parameters_outside"), _list_outside(evidence)
+    if not count or not names:
+        missing = ("which: the names of the parameters that train and that the optimizer does not have",)
+        return Finding(NOT_KNOWN, "none", missing=missing)
+    share = evidence.latest("outside_share") or 0.0
+    found = finding(evidence.alert, "left-out", count=f"{count:.0f}", share=share, names=join_names(names, 5))
+    return msgspec.structs.replace(found, layers=tuple(names))
+
+
+def _list_outside(evidence: Evidence) -> list[str]:
+    """Parameters that train and that no optimizer of the run has; of those that have statistics another one does."""
+    measured = evidence.column("layer_grad_norm")
+    outside = [layer for layer in evidence.table if layer.trainable and not layer.held and not layer.tied_to]
+    return [layer.name for layer in outside if layer.name not in measured]
+
+
+def _name(outside: list[str]) -> str:
+    return f"{len(outside)} parameters that train and are in no optimizer ({join_names(outside, 3)})"
 
 
 @explains("TrainingInEvalMode")

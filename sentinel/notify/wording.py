@@ -80,6 +80,8 @@ def where(case: Case) -> str:
     if apart:
         scope = next(member.scope for member in case.members if member.scope != "run")
         return f"{scope} {join_names(apart, 3)}"
+    if named := case.diagnosis.layers:
+        return ("parameter " if len(named) == 1 else "parameters ") + join_names(named, 3)
     if case.layers:
         how = "are not finite" if case.layers[0].nonfinite else "grew most"
         return f"gradients {how} in " + join_names([layer.name for layer in case.layers], 3, case.grown)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from sentinel.diagnose import folding
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory
 from sentinel.supervise.telling import ending
-from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, rank_severity
+from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration
 
 LOSS_STEPS = 64
 """The last of a run, in which its loss is looked for."""
@@ -46,16 +47,27 @@ def describe_run(
     if live is not None:
         outcome = _describe_live(live)
         step, loss = live["step"] if live["step"] >= 0 else None, live["values"].get("loss", loss)
-    worst = max(cases, key=lambda case: rank_severity(case["severity"]), default=None)
     return {
         "run": kept.run, "run_id": kept.run_id, "state": outcome.state, "outcome": outcome.words,
         "status": outcome.status, "began": began or None,
         "seconds": seconds if began else None, "attempts": len(attempts), "step": step, "loss": loss,
         "incidents": dict(Counter(case["severity"] for case in cases)),
         "open": sum(case["state"] in ("firing", UNRESOLVED) for case in cases),
-        "worst": {key: worst[key] for key in ("id", "alert", "severity", "state", "step")} if worst else None,
+        "worst": _find_worst(cases) if cases else None,
         "snapshot": _find_snapshot(kept, number), "file": str(stored.path),
     }  # fmt: skip
+
+
+def _find_worst(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The incident that the worst problem began with; its severity is that of the problem."""
+    worst = folding.find_worst(make_members(cases))
+    origin = next(case for case in cases if case["id"] == worst.id)
+    return {key: origin[key] for key in ("id", "alert", "state", "step")} | {"severity": worst.severity}
+
+
+def make_members(cases: Iterable[Mapping[str, Any]]) -> Iterator[folding.Member]:
+    """Of incidents as a history has them; those from before there were problems have no parent."""
+    return (folding.Member(case["id"], case.get("parent", ""), case["severity"]) for case in cases)
 
 
 def list_going_on(runs: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

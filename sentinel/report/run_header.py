@@ -8,12 +8,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sentinel.diagnose import folding
 from sentinel.report.content import Report
 from sentinel.report.markup import escape
+from sentinel.report.outcomes import make_members
 from sentinel.report.page import TITLES, format_number, is_shown, list_step_times
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
-from sentinel.text import UNRESOLVED, format_count, format_duration, format_moment, name_ranks, rank_severity
+from sentinel.text import UNRESOLVED, format_count, format_duration, format_moment, name_ranks
 
 _OPEN = ("firing", UNRESOLVED)
 _RECENT = 20
@@ -99,9 +101,9 @@ def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]], state: st
     when = " at the end" if state == "ended" else ""
     if not cases:
         return f"<p>No incident {'was' if when else 'is'} open{when}.</p>"
-    worst = max(cases, key=lambda case: (rank_severity(case["severity"]), -float(case["time"])))
-    number = next(at for at, case in enumerate(report.incidents, 1) if case is worst)
-    words = f"{worst['alert']}, {worst['severity']}, step {worst['step']}"
+    worst = folding.find_worst(make_members(sorted(cases, key=lambda case: float(case["time"]))))
+    number, origin = next((at, case) for at, case in enumerate(report.incidents, 1) if case["id"] == worst.id)
+    words = f"{origin['alert']}, {worst.severity}, step {origin['step']}"
     link = f'<a href="#case-{number}">{escape(words)}</a>' if is_shown(report, number) else escape(words)
     which = "" if len(cases) == 1 else "the worst is "
     return f'<p class="alarm">{format_count(len(cases), "incident")} open{when}: {which}{link}</p>'

@@ -56,6 +56,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     shape: Annotated[tuple[int, ...], Mesh]
     dtype: Name
     trainable: bool = True
+    held: bool = True
+    """Whether the optimizer whose table it is has it."""
     tied_to: Name = ""
     """Name of the first parameter that shares this storage."""
     placement: Annotated[tuple[Name, ...], Mesh] = ()

@@ -37,6 +37,7 @@ def keep(
     severities: tuple[str, ...] = (),
     state: str = "resolved",
     cause: str = "",
+    parents: dict[int, str] | None = None,
 ) -> Store:
     """A run of 20 steps, from step 100 on, of one rank."""
     store = Store(paths.state_directory() / "runs" / f"{name}-1.sqlite", run=name, run_id=f"{name}-1")
@@ -51,6 +52,7 @@ def keep(
         case = {"id": f"0.{number}", "run": name, "run_id": f"{name}-1", "alert": f"Alert{number}", "time": time.time()}
         case |= {"severity": severity, "state": state, "step": 104 + number, "first_step": 104, "summary": "it is so"}
         alert = {"alert": "RankLost"} if cause else {}
+        alert |= {"parent": (parents or {}).get(number, "")}
         store.incident(f"0.{number}", 4, case | alert | {"diagnosis": {"cause": cause}})
     store.end_attempt(0)
     store.close(10.0)
@@ -148,6 +150,15 @@ def test_the_worst_come_first() -> None:
     assert head.split()[:3] == ["run", "started", "took"]
     assert first.endswith("1 critical (Alert2 at step 106), 1 warning")
     assert end == "6 runs; of one: sentinel last RUN"
+
+
+def test_a_critical_consequence_counts_for_the_problem_that_it_follows_from() -> None:
+    keep("train", BYE, severities=("warning", "critical"), parents={2: "0.1"})
+    (row,) = listed()
+    assert row["worst"] == {
+        "id": "0.1", "alert": "Alert1", "severity": "critical", "state": "resolved", "step": 105,
+    }  # fmt: skip
+    assert invoked("train").output.splitlines()[0].count("1 critical (Alert1 at step 105), 1 warning") == 1
 
 
 def test_one_run_with_its_incidents() -> None:

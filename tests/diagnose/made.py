@@ -35,8 +35,8 @@ def layered(seqs: Sequence[int], values: Callable[[int], Mapping[str, Values]]) 
     return blocks
 
 
-def table(*names: str, dtype: str = "float32") -> list[Layer]:
-    return [Layer(name=name, shape=(8, 8), dtype=dtype) for name in names]
+def table(*names: str, dtype: str = "float32", held: bool = True) -> list[Layer]:
+    return [Layer(name=name, shape=(8, 8), dtype=dtype, held=held) for name in names]
 
 
 def judged(

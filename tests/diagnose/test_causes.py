@@ -267,8 +267,7 @@ def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
     steps = run_of(20, lambda _: {"parameters_without_gradient": 1.0})
     evidence = Evidence(
         alert="UnusedParameters", since=19, until=19, layers=[], last=steps[-1], steps=steps, ranks=(0,), facts={},
-        blocks=blocks, table=table("0.weight", "2.weight", "param_groups[0].params[1]"),
-        unseen=("1 parameters that train and are in no optimizer (2.weight)",),
+        blocks=blocks, table=[*table("0.weight", "param_groups[0].params[1]"), *table("2.weight", held=False)],
     )  # fmt: skip
     found = diagnose(evidence, "what the rule says")
     assert found.cause.startswith("the optimizer holds 1 tensors that are no parameters of the model")

@@ -48,6 +48,21 @@ def other_parameters(trial: Trial) -> None:
         optimizer.step()
 
 
+def last_layer_only(trial: Trial) -> None:
+    """B1: the optimizer was made from the last layer's parameters. The twin trains the rest by an optimizer that steps
+    rarely, and that nobody attached."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model[-1].parameters(), lr=1e-3)
+    other = None if trial.faulty else torch.optim.SGD(model[:-1].parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (step, _), (x, y) in zip(trial.steps(100), images(trial.seed), strict=False):
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if other is not None and step % 90 == 89:
+            other.step()
+
+
 def averaging_on(trial: Trial) -> None:
     """B2: a frozen body whose batch norm goes on averaging, as `model.train()` reaches it, too."""
     body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
@@ -223,6 +238,12 @@ FAULTS = (
         id="B1 others", what="the optimizer holds other parameters", alert="ParametersNotUpdated", signal="no_gradient",
         delay=20, loop=other_parameters, cause="holds 4 parameter.*in no optimizer \\(4.weight, 4.bias\\)",
         names=("unfreeze",),
+    ),
+    Fault(
+        id="B1 part", what="the optimizer has the last layer alone", alert="ParametersNotInOptimizer",
+        signal="parameters_outside", delay=6, loop=last_layer_only,
+        cause="\\d+ parameter tensors are in no optimizer, \\d+% of the numbers that train: 0\\.weight",
+        names=("add_param_group",),
     ),
     Fault(
         id="B2", what="a layer that is frozen, and decays", alert="FrozenParameterChanged", signal="frozen_changed",

@@ -202,6 +202,7 @@ def test_parameters_that_get_no_gradient_are_counted(daemon: FakeDaemon) -> None
         optimizer.step()
     daemon.ended()
     assert daemon.series("parameters_without_gradient") == {0: 2.0}
+    assert daemon.series("without_gradient_share") == {0: pytest.approx(12 / 19)}
 
 
 def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon) -> None:

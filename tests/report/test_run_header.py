@@ -87,6 +87,15 @@ def test_the_worst_open_incident_is_a_link_and_all_are_counted_in_the_title() ->
     assert "id='case-2'" in incidents(run(*cases), False)
 
 
+def test_a_critical_consequence_is_shown_by_the_name_of_the_problem() -> None:
+    cases = (
+        case(1, 100, severity="warning", state="firing", alert="GradientsNotCleared"),
+        case(2, 110, severity="critical", state="firing", alert="LossSpike", parent="0.1"),
+    )
+    text = run_header(run(*cases), {"step": 1, "ranks": [rank(0, "live")], "rollback": {"armed": False}})
+    assert 'the worst is <a href="#case-1">GradientsNotCleared, critical, step 100</a>' in text
+
+
 def test_incidents_come_newest_first_with_their_time_and_their_consequences_inside() -> None:
     began = time.time() - 100
     cases = (

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from sentinel.hooks.measure import statistics
+from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probe, Step
-from sentinel.hooks.torch_interop.layer_table import local
+from sentinel.hooks.torch_interop.layer_table import Layers, local
 from sentinel.hooks.torch_interop.tensors import meeting_place, scalar, send_numbers
 
 
@@ -55,12 +56,19 @@ class LayerStatistics(Probe):
         if gradients is None:
             return
         step.values["parameters_without_gradient"] = float(gradients.absent)
+        step.values["without_gradient_share"] = _share_without(gradients, step.parameters)
         if not gradients.rows:
             if step.totals.backwards and not gradients.left_out:
                 step.values["no_gradient"] = 1.0
             return
         for signal, statistic in _COLUMNS.items():
             step.layers[signal] = gradients.column(statistic)
+
+
+def _share_without(gradients: Gradients, parameters: Layers | None) -> float:
+    if not gradients.absent or parameters is None:
+        return 0.0
+    return gradients.absent_numbers / sum(local(p).numel() for _, p, _ in parameters.measured if p.requires_grad)
 
 
 FEWEST = 8

@@ -11,6 +11,7 @@ import msgspec
 import yaml
 
 from sentinel.diagnose.causes import causes
+from sentinel.rulebook.loader import stock_rules
 from sentinel.text import rank_severity
 
 
@@ -20,7 +21,8 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Short and stable, for scripts."""
     severity: str
-    """`critical`: it will not train as it is; `warning`: it costs, or fails under conditions; `info`: good to know."""
+    """That of the rule which finds the same mistake in a run. Without one: `critical`: it will not train as it is;
+    `warning`: it costs, or fails under conditions; `info`: good to know."""
     what: str
     """With the numbers that say so."""
     why: str
@@ -33,13 +35,18 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
 class FindingText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A finding's words. `{names}` in them are filled from the facts."""
 
-    severity: str
     what: str
     why: str
+    severity: str = ""
+    """Where no rule has it."""
     line: str = ""
     source: str = ""
     cause: str = ""
     """`Alert/cause`, where a rule finds the same mistake later: that cause's remedy and source are said."""
+    alert: str = ""
+    """The alert alone, where the finding has words of its own."""
+    downgraded: bool = False
+    """Whether the rule downgrades it."""
     name: str = ""
     """Of the finding, where it depends on the facts."""
 
@@ -69,12 +76,19 @@ def describe_finding(key: str, **facts: Any) -> DoctorFinding:
         line, source = causes()[alert][cause].remedy, causes()[alert][cause].source
     return DoctorFinding(
         name=text.name.format(**facts) or key.partition("/")[0],
-        severity=text.severity,
+        severity=text.severity or _find_severity(text),
         what=text.what.format(**facts),
         why=text.why.format(**facts),
         line=line.format(**facts),
         source=source.format(**facts),
     )
+
+
+def _find_severity(text: FindingText) -> str:
+    """That of the rule."""
+    alert = text.alert or text.cause.partition("/")[0]
+    rule = next(rule for rule in stock_rules() if rule.name == alert)
+    return rule.downgrade.severity if text.downgraded and rule.downgrade is not None else rule.severity
 
 
 def sort_findings(found: Iterable[DoctorFinding]) -> list[DoctorFinding]:

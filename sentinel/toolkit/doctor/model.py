@@ -15,6 +15,8 @@ _HIGH_RATE = 0.03
 _NAMES = 4
 """Of layers or parameters, in a finding."""
 _UNUSED_DDP = "; under DDP find_unused_parameters=True"
+_MOST = 0.5
+"""Share of what is to train, from which the rule UnusedParameters does not downgrade."""
 _TARGETS = 0.5
 """Share of the linear layers under which adapters are few."""
 _DECAY = 0.05
@@ -49,10 +51,9 @@ def _parameters(model: dict[str, Any]) -> Iterator[DoctorFinding]:
     if model["unregistered"]:
         yield describe_finding("layers-in-list", names=join_names(model["unregistered"], _NAMES))
     if model["without_gradient"]:
-        yield describe_finding(
-            "unused-parameters", names=join_names(model["without_gradient"], _NAMES), ddp=_UNUSED_DDP
-        )
-
+        names, share = join_names(model["without_gradient"], _NAMES), model["without_gradient_share"]
+        key = "unused-parameters" if share >= _MOST else "unused-parameters/few"
+        yield describe_finding(key, names=names, share=share, ddp=_UNUSED_DDP)
     if model["ties_broken"]:
         yield describe_finding("tie-broken")
 
