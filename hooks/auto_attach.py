@@ -1,8 +1,12 @@
-"""Attach with no code: at the first step of an optimizer, in a script that `sentinel run` started.
+"""Attach with no code: at the first backward pass, or else at the first step of an optimizer, in a script that
+`sentinel run` started.
 
 The models are those that own the optimizer's parameters, found by one walk over all objects. Optimizers that are there
 by then and have models belong to the same run (a GAN has two); one that is made later is a run of its own. An `attach`
 in the script itself takes over.
+
+At the first backward pass the loss of the first step is still to be had: rules measure by it. Of several optimizers
+only the step says which one leads; there that loss is over.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.loop import patches
 from sentinel.hooks.session import registry
 from sentinel.hooks.session.attach import attach
 from sentinel.hooks.torch_interop import discovery, tensors
@@ -33,6 +38,24 @@ def attach_at_step(optimizer: Any) -> None:
     with fault_guard.swallow_faults("attaching at the first step", "unmonitored"):
         if registry.find_session([optimizer]) is None:
             _attach(optimizer)
+
+
+def attach_at_backward() -> None:
+    """Before the first backward pass of the process. Attaches where one optimizer is there, and nobody watches it;
+    raises nothing."""
+    if _forked or tensors.is_capturing():
+        return
+    with fault_guard.swallow_faults("attaching at the first backward pass", "unmonitored until the first step"):
+        optimizers, modules = discovery.trainers()
+        hashed = [one for one in optimizers if type(one).__hash__ is not None and one not in _seen]
+        if len(hashed) != 1 or registry.find_session(optimizers) or discovery.engine_of(hashed[0]) is not None:
+            return
+        if owners := discovery.owners(hashed[0], modules):
+            _seen.update(hashed)
+            attach(owners, hashed)
+            _mark(hashed)
+            for scaler in discovery.bystanders(hashed)[0]:
+                patches.note_scaled(scaler)
 
 
 def _attach(first: Any) -> None:

@@ -120,6 +120,7 @@ _TRIFLE = 2
 """Calls by which two stacks may differ and still be one place: `while not event.is_set()` is in that function or out of
 it whenever it is looked at. A module's call takes three."""
 _STEPPERS = ("torch.optim", "torch.amp")
+_PASSES = ("torch._tensor", "torch.autograd")
 _OWN = ("sentinel.hooks", "torch.utils._contextlib", *_STEPPERS)
 """Between the loop and the hook: their loops are over parameters."""
 
@@ -148,10 +149,10 @@ class LoopLocator:
         self._began: dict[CodeType, set[int]] = {}
 
     def begin(self, frame: FrameType) -> None:
-        """The run is being attached to, from this frame. From within its first step nothing is learned: that is in the
-        loop itself."""
+        """The run is being attached to, from this frame. From within its first step or backward pass nothing is
+        learned: that is in the loop itself."""
         frames = _outwards(frame)
-        if not any(_belongs_to(each, _STEPPERS) for each in frames):
+        if not any(_belongs_to(each, _STEPPERS + _PASSES) for each in frames):
             for each in frames:
                 self._began.setdefault(each.f_code, set()).add(each.f_lasti)
 

@@ -67,6 +67,13 @@ def unlisten(listener: LoopEvents) -> None:
             _restore()
 
 
+def note_scaled(scaler: GradScaler) -> None:
+    """The scaler has scaled the loss of the backward pass that is about to begin, before anything was patched."""
+    losses.scaled.ever = True
+    losses.scaled.by[:] = [scaler._scale] if scaler._scale is not None else []
+    _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(scaler))
+
+
 def list_installed() -> tuple[str, ...]:
     """What is patched now, as `owner.name`."""
     return tuple(f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}" for patch in _patches)

@@ -33,12 +33,13 @@ def add_holders(evidence: Evidence, found: Finding, bytes_per_step: float | None
     first = telling[0]
     place = f" ({first.line})" if first.line else ""
     hook = f", which the forward hook of {first.hook} fills," if first.hook else ""
-    keeper = f"{first.name}{place}{hook} keeps"
+    keeps = f"{first.name}{place}{hook} keeps"
     named = _SOMETHING in found.cause
-    cause = found.cause.replace(_SOMETHING, keeper) if named else f"{found.cause}: {keeper} it"
+    cause = found.cause.replace(_SOMETHING, keeps) if named else f"{found.cause}: {keeps} it"
     return msgspec.structs.replace(
         found,
         cause=cause,
+        keeper=f"{first.name}{place}",
         confidence="high" if first.graph or _large(first, bytes_per_step) else "medium",
         remedy=_remedy(first),
         missing=missing,

@@ -128,7 +128,7 @@ def _until_full(evidence: Evidence, rise: _Rise, source: _Source, rank: int | No
         return ""
     times = [step.run["step_seconds"] for step in evidence.steps if "step_seconds" in step.run][-_WINDOW:]
     when = f", {_duration(steps * statistics.median(times))}" if times else ""
-    return f"; at this rate {there} in {_count(steps)} steps{when}"
+    return f", and {there} in {_count(steps)} steps{when}"
 
 
 @explains("Fragmentation")

@@ -1,4 +1,5 @@
-"""Has the first step of an optimizer attach Sentinel. `sentinel run` puts this directory on PYTHONPATH.
+"""Has the first backward pass, or the first step of an optimizer, attach Sentinel. `sentinel run` puts this directory
+on PYTHONPATH.
 
 Python imports `sitecustomize` when it starts; the user's own, further down the path, is run by this one. It must cost a
 process that has nothing to do with torch next to nothing: only the standard library, and torch is waited for.
@@ -52,23 +53,51 @@ class _Loader:
 def _listen(module: Any) -> None:
     from torch._compile import _disable_dynamo  # else torch.compile would trace into the hook
 
-    stepped: list[Callable[[Any], None]] = []
+    found: list[Any] = []
+
+    def find_attach() -> Any:
+        if not found:
+            found.append(_import_attach())
+        return found[0]
 
     def step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not stepped:
-            stepped.append(_make_step_hook())
-        stepped[0](optimizer)
+        if (attach := find_attach()) is not None:
+            attach.attach_at_step(optimizer)
 
     module.register_optimizer_step_pre_hook(_disable_dynamo(step))
+    _stand_before_the_first_backward_pass(_disable_dynamo, find_attach)
 
 
-def _make_step_hook() -> Callable[[Any], None]:
+def _stand_before_the_first_backward_pass(hide: Callable[[Any], Any], find_attach: Callable[[], Any]) -> None:
+    """Once: where nobody has put something around it meanwhile, it is gone before the pass begins."""
+    from functools import wraps
+
+    from torch import autograd
+
+    original = autograd.backward
+    waiting = [True]
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if not waiting:
+            return original(*args, **kwargs)
+        waiting.clear()
+        if alone := autograd.backward is first:
+            autograd.backward = original
+        if (attach := find_attach()) is not None:
+            attach.attach_at_backward()
+        return (autograd.backward if alone else original)(*args, **kwargs)
+
+    first = autograd.backward = hide(backward)
+
+
+def _import_attach() -> Any:
     try:
-        from sentinel.hooks.auto_attach import attach_at_step
+        from sentinel.hooks import auto_attach
     except Exception as error:  # another environment's interpreter, or a broken one
         _say(f"{sys.executable}: {type(error).__name__}: {error}")
-        return lambda optimizer: None
-    return attach_at_step
+        return None
+    return auto_attach
 
 
 def _say(why: str) -> None:

@@ -72,7 +72,7 @@ def test_the_gradient_of_a_withheld_step_poisons_nothing() -> None:
 def test_memory_that_creeps_has_bytes_a_step_and_an_end() -> None:
     steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
     found = diagnosis("MemoryCreep", steps, memory_limit_bytes=4e9)
-    assert found.cause.endswith("grows by 50 kB a step; at this rate 4 GB are full in 72,000 steps, 2 hours")
+    assert found.cause.endswith("grows by 50 kB a step, and 4 GB are full in 72,000 steps, 2 hours")
     assert "was 303 MB at step 64 and never under 361 MB in the last 48 samples up to step 1592" in found.evidence[0]
     assert "who holds it" in found.missing[0]
 
@@ -84,8 +84,8 @@ def test_memory_that_creeps_is_measured_on_its_rise_and_against_what_is_left() -
         return {"rss_bytes": 3e9 + 1e9 * seq, "step_seconds": 0.1} | left
 
     found = diagnosis("MemoryCreep", run_of(111, values), memory_limit_bytes=4e9, memory_limited_by="ulimit -d")
-    gone = "at this rate the 900 MB that are left (ulimit -d) are gone in 9 steps, 1 seconds"
-    assert found.cause.endswith(f"the resident set grows by 100 MB a step; {gone}")
+    gone = "the 900 MB that are left (ulimit -d) are gone in 9 steps, 1 seconds"
+    assert found.cause.endswith(f"the resident set grows by 100 MB a step, and {gone}")
 
 
 def test_samples_that_are_far_apart_and_few() -> None:
@@ -97,7 +97,7 @@ def test_samples_that_are_far_apart_and_few() -> None:
 def test_device_memory_that_creeps_while_the_host_does_not() -> None:
     steps = run_of(200, lambda seq: {"rss_bytes": 3e8, "memory_allocated_bytes": 8e9 + 1e6 * seq})
     found = diagnosis("MemoryCreep", steps, device_memory_bytes=80e9)
-    assert found.cause.endswith("live tensors grows by 1 MB a step; at this rate 80 GB are full in 72,000 steps")
+    assert found.cause.endswith("live tensors grows by 1 MB a step, and 80 GB are full in 72,000 steps")
 
 
 @pytest.mark.parametrize(("retries", "confidence"), [(0.0, "medium"), (1.0, "high")])

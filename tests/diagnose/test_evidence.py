@@ -185,6 +185,7 @@ LOSSES = Holder(
 def test_who_holds_graphs_is_the_cause() -> None:
     found = creep(LOSSES)
     assert found.cause.startswith("losses, a variable of module __main__ (train.py:9) keeps what each step makes: the")
+    assert found.keeper == "losses, a variable of module __main__ (train.py:9)"
     assert found.confidence == "high"
     assert found.remedy.startswith("put loss.item(), or output.detach(), into losses")
     assert not [one for one in found.missing if one.startswith("who holds it")]

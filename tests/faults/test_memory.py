@@ -25,7 +25,7 @@ def test_what_is_kept_is_told_with_bytes_a_step(kind: str, holder: str) -> None:
     assert case["diagnosis"]["cause"].startswith("Keeper.kept, an attribute of a __main__.Keeper")
     assert holder in " ".join(case["diagnosis"]["evidence"])
     assert re.search(r"the resident set grows by [\d.]+ kB a step", case["diagnosis"]["cause"])
-    gone = r"at this rate the [\d.]+ GB that are left \(.+\) are gone in [\d,]+ steps"
+    gone = r"and the [\d.]+ GB that are left \(.+\) are gone in [\d,]+ steps"
     assert re.search(gone, case["diagnosis"]["cause"])
 
 

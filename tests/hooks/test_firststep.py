@@ -65,6 +65,53 @@ def test_optimizers_that_are_there_are_one_run_and_a_later_one_is_its_own(daemon
     assert daemon.seqs(stream=1)[:2] == [0, 1]
 
 
+def backward_with_an_attach_before_it(loss: torch.Tensor) -> None:
+    auto_attach.attach_at_backward()
+    loss.backward()
+
+
+def test_at_the_first_backward_pass_no_loss_is_missed(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer, losses = sgd(*net.parameters()), []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        losses.append(loss.item())
+        backward_with_an_attach_before_it(loss)
+        optimizer.step()
+    daemon.wait(lambda: 2 in daemon.seqs())
+    assert len(daemon.of(wire.Hello)) == 1
+    assert daemon.series("loss") == pytest.approx(dict(enumerate(losses)))
+    assert daemon.series("grad_norm")[0] > 0
+
+
+def test_a_loss_that_was_scaled_before_the_attach_is_seen_unscaled(daemon: FakeDaemon) -> None:
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, losses = sgd(*net.parameters()), []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        losses.append(loss.item())
+        backward_with_an_attach_before_it(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+    daemon.wait(lambda: 2 in daemon.seqs())
+    assert daemon.series("loss") == pytest.approx(dict(enumerate(losses)))
+    assert daemon.series("loss_scale") == dict.fromkeys(range(3), 1024.0)
+
+
+def test_of_several_optimizers_the_step_says_which_one_leads(daemon: FakeDaemon) -> None:
+    nets = model(1), model(2)
+    first, second = (sgd(*net.parameters()) for net in nets)
+    backward_with_an_attach_before_it(loss_of(nets[1], next(batches(1))))
+    assert registry.find_session([first, second]) is None
+    second.step()
+    session = registry.find_session([first, second])
+    assert session is not None
+    assert session.streams[0].optimizer() is second
+
+
 def test_an_attach_of_the_script_takes_over(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     net = model()
     loop = Loop(net, sgd(*net.parameters()))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.notify.receivers.terminal import LINES, WIDTH, block
+from sentinel import wire
+from sentinel.config.settings import SEVERITIES
+from sentinel.diagnose.evidence import Finding
+from sentinel.notify.receivers.terminal import LINES, WIDTH, Terminal, block
 from tests.notify.cases import case
 
 
@@ -33,3 +36,42 @@ def test_it_has_at_most_twelve_lines() -> None:
 
 def test_a_short_one_is_not_cut() -> None:
     assert " ..." not in block(case())
+
+
+LEAK = Finding(
+    cause="something keeps what each step makes: the resident set grows by 9.39 MB a step, and the 20.1 GB that are "
+    "left (the machine) are gone in 2,100 steps, 8 minutes",
+    confidence="medium",
+    remedy="find what is kept from step to step: losses.append(loss) keeps the graph of each loss, and total = total + "
+    "loss all of them in a chain (write loss.item()); lists of outputs, caches without a limit",
+)
+
+
+def test_a_cause_is_whole_where_the_advice_can_be_shorter() -> None:
+    made = msgspec.structs.replace(
+        case(), diagnosis=LEAK, summary="resident set 3021 MB on rank 0 at step 383: memory rises and does not fall "
+        "back, since step 200, before which it had not risen", run_id="accelerate_leak-0f3a-with-a-long-name",
+    )  # fmt: skip
+    lines = block(made).splitlines()
+    assert len(lines) == LINES
+    told = " ".join(line.strip("\u2503 ") for line in lines)
+    assert "are gone in 2,100 steps, 8 minutes (confidence: medium)" in told
+    assert any(line.endswith(" ...") for line in lines)
+
+
+def test_who_keeps_the_memory_is_a_line_once_it_is_known() -> None:
+    notices: list[wire.Notice] = []
+    terminal = Terminal(notices.append, frozenset(SEVERITIES))
+    made = msgspec.structs.replace(case(), alert="MemoryCreep", diagnosis=LEAK, told=True)
+    terminal.notify("fired", made)
+    terminal.notify("updated", made)
+    keeper = "feature_maps, a variable of module __main__ (train.py:31)"
+    made.diagnosis = msgspec.structs.replace(LEAK, keeper=keeper, remedy="keep the last few")
+    terminal.notify("updated", made)
+    made.done = ("rank 1 joined",)
+    terminal.notify("updated", made)
+    texts = {notice.id: notice.text for notice in notices if notice.text}
+    assert len(texts) == 2, "what has been shown under an id is not shown again"
+    assert [*texts.values()][1] == (
+        f"[sentinel] MemoryCreep (since step {made.first_step}): {keeper} keeps what each step makes; keep the last few"
+    )

@@ -20,6 +20,8 @@ WIDTH = 79
 LABEL = 8
 LINES = 12
 """Of a block: more would push the training's own lines off the screen."""
+_SPARED = 2
+"""Lines by which the cause may be longer than another row before it is cut."""
 _QUOTED = re.compile("`[^`]*`")
 _HARD_SPACE, _CUT = "\x00", " ..."
 """The first is in no text, whose controls are dropped."""
@@ -40,6 +42,8 @@ class Terminal:
         text = "" if event == "updated" else line(event, case, going_on) if one_line else block(case)
         again = f"/{len(case.members)}.{len(case.done)}.{case.parent}" if event == "updated" else ""
         self._print(event, case, text, again)
+        if event == "updated" and case.diagnosis.keeper and self.has_shown(case):  # the block came before the count
+            self._send(wire.Notice(id=f"{case.run_id}/{case.id}/keeper", text=name_keeper(case)))
 
     def show_separate(self, case: Case) -> None:
         """What was shown as a consequence is none: its block."""
@@ -75,6 +79,13 @@ def line(event: Event, case: Case, going_on: Sequence[str] = ()) -> str:
     return f"[sentinel] {case.alert} (since step {case.first_step}): {ended}{rest}"
 
 
+def name_keeper(case: Case) -> str:
+    """Who holds memory that is not given back, which is known some steps after the alert."""
+    found = case.diagnosis
+    told = f"{found.keeper} keeps what each step makes; {found.remedy}"
+    return f"[sentinel] {case.alert} (since step {case.first_step}): {drop_controls(told)}"
+
+
 def _row(label: str, text: str) -> list[str]:
     """Its lines. Paths, commands and what else stands in backticks stay whole, to be copied."""
     whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _HARD_SPACE), drop_controls(text))
@@ -86,9 +97,10 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _shorten(rows: list[list[str]]) -> list[list[str]]:
-    """The longest lose their ends, until all fit; `more`, the last, has the whole case."""
+    """The longest lose their ends, until all fit; `more`, the last, has the whole case. The cause says at its end what
+    comes of it, and is cut after the others."""
     while sum(map(len, rows)) > LINES - 2:
-        longest = max(rows[:-1], key=len)
+        longest = max(rows[:-1], key=lambda row: len(row) - _SPARED * row[0].startswith("why "))
         if len(longest) == 1:
             del rows[-2]
         else:
