@@ -35,6 +35,14 @@ _MOSTLY = 0.5
 """Of a step: what else it may be is less."""
 _FULL = 0.9
 """Share of all CPUs in use, from which more workers do not help."""
+_COMPUTED = ("forward_seconds", "backward_seconds", "optimizer_seconds")
+"""Parts that take longer, each by some of it, where something else holds the processors."""
+_CONTENDED = 1.5
+"""Processes and threads that want to run for each CPU, from which steps wait for one. Our judgement."""
+_TOLD = 0.1
+"""Share of what a step gained that may be in no part without a word."""
+_NOW, _BASE = 50, 200
+"""Samples that SlowStep's two medians are of: 10 and 40, of every 5th."""
 _RECENT = 10
 _SAME_PASS = 1.3
 """A pass that takes up to so many times what it took is the same pass: the optimizer's share becomes less with more."""
@@ -73,37 +81,57 @@ def slow_step(evidence: Evidence) -> Finding:
         return found
     grown = {}
     for part in _PARTS:
-        now, before = _after(evidence, part, change), evidence.usual(part, before_it)
-        if now is not None and before is not None:
+        if (change_of := _compare(evidence, part)) is not None:
+            before, now = change_of
             grown[part] = (before * (1 if part == "optimizer_seconds" else factor), now)
     total = sum(now - before for before, now in grown.values())
     if total <= 0:
         return Finding(NOT_KNOWN, "none", missing=("the parts of the steps before it",))
-    host = _host(evidence)
+    gain = _measure_gain(evidence, factor, total)
     facts = tuple(
         f"{_PARTS[part][0]}: {before * 1e3:.1f} to {now * 1e3:.1f} ms" for part, (before, now) in grown.items()
     )
     if factor != 1:
         facts += (f"a step has {has:.3g} backward passes, it had {had:.3g}: the times before are of so many passes",)
-    since = evidence.step(first)
+    if gain - total > _TOLD * gain:
+        facts += (f"{(gain - total) * 1e3:.0f} of the {gain * 1e3:.0f} ms that a step gained are in none of these",)
+    known: dict[str, Any] = {"since": evidence.step(first), "gain": gain * 1e3, "host": _host(evidence)}
     part = max(grown, key=lambda part: grown[part][1] - grown[part][0])
     before, now = grown[part]
-    share = min((now - before) / total, 1.0)
-    if share >= _MOST:
+    explained, load = now - before >= _MOST * gain, _find_load(evidence)
+    if load and (part in _COMPUTED or not explained):
+        return finding(evidence.alert, "contended", facts, load=load, **known)
+    if explained:
         name, advice = _PARTS[part]
-        told: dict[str, Any] = {
-            "part": name,
-            "before": before * 1e3,
-            "now": now * 1e3,
-            "share": share,
-            "advice": advice,
-        }
-        found = finding(evidence.alert, "part", facts, since=since, host=host, **told)
+        told: dict[str, Any] = {"part": name, "before": before * 1e3, "now": now * 1e3, "advice": advice}
+        found = finding(evidence.alert, "part", facts, grew=min(now - before, gain) * 1e3, **told, **known)
         return msgspec.structs.replace(found, problem="input") if part == "data_seconds" else found
     factors = [now / before for before, now in grown.values() if before > 1e-4]
     if len(factors) > 1 and min(factors) > 1.2:
-        return finding(evidence.alert, "machine", facts, since=since, factor=statistics.median(factors), host=host)
+        return finding(evidence.alert, "machine", facts, factor=statistics.median(factors), **known)
     return Finding(NOT_KNOWN, "none", "", ("a profile of the step: several parts grew, and not alike",), facts)
+
+
+def _compare(evidence: Evidence, signal: str) -> tuple[float, float] | None:
+    """(median before, median now) over the steps that the rule compares, which are none of the opening examination."""
+    opening = {seq for seq, value in evidence.series("opening_step") if value}
+    values = [value for seq, value in evidence.series(signal) if seq not in opening and math.isfinite(value)]
+    now, before = values[-_NOW:], values[-_NOW - _BASE : -_NOW]
+    return (statistics.median(before), statistics.median(now)) if before else None
+
+
+def _measure_gain(evidence: Evidence, factor: float, total: float) -> float:
+    """Seconds that a step of as many passes takes more, as the summary has it; `total`: what its parts take more."""
+    quoted = evidence.quote("base", "now") or _compare(evidence, "step_seconds")
+    gain = quoted[1] - quoted[0] * factor if quoted is not None else total
+    return gain if gain > 0 else total
+
+
+def _find_load(evidence: Evidence) -> float:
+    """Processes and threads that want to run for each CPU, where that is too many and no CPU is idle; else 0."""
+    host = evidence.devices.host
+    load = host.get("host_load_ratio", 0.0)
+    return load if load >= _CONTENDED and host.get("host_cpu_ratio", 0.0) > _FULL else 0.0
 
 
 def _change(evidence: Evidence) -> int | None:
