@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sentinel import wire
-from sentinel.cluster.job_incident import JobIncidents
+from sentinel.cluster.job_incident import JobIncident, JobIncidents
 from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, RollbackOrder, trim_case
 from sentinel.cluster.restart import JobMember, RestartOrders
 from sentinel.diagnose.case import Case
@@ -120,18 +120,29 @@ class Coordinator:
                 missing.append((node, known.applied))
         return missing
 
+    def take_unexplained(self, now: float) -> list[JobIncident]:
+        """Incidents whose cause the ranks of all nodes are to be asked for, each once."""
+        return self.incidents.take_unexplained() if self._has_settled(now) else []
+
     def take_changes(self, now: float, *, leaving: bool = False) -> list[Case]:
         """What people are to know, as cases of the job."""
-        caught_up = sum(known.known is None for known in self.nodes.values()) >= self.expected - 1
-        if now < self._settle_until and not caught_up and not leaving:
+        if not (self._has_settled(now) or leaving):
             return []
         self._settle_until = 0.0
-        for known in self.nodes.values():
-            known.handed_out = known.applied
-        changes = self.incidents.take_changes()
-        if caught_up or now > self._close_pages_at:
+        changes = self.incidents.take_changes(leaving=leaving)
+        if leaving or not self.incidents.awaits_verdict:
+            for known in self.nodes.values():
+                known.handed_out = known.applied
+        if self._has_caught_up() or now > self._close_pages_at:
             changes += self.incidents.close_pages()
         return changes
+
+    def _has_settled(self, now: float) -> bool:
+        return now >= self._settle_until or self._has_caught_up()
+
+    def _has_caught_up(self) -> bool:
+        """Whether every node has handed in what it knows."""
+        return sum(known.known is None for known in self.nodes.values()) >= self.expected - 1
 
     def list_nodes(self, now: float) -> tuple[NodeState, ...]:
         """The other nodes, by number."""

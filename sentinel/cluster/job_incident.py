@@ -10,8 +10,10 @@ import msgspec
 from sentinel.cluster.messages import NodeCase
 from sentinel.cluster.questions import IncidentView
 from sentinel.config.settings import SEVERITIES
+from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case
-from sentinel.diagnose.evidence import SURENESS
+from sentinel.diagnose.evidence import SURENESS, Finding
+from sentinel.diagnose.explanations import is_explained_over_nodes
 from sentinel.text import join_names
 
 ENDED = 1000
@@ -28,6 +30,12 @@ class JobIncident:
         """By node and id."""
         self.told = False
         """Whether it was handed out for people."""
+        self.verdict: Finding | None = None
+        """Its cause by the ranks of all nodes, where they were asked."""
+        self.asked = self.awaits_verdict = False
+        """Whether they were, and whether people are told once they have answered."""
+        self.joined = self.joined_problem = ""
+        """The incident of another node of which it is a consequence, and the problem of that."""
 
     @property
     def firing(self) -> bool:
@@ -49,6 +57,7 @@ class JobIncident:
         cases = sorted(self.cases.items(), key=lambda item: (item[1].first_step, item[0]))
         every = [case for _, case in cases]
         best = max(every, key=lambda case: SURENESS[case.diagnosis.confidence])
+        verdict = self.verdict or best.diagnosis
         members = [
             member if c.of_job else msgspec.structs.replace(member, node=str(node))
             for (node, _), c in cases
@@ -73,6 +82,7 @@ class JobIncident:
             resolved_time=max(ends, default=None) if not firing else None,
             members=tuple(members[:MEMBERS]),
             summary=f"{best.summary} ({where})",
+            diagnosis=msgspec.structs.replace(verdict, remedy=verdict.remedy or best.diagnosis.remedy),
             done=tuple(dict.fromkeys(text for case in every for text in case.done)),
             silenced="",
             told=True,
@@ -96,10 +106,11 @@ class JobIncidents:
     def add(self, node: int, given: NodeCase) -> None:
         """A case of a node as it is now: of an incident that there is, or of a new one. Twice is once."""
         case = given.case
-        incident = self._find(node, given)
+        incident = self._find_incident(node, given)
         if incident is None:
             identity = given.incident or self._find_page(case) or _first_id(node, case)
             incident = self._incidents[identity] = JobIncident(identity, case.attempt, case.alert)
+            self._fold(incident, node, case)
         if self._pages.pop(incident.id, None) is not None:
             incident.told = True
             self._changed[incident.id] = None
@@ -115,6 +126,25 @@ class JobIncidents:
             incident.told = True
             self._changed[incident.id] = None
         self._forget()
+
+    def take_unexplained(self) -> list[JobIncident]:
+        """Those that fire and whose cause the ranks of all nodes decide, each once: people are told of it when
+        `explain` was called, or its `awaits_verdict` was taken back."""
+        found = [one for one in self if one.firing and not one.asked and is_explained_over_nodes(one.alert)]
+        for incident in found:
+            incident.asked = incident.awaits_verdict = True
+        return found
+
+    def explain(self, incident: JobIncident, verdict: Finding | None) -> None:
+        """The ranks of all nodes were asked; None: they did not say more than their nodes know."""
+        incident.verdict, incident.awaits_verdict = verdict, False
+        if incident.told:
+            self._changed[incident.id] = None
+
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether one of them is kept from people for now."""
+        return any(incident.awaits_verdict for incident in self)
 
     def close_unknown(self, node: int, known: set[str]) -> None:
         """The node's daemon was restarted, and handed in all that it knows: what else fires there is over."""
@@ -139,9 +169,12 @@ class JobIncidents:
             for page in pages.values()
         ]
 
-    def take_changes(self) -> list[Case]:
-        """What changed since the last time, as cases: what people are to know."""
-        changed, self._changed = self._changed, {}
+    def take_changes(self, *, leaving: bool = False) -> list[Case]:
+        """What changed since the last time, as cases: what people are to know. `leaving`: also what waits for its
+        cause."""
+        held = () if leaving else tuple(one.id for one in self if one.awaits_verdict)
+        changed = [identity for identity in self._changed if identity not in held]
+        self._changed = {identity: None for identity in self._changed if identity in held}
         found = [self._combine(self._incidents[identity]) for identity in changed if identity in self._incidents]
         for identity, into in list(self._folded.items()):
             self._pages.pop(identity, None)
@@ -156,20 +189,33 @@ class JobIncidents:
         """All that are remembered, in the order in which they were opened."""
         return [IncidentView(case=self._combine(one), sources=tuple(one.cases)) for one in self]
 
+    def _fold(self, incident: JobIncident, node: int, case: Case) -> None:
+        """Find out whether one that is new, and opened a problem on its node, is a consequence of what another node
+        has: 63 ranks wait for one that died elsewhere. What an earlier coordinator told people stays so."""
+        if (page := self._pages.get(incident.id)) is not None:
+            own = page.problem_id == incident.id
+            incident.joined, incident.joined_problem = page.parent, "" if own else page.problem_id
+        elif case.problem and case.problem_id == case.id:
+            others = [self._combine(one) for one in self if one is not incident and one.attempt == case.attempt]
+            if (parent := folding.find_parent(case, (), others)) is not None:
+                incident.joined, incident.joined_problem = parent.id, parent.problem_id
+
     def _combine(self, incident: JobIncident) -> Case:
-        """As one case, whose parent and problem are incidents of the job, as its first case has them of its node's."""
+        """As one case, whose parent and problem are incidents of the job: as its first case has them of its node's, or
+        those of another node that it joined."""
         (node, _), first = next(iter(incident.cases.items()))
-        return msgspec.structs.replace(
-            incident.combine(),
-            parent=self._find_id(node, first.parent),
-            problem_id=self._find_id(node, first.problem_id),
-        )
+        parent, opener = self._find(node, first.parent), self._find(node, first.problem_id)
+        joined = self._incidents.get(incident.joined)
+        if parent is None and joined is not None and joined.firing:
+            parent = joined
+        problem = opener.joined_problem or opener.id if opener is not None else ""
+        return msgspec.structs.replace(incident.combine(), parent=parent.id if parent else "", problem_id=problem)
 
-    def _find_id(self, node: int, identity: str) -> str:
-        """Of the job's incident that a node's incident is in; empty where there is none."""
-        return next((incident.id for incident in self if (node, identity) in incident.cases), "")
+    def _find(self, node: int, identity: str) -> JobIncident | None:
+        """The job's incident that a node's incident is in."""
+        return next((incident for incident in self if (node, identity) in incident.cases), None)
 
-    def _find(self, node: int, given: NodeCase) -> JobIncident | None:
+    def _find_incident(self, node: int, given: NodeCase) -> JobIncident | None:
         case = given.case
         same = [i for i in self if (i.attempt, i.alert) == (case.attempt, case.alert)]
         of_member = (i for i in same if (node, case.id) in i.cases)

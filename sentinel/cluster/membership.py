@@ -19,6 +19,7 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.inquiry import Inquiry
+from sentinel.cluster.job_incident import JobIncident, JobIncidents
 from sentinel.cluster.messages import (
     Beat,
     ClusterMessage,
@@ -100,6 +101,13 @@ class JobJudge(Protocol):
         """The run is over: judge what is there."""
 
 
+class CauseFinder(Protocol):
+    """Finds the causes of the job's incidents that ranks of all nodes decide."""
+
+    def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
+        """Ask the ranks, and have the incident explained. It is kept from people for a few seconds."""
+
+
 def count_nodes(identity: wire.Identity) -> int:
     """Nodes that the job has ranks on, as far as the launcher says."""
     return -(-identity.world_size // (identity.local_world_size or identity.world_size))
@@ -137,6 +145,8 @@ class Membership:
         self.reporter: StepReporter | None = None
         """Of a node that is not the coordinator."""
         self.judge: JobJudge | None = None
+        """Of the coordinator."""
+        self.cause_finder: CauseFinder | None = None
         """Of the coordinator."""
         self._order: wire.Order | None = None
         """The coordinator's, to all nodes."""
@@ -200,6 +210,11 @@ class Membership:
             self._tell_alone(now, leaving=True)
         self._send_digest(now)
         self._pipeline.hurry()
+
+    def pass_on_incidents(self) -> None:
+        """More is known of the job's incidents: people are told, as far as they are to know."""
+        if self._coordinator is not None and not self._closed:
+            self._tell_job(time.monotonic())
 
     def pass_on_report(self) -> None:
         """The job stands otherwise here: the other nodes are told at once, and what follows is done."""
@@ -424,6 +439,9 @@ class Membership:
     def _tell_job(self, now: float, *, leaving: bool = False) -> None:
         """The job's incidents that changed, and those of which a silence began or ended."""
         assert self._coordinator is not None
+        if self.cause_finder is not None:
+            for incident in self._coordinator.take_unexplained(now):
+                self.cause_finder.begin(self._coordinator.incidents, incident)
         changed = self._coordinator.take_changes(now, leaving=leaving or self._ending is not None)
         fresh = {case.id for case in changed}
         for case in [*changed, *(case for case in self._silenced.values() if case.id not in fresh)]:

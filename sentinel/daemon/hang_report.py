@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from sentinel.daemon.watched_run import WatchedRun
@@ -32,9 +33,12 @@ def collect_survey(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
     ]
 
 
-def describe(run: Run, ranks: Mapping[int, Rank], seq: int) -> dict[str, Any]:
-    """Where ranks stand, and why, be they of this node or of all. `seq`: the last step that one of them reported."""
-    found = _explain(ranks, seq)
+def describe(
+    run: Run, ranks: Mapping[int, Rank], seq: int, unasked: Mapping[int, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Where ranks stand, and why, be they of this node or of all. `seq`: the last step that one of them reported.
+    `unasked`: as in `Evidence`."""
+    found = _explain(ranks, seq, unasked)
     return {
         "run": run.name,
         "run_id": run.run_id,
@@ -47,12 +51,12 @@ def describe(run: Run, ranks: Mapping[int, Rank], seq: int) -> dict[str, Any]:
     }
 
 
-def _explain(ranks: Mapping[int, Rank], seq: int) -> Finding:
+def _explain(ranks: Mapping[int, Rank], seq: int, unasked: Mapping[int, str]) -> Finding:
     stalled = [number for number, rank in ranks.items() if rank.stall.seconds > STANDS_SECONDS]
     if not stalled:
         return Finding("", "none")
     last = RunStep(-1, time.time(), {}, {})
-    return hang(Evidence(since=seq, until=seq, last=last, ranks=sorted(stalled), live=ranks))
+    return hang(Evidence(since=seq, until=seq, last=last, ranks=sorted(stalled), live=ranks, unasked=unasked))
 
 
 def _rank(rank: Rank) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,19 +19,16 @@ from sentinel.cluster.questions import (
     NodeAnswer,
     Question,
     add_details,
-    restore_rank,
     view_case,
     view_rank,
 )
 from sentinel.daemon import hang_report
+from sentinel.daemon.job_standstill import gather_positions, survey_ranks
+from sentinel.daemon.unasked import name_silent, name_unasked
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.text import format_count
 
-LOOK_SECONDS, LOOKS = 0.05, 40
-"""The ranks of a node get two seconds to say where they stand."""
-NAMED = 8
-"""Nodes that could not be asked, of which each is named."""
 COORDINATOR = 0
 
 
@@ -54,32 +50,12 @@ async def _answer(watch: WatchedRun, membership: Membership, question: Question)
     return msgspec.structs.replace(answer, incidents=chosen)
 
 
-async def survey_ranks(watch: WatchedRun) -> None:
-    """Have this node's ranks say where they stand, until all have, or time is up."""
-    hang_report.begin_survey([watch], time.monotonic())
-    for _ in range(LOOKS):
-        if watch.ingest.stalls.surveyed:
-            break
-        await asyncio.sleep(LOOK_SECONDS)
-
-
 async def survey_job(watch: WatchedRun, membership: Membership) -> dict[str, Any]:
     """Where the ranks of all nodes stand, as `sentinel hang` shows them: judged as if all were on one node."""
-    _, parts = await asyncio.gather(survey_ranks(watch), membership.inquiry.ask(Question(what="ranks")))
-    attempt = watch.run.attempt
-    ranks = {number: restore_rank(view_rank(rank)) for number, rank in attempt.ranks.items()}
-    fresh = [part for part in parts if part.attempt == attempt.number]
-    for view in (view for part in fresh for view in part.ranks):
-        if view.identity.rank not in ranks:
-            ranks[view.identity.rank] = restore_rank(view)
-    left_out = {part.node: part.left_out for part in fresh if part.left_out}
-    unasked = [
-        *name_unasked(membership, {part.node for part in fresh}),
-        *(f"node {node}: {format_count(count, 'rank')} too many for one answer" for node, count in left_out.items()),
-    ]
-    seq = max((rank.last_seq for rank in ranks.values()), default=-1)
-    report = await asyncio.to_thread(hang_report.describe, watch.run, ranks, seq)
-    return report | {"answered": True, "not_asked": unasked}
+    positions = await gather_positions(watch, membership)
+    seq = max((rank.last_seq for rank in positions.ranks.values()), default=-1)
+    report = await asyncio.to_thread(hang_report.describe, watch.run, positions.ranks, seq, positions.unasked)
+    return report | {"answered": True, "not_asked": positions.not_asked}
 
 
 async def list_incidents(watch: WatchedRun, membership: Membership) -> dict[str, Any]:
@@ -102,13 +78,13 @@ async def find_incident(watch: WatchedRun, membership: Membership, identity: str
 async def _ask_incidents(membership: Membership, ids: tuple[str, ...]) -> tuple[list[IncidentView], list[str]]:
     views = membership.list_incidents()
     if views is not None:
-        return [view for view in views if not ids or view.case.id in ids], _name_silent(membership)
+        return [view for view in views if not ids or view.case.id in ids], name_silent(membership)
     parts = await membership.inquiry.ask(Question(what="incidents", ids=ids), COORDINATOR)
     if not parts:
         return [], name_unasked(membership, set(), [COORDINATOR])
     left_out = parts[0].left_out
     more = [f"{format_count(left_out, 'incident')} too many for one answer"] if left_out else []
-    return [view for part in parts for view in part.incidents], _name_silent(membership) + more
+    return [view for part in parts for view in part.incidents], name_silent(membership) + more
 
 
 async def _add_evidence(
@@ -129,29 +105,3 @@ async def _add_evidence(
 
 def _find_cases(watch: WatchedRun, ids: Sequence[str]) -> list[Case]:
     return [case for case in watch.incidents.log.cases.values() if case.id in ids]
-
-
-def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[int] | None = None) -> list[str]:
-    """Nodes that gave no answer, and why, in words. `wanted`: those that were asked; None: all of the job."""
-    job = membership.status()
-    if job["view"] in ("local view", "alone"):
-        silent = f"not heard for {job['coordinator_silent_seconds']:.0f} s"
-        return [f"the other nodes: the coordinator at {job['address']} is {silent}; this is what this node sees alone"]
-    known = {node["node"]: node for node in job["nodes"]}
-    nodes = range(job["expected"]) if wanted is None else wanted
-    missing = [node for node in nodes if node not in answered and node != membership.node]
-    words = [_explain_silence(node, known.get(node)) for node in missing[:NAMED]]
-    return words + ([f"{len(missing) - NAMED} more nodes"] if len(missing) > NAMED else [])
-
-
-def _name_silent(membership: Membership) -> list[str]:
-    """Nodes that the coordinator does not hear: it knows what they had handed in before."""
-    heard = {node["node"] for node in membership.status()["nodes"] if node["state"] in ("alive", "left")}
-    return name_unasked(membership, heard)
-
-
-def _explain_silence(node: int, known: dict[str, Any] | None) -> str:
-    if known is None:
-        return f"node {node}: never heard"
-    why = {"silent": f"silent for {known['silent_seconds']:.0f} s", "left": "its ranks have ended"}
-    return f"node {node} ({known['hostname']}): {why.get(known['state'], 'no answer in time')}"

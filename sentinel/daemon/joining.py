@@ -9,6 +9,7 @@ from sentinel.cluster.membership import Membership, NodeSupervisor, count_nodes
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
 from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
+from sentinel.daemon.job_standstill import JobCauses
 from sentinel.daemon.job_views import serve_job
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
@@ -34,6 +35,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
             watch.actions.find_relay,
         )  # fmt: skip
         serve_job(watch, watch.membership)
+        watch.membership.cause_finder = JobCauses(watch, watch.membership)
         watch.actions.pass_on = watch.membership.pass_on_rollback
         if identity.node == 0:
             judge = CoordinatorJudge(watch.context, watch.incidents, identity, watch.membership.list_nodes)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sentinel import wire
-from sentinel.daemon import hang_report, job_views, views
+from sentinel.daemon import hang_report, job_standstill, job_views, views
 from sentinel.daemon.http_frontend import HttpFrontend
 from sentinel.daemon.peer import Peer
 from sentinel.daemon.silencing import Silencing
@@ -80,7 +80,7 @@ async def _send_answer(peer: Peer, question: Coroutine[Any, Any, Any]) -> None:
 async def _survey_run(watch: WatchedRun) -> dict[str, Any]:
     if watch.membership is not None:
         return await job_views.survey_job(watch, watch.membership)
-    await job_views.survey_ranks(watch)
+    await job_standstill.survey_ranks(watch)
     (report,) = hang_report.collect_survey([watch])
     return report
 

@@ -55,6 +55,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     step_offset: int = 0
     live: Mapping[int, Rank] = {}
     """All ranks, as they are now."""
+    unasked: Mapping[int, str] = {}
+    """Ranks of which nothing is known because their node could not be asked -> which node, and why."""
     differing: Mapping[int, tuple[str, ...]] = {}
     """Step -> layers that were not the same on ranks that hold replicas."""
     gpus: Sequence[Gpu] = ()

@@ -8,18 +8,27 @@ from sentinel.diagnose.evidence import Evidence, Finding
 
 Explanation = Callable[[Evidence], Finding]
 _EXPLANATIONS: dict[str, Explanation] = {}
+_OVER_NODES: set[str] = set()
 
 
-def explains(*alerts: str) -> Callable[[Explanation], Explanation]:
-    """Has the function called for these alerts."""
+def explains(*alerts: str, over_nodes: bool = False) -> Callable[[Explanation], Explanation]:
+    """Has the function called for these alerts. `over_nodes`: what ranks of other nodes do decides; of a job, it is
+    called once more with the ranks of all nodes."""
 
     def register(explanation: Explanation) -> Explanation:
         for alert in alerts:
             assert alert not in _EXPLANATIONS, f"{alert} has an explanation already"
             _EXPLANATIONS[alert] = explanation
+            if over_nodes:
+                _OVER_NODES.add(alert)
         return explanation
 
     return register
+
+
+def is_explained_over_nodes(alert: str) -> bool:
+    """Whether its cause may be a rank of another node."""
+    return alert in _OVER_NODES
 
 
 def find_explanation(alert: str) -> Explanation | None:

@@ -106,6 +106,6 @@ def is_quiet(case: Case, others: Iterable[Case], shown: Callable[[Case], bool]) 
     )
 
 
-def _order(case: Case) -> tuple[int, int, int]:
+def _order(case: Case) -> tuple[int, int, str, int]:
     attempt, _, problem = case.problem_id.rpartition("-")[2].partition(".")  # a job's begin with the node
-    return int(attempt or 0), int(problem or 0), int(case.id.rpartition(".")[2])
+    return int(attempt or 0), int(problem or 0), case.problem_id, int(case.id.rpartition(".")[2])

@@ -46,10 +46,10 @@ _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 """Files of a library on the stack -> what the thread does -> what to do."""
 
 
-@explains("Hang")
+@explains("Hang", over_nodes=True)
 def hang(evidence: Evidence) -> Finding:
     """Where the ranks stand with each other, if they do; else the first rank that stalls, and where."""
-    if (between := across(evidence.live)) is not None:
+    if (between := across(evidence.live, evidence.unasked)) is not None:
         return between
     ranks = [evidence.rank(number) for number in evidence.ranks]
     stalled = next((rank for rank in ranks if rank is not None), None)

@@ -5,6 +5,7 @@ its loader and its heartbeat say why.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -35,8 +36,9 @@ class Reason(NamedTuple):
     evidence: tuple[str, ...] = ()
 
 
-def across(ranks: Mapping[int, Rank]) -> Finding | None:
-    """What stands between the ranks; None where no rank is in a collective, or none said so."""
+def across(ranks: Mapping[int, Rank], unasked: Mapping[int, str] = MappingProxyType({})) -> Finding | None:
+    """What stands between the ranks; None where no rank is in a collective, or none said so. `unasked`: as in
+    `Evidence`."""
     flights = {number: rank.flight for number, rank in ranks.items() if rank.flight is not None}
     world = max((rank.identity.world_size for rank in ranks.values()), default=1)
     elsewhere = {number for number, rank in ranks.items() if _is_elsewhere(rank)}
@@ -44,16 +46,22 @@ def across(ranks: Mapping[int, Rank]) -> Finding | None:
     stand = find_standstill(flights, world, elsewhere, stacks) if world > 1 else None
     if stand is None:
         return None
-    reasons = {number: _reason(number, ranks) for number in stand.culprits}
+    reasons = {number: _reason(number, ranks, unasked) for number in stand.culprits}
     if stand.kind == "mismatch":  # an uneven loader explains it; where the rank is now does not
         reasons = {number: each for number, each in reasons.items() if each.remedy == UNEVEN}
-    missing = [
-        f"rank {number}: it is on another node, or not watched"
-        if number not in ranks
-        else f"what rank {number} did: it gave no flight record"
-        for number in sorted({rank for wait in each_wait(stand) for rank in wait.unknown})
-    ]
+    unknown = sorted({rank for wait in each_wait(stand) for rank in wait.unknown})
+    missing = _explain_unknown(unknown, ranks, unasked)
     return name_nodes(explain_standstill(stand, reasons, missing), stand.culprits, ranks)
+
+
+def _explain_unknown(unknown: Iterable[int], ranks: Mapping[int, Rank], unasked: Mapping[int, str]) -> list[str]:
+    """Why what these ranks did is not known, a line for each reason: of 512 ranks, 504 may be on other nodes."""
+    by_reason: dict[str, list[int]] = {}
+    for number in unknown:
+        elsewhere = unasked.get(number, "not watched, or on another node")
+        reason = "no flight record" if number in ranks else elsewhere
+        by_reason.setdefault(reason, []).append(number)
+    return [f"what {name_ranks(numbers)} did: {reason}" for reason, numbers in by_reason.items()]
 
 
 def name_nodes(found: Finding, culprits: Iterable[int], ranks: Mapping[int, Rank]) -> Finding:
@@ -182,7 +190,7 @@ def _format_place(one: Collective) -> str:
     return f", at {one.place}" if one.place else ""
 
 
-@explains("CollectiveDesync")
+@explains("CollectiveDesync", over_nodes=True)
 def collective_desync(evidence: Evidence) -> Finding:
     """Which collective ranks issued differently, whether it is over or not."""
     flights = {number: rank.flight for number, rank in evidence.live.items() if rank.flight is not None}
@@ -193,7 +201,7 @@ def collective_desync(evidence: Evidence) -> Finding:
         f"rank {each} issued {one}" + _format_place(one) for each, one in list(found.differing.items())[:SHOWN_RANKS]
     ]
     cause, _ = _blame(Standstill("mismatch", (), "high", found), past=False)
-    return Finding(cause, "high", evidence=tuple(facts))
+    return name_nodes(Finding(cause, "high", evidence=tuple(facts)), found.differing, evidence.live)
 
 
 def _is_elsewhere(rank: Rank) -> bool:
@@ -206,9 +214,12 @@ def _stands_in(rank: Rank, files: tuple[str, ...]) -> bool:
     return main is not None and main.stands_in(files)
 
 
-def _reason(number: int, ranks: Mapping[int, Rank]) -> Reason:
+def _reason(number: int, ranks: Mapping[int, Rank], unasked: Mapping[int, str]) -> Reason:
     """What a rank does instead."""
     rank = ranks.get(number)
+    if rank is None and number in unasked:
+        remedy = f"look at that node: its daemon, its host, its link; `sentinel hang` there has rank {number}"
+        return Reason(f"rank {number} is on {unasked[number]}", remedy, "medium")
     text, remedy, confidence = _tell(number, rank, ranks)
     return Reason(f"rank {number} {text}", remedy, confidence, _stack(rank))
 

@@ -25,7 +25,11 @@ def divergence(evidence: Evidence) -> Finding:
     since = f"after step {evidence.step(equal[-1])}" if equal else "since the run began, or before it was looked at"
     facts, missing = _layers(evidence, told[-1].seq)
     if 2 * held <= len(sums):
+        by_value = [sorted(rank for rank in sums if sums[rank] == value) for value in dict.fromkeys(sums.values())]
         cause = f"{name_ranks(sorted(sums))} hold different parameters, {since}; nothing shows which is right"
+        if len(by_value) == 2 < len(sums):
+            one, other = map(name_ranks, by_value)
+            cause = f"{one} hold other parameters than {other}, {since}; nothing shows which is right"
         return Finding(cause, "medium", missing=missing, evidence=facts)
     cause = f"{name_ranks(others)} hold{'s' * (len(others) == 1)} other parameters than the other {held}, {since}"
     return Finding(cause, "high", missing=missing, evidence=facts, ranks=tuple(others))

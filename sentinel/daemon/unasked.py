@@ -1,0 +1,49 @@
+"""Which nodes of a job could not be asked, and why, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sentinel.cluster.membership import Membership
+
+NAMED = 8
+"""Nodes that could not be asked, of which each is named."""
+
+
+def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[int] | None = None) -> list[str]:
+    """Nodes that gave no answer, and why, in words. `wanted`: those that were asked; None: all of the job."""
+    job = membership.status()
+    if job["view"] in ("local view", "alone"):
+        silent = f"not heard for {job['coordinator_silent_seconds']:.0f} s"
+        return [f"the other nodes: the coordinator at {job['address']} is {silent}; this is what this node sees alone"]
+    nodes = range(job["expected"]) if wanted is None else wanted
+    missing = [pair for pair in _list_missing(job, answered) if pair[0] in nodes]
+    words = [_explain_silence(node, known) for node, known in missing[:NAMED]]
+    return words + ([f"{len(missing) - NAMED} more nodes"] if len(missing) > NAMED else [])
+
+
+def name_silent(membership: Membership) -> list[str]:
+    """Nodes that the coordinator does not hear: it knows what they had handed in before."""
+    heard = {node["node"] for node in membership.status()["nodes"] if node["state"] in ("alive", "left")}
+    return name_unasked(membership, heard)
+
+
+def find_unasked_ranks(membership: Membership, answered: set[int]) -> dict[int, str]:
+    """Ranks of nodes that gave no answer -> the node, and why, in words; as far as it is known where they are."""
+    missing = _list_missing(membership.status(), answered)
+    return {int(rank): _explain_silence(node, known) for node, known in missing if known for rank in known["ranks"]}
+
+
+def _list_missing(job: dict[str, Any], answered: set[int]) -> list[tuple[int, dict[str, Any] | None]]:
+    """The job's nodes that gave no answer, but this one, and what is known of each."""
+    known = {node["node"]: node for node in job["nodes"]}
+    nodes = range(job["expected"])
+    return [(node, known.get(node)) for node in nodes if node not in answered and node != job["node"]]
+
+
+def _explain_silence(node: int, known: dict[str, Any] | None) -> str:
+    if known is None:
+        return f"node {node}: never heard"
+    why = {"silent": f"silent for {known['silent_seconds']:.0f} s", "left": "its ranks have ended"}
+    return f"node {node} ({known['hostname']}): {why.get(known['state'], 'no answer in time')}"

@@ -1,0 +1,248 @@
+"""The cause of an alert that ranks of other nodes decide: made positions, and real daemons with ranks that answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel import wire
+from sentinel.cluster.coordinator import SETTLE_SECONDS, Coordinator
+from sentinel.cluster.job_incident import JobIncidents
+from sentinel.cluster.messages import Events, NodeCase, Pulse
+from sentinel.daemon.job_standstill import Positions, explain_over_nodes
+from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Finding
+from sentinel.runs import Rank
+from sentinel.wire.flight_recorder import Flight
+from sentinel.wire.heartbeat_page import PAGE, Kind, Stall, pack_heartbeat
+from tests.cluster.simulation import make_case
+from tests.cluster.test_views import WAITING, answering, issued, job
+from tests.daemon.test_stalls import BEAT
+from tests.diagnose.test_collectives import entry, upto
+from tests.hang.processes import SOON
+from tests.notify.consumer import Consumer, consumer
+
+IN_USER_CODE = """\
+Current thread 0x0000000000000001 (most recent call first):
+  File "/home/me/data.py", line 7 in load
+  File "/home/me/train.py", line 9 in main
+"""
+WAITS = upto(8, entry(9, done=False))
+FOUND = Finding("rank 3 never came", "high")
+
+
+def stand(number: int, flight: Flight | None, dump: str = "") -> Rank:
+    """One of four ranks, two a node."""
+    identity = wire.Identity(
+        run="r", run_id="r-1", rank=number, world_size=4, pid=1, session="s", node=number // 2,
+        hostname=f"host{number // 2}",
+    )  # fmt: skip
+    rank = Rank(wire.Hello(version="1", identity=identity, next_seq=8), 0.0)
+    rank.stall, rank.flight, rank.dump = Stall(70.0, 60.0, Kind.BLOCKED, 70.0), flight, dump
+    return rank
+
+
+def explain(*ranks: Rank, alert: str = "Hang", unasked: dict[int, str] | None = None) -> Finding:
+    positions = Positions({rank.identity.rank: rank for rank in ranks}, unasked or {}, [])
+    found = explain_over_nodes(alert, [0, 1], positions)
+    assert found is not None
+    return found
+
+
+def world(flight: Flight) -> Flight:
+    """Of a group of all four."""
+    groups = {name: msgspec.structs.replace(group, ranks=(0, 1, 2, 3)) for name, group in flight.groups.items()}
+    return msgspec.structs.replace(flight, groups=groups)
+
+
+def test_the_rank_of_another_node_that_never_came_is_named_with_its_place() -> None:
+    found = explain(*(stand(n, world(WAITS)) for n in range(3)), stand(3, world(upto(8)), IN_USER_CODE))
+    assert found.cause == (
+        "rank 3 never came to all_reduce of 5, number 9, in which ranks 0 to 2 wait: rank 3 waits, and uses no "
+        "processor at /home/me/data.py:7 in load; rank 3 is on node 1 (host1)"
+    )
+    assert found.confidence == "high"
+
+
+def test_a_rank_that_died_on_another_node_is_the_cause() -> None:
+    dead = stand(3, world(upto(8)))
+    dead.state = "lost"
+    found = explain(*(stand(n, world(WAITS)) for n in range(3)), dead)
+    assert "rank 3 never came to all_reduce of 5, number 9" in found.cause
+    assert found.cause.endswith("rank 3 has died without a word; rank 3 is on node 1 (host1)")
+    assert found.confidence == "high"
+
+
+def test_a_node_that_is_silent_while_the_others_wait_for_its_ranks_is_said_to_be() -> None:
+    silence = "node 1 (host1): silent for 12 s"
+    found = explain(*(stand(n, world(WAITS)) for n in range(2)), unasked=dict.fromkeys((2, 3), silence))
+    assert "ranks 2, 3 never came to all_reduce of 5, number 9, in which ranks 0, 1 wait" in found.cause
+    assert found.cause.endswith(f"rank 2 is on {silence}")
+    assert found.confidence == "low"
+    assert f"what ranks 2, 3 did: {silence}" in found.missing
+
+
+def test_who_issued_another_collective_is_judged_by_the_majority_of_all_nodes() -> None:
+    """On its node rank 2 is one of two, and the first."""
+    other = upto(8, entry(9, "broadcast"))
+    same = upto(8, entry(9))
+    ranks = [stand(n, world(other if n == 2 else same)) for n in range(4)]
+    found = explain(*ranks, alert="CollectiveDesync")
+    assert found.cause.endswith(
+        "ranks 0, 1, 3 issued all_reduce of 5, rank 2 broadcast of 5; rank 2 is on node 1 (host1)"
+    )
+
+
+def test_nothing_is_said_over_nodes_where_ranks_have_gone_on() -> None:
+    positions = Positions({n: stand(n, None) for n in range(4)}, {}, [])
+    assert explain_over_nodes("CollectiveDesync", [], positions) is None
+
+
+def hang(number: int, step: int = 100) -> Case:
+    """Of a node."""
+    identity = f"0.{number}"
+    case = msgspec.structs.replace(make_case(number, "Hang", step), problem="progress", problem_id=identity)
+    return msgspec.structs.replace(case, diagnosis=Finding("rank 0 waits", "medium", remedy="look"))
+
+
+def lost(number: int) -> Case:
+    return msgspec.structs.replace(hang(number), alert="RankLost", summary="RankLost")
+
+
+def test_an_incident_waits_for_its_cause_and_no_longer_than_allowed() -> None:
+    incidents = JobIncidents()
+    incidents.add(0, NodeCase(number=0, case=hang(1)))
+    (incident,) = incidents.take_unexplained()
+    incidents.add(1, NodeCase(number=1, case=hang(1)))
+    incidents.add(1, NodeCase(number=2, case=make_case(2, "LossSpike", 100)))
+    assert [case.alert for case in incidents.take_changes()] == ["LossSpike"]
+    assert incidents.take_unexplained() == [], "asked once"
+    incidents.explain(incident, FOUND)
+    (case,) = incidents.take_changes()
+    assert (case.diagnosis.cause, case.diagnosis.remedy) == ("rank 3 never came", "look")
+    assert case.summary.endswith("(nodes 0, 1)")
+
+    incidents.add(0, NodeCase(number=0, case=msgspec.structs.replace(hang(3), alert="CollectiveDesync")))
+    (late,) = incidents.take_unexplained()
+    assert incidents.take_changes() == []
+    assert [case.diagnosis.cause for case in incidents.take_changes(leaving=True)] == ["rank 0 waits"]
+    late.awaits_verdict = False
+    incidents.explain(late, FOUND)
+    assert [case.diagnosis.cause for case in incidents.take_changes()] == ["rank 3 never came"]
+
+
+def test_what_waits_for_its_cause_is_not_acknowledged() -> None:
+    """A coordinator that dies meanwhile has the node hand it in again."""
+    coordinator = Coordinator(0, 2, 1, 0.0)
+    coordinator.take_pulse(Pulse(node=1, incarnation=1, hostname="h", attempt=0, step=0, last=1), 0.0)
+    coordinator.take_events(Events(node=1, incarnation=1, after=0, upto=1, cases=(NodeCase(number=1, case=hang(1)),)))
+    (incident,) = coordinator.take_unexplained(1.0)
+    assert coordinator.take_changes(1.0) == []
+    assert [state.applied for state in coordinator.list_nodes(1.0)] == [0]
+    coordinator.incidents.explain(incident, None)
+    assert [case.diagnosis.cause for case in coordinator.take_changes(2.0)] == ["rank 0 waits"]
+    assert [state.applied for state in coordinator.list_nodes(2.0)] == [1]
+
+
+def test_a_coordinator_that_is_new_asks_once_the_nodes_have_handed_in_what_they_know() -> None:
+    coordinator = Coordinator(0, 3, 1, 0.0)
+    coordinator.record(hang(1))
+    assert coordinator.take_unexplained(1.0) == []
+    assert len(coordinator.take_unexplained(SETTLE_SECONDS)) == 1
+
+
+def test_63_hangs_and_a_lost_rank_are_one_problem_that_the_lost_rank_opened() -> None:
+    incidents = JobIncidents()
+    incidents.add(5, NodeCase(number=1, case=lost(1)))
+    for node in range(63):
+        incidents.add(node, NodeCase(number=2, case=hang(2)))
+    opener, consequence = incidents.take_changes()
+    assert (opener.alert, opener.id, opener.parent, opener.problem_id) == ("RankLost", "n5-0.1", "", "n5-0.1")
+    assert (consequence.alert, consequence.parent, consequence.problem_id) == ("Hang", "n5-0.1", "n5-0.1")
+    views = incidents.list_views()
+    again = JobIncidents([view.case for view in views])
+    again.add(0, NodeCase(number=1, case=hang(2)))  # a coordinator that is new: in another order
+    again.add(5, NodeCase(number=1, case=lost(1)))
+    assert {(case.id, case.problem_id) for case in again.take_changes()} == {
+        (opener.id, opener.problem_id),
+        (consequence.id, consequence.problem_id),
+    }
+
+
+def test_what_comes_long_after_on_another_node_is_a_problem_of_its_own() -> None:
+    incidents = JobIncidents()
+    over = msgspec.structs.replace(lost(1), state="resolved", resolved_step=120, resolved_time=120.0)
+    incidents.add(1, NodeCase(number=1, case=over))
+    incidents.add(0, NodeCase(number=1, case=hang(1, 900)))
+    assert [case.problem_id for case in incidents.take_changes()] == ["n1-0.1", "n0-0.1"]
+
+
+@pytest.fixture
+def ops() -> Iterator[Consumer]:
+    with consumer() as made:
+        yield made
+
+
+@pytest.fixture
+def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Of a daemon with a Hang rule that does not wait for a minute, and one receiver that is told at once, once."""
+    monkeypatch.setenv("OPS", ops.url)
+    rules, settings = tmp_path / "rules.yaml", tmp_path / "sentinel.toml"
+    rules.write_text(SOON)
+    settings.write_text(
+        "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\n"
+        "[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'OPS'\n"
+    )
+    return ("--config", str(settings), "--rules", str(rules))
+
+
+@pytest.fixture
+def pages() -> Iterator[list[int]]:
+    """Heartbeats of three ranks, which do not stand still yet."""
+    found = [os.memfd_create(PAGE) for _ in range(3)]
+    beat(found, progressed=time.monotonic() + 600.0)
+    yield found
+    for page in found:
+        os.close(page)
+
+
+def beat(pages: list[int], *, progressed: float) -> None:
+    for page in pages:
+        os.pwrite(page, pack_heartbeat(BEAT._replace(beat=time.monotonic() + 600.0, progressed=progressed)), 0)
+
+
+@pytest.mark.processes
+def test_the_page_of_a_hang_names_the_rank_of_another_node(
+    ops: Consumer, options: tuple[str, ...], pages: list[int], tmp_path: Path
+) -> None:
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    flights = {node: issued(2 if node == 2 else 3) for node in range(3)}
+    with job(tmp_path, options, 3, pages) as nodes, answering(*nodes, flights=flights):
+        beat(pages, progressed=time.monotonic() - 8.0)
+        (alert,) = ops.next()["alerts"]
+        assert alert["labels"]["alertname"] == "Hang"
+        assert WAITING in str(alert)
+        assert "rank 2 is on node 2 (host2)" in str(alert)
+
+
+@pytest.mark.processes
+def test_the_page_of_a_hang_says_which_node_is_silent(
+    ops: Consumer, options: tuple[str, ...], pages: list[int], tmp_path: Path
+) -> None:
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    flights = {node: issued(3) for node in range(3)}
+    with job(tmp_path, options, 3, pages) as nodes, answering(*nodes, flights=flights):
+        nodes[2].process.send_signal(signal.SIGSTOP)
+        beat(pages, progressed=time.monotonic() - 8.0)
+        (alert,) = ops.next()["alerts"]
+        assert (
+            "rank 2 never came to all_reduce of 4, number 3, in which ranks 0, 1 wait: rank 2 is on node 2 (host2)"
+            in str(alert)
+        )
+        nodes[2].process.send_signal(signal.SIGCONT)
