@@ -123,11 +123,8 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
     could not be asked are named on stderr."""
     runs = list_runs()
     live = {run["run_id"] for run in runs}
-    jobs = [job for job in ask_jobs(runs) if run in (None, job["run"], job["run_id"])]
-    joined = {job["run_id"] for job in jobs}
-    cases = [case for answer in ask_daemons("incidents") for case in answer if case["run_id"] not in joined]
-    cases += {(case["run_id"], case["id"], case["time"]): case for job in jobs for case in job["cases"]}.values()
-    for said in dict.fromkeys(f"run {job['run']}: not asked: {words}" for job in jobs for words in job["not_asked"]):
+    cases, unasked = collect_live_incidents(runs, run)
+    for said in unasked:
         echo(f"sentinel: {said}", err=True)
     for path in paths.histories():
         if path.stem in live:
@@ -141,6 +138,19 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
             echo(f"sentinel: {error}", err=True)
     chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
     return sorted(chosen, key=lambda case: case["time"])
+
+
+def collect_live_incidents(
+    runs: Iterable[dict[str, Any]], run: str | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Cases of live daemons, of a job over several nodes the job's; and which nodes could not be asked, in words.
+    `run`: a name or an id, of which alone nodes are asked."""
+    jobs = [job for job in ask_jobs(runs) if run in (None, job["run"], job["run_id"])]
+    joined = {job["run_id"] for job in jobs}
+    cases = [case for answer in ask_daemons("incidents") for case in answer if case["run_id"] not in joined]
+    cases += {(case["run_id"], case["id"], case["time"]): case for job in jobs for case in job["cases"]}.values()
+    unasked = dict.fromkeys(f"run {job['run']}: not asked: {words}" for job in jobs for words in job["not_asked"])
+    return cases, list(unasked)
 
 
 def ask_jobs(runs: Iterable[dict[str, Any]], identity: str = "") -> list[dict[str, Any]]:

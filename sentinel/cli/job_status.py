@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
 def lines(job: dict[str, Any]) -> list[str]:
     """Who is there, who could not be asked, and which incidents are open."""
+    found = [f"  job       {describe_view(job)}"]
+    if job["trouble"]:
+        found.append(f"            {job['trouble']}")
+    if job["refused"]:
+        found.append(f"            {job['refused']} messages of other nodes refused")
+    found += [f"  node {node['node']:<4} {describe_node(job, node)}" for node in job["nodes"]]
+    if missing := describe_missing(job):
+        found.append(f"            {missing}")
+    for incident in job["incidents"]:
+        nodes = ", ".join(str(node) for node in incident["nodes"])
+        found.append(f"            {incident['alert']} open on nodes {nodes}")
+    return found
+
+
+def is_stale(job: Mapping[str, Any]) -> bool:
+    """Whether the coordinator is not heard, and what is known of other nodes is what it said last."""
+    return job["view"] in ("local view", "alone")
+
+
+def describe_view(job: Mapping[str, Any]) -> str:
+    """Which node this is, and whether it hears the coordinator."""
     silent = f"the coordinator at {job['address']} is silent for {job['coordinator_silent_seconds']:.0f} s"
     views = {
         "coordinator": f"coordinator, at {job['address']}",
@@ -14,20 +36,17 @@ def lines(job: dict[str, Any]) -> list[str]:
         "local view": f"node {job['node']}, local view only: {silent}",
         "alone": f"node {job['node']}, local view only, and tells people by itself: {silent}",
     }
-    found = [f"  job       {views[job['view']]}"]
-    if job["trouble"]:
-        found.append(f"            {job['trouble']}")
-    if job["refused"]:
-        found.append(f"            {job['refused']} messages of other nodes refused")
-    stale = job["view"] in ("local view", "alone")
-    for node in job["nodes"]:
-        state = node["state"] if node["state"] != "silent" else f"silent for {node['silent_seconds']:.0f} s"
-        asked = "not asked; was " if stale and node["node"] != job["node"] else ""
-        found.append(f"  node {node['node']:<4} {node['hostname']}, {asked}{state}, step {node['step']}")
+    return views[job["view"]]
+
+
+def describe_node(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """A node of the job: its host, whether it is heard, how far it is."""
+    state = node["state"] if node["state"] != "silent" else f"silent for {node['silent_seconds']:.0f} s"
+    asked = "not asked; was " if is_stale(job) and node["node"] != job["node"] else ""
+    return f"{node['hostname']}, {asked}{state}, step {node['step']}"
+
+
+def describe_missing(job: Mapping[str, Any]) -> str:
+    """How many nodes were never heard; empty where none is missing."""
     missing = job["expected"] - len(job["nodes"])
-    if missing > 0:
-        found.append(f"            {missing} of {job['expected']} nodes not heard yet")
-    for incident in job["incidents"]:
-        nodes = ", ".join(str(node) for node in incident["nodes"])
-        found.append(f"            {incident['alert']} open on nodes {nodes}")
-    return found
+    return f"{missing} of {job['expected']} nodes not heard yet" if missing > 0 else ""

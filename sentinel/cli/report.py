@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from sentinel._version import __version__
 from sentinel.cli.client import list_runs
 from sentinel.cli.history import find_history
+from sentinel.cli.incidents import collect_live_incidents
+from sentinel.cli.job_status import describe_node
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.node import small_files
@@ -28,7 +31,8 @@ from sentinel.web import json
 @json_option("Print the figures as JSON, and write no file.")
 def report(run: str, other: str | None, output: Path | None, as_json: bool) -> None:
     """Write one HTML file about RUN (a name, an id, or a history file), which needs no network: curves with the
-    incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side.
+    incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side. Of a job over
+    several nodes that still runs, it has the incidents of all nodes, and the curves of this one.
 
     Exit code 0; 2: there is no such run, or the file cannot be written.
 
@@ -47,11 +51,34 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
 
 def read_reports(runs: Sequence[str]) -> list[Report]:
     """From the histories of these runs: names, ids or files. Raises ConfigError."""
-    reports, live = [], {one["run_id"] for one in list_runs()}
+    reports, live = [], {one["run_id"]: one for one in list_runs()}
     for name in runs:
         with History(find_history(name)) as history:
-            reports.append(read(history, over=history.run_id not in live))
+            one = read(history, over=history.run_id not in live)
+        watched = live.get(one.run_id, {})
+        reports.append(_add_job(one, watched) if watched.get("job") else one)
     return reports
+
+
+def _add_job(one: Report, run: dict[str, Any]) -> Report:
+    """The report of a node's run with the incidents of its job. `run`: what `sentinel status` shows of it."""
+    job = run["job"]
+    cases, unasked = collect_live_incidents([run], one.run_id)
+    own = [case for case in cases if case["run_id"] == one.run_id]
+    others = [
+        f"node {node['node']} ({describe_node(job, node)})" for node in job["nodes"] if node["node"] != job["node"]
+    ]
+    said = [
+        f"this is node {job['node']} of {job['expected']}: curves and ranks are its own; `sentinel report` on another "
+        "node has those of its ranks",
+        *others,
+        *unasked,
+    ]
+    return msgspec.structs.replace(one, incidents=tuple(sorted(own, key=_find_time)), job=tuple(said))
+
+
+def _find_time(case: dict[str, Any]) -> float:
+    return float(case["time"])
 
 
 def list_figures(one: Report) -> dict[str, Any]:
@@ -66,4 +93,5 @@ def list_figures(one: Report) -> dict[str, Any]:
         "final_loss": one.final_loss,
         "incidents": list(one.incidents),
         "rollbacks": [{"to": undone.to, "at": undone.at} for undone in one.rollbacks],
+        "job": list(one.job),
     }

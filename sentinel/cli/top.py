@@ -1,4 +1,4 @@
-"""`sentinel top`: the runs of this node, live, in a terminal."""
+"""`sentinel top`: the runs of this node, live, in a terminal; of a job over several nodes, all of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import select
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
-from sentinel.cli.client import ask_daemons, list_runs
+from sentinel.cli.client import list_runs
 from sentinel.cli.finite import Finite
+from sentinel.cli.incidents import collect_live_incidents
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.cli.top_frame import Traces, frame
@@ -27,6 +29,7 @@ from sentinel.web import json
 @click.pass_context
 def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> None:
     """Show the runs of this node, live: step, loss and gradient norm, phases, ranks, GPUs, incidents. `q` ends it.
+    Of a job over several nodes it shows all nodes, and the incidents of all.
 
     Exit code 0: all is well; 1: an incident is open, or nothing is watched.
 
@@ -34,36 +37,38 @@ def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> No
     Example:  sentinel top
               sentinel top --once | head -20
     """
-    runs, cases = _read()
+    runs, cases, unasked = _read()
     if as_json:
-        echo(json.text({"runs": runs, "incidents": cases}))
+        echo(json.text({"runs": runs, "incidents": cases, "not_asked": unasked}))
     elif once or not sys.stdout.isatty():
         traces = Traces()
         traces.add(runs)
-        echo("\n".join(line.text for line in frame(runs, cases, traces, 80, 1000)))
+        echo("\n".join(line.text for line in frame(runs, cases, traces, 80, 1000, unasked)))
     else:
-        runs = _live(interval)
-    ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
+        runs, cases = _live(interval)
+    live = {run["run_id"] for run in runs}
+    ctx.exit(0 if live and not any(case["state"] == "firing" and case["run_id"] in live for case in cases) else 1)
 
 
-def _read() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    cases = [case for answer in ask_daemons("incidents") for case in answer]
-    return list_runs(), cases
+def _read() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """Runs, their incidents, and which nodes could not be asked for theirs, in words."""
+    runs = list_runs()
+    return runs, *collect_live_incidents(runs)
 
 
-def _live(interval: float) -> list[dict[str, object]]:
-    """Until `q` or an interrupt. The last state of the runs."""
+def _live(interval: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Until `q` or an interrupt. The last state of the runs, and their incidents."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     console = Console()
     traces = Traces()
-    runs, cases = _read()
+    runs, cases, unasked = _read()
 
     def picture() -> Group:
         width, height = console.size
-        lines = frame(runs, cases, traces, width, height)
+        lines = frame(runs, cases, traces, width, height, unasked)
         return Group(*(Text(line.text, style=line.style, no_wrap=True, overflow="crop") for line in lines))
 
     with (
@@ -76,8 +81,8 @@ def _live(interval: float) -> list[dict[str, object]]:
             live.update(picture(), refresh=True)
             if _read_key(interval) in ("q", "Q", "\x1b"):
                 break
-            runs, cases = _read()
-    return runs
+            runs, cases, unasked = _read()
+    return runs, cases
 
 
 @contextlib.contextmanager

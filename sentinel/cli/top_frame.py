@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sentinel.cli import job_status
 from sentinel.cli.device_status import describe_gpu
 from sentinel.errors import ConfigError
 from sentinel.runs import RANK_MARKS, snapshot_age
-from sentinel.text import format_count, in_words, spell_line
+from sentinel.text import format_count, in_words, name_ranks, spell_line
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _TRACED = ("loss", "grad_norm")
@@ -20,6 +21,9 @@ _PHASES = ("data", "forward", "backward", "optimizer", "other")
 _PAST = 512
 """Samples of a signal that are remembered."""
 _LABEL = 11
+_NODES = 8
+"""Of a job, of which each has a line."""
+_STYLES = {"silent": "red", "left": "dim"}
 _LEAST = 24
 """Columns in which it is worth wrapping the words of an incident."""
 
@@ -72,15 +76,22 @@ class Traces:
 
 
 def frame(
-    runs: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]], traces: Traces, width: int, height: int
+    runs: Sequence[Mapping[str, Any]],
+    cases: Sequence[Mapping[str, Any]],
+    traces: Traces,
+    width: int,
+    height: int,
+    unasked: Sequence[str] = (),
 ) -> list[TopLine]:
-    """At most `height` lines of at most `width` characters."""
+    """At most `height` lines of at most `width` characters. `unasked`: nodes whose incidents are not among `cases`, in
+    words."""
     opened = [case for case in cases if case["state"] == "firing"]
     lines = [TopLine(_head(len(runs), len(opened), width), "bold red" if opened else "bold")]
     if not runs:
         lines.append(TopLine("No run is watched on this node."))
     for run in runs:
         lines += _run(run, traces, width)
+    lines += [TopLine(words, "yellow") for words in unasked]
     lines += _incidents(cases, max(3, height - len(lines)), width)
     if len(lines) > height:
         lines = [*lines[: height - 1], TopLine(f"and {len(lines) - height + 1} lines more", "dim")]
@@ -106,6 +117,8 @@ def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[TopLine]:
     if said := snapshot_age.in_words(run["rollback"]):
         lines.append(TopLine(f"{'':<{_LABEL}}{said}"))
     lines += _ranks(run["ranks"], width)
+    if run.get("job"):
+        lines += _job(run["job"])
     for gpu in run["gpus"]["devices"][:8]:
         lines.append(TopLine(f"gpu {gpu['gpu']:<{_LABEL - 4}}{', '.join(describe_gpu(gpu['values']))}"))
     if run["trouble"]:
@@ -177,6 +190,24 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
         lines.append(
             TopLine(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red")
         )
+    return lines
+
+
+def _job(job: Mapping[str, Any]) -> list[TopLine]:
+    """The nodes of the run's job, with their ranks: first those that are not heard, then those that are behind."""
+    stale = job_status.is_stale(job)
+    lines = [TopLine(f"{'job':<{_LABEL}}{job_status.describe_view(job)}", "yellow" if stale else "")]
+    nodes = sorted(job["nodes"], key=lambda node: (node["state"] == "alive", node["step"], node["node"]))
+    for node in nodes[:_NODES]:
+        ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else "no ranks"
+        words = f"{job_status.describe_node(job, node)}, {ranks}"
+        lines.append(TopLine(f"{'node ' + str(node['node']):<{_LABEL}}{words}", _STYLES.get(node["state"], "")))
+    if more := nodes[_NODES:]:
+        states = ", ".join(sorted({node["state"] for node in more}))
+        first, last = min(node["step"] for node in more), max(node["step"] for node in more)
+        lines.append(TopLine(f"{'':<{_LABEL}}and {len(more)} more nodes, {states}, at steps {first} to {last}"))
+    if missing := job_status.describe_missing(job):
+        lines.append(TopLine(f"{'':<{_LABEL}}{missing}", "yellow"))
     return lines
 
 

@@ -68,6 +68,7 @@ class LiveCollector(Collector):
             _rank_signals(watches),
             _layers(watches),
             _judgement(watches),
+            _jobs(watches),
             _notifications(watches),
             _devices(watches),
         )
@@ -206,6 +207,36 @@ def _judgement(watches: list[WatchedRun]) -> Iterator[Metric]:
     yield _gauge("rules", "Rules by state, an entity each.", ("run", "state"), states)
     evaluations = [((watch.run.run_id,), float(watch.incidents.evaluations)) for watch in watches]
     yield _counter("rule_evaluations", "Times that a rule was applied to a step.", ("run",), evaluations)
+
+
+def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
+    """Of jobs over several nodes. Every node says whether it hears the coordinator; what is of the whole job, the
+    coordinator says alone, so that a sum over nodes counts it once."""
+    jobs = [(w.run.run_id, w.membership.status()) for w in watches if w.membership is not None]
+    joined = [((run,), float(job["view"] in ("coordinator", "joined"))) for run, job in jobs]
+    what = "1 where this node hears the coordinator of the run's job, or is it; 0: it has a local view only."
+    yield _gauge("job_joined", what, ("run",), joined)
+    refused = [((run,), float(job["refused"])) for run, job in jobs]
+    yield _counter("job_messages_refused", "Messages of other nodes that were refused.", ("run",), refused)
+    led = [(run, job) for run, job in jobs if job["view"] == "coordinator"]
+    states = [
+        ((run, state), float(sum(node["state"] == state for node in job["nodes"])))
+        for run, job in led
+        for state in ("alive", "silent", "left")
+    ]
+    states += [((run, "never_heard"), float(job["expected"] - len(job["nodes"]))) for run, job in led]
+    yield _gauge("job_nodes", "Nodes of the job by state; from its coordinator.", ("run", "state"), states)
+    firing = Counter((run, incident["alert"]) for run, job in led for incident in job["incidents"])
+    what = "Incidents of the job that are open; from its coordinator. Those of one node are in incidents_firing, too."
+    yield _gauge("job_incidents_firing", what, ("run", "alert"), [(key, float(n)) for key, n in firing.items()])
+    steps = {run: [node["step"] for node in job["nodes"] if node["state"] == "alive"] for run, job in led}
+    reached = [((run,), float(min(known))) for run, known in steps.items()]
+    yield _gauge(
+        "job_step", "Step that all nodes that are heard have reached; from the coordinator.", ("run",), reached
+    )
+    lag = [((run,), float(max(known) - min(known))) for run, known in steps.items()]
+    what = "Steps by which the last of the nodes that are heard is behind the first; from the coordinator."
+    yield _gauge("job_lag_steps", what, ("run",), lag)
 
 
 def _notifications(watches: list[WatchedRun]) -> Iterator[Metric]:

@@ -80,6 +80,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the last 20."""
     goodput: float = math.nan
     """As `measure_goodput` has it; NaN: not known."""
+    job: tuple[str, ...] = ()
+    """Of a job over several nodes: its nodes, and what of them is not in the report, in words."""
 
 
 def report(history: History, *, over: bool = False) -> Report:

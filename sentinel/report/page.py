@@ -107,6 +107,8 @@ def summary(reports: Sequence[Report]) -> str:
         ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
     ]
+    if any(report.job for report in reports):
+        rows.append(("job", ["; ".join(report.job) or "on one node" for report in reports]))
     head = "".join(f"<th>{escape(report.run)}</th>" for report in reports)
     lines = "".join(
         f"<tr{TITLES.get(name, '')}><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
@@ -202,7 +204,7 @@ def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequenc
     rows = [
         ("since", f"step {case['first_step']}" + _describe_end(case)),
         ("when", _describe_time(case)),
-        ("where", ", ".join(layers[:5]) or ", ".join(f"{m['scope']} {m['name']}" for m in case.get("members", ())[:8])),
+        ("where", ", ".join(layers[:5]) or ", ".join(map(_describe_member, case.get("members", ())[:8]))),
         ("why", f"{diagnosis.get('cause', 'not known')} (confidence: {diagnosis.get('confidence', 'low')})"),
         ("evidence", "; ".join(diagnosis.get("evidence", ()))),
         ("missing", "; ".join(diagnosis.get("missing", ()))),
@@ -223,6 +225,10 @@ def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequenc
         f"<small>{escape(case['severity'])}, {escape(in_words(str(case['state'])))}, step {case['step']}</small></h3>"
         f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}{_fold(consequences)}</article>"
     )
+
+
+def _describe_member(member: Mapping[str, Any]) -> str:
+    return f"{member['scope']} {member['name']}" + (f" on node {member['node']}" if member.get("node") else "")
 
 
 def _fold(consequences: Sequence[str]) -> str:

@@ -145,6 +145,39 @@ def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node
             whole, said = shown("incidents", "show", "n1-0.1", of=daemon, monkeypatch=monkeypatch)
             assert "train.py" in whole["stacks"]["1"]
             assert said == ""
+            top, _ = shown("top", of=daemon, monkeypatch=monkeypatch)
+            assert [case["id"] for case in top["incidents"]] == ["n1-0.1"]
+            picture = CliRunner().invoke(cli, ["top", "--once"])
+            assert picture.exit_code == 1
+            assert "node 0     host0, alive, step 0, rank 0\nnode 1     host1, alive, step 1, rank 1" in picture.stdout
+            (report,), _ = shown("report", daemon.run()["history"], of=daemon, monkeypatch=monkeypatch)
+            assert [case["id"] for case in report["incidents"]] == ["n1-0.1"]
+            assert f"this is node {daemon.node} of 2: curves and ranks are its own" in report["job"][0]
+
+
+def test_the_coordinator_alone_has_the_figures_of_the_job(tmp_path: Path) -> None:
+    settings = tmp_path / "sentinel.toml"
+    settings.write_text("[daemon]\nhttp = 0\n")
+    with job(tmp_path, ("--config", str(settings)), nodes=2) as nodes:
+        for daemon in nodes:
+            daemon.rank.steps(0, [LOW] * (3 - daemon.node))
+        scrapes = [functools.partial(scrape, daemon) for daemon in nodes]
+        until(lambda: 'sentinel_job_lag_steps{run="job1"} 1.0' in scrapes[0](), "the coordinator to know the steps")
+        coordinator, node = (read() for read in scrapes)
+        for line in ('nodes{run="job1",state="alive"} 2.0', 'nodes{run="job1",state="silent"} 0.0',
+                     'step{run="job1"} 1.0'):  # fmt: skip
+            assert f"sentinel_job_{line}" in coordinator
+            assert f"sentinel_job_{line}" not in node
+        assert 'sentinel_job_joined{run="job1"} 1.0' in node
+        nodes[1].process.kill()
+        until(lambda: 'sentinel_job_nodes{run="job1",state="silent"} 1.0' in scrapes[0](), "node 1 to be missed")
+
+
+def scrape(daemon: NodeDaemon) -> str:
+    """Its metrics, by HTTP."""
+    state = paths.run_directory(f"{RUN}-{daemon.node}") / paths.STATE
+    http = json.loads(until(state.exists, "the state file") and state.read_text())
+    return httpx2.get(f"{http['http']}/metrics", headers={"Authorization": f"Bearer {http['token']}"}).text
 
 
 def test_a_hang_names_the_rank_and_the_node_that_never_came(

@@ -46,5 +46,12 @@ def test_of_two_nobody_can_tell() -> None:
     assert found.confidence == "medium"
 
 
+def test_of_two_halves_each_is_named() -> None:
+    found = diagnosis((7, 7, 7, 7), (8, 8, 9, 9))
+    assert found.cause == (
+        "ranks 0, 1 hold other parameters than ranks 2, 3, after step 1000; nothing shows which is right"
+    )
+
+
 def test_without_the_steps_it_is_not_known() -> None:
     assert diagnosis().cause == "not known"

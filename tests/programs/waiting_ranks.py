@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS] [ROUNDS]
 
-The last rank is the one; the first for what takes long with reason, or with `turns` all of them, each with something
-else. It prints `stalling` when it does, and hangs until FILE.0 is there; in the next round until FILE.1 is. What takes
-long takes SECONDS, and no file.
+The last rank is the one; with `node-drift` all of the last node; the first for what takes long with reason, or with
+`turns` all of them, each with something else. It prints `stalling` when it does, and hangs until FILE.0 is there; in
+the next round until FILE.1 is. What takes long takes SECONDS, and no file.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def half_way(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module
     elif kind == "evaluation" and rank == 0:
         tell()
         evaluate()
-    elif kind == "drift" and rank == dist.get_world_size() - 1:
+    elif (kind == "drift" and rank == dist.get_world_size() - 1) or (kind == "node-drift" and is_on_last_node()):
         tell()
         with torch.no_grad():
             model.get_parameter("module.2.weight")[0, 3] += 0.5
@@ -217,6 +217,10 @@ def half_way(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module
     elif kind in HANGS and rank == dist.get_world_size() - 1:
         tell()
         HANGS[kind]()
+
+
+def is_on_last_node() -> bool:
+    return dist.get_rank() >= dist.get_world_size() - int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def take_turns(slot: int, monitor: sentinel.Monitor) -> None:
@@ -237,7 +241,7 @@ def once(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module, op
     data = torch.randn(8 * rows, 16, generator=torch.Generator().manual_seed(rank))
     for step, (x,) in enumerate(DataLoader(TensorDataset(data), batch_size=8)):
         train(model, optimizer, x)
-        if step < STEPS // 2 or kind == "drift":
+        if step < STEPS // 2 or "drift" in kind:
             time.sleep(0.01)  # so that the heartbeat has shown the loop at work before a rank stalls
         if step == STEPS // 2:
             half_way(kind, number, monitor, model)

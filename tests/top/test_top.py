@@ -71,6 +71,28 @@ def test_a_rank_that_is_not_live_is_named() -> None:
     assert "rank 3 is silent at step 120, no progress for 42 s" in said
 
 
+def test_nodes_of_a_job_are_shown_with_their_ranks_first_those_that_are_not_heard() -> None:
+    nodes = [
+        {"node": n, "hostname": f"host{n}", "state": "silent" if n == 40 else "alive", "silent_seconds": 12.0,
+         "step": 90 if n == 7 else 120, "ranks": {str(rank): 120 for rank in range(8 * n, 8 * n + 8)}}
+        for n in range(64)
+    ]  # fmt: skip
+    job = {"view": "joined", "node": 3, "address": "host0:9478", "coordinator_silent_seconds": 0.1, "expected": 65,
+           "nodes": nodes}  # fmt: skip
+    lines = text([run(job=job)], [], width=100, height=40).splitlines()
+    first = lines.index("job        node 3, coordinator at host0:9478")
+    assert lines[first + 1] == "node 40    host40, silent for 12 s, step 120, ranks 320 to 327"
+    assert lines[first + 2] == "node 7     host7, alive, step 90, ranks 56 to 63"
+    assert lines[first + 9].strip() == "and 56 more nodes, alive, at steps 120 to 120"
+    assert lines[first + 10].strip() == "1 of 65 nodes not heard yet"
+
+
+def test_nodes_that_could_not_be_asked_are_named_by_top() -> None:
+    traces = Traces()
+    lines = frame([run()], [case()], traces, 80, 24, ["run gpt: not asked: node 2 (host2): silent for 12 s"])
+    assert ("run gpt: not asked: node 2 (host2): silent for 12 s", "yellow") in lines
+
+
 def test_a_gpu_is_shown_by_its_readings() -> None:
     values = {"gpu_utilization_ratio": 0.97, "gpu_memory_used_bytes": 61e9, "gpu_memory_total_bytes": 80e9}
     assert "gpu 0      97% busy, 61.0 of 80 GB" in text([run(gpus={"devices": [{"gpu": 0, "values": values}]})], [])

@@ -1,0 +1,106 @@
+"""Real ranks of torchrun on two nodes: what only shows between nodes is one page, which names the rank and its node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.job import SECRET, free_address
+from tests.hang.jobs import PROGRAM
+from tests.hang.processes import SOON
+from tests.notify.consumer import Consumer, consumer
+
+pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
+
+PAGE_SECONDS = 120.0
+"""For the first page: two starts of torch on a machine that others use."""
+QUIET_SECONDS = 10.0
+"""In which a second page would come: the receivers are told at once."""
+SETTINGS = (
+    "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\n[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'OPS'\n"
+)
+
+
+@contextlib.contextmanager
+def waiting_ranks(kind: str, root: Path, ops: Consumer, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """torchrun of `tests/programs/waiting_ranks.py` on two nodes, each with a daemon and a history of its own, killed
+    at the end. `ranks`: of each node."""
+    rules, settings, (master, meeting) = root / "soon.yaml", root / "sentinel.toml", (free_address(), free_address())
+    rules.write_text(SOON)
+    settings.write_text(SETTINGS)
+    nodes = []
+    for node in range(2):
+        torchrun = (
+            f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
+            f" --master-addr 127.0.0.1 --master-port {master.rpartition(':')[2]}"
+        )
+        environment = {
+            **os.environ, "SENTINEL_RULES": str(rules), "SENTINEL_CONFIG": str(settings), "OPS": ops.url,
+            "SENTINEL_RUNTIME": str(root / f"run{node}"), "SENTINEL_STATE": str(root / f"state{node}"),
+            "SENTINEL_CLUSTER": meeting, "SENTINEL_CLUSTER_SECRET": SECRET,
+        }  # fmt: skip
+        command = [sys.executable, *torchrun.split(), str(PROGRAM), kind, str(root / "go-on")]
+        nodes.append(subprocess.Popen(command, env=environment, cwd="/"))
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(node.pid).children(recursive=True):
+                    each.kill()  # ranks are sessions of their own
+            node.kill()
+            node.wait()
+
+
+@pytest.fixture
+def ops() -> Iterator[Consumer]:
+    with consumer() as made:
+        yield made
+
+
+def collect_pages(ops: Consumer) -> list[dict[str, Any]]:
+    """The first, and what comes soon after it."""
+    found = [ops.received.get(timeout=PAGE_SECONDS)]
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(ops.received.get(timeout=QUIET_SECONDS))
+    return found
+
+
+def test_a_rank_of_the_other_node_that_never_comes_is_one_page_with_its_name(
+    ops: Consumer, private_places: Path
+) -> None:
+    with waiting_ranks("user-code", private_places, ops, ranks=2):
+        (page,) = collect_pages(ops)
+    (alert,) = page["alerts"]
+    assert alert["labels"]["alertname"] == "Hang"
+    assert "rank 3 never came to all_reduce of" in str(alert)
+    assert "in wait_for_the_file; rank 3 is on node 1" in str(alert)
+
+
+def test_a_rank_that_dies_on_the_other_node_is_the_cause_of_the_one_page(ops: Consumer, private_places: Path) -> None:
+    with waiting_ranks("killed", private_places, ops, ranks=2):
+        pages = collect_pages(ops)
+    assert len({page["groupKey"] for page in pages}) == 1
+    first = pages[0]["alerts"][0]
+    assert first["labels"]["alertname"] == "RankLost"
+    assert "rank 3 was ended by SIGKILL" in str(first)
+    assert "(node 1)" in str(first)
+
+
+def test_replicas_that_differ_between_nodes_alone_are_found(ops: Consumer, private_places: Path) -> None:
+    with waiting_ranks("node-drift", private_places, ops, ranks=2):
+        (page,) = collect_pages(ops)
+    (alert,) = page["alerts"]
+    assert alert["labels"]["alertname"] == "ReplicaDivergence"
+    assert "ranks 0, 1 hold other parameters than ranks 2, 3, after step" in str(alert)
