@@ -52,6 +52,7 @@ class KnownNode:
             attempt=pulse.attempt,
             step=pulse.step,
             ranks=pulse.ranks,
+            work=pulse.work,
         )
 
 

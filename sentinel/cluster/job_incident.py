@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import msgspec
 
@@ -233,6 +234,13 @@ class JobIncidents:
         for identity in ended[: max(len(ended) - ENDED, 0)]:
             if identity not in self._changed:
                 del self._incidents[identity]
+
+
+class CauseFinder(Protocol):
+    """Finds the causes of the job's incidents that ranks of all nodes decide."""
+
+    def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
+        """Ask the ranks, and have the incident explained. It is kept from people for a few seconds."""
 
 
 def _list_nodes(node: int, case: Case) -> list[int]:

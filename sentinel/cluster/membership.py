@@ -19,7 +19,7 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.inquiry import Inquiry
-from sentinel.cluster.job_incident import JobIncident, JobIncidents
+from sentinel.cluster.job_incident import CauseFinder
 from sentinel.cluster.messages import (
     Beat,
     ClusterMessage,
@@ -29,6 +29,7 @@ from sentinel.cluster.messages import (
     NodeState,
     Pulse,
     RollbackOrder,
+    WorkReport,
     decode,
     encode,
 )
@@ -37,6 +38,7 @@ from sentinel.cluster.questions import IncidentView
 from sentinel.cluster.relay import RelayedRollback
 from sentinel.cluster.restart import JobMember
 from sentinel.cluster.rollback import JobRollbacks
+from sentinel.cluster.work import WorkExchange, find_work_elsewhere
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
@@ -101,13 +103,6 @@ class JobJudge(Protocol):
         """The run is over: judge what is there."""
 
 
-class CauseFinder(Protocol):
-    """Finds the causes of the job's incidents that ranks of all nodes decide."""
-
-    def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
-        """Ask the ranks, and have the incident explained. It is kept from people for a few seconds."""
-
-
 def count_nodes(identity: wire.Identity) -> int:
     """Nodes that the job has ranks on, as far as the launcher says."""
     return -(-identity.world_size // (identity.local_world_size or identity.world_size))
@@ -146,6 +141,7 @@ class Membership:
         """Of a node that is not the coordinator."""
         self.judge: JobJudge | None = None
         """Of the coordinator."""
+        self.work: WorkExchange | None = None
         self.cause_finder: CauseFinder | None = None
         """Of the coordinator."""
         self._order: wire.Order | None = None
@@ -307,6 +303,7 @@ class Membership:
             self._ending = None
         self._roll_back(now)
         self._send()
+        self._note_work(now)
         self._carry_out_order(now)
         if self._coordinator is None:
             if self.reporter is not None:
@@ -339,7 +336,7 @@ class Membership:
                 node=own.node, incarnation=own.incarnation, hostname=own.hostname, attempt=own.attempt, step=own.step,
                 ranks=own.ranks, last=self._node.last, leaving=leaving,
                 epoch=self._node.beat.epoch if self._node.beat else 0, job=self._supervisor.find_report(),
-                rollback=self._report_rollback(),
+                rollback=self._report_rollback(), work=own.work,
             )  # fmt: skip
         with contextlib.suppress(Exception):  # the next one repeats it
             self._session.publish(encode(message))
@@ -434,7 +431,16 @@ class Membership:
             attempt=attempt.number,
             step=attempt.last_seq + attempt.step_offset,
             ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
+            work=self.work.report(time.monotonic()) if self.work is not None else WorkReport(),
         )
+
+    def _note_work(self, now: float) -> None:
+        """Let this node know what the ranks of others do, as far as it hears of them."""
+        states, heard = self.list_nodes(), now
+        if self._coordinator is None and self._node.beat is not None:
+            states, heard = self._node.beat.nodes, self._node.heard
+        if self.work is not None:
+            self.work.note(*find_work_elsewhere(states, self.node, self._run.attempt.number, heard))
 
     def _tell_job(self, now: float, *, leaving: bool = False) -> None:
         """The job's incidents that changed, and those of which a silence began or ended."""

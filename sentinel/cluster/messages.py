@@ -91,6 +91,15 @@ class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that see signs for which no rank is to take a snapshot."""
 
 
+class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks of other nodes may be waiting for: one that does what takes long with reason."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Since a rank of the node was last seen at work; None: none is."""
+    patience: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds without progress that one of its ranks is granted for what it does, and those who wait for it."""
+
+
 class Pulse(ClusterMessage, frozen=True, kw_only=True):
     """Once a second from a node: that it is there, how far it is, and the number of its last event."""
 
@@ -111,6 +120,7 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     job: wire.JobReport | None = None
     """How the job stands there, which is the answer to an order; None: no supervisor says."""
     rollback: NodeRollback | None = None
+    work: WorkReport = WorkReport()
 
 
 class NodeCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +168,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Integer
     step: Integer
     ranks: Annotated[dict[Name, Integer], _RANKS] = {}
+    work: WorkReport = WorkReport()
 
 
 class OpenIncident(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,13 @@
-"""Whether the nodes of a run's job meet."""
+"""Whether the nodes of a run's job meet, and what of the run takes part in it."""
 
 from __future__ import annotations
 
 import functools
+import math
 
 from sentinel import wire
 from sentinel.cluster.membership import Membership, NodeSupervisor, count_nodes
+from sentinel.cluster.messages import WorkReport
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
 from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
@@ -14,6 +16,23 @@ from sentinel.daemon.job_views import serve_job
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError
+
+
+class RanksAtWork:
+    """Of one run's present attempt: what its ranks do, and what those of other nodes do, for whom these may wait."""
+
+    def __init__(self, watch: WatchedRun) -> None:
+        self._watch = watch
+
+    def report(self, now: float) -> WorkReport:
+        """What this node's ranks do."""
+        stalls = self._watch.ingest.stalls
+        seconds = max(now - stalls.worked, 0.0) if math.isfinite(stalls.worked) else None
+        return WorkReport(seconds=seconds, patience=stalls.patience)
+
+    def note(self, moment: float, patience: float) -> None:
+        """What the ranks of other nodes do."""
+        self._watch.ingest.stalls.note_work_elsewhere(moment, patience)
 
 
 def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, supervision: Supervision) -> None:
@@ -35,6 +54,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
             watch.actions.find_relay,
         )  # fmt: skip
         serve_job(watch, watch.membership)
+        watch.membership.work = RanksAtWork(watch)
         watch.membership.cause_finder = JobCauses(watch, watch.membership)
         watch.actions.pass_on = watch.membership.pass_on_rollback
         if identity.node == 0:

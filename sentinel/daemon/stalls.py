@@ -76,6 +76,10 @@ class StallDetector:
         """Ranks that ended as they were meant to."""
         self._excused: dict[int, float] = {}
         """When a rank last had another one to wait for."""
+        self.worked, self.patience = -math.inf, 0.0
+        """When one of these ranks was last seen at work; the limit of one that is granted longer."""
+        self._worked_elsewhere, self._patience_elsewhere = -math.inf, 0.0
+        """The same of the ranks of other nodes."""
 
     @property
     def restless(self) -> bool:
@@ -95,6 +99,10 @@ class StallDetector:
             alone=identity.world_size == 1,
             timeout=timeout if isinstance(timeout, int | float) else 0.0,
         )
+
+    def note_work_elsewhere(self, moment: float, patience: float) -> None:
+        """When a rank of another node was last seen at work, and the limit of one there that is granted longer."""
+        self._worked_elsewhere, self._patience_elsewhere = moment, patience
 
     def drop_rank(self, rank: Rank) -> Observation | None:
         """A rank's connection ended: it stalls no more, whatever became of it."""
@@ -211,10 +219,13 @@ class StallDetector:
                 if other and stall.seconds > NOTICEABLE_SECONDS:
                     self._incidents.add_stacks()  # it computes, and a moment later it is known to hold the GIL
         working = sorted(((_find_last_work(rank, now), rank.identity.rank) for rank in found), reverse=True)[:2]
-        patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
+        self.worked = working[0][0] if working else -math.inf
+        self.patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
+        patience = max(self.patience, self._patience_elsewhere)
         for rank in found:
             number = rank.identity.rank
             excused = next((moment for moment, worker in working if worker != number), -math.inf)
+            excused = max(excused, self._worked_elsewhere)
             self._excused[number] = max(self._excused.get(number, -math.inf), excused)
             seconds = min(rank.stall.seconds, now - self._excused[number])
             rank.stall = rank.stall._replace(seconds=seconds, limit=max(rank.stall.limit, patience))

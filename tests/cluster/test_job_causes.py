@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -14,7 +15,8 @@ import pytest
 from sentinel import wire
 from sentinel.cluster.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.job_incident import JobIncidents
-from sentinel.cluster.messages import Events, NodeCase, Pulse
+from sentinel.cluster.messages import Events, NodeCase, NodeState, Pulse, WorkReport
+from sentinel.cluster.work import find_work_elsewhere
 from sentinel.daemon.job_standstill import Positions, explain_over_nodes
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
@@ -27,6 +29,7 @@ from tests.daemon.test_stalls import BEAT
 from tests.diagnose.test_collectives import entry, upto
 from tests.hang.processes import SOON
 from tests.notify.consumer import Consumer, consumer
+from tests.waiting import until
 
 IN_USER_CODE = """\
 Current thread 0x0000000000000001 (most recent call first):
@@ -183,6 +186,19 @@ def test_what_comes_long_after_on_another_node_is_a_problem_of_its_own() -> None
     assert [case.problem_id for case in incidents.take_changes()] == ["n1-0.1", "n0-0.1"]
 
 
+def test_who_works_is_known_of_other_nodes_of_the_same_attempt() -> None:
+    def state(node: int, seconds: float | None, silent: float = 0.0, attempt: int = 2) -> NodeState:
+        return NodeState(
+            node=node, hostname="h", incarnation=1, applied=0, state="silent" if silent else "alive",
+            silent_seconds=silent, attempt=attempt, step=0, work=WorkReport(seconds=seconds, patience=100.0 + node),
+        )  # fmt: skip
+
+    states = [state(0, 0.0), state(1, None), state(2, 3.0), state(3, 0.0, silent=20.0), state(4, 0.0, attempt=1)]
+    assert find_work_elsewhere(states, 0, 2, 50.0) == (47.0, 102.0)
+    assert find_work_elsewhere(states, 2, 2, 50.0) == (50.0, 101.0)
+    assert find_work_elsewhere(states[1:2], 0, 2, 50.0) == (-math.inf, 101.0)
+
+
 @pytest.fixture
 def ops() -> Iterator[Consumer]:
     with consumer() as made:
@@ -212,9 +228,10 @@ def pages() -> Iterator[list[int]]:
         os.close(page)
 
 
-def beat(pages: list[int], *, progressed: float) -> None:
+def beat(pages: list[int], *, progressed: float, paused: int = 0) -> None:
     for page in pages:
-        os.pwrite(page, pack_heartbeat(BEAT._replace(beat=time.monotonic() + 600.0, progressed=progressed)), 0)
+        found = BEAT._replace(beat=time.monotonic() + 600.0, progressed=progressed, paused=paused)
+        os.pwrite(page, pack_heartbeat(found), 0)
 
 
 @pytest.mark.processes
@@ -229,6 +246,29 @@ def test_the_page_of_a_hang_names_the_rank_of_another_node(
         assert alert["labels"]["alertname"] == "Hang"
         assert WAITING in str(alert)
         assert "rank 2 is on node 2 (host2)" in str(alert)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_that_wait_for_one_of_another_node_in_a_phase_do_not_hang_until_that_stands_too(
+    ops: Consumer, options: tuple[str, ...], pages: list[int], tmp_path: Path
+) -> None:
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    (tmp_path / "rules.yaml").write_text(SOON.replace("> 3", "> 15"))  # nodes hear of each other once a second or two
+    with job(tmp_path, options, 2, pages[:2]) as nodes, answering(*nodes):
+        beat(pages[:1], progressed=time.monotonic(), paused=1)
+        beat(pages[1:], progressed=time.monotonic() + 10.0)  # by when node 1 knows what rank 0 does
+
+        def find_stall() -> dict[str, float]:
+            (rank,) = nodes[1].run()["ranks"]
+            stall: dict[str, float] = rank["stall"]
+            return stall
+
+        until(lambda: find_stall()["quiet_seconds"] > 20.0, "rank 1 to be quiet for longer than the rule allows")
+        assert find_stall()["seconds"] < 15.0
+        assert [(case["alert"], case["summary"], case["state"]) for case in nodes[1].cases()] == []
+        beat(pages[:1], progressed=time.monotonic())
+        assert ops.next()["alerts"][0]["labels"]["alertname"] == "Hang"
 
 
 @pytest.mark.processes

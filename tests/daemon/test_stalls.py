@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -168,3 +169,31 @@ def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress(n
             os.pwrite(page, pack_heartbeat(beats[rank]._replace(beat=now, place=place)), 0)
         node.stalls.tick(now)
     assert node.attempt.ranks[0].stall.seconds == pytest.approx(102.3 - 100.2)
+
+
+def test_who_waits_for_a_rank_of_another_node_that_works_does_not_stand_still(node: Node) -> None:
+    for now in range(101, 120):
+        node.beat(beat=float(now))
+        node.stalls.note_work_elsewhere(now - 0.5, 0.0)
+        node.stalls.tick(float(now))
+    stall = node.attempt.ranks[0].stall
+    assert (stall.quiet, stall.seconds) == (19.0, 0.5)
+    node.stalls.note_work_elsewhere(-math.inf, 900.0)
+    node.beat(beat=130.0)
+    node.stalls.tick(130.0)
+    stall = node.attempt.ranks[0].stall
+    assert (stall.seconds, stall.limit) == (11.5, 900.0)
+
+
+def test_what_its_own_ranks_do_is_known_to_other_nodes(node: Node) -> None:
+    node.beat(beat=100.4)
+    node.stalls.tick(100.4)
+    assert node.stalls.worked == pytest.approx(100.0)
+    for now in range(102, 107):  # a moment passes before it is known what its thread does
+        node.beat(beat=float(now))
+        node.stalls.tick(float(now))
+    assert node.attempt.ranks[0].stall.seconds == 6.0
+    assert node.stalls.worked == -math.inf
+    node.beat(beat=107.0, paused=1)
+    node.stalls.tick(107.0)
+    assert node.stalls.worked == 107.0
