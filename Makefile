@@ -14,16 +14,22 @@ FIRST ?= 0
 # Else every process that a test starts would compile all of the source again, and every worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow proof check fix docs site pictures clean
+.PHONY: demo test slow all-tests proof check fix docs site pictures clean
 
 demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
 
+PYTEST = $(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal --sample-seed $(SEED) --durations 12
+
 test: $(READY)
-	$(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal --sample-seed $(SEED) --durations 12 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal --sample-seed $(SEED) --durations 12 -m slow
+	$(PYTEST) -m slow
+
+# Both in one go, as CI runs them: collected once, and what waits stands beside what computes.
+all-tests: $(READY)
+	$(PYTEST)
 
 proof: $(READY)
 	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(or $(WORKERS),2) --first $(FIRST)

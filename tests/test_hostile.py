@@ -22,6 +22,7 @@ from sentinel.toolkit.postmortem.files import remains
 from tests.daemon.simulated import SimulatedRank
 from tests.waiting import until
 from tests.web.conftest import Served, served, settings
+from tests.zygote import DAEMON, run_fork
 
 __all__ = ["served", "settings"]
 
@@ -30,7 +31,7 @@ LAYER = "</svg><script>alert(3)</script>\x1b[2J"
 
 
 def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "sentinel", *arguments], capture_output=True, text=True, cwd="/tmp")
+    return run_fork([sys.executable, "-m", "sentinel", *arguments], DAEMON, cwd="/tmp")
 
 
 @pytest.mark.processes

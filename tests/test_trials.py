@@ -22,6 +22,7 @@ from sentinel.node import paths
 from sentinel.store import History
 from tests.second_user import NOBODY, other_python
 from tests.test_main_job import daemon_gone
+from tests.zygote import TRAINING, ForkedProcess, start_zygote
 
 pytestmark = pytest.mark.processes
 
@@ -34,7 +35,8 @@ def begun(
     command = [*prefix, sys.executable, str(PROGRAM), str(steps), str(wait), *([str(until)] if until else [])]
     kept = {**os.environ, **environment}
     kept = {name: value for name, value in kept.items() if value != "unset"}
-    return subprocess.Popen(command, env=kept, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    how: dict[str, Any] = {"env": kept, "cwd": "/", "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **how) if prefix else ForkedProcess(command, zygote=start_zygote(TRAINING), **how)
 
 
 def done(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, Any], str]:

@@ -11,6 +11,7 @@ import pytest
 
 from sentinel import wire
 from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.zygote import DAEMON, run_fork
 
 pytestmark = pytest.mark.processes
 
@@ -18,7 +19,7 @@ RULES = "group: mine\nrules:\n  - alert: High\n    expr: loss > {limit}\n"
 
 
 def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "sentinel", *arguments], cwd="/", capture_output=True, text=True)
+    return run_fork([sys.executable, "-m", "sentinel", *arguments], DAEMON, cwd="/")
 
 
 def test_a_changed_rule_is_in_force_and_a_mistake_is_said(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from sentinel import wire
 from sentinel.node import paths
+from tests.zygote import DAEMON, ForkedProcess, start_zygote
 
 Message = TypeVar("Message")
 
@@ -106,7 +107,8 @@ def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator
     directory = paths.run_directory(run_id)
     path = paths.socket_path(directory)
     command = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", "--directory", str(directory), *options]
-    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, env={**os.environ, **limits})
+    how = {"zygote": start_zygote(DAEMON), "stderr": subprocess.PIPE, "env": {**os.environ, **limits}}
+    process = ForkedProcess(command, cwd="/", **how)
     try:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not _listens(path):

@@ -20,6 +20,7 @@ from sentinel.actions.rollback import WAITS
 from sentinel.node import paths
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.zygote import DAEMON, run_fork
 
 pytestmark = pytest.mark.processes
 
@@ -29,8 +30,7 @@ TERMS = wire.RollbackTerms(every=50, keep=4, margin=20, budget=1)
 
 
 def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sentinel", *arguments]
-    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    return run_fork([sys.executable, "-m", "sentinel", *arguments], DAEMON, cwd="/", timeout=60)
 
 
 def test_a_nan_is_told_at_once_and_kept() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,16 @@ from sentinel.node.question import ask_daemon
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.programs import straggling
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.slow
 def test_the_rank_that_keeps_the_others_waiting(private_places: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "SENTINEL_RUN_ID": "s"}
-    done = subprocess.run([*torchrun, "-m", straggling.__name__], env=environment, capture_output=True, text=True)
+    done = run_fork([*torchrun, "-m", straggling.__name__], RANKS, env=environment)
     assert done.returncode == 0, done.stderr
     histories = sorted(paths.histories(), key=lambda path: path.stem)
     assert len(histories) == len(straggling.WAYS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,16 @@ import pytest
 from sentinel.node import paths
 from sentinel.store import History
 from tests.programs import poisoned_ranks
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def test_ddp_names_the_batch_and_fsdp_says_why_nothing_was_run_again(private_places: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [*torchrun, "-m", poisoned_ranks.__name__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    done = run_fork(command, RANKS, env=environment, timeout=90)
     assert done.returncode == 0, done.stderr  # neither way it hangs
     found = cases()
     ddp, fsdp = found["poisoned ddp"], found["poisoned fsdp"]

@@ -23,6 +23,7 @@ from tests.faults import utilization
 from tests.faults.fault import LATE_SECONDS, Fault
 from tests.faults.train import faults
 from tests.notify.pages import Paged, paged
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
@@ -123,11 +124,11 @@ def trained(
     family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str], how: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """What the training process says of each run, by the run's name."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if family == "jobs" else []
-    command = [sys.executable, *torchrun, "-m", "tests.faults.train", family, "--seed", str(seed)]
+    launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if family == "jobs" else [sys.executable]
+    command = [*launch, "-m", "tests.faults.train", family, "--seed", str(seed)]
     command += ["--address", address, "--only", ",".join(ids), *how]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
+    done = run_fork(command, RANKS, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "internal fault" not in done.stderr, done.stderr[-4000:]
     return {run["run"]: run for run in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.M))}

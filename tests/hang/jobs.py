@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from sentinel.node import paths
 from sentinel.store import History
 from tests.hang.processes import SOON, ask
 from tests.waiting import until
+from tests.zygote import RANKS, TORCHRUN, ForkedProcess, start_zygote
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "waiting_ranks.py"
 RUN_ID = "h-ranks"
@@ -56,10 +56,10 @@ def job(
     file, release = folder / "soon.yaml", folder / "go-on"
     file.write_text(rules)
     environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(file)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", str(world)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [*torchrun, str(PROGRAM), kind, str(release), str(seconds), str(rounds)]
-    with subprocess.Popen(command, env=environment, cwd="/", **pipes) as process:
+    with ForkedProcess(command, zygote=start_zygote(RANKS), env=environment, cwd="/", **pipes) as process:
         try:
             running = Job(process, release)
             running.stall()

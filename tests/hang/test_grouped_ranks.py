@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from sentinel.cli import cli
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -29,10 +28,10 @@ CAUSES = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", CAUSES)
 def test_the_cause_is_in_the_records(kind: str, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*torchrun, PROGRAM, kind, tmp_path], env=environment, capture_output=True, timeout=120)
-    assert len(list(tmp_path.glob("trace_rank_*.json"))) == 4, ran.stderr.decode()
+    ran = run_fork([*torchrun, PROGRAM, kind, tmp_path], RANKS, env=environment, timeout=120)
+    assert len(list(tmp_path.glob("trace_rank_*.json"))) == 4, ran.stderr
     shown = CliRunner().invoke(cli, ["hang", str(tmp_path), "--json"])
     found = json.loads(shown.output)
     assert CAUSES[kind] in found["cause"], found

@@ -20,6 +20,7 @@ from sentinel.node import paths
 from sentinel.store import History
 from tests.hang.processes import SOON, WAIT_SECONDS, ask
 from tests.waiting import until
+from tests.zygote import TRAINING, ForkedProcess, start_zygote
 
 pytestmark = pytest.mark.processes
 
@@ -73,7 +74,7 @@ def stalling(kind: str, folder: Path, rules: str = SOON) -> Iterator[Run]:
     environment = {**os.environ, "SENTINEL_RUN_ID": f"h-{kind}", "SENTINEL_RULES": str(file)}
     command = [sys.executable, str(STALLING), kind]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, cwd="/", **pipes) as process:
+    with ForkedProcess(command, zygote=start_zygote(TRAINING), env=environment, cwd="/", **pipes) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "stalling\n"

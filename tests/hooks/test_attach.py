@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sentinel.hooks.session import registry
 from sentinel.hooks.transport import daemon_launcher
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, fit, model, sgd
+from tests.zygote import TRAINING, run_fork
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -324,7 +324,7 @@ loop.run(30)
 )
 def test_goodbye(end: str, status: int, goodbye: wire.Goodbye | None, daemon: FakeDaemon) -> None:
     """All that was queued arrives, and how the process ended; a process that is cut off says nothing."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(end=end)], check=False, capture_output=True, text=True)
+    done = run_fork([sys.executable, "-c", SCRIPT.format(end=end)], TRAINING)
     assert done.returncode == status, done.stderr
     daemon.wait(lambda: daemon.hung_up)
     assert daemon.of(wire.Goodbye) == ([] if goodbye is None else [goodbye])

@@ -14,19 +14,20 @@ import pytest
 from sentinel import wire
 from sentinel.text import describe_incidents, format_duration, name_reached
 from tests.hooks.conftest import FakeDaemon
+from tests.zygote import TRAINING, run_fork
 
 SCRIPT = """
 import os, sys, torch, sentinel
 from torch.utils.data import DataLoader, TensorDataset
 
-def train(steps=150, bad=None, watch=None, **options):
+def train(steps=150, bad=None, watch=None, workers=0, **options):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
     monitor = sentinel.attach(model, optimizer, run="short", **options)
     while monitor.state in ("looking for the daemon", "saying hello"):
         if watch is None:
             break
-    loader = DataLoader(TensorDataset(torch.randn(steps * 4, 8)), batch_size=4, num_workers=1)
+    loader = DataLoader(TensorDataset(torch.randn(steps * 4, 8)), batch_size=4, num_workers=workers)
     for step, (batch,) in enumerate(loader):
         loss = model(batch).pow(2).mean() * (float("nan") if step == bad else 1.0)
         optimizer.zero_grad()
@@ -53,8 +54,11 @@ def _untimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(end: str, *prefix: str, **environment: str) -> list[str]:
     """The lines on how the run ended. `prefix`: a command that runs the script's."""
-    command = [*prefix, sys.executable, "-c", SCRIPT + end]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    command, variables = [sys.executable, "-c", SCRIPT + end], {**os.environ, **environment}
+    if prefix:
+        done = subprocess.run([*prefix, *command], capture_output=True, text=True, env=variables)
+    else:
+        done = run_fork(command, TRAINING, env=variables)
     return re.findall(r"^sentinel: (run 'short' .*ended.*|.*ended.*run 'short'.*)$", done.stderr, re.MULTILINE)
 
 
@@ -63,7 +67,10 @@ def said(end: str, *prefix: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        ("kept = train(watch=True)", "ended after 150 steps in .* s: no incidents. Details: sentinel last short-"),
+        (
+            "kept = train(watch=True, workers=1)",
+            "after 150 steps in .* s: no incidents. Details: sentinel last short-",
+        ),
         ("kept = train(bad=100, watch=True)", r"150 steps in .*: \d critical \(NonFiniteLoss at step 100\)"),
         ("train(watch=True, step=1000)", "ended at step 1,149 in .*: no incidents"),
         ("kept = train(watch=True); kept[2].detach(); kept[2].detach()", "150 steps in .*: no incidents"),

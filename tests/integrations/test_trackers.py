@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from sentinel import wire
 from sentinel.toolkit import logs
 from tests.hooks.conftest import FakeDaemon
 from tests.programs import tracked
+from tests.zygote import TRAINING, run_fork
 
 ALERT = {
     "event": "fired", "alert": "NonFiniteLoss", "severity": "critical", "summary": "loss is nan at step 3", "step": 3,
@@ -33,7 +33,7 @@ LOSSES = [1.0 / (step + 1) for step in range(12)]
 def run_script(folder: Path, *arguments: str, **environment: str) -> str:
     command = [sys.executable, str(Path(tracked.__file__)), *arguments]
     variables = {**os.environ, **OFFLINE, **environment}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    done = run_fork(command, TRAINING, cwd=folder, env=variables)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

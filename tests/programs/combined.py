@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +16,7 @@ from sentinel import wire
 from sentinel.runs import Run
 from sentinel.runs.steps import RunStep
 from tests.programs import ranks
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 WORLD = 2
 Layer = tuple[float, float, float]
@@ -37,9 +36,9 @@ class Expected(NamedTuple):
 
 def torchrun(module: str, folder: Path, ways: Sequence[str]) -> None:
     """One job for all ways: starting it costs more than what it does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "-m", module]
+    command = [*TORCHRUN, "--nproc-per-node", str(WORLD), "-m", module]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([*command, str(folder), *ways], env=environment, capture_output=True, text=True)
+    done = run_fork([*command, str(folder), *ways], RANKS, env=environment)
     assert done.returncode == 0, done.stderr
     assert "internal fault" not in done.stderr, done.stderr
 

@@ -10,6 +10,7 @@ import pytest
 
 from sentinel.node import paths
 from sentinel.store import History
+from tests.zygote import TRAINING, run_fork
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -17,7 +18,7 @@ PROGRAM = Path(__file__).parent.parent / "programs" / "curriculum.py"
 
 
 def run(how: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(PROGRAM), how], cwd="/", capture_output=True, text=True, timeout=200)
+    return run_fork([sys.executable, PROGRAM, how], TRAINING, cwd="/", timeout=200)
 
 
 def incidents() -> list[str]:

@@ -3,7 +3,6 @@ has one of its own."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from sentinel.hooks.snapshot import host_buffer
 from sentinel.hooks.snapshot.host_buffer import copy_bytes, copy_strided
+from tests.zygote import TRAINING, run_fork
 
 ROOT = Path(__file__).parents[2]
 BEGUN = """
@@ -43,7 +43,7 @@ print(*sorted(said), sep="\\n")
 def begun(line: str, weight: str) -> set[str]:
     """What became of snapshots, during which the loop did this."""
     code = BEGUN.replace("{line}", line).replace("{weight}", weight)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = run_fork([sys.executable, "-c", code], TRAINING, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines())
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from sentinel.hooks.snapshot import directory
 from tests.programs import rolling
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 WAYS = {2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
 JOB_SECONDS = 280
@@ -27,15 +26,14 @@ def job(world: int, folder: Path, *tasks: str) -> None:
     """Ranks of torchrun that do these, one after the other."""
     rules = folder / "rules.yaml"
     rules.write_text(rolling.RULES)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    done = subprocess.run(
+    launch = [*TORCHRUN, "--standalone", "--nproc-per-node", str(world)]
+    done = run_fork(
         [*launch, "-m", rolling.__name__, *tasks],
+        RANKS,
         env={
             **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RULES": str(rules),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         },
-        capture_output=True,
-        text=True,
         timeout=JOB_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.zygote import RANKS, TORCHRUN, run_fork
 
 WAYS = ("zero", "fsdp")
 
@@ -17,12 +17,11 @@ WAYS = ("zero", "fsdp")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_state_of_ranks_is_local_and_comes_back_to_the_bit(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    done = run_fork(
         [*launch, "-m", "tests.programs.sharded_state", str(tmp_path), *WAYS],
+        RANKS,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import pytest
 from sentinel.node import paths
 from sentinel.store import History
 from tests.programs import stopping
+from tests.zygote import DAEMON, RANKS, TORCHRUN, run_fork
 
 PROGRAM = Path(stopping.__file__)
 JOB_SECONDS = 200
 """Processes that load torch on two busy cores."""
-RUN = ["-m", "sentinel", "run", "--restarts", "3", "--pause", "0.1", "--", sys.executable]
+RUN = [sys.executable, "-m", "sentinel", "run", "--restarts", "3", "--pause", "0.1", "--"]
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(JOB_SECONDS + 60)]
 
@@ -29,12 +29,11 @@ class Stopped:
     def __init__(self, folder: Path, *words: str, ranks: int = 0, run: bool = False, restarts: int = 0) -> None:
         rules = folder / "rules.yaml"
         rules.write_text(stopping.RULES)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        launch += ["--max-restarts", str(restarts)]
-        command = [sys.executable, *(RUN if run else []), *(launch if ranks else []), str(PROGRAM), str(folder), *words]
+        launch = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+        command = [*(RUN if run else []), *(launch if ranks else [sys.executable]), str(PROGRAM), str(folder), *words]
         environment = {**os.environ, "SENTINEL_RULES": str(rules), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS)
+        done = run_fork(command, DAEMON if run else RANKS, env=environment, timeout=JOB_SECONDS)
         self.status, self.stderr = done.returncode, done.stderr
         self.said = " ".join(done.stderr.split())
         self.ranks = [self._load(folder, 0, rank) for rank in range(max(ranks, 1))]

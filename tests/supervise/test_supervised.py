@@ -24,6 +24,7 @@ from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History
 from tests.waiting import until
+from tests.zygote import DAEMON, TORCHRUN, run_fork
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a machine that others use
 
@@ -47,10 +48,10 @@ class Done:
         folder.mkdir()
         rules.write_text(SOON)
         memory = _shared_memory()
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-        command = [*RUN, *options, "--", sys.executable, *torchrun, str(PROGRAM), str(folder), *words]
+        launch = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
+        command = [*RUN, *options, "--", *launch, str(PROGRAM), str(folder), *words]
         environment = {**os.environ, "SENTINEL_RULES": str(rules), "COLUMNS": "80"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        done = run_fork(command, DAEMON, env=environment, timeout=LIMIT_SECONDS)
         self.status, self.output, self.stderr = done.returncode, done.stdout, done.stderr
         last = folder / f"starts.{max(ranks - 1, 0)}"
         self.starts = [tuple(map(int, line.split())) for line in last.read_text().splitlines()]

@@ -17,6 +17,7 @@ import pytest
 
 from sentinel.cli.top_frame import Traces, frame, sparkline
 from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.zygote import DAEMON, run_fork
 
 
 def run(**more: Any) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def test_in_a_real_terminal_it_shows_a_live_run_and_q_ends_it() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as one:
         one.hello()
         one.steps(0, [3.0, 2.5, 2.0])
-        plain = subprocess.run([sys.executable, "-m", "sentinel", "top", "--json"], capture_output=True, text=True)
+        plain = run_fork([sys.executable, "-m", "sentinel", "top", "--json"], DAEMON)
         assert json.loads(plain.stdout)["runs"][0]["run"] == "train"
         process, terminal = _in_a_terminal("top", "--interval", "0.2")
         shown = _until(terminal, "train (r1)")
@@ -198,6 +199,6 @@ def _rest(terminal: int) -> str:
 
 
 def test_where_nothing_is_watched_it_says_so_and_ends_with_1() -> None:
-    done = subprocess.run([sys.executable, "-m", "sentinel", "top"], capture_output=True, text=True)
+    done = run_fork([sys.executable, "-m", "sentinel", "top"], DAEMON)
     assert done.returncode == 1
     assert "No run is watched" in done.stdout

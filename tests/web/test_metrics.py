@@ -44,6 +44,7 @@ from tests.daemon.simulated import SimulatedRank
 from tests.run_parts import watch_run
 from tests.waiting import until
 from tests.web.conftest import Served
+from tests.zygote import TRAINING, ForkedProcess, start_zygote
 
 LASTING = Path(__file__).parent.parent / "programs" / "lasting.py"
 PACE = wire.Pace(
@@ -332,7 +333,8 @@ def asked(api: str, query: str) -> list[dict[str, Any]]:
 @pytest.mark.processes
 def test_a_real_prometheus_scrapes_a_real_run(prometheus: str, private_places: Path) -> None:
     environment = {**os.environ, "SENTINEL_RUN_ID": "real"}
-    with subprocess.Popen([sys.executable, str(LASTING)], env=environment, stdin=subprocess.PIPE, cwd="/") as run:
+    how = {"zygote": start_zygote(TRAINING), "env": environment, "stdin": subprocess.PIPE}
+    with ForkedProcess([sys.executable, LASTING], cwd="/", **how) as run:
         until(lambda: asked(prometheus, 'sentinel_run_loss{run="real"}'), "the loss", 90)
         assert asked(prometheus, 'up{job="sentinel"}')[0]["value"][1] == "1"
         step = until(lambda: asked(prometheus, 'increase(sentinel_step{run="real"}[1m]) > 0'), "a rising step", 90)

@@ -24,6 +24,7 @@ from tests.daemon.simulated import SimulatedRank
 from tests.report.runs import case, history
 from tests.waiting import until
 from tests.web.conftest import Served
+from tests.zygote import DAEMON, run_fork
 
 pytestmark = pytest.mark.processes
 
@@ -125,7 +126,7 @@ def test_what_a_run_says_is_text() -> None:
 def test_the_command_prints_the_address(served: Served) -> None:
     with SimulatedRank(served.socket) as rank:
         rank.hello()
-        done = subprocess.run([sys.executable, "-m", "sentinel", "page", "--json"], capture_output=True, text=True)
+        done = run_fork([sys.executable, "-m", "sentinel", "page", "--json"], DAEMON)
     (row,) = json.loads(done.stdout)
     assert row["page"] == f"{served.url}/#{served.state['token']}"
     assert row["runs"] == ["train"]
@@ -192,7 +193,7 @@ def test_every_view_of_a_run_that_has_ended(stored: subprocess.Popen[str], chrom
 
 
 def test_a_run_that_is_not_there_is_one_sentence(private_places: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "sentinel", "page", "nope"], capture_output=True, text=True)
+    done = run_fork([sys.executable, "-m", "sentinel", "page", "nope"], DAEMON)
     assert done.returncode == 2
     assert done.stderr == "sentinel: no history of nope; no run is kept on this node\n"
 
@@ -201,7 +202,7 @@ def test_of_a_run_that_is_watched_the_daemons_page_is_named(served: Served) -> N
     with SimulatedRank(served.socket) as rank:
         rank.hello()
         until(lambda: "train" in live(served), "the run")
-        done = subprocess.run([sys.executable, "-m", "sentinel", "page", "train"], capture_output=True, text=True)
+        done = run_fork([sys.executable, "-m", "sentinel", "page", "train"], DAEMON)
     assert (done.returncode, done.stdout) == (0, f"{served.url}/#{served.state['token']}&run=r1\n")
 
 
@@ -214,7 +215,7 @@ def test_a_browser_is_not_given_the_token_on_its_command_line(
     program.chmod(0o700)
     monkeypatch.setenv("BROWSER", f"{program} %s")
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-m", "sentinel", "page", "--open"], capture_output=True, text=True)
+        done = run_fork([sys.executable, "-m", "sentinel", "page", "--open"], DAEMON)
         assert (done.returncode, done.stderr) == (0, "")
     opened = (tmp_path / "opened").read_text().strip()
     file = Path(opened.removeprefix("file://"))
