@@ -20,6 +20,7 @@ import pytest
 from sentinel.cli.client import ask_daemons
 from sentinel.node import paths
 from sentinel.store import History
+from tests.programs import contained as contained_program
 from tests.second_user import NOBODY, other_python
 from tests.test_main_job import daemon_gone
 from tests.zygote import TRAINING, ForkedProcess, start_zygote
@@ -30,9 +31,18 @@ PROGRAM = Path(__file__).parent / "programs" / "steady.py"
 
 
 def begun(
-    steps: int = 50, *, prefix: Sequence[str] = (), wait: int = 30, until: Path | None = None, **environment: str
+    steps: int = 50,
+    *,
+    prefix: Sequence[str] = (),
+    mounts: Sequence[str] = (),
+    wait: int = 30,
+    until: Path | None = None,
+    **environment: str,
 ) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, str(PROGRAM), str(steps), str(wait), *([str(until)] if until else [])]
+    """Below a command, or with `mounts` of its own, as a container has them."""
+    contained = [str(Path(contained_program.__file__)), "; ".join(mounts)] if mounts else []
+    command = [*prefix, sys.executable, *contained, str(PROGRAM), str(steps), str(wait)]
+    command += [str(until)] if until else []
     kept = {**os.environ, **environment}
     kept = {name: value for name, value in kept.items() if value != "unset"}
     how: dict[str, Any] = {"env": kept, "cwd": "/", "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -78,6 +88,7 @@ def test_two_runs_at_once_have_a_daemon_each(tmp_path: Path) -> None:
     assert sorted(map(kept_steps, paths.histories())) == sorted(end["steps"] for end in ends)
 
 
+@pytest.mark.slow
 def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_back(tmp_path: Path) -> None:
     command = f"{sys.executable} {PROGRAM} 900 30 {tmp_path}/seen | cat"
     with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/") as pipe:
@@ -113,9 +124,10 @@ KEPT = {Path(__file__).parents[1], Path(sys.prefix)}
 """What the trial itself needs, should it lie in the /tmp that is taken away."""
 
 
-def contained(*mounts: str) -> tuple[str, ...]:
-    """A command that runs its command with these mounts, as root of a namespace, which needs no right here."""
-    return ("unshare", "--mount", "--map-root-user", "sh", "-c", f'set -e; {"; ".join(mounts)}; exec "$@"', "sh")
+def in_processes_of_its_own(*mounts: str) -> tuple[str, ...]:
+    """A command that runs its command as process 1 with these mounts, as root of a namespace."""
+    unshare = ("unshare", "--mount", "--map-root-user", "sh", "-c", f'set -e; {"; ".join(mounts)}; exec "$@"', "sh")
+    return (*unshare, "unshare", "--pid", "--fork")
 
 
 def own_tmp(scratch: Path) -> list[str]:
@@ -144,8 +156,8 @@ def kept_steps(path: Path) -> int:
 
 @pytest.mark.namespaces
 def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -> None:
-    prefix = contained(*own_tmp(shared / "tmp"))
-    run = begun(50, prefix=prefix, SENTINEL_RUNTIME="unset", SENTINEL_STATE=str(shared / "state"))
+    mounts = own_tmp(shared / "tmp")
+    run = begun(50, mounts=mounts, SENTINEL_RUNTIME="unset", SENTINEL_STATE=str(shared / "state"))
     end, told = done(run)
     assert (end["state"], sentences(told)) == ("streaming", [])
     (path,) = (shared / "state" / "runs").glob("*.sqlite")
@@ -154,18 +166,19 @@ def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -
 
 @pytest.mark.namespaces
 def test_a_container_that_is_told_of_a_socket_that_it_does_not_see(shared: Path) -> None:
-    prefix = contained(*own_tmp(shared / "tmp"))
-    run = begun(20, prefix=prefix, wait=1, SENTINEL_ADDRESS="unix:/tmp/sentinel-of-the-host/sentinel.sock")
+    mounts = own_tmp(shared / "tmp")
+    run = begun(20, mounts=mounts, wait=1, SENTINEL_ADDRESS="unix:/tmp/sentinel-of-the-host/sentinel.sock")
     (sentence,) = sentences(done(run)[1])
     assert sentence.startswith("sentinel: no daemon serves at /tmp/sentinel-of-the-host/sentinel.sock (No such file")
     assert sentence.endswith("training goes on, and it is looked for again")
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_container_with_processes_of_its_own_is_served_through_a_directory_that_it_shares(shared: Path) -> None:
     command = [sys.executable, "-m", "sentinel", "daemon", "--stay", "--directory", str(shared / "d")]
     with subprocess.Popen(command, cwd="/", stderr=subprocess.DEVNULL) as daemon:
-        prefix = (*contained(*own_tmp(shared / "tmp")), "unshare", "--pid", "--fork")
+        prefix = in_processes_of_its_own(*own_tmp(shared / "tmp"))
         end, told = done(begun(50, prefix=prefix, SENTINEL_ADDRESS=f"unix:{shared}/d/sentinel.sock"))
         daemon.terminate()
     assert end["state"] == "streaming"
@@ -174,10 +187,11 @@ def test_a_container_with_processes_of_its_own_is_served_through_a_directory_tha
     assert kept_steps(path) == 50
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_container_whose_first_process_trains() -> None:
     """The daemon is its child there, whatever we do, and goes with it."""
-    end, told = done(begun(50, prefix=(*contained("true"), "unshare", "--pid", "--fork")), first=True)
+    end, told = done(begun(50, prefix=in_processes_of_its_own("true")), first=True)
     assert (end["state"], sentences(told)) == ("streaming", [])
     daemon_gone()
     assert kept_steps(paths.histories()[0]) == 50
@@ -186,8 +200,8 @@ def test_a_container_whose_first_process_trains() -> None:
 @pytest.mark.namespaces
 def test_a_home_that_cannot_be_written(shared: Path) -> None:
     (shared / "var").mkdir()
-    prefix = contained("mount -t tmpfs -o ro tmpfs /mnt", f"mount --bind {shared}/var /var/tmp")
-    run = begun(50, prefix=prefix, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
+    mounts = ["mount -t tmpfs -o ro tmpfs /mnt", f"mount --bind {shared}/var /var/tmp"]
+    run = begun(50, mounts=mounts, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
     end, told = done(run)
     assert (end["state"], sentences(told)) == ("streaming", [])
     (path,) = (shared / "var").glob("sentinel-*/runs/*.sqlite")
@@ -196,8 +210,8 @@ def test_a_home_that_cannot_be_written(shared: Path) -> None:
 
 @pytest.mark.namespaces
 def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
-    prefix = contained("mount -t tmpfs -o ro tmpfs /mnt", "mount -t tmpfs -o ro tmpfs /var/tmp")
-    run = begun(50, prefix=prefix, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
+    mounts = ["mount -t tmpfs -o ro tmpfs /mnt", "mount -t tmpfs -o ro tmpfs /var/tmp"]
+    run = begun(50, mounts=mounts, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
     end, told = done(run)
     assert end["state"] == "streaming"
     (sentence,) = sentences(told)
@@ -207,7 +221,7 @@ def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
 
 @pytest.mark.namespaces
 def test_a_machine_on_which_nothing_can_be_written(shared: Path) -> None:
-    run = begun(20, prefix=contained(f"mount -t tmpfs -o ro tmpfs {shared}"), SENTINEL_RUNTIME=f"{shared}/run")
+    run = begun(20, mounts=[f"mount -t tmpfs -o ro tmpfs {shared}"], SENTINEL_RUNTIME=f"{shared}/run")
     end, told = done(run)
     assert end["state"].startswith("unmonitored")
     (sentence,) = sentences(told)
@@ -224,6 +238,7 @@ def open_place() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.second_user
 def test_two_users_on_one_machine(open_place: Path) -> None:
     """Each has their own daemon and their own history, and nothing to say about the other's."""

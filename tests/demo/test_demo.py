@@ -66,6 +66,7 @@ def test_the_demo_alerts_rolls_back_and_recovers(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 @needs_torch
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from sentinel import wire
 from sentinel.text import describe_incidents, format_duration, name_reached
 from tests.hooks.conftest import FakeDaemon
+from tests.programs import contained
 from tests.zygote import TRAINING, run_fork
 
 SCRIPT = """
@@ -52,13 +52,13 @@ def _untimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_RULES", str(rules))
 
 
-def said(end: str, *prefix: str, **environment: str) -> list[str]:
-    """The lines on how the run ended. `prefix`: a command that runs the script's."""
-    command, variables = [sys.executable, "-c", SCRIPT + end], {**os.environ, **environment}
-    if prefix:
-        done = subprocess.run([*prefix, *command], capture_output=True, text=True, env=variables)
-    else:
-        done = run_fork(command, TRAINING, env=variables)
+def said(end: str, **environment: str) -> list[str]:
+    """The lines on how the run ended."""
+    return said_by("-c", SCRIPT + end, **environment)
+
+
+def said_by(*program: str | Path, **environment: str) -> list[str]:
+    done = run_fork([sys.executable, *program], TRAINING, env={**os.environ, **environment})
     return re.findall(r"^sentinel: (run 'short' .*ended.*|.*ended.*run 'short'.*)$", done.stderr, re.MULTILINE)
 
 
@@ -108,8 +108,9 @@ def test_the_newest_snapshot_on_disk_is_named(tmp_path: Path) -> None:
 def test_without_a_history_no_command_is_named_that_reads_it(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     full = f"mkdir {disk}; mount -t tmpfs -o size=64k tmpfs {disk}; mkdir {disk}/state; ! cat /dev/zero > {disk}/rest"
-    prefix = ("unshare", "--mount", "--map-root-user", "sh", "-c", f'set -e; {full}; exec "$@"', "sh")
-    (line,) = said("kept = train(watch=True)", *prefix, SENTINEL_STATE=str(disk / "state"))
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT + "kept = train(watch=True)")
+    (line,) = said_by(contained.__file__, full, script, SENTINEL_STATE=str(disk / "state"))
     assert re.search("150 steps in .* s: no incidents; no history of it could be written$", line), line
 
 

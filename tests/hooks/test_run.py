@@ -60,6 +60,7 @@ sys.modules["the_users_own"] = types.ModuleType("the_users_own")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_is_watched_and_none_the_wiser(daemon: FakeDaemon, tmp_path: Path) -> None:
     """Same weights, same exit code; the user's own sitecustomize runs; loader workers (spawned processes) and

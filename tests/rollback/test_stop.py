@@ -20,7 +20,7 @@ JOB_SECONDS = 200
 """Processes that load torch on two busy cores."""
 RUN = [sys.executable, "-m", "sentinel", "run", "--restarts", "3", "--pause", "0.1", "--"]
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(JOB_SECONDS + 60)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(JOB_SECONDS + 60)]
 
 
 class Stopped:
@@ -71,7 +71,6 @@ def test_a_function_that_hangs_is_given_its_time_and_no_more(private_places: Pat
     assert "not started again: stopped at step" in done.said
 
 
-@pytest.mark.slow
 def test_ranks_of_torchrun_leave_at_one_step_and_its_footer_has_the_code(private_places: Path) -> None:
     done = Stopped(private_places, "save", ranks=2)
     assert done.status == 1, "torchrun's own"
@@ -84,7 +83,6 @@ def test_ranks_of_torchrun_leave_at_one_step_and_its_footer_has_the_code(private
     assert case["done"] == [f"stopped: all ranks ended training at the exit of step {first['step']}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["raise", "hang", "die"])
 def test_whatever_becomes_of_a_function_the_job_is_stopped_and_not_started_again(
     hook: str, private_places: Path
@@ -103,7 +101,6 @@ def test_whatever_becomes_of_a_function_the_job_is_stopped_and_not_started_again
         assert "on_stop took over 1 s on rank 0" in done.said
 
 
-@pytest.mark.slow
 def test_alerts_that_the_script_names_stop_it_too_and_a_wrong_name_is_said(private_places: Path) -> None:
     done = Stopped(private_places, "none", "stop_on", ranks=2)
     assert "exitcode : 87" in done.said, done.stderr
@@ -111,7 +108,6 @@ def test_alerts_that_the_script_names_stop_it_too_and_a_wrong_name_is_said(priva
     assert "attach(stop_on=...): there is no alert 'Tolt'; did you mean 'Told'?" in done.said
 
 
-@pytest.mark.slow
 def test_a_rollback_that_is_possible_comes_first(private_places: Path) -> None:
     """The program says that it is bad again after each, until the budget is spent."""
     done = Stopped(private_places, "save", "rollback", run=True)
@@ -122,7 +118,6 @@ def test_a_rollback_that_is_possible_comes_first(private_places: Path) -> None:
     assert "stopped: all ranks ended training" in cases[-1]["done"][-1]
 
 
-@pytest.mark.slow
 def test_torchruns_own_restarts_start_it_again(private_places: Path) -> None:
     """To torchrun an exit code is a failure like any other: docs/stop.md says so."""
     done = Stopped(private_places, "save", ranks=2, restarts=1)

@@ -180,6 +180,7 @@ def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places:
     assert "break_down" in case["stacks"]["0"]
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(private_places: Path) -> None:
     done = Done(private_places, "exit", options=())
     assert done.status == 3
@@ -240,7 +241,8 @@ def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> No
     assert process.returncode == status
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: Path, ranks: int) -> None:
     """A scheduler's SIGTERM was passed on, and then somebody was paged for RankLost."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
