@@ -42,13 +42,13 @@ norm of the step before."""
 RARE_SHARE = 0.05
 """Its part of what is left of the budget."""
 RARE_MOST = 0.005
-"""Share of the loop's time that it may take where its samples would else be further apart than the next two say."""
+"""Share of the loop's time it may take if samples would otherwise be further apart than the next two limits."""
 RARE_STEPS, RARE_SECONDS = 1024, 60.0
 """Whichever is the shorter."""
 NONFINITE_STEPS = 50
 """Steps for which everything is sampled after a value that was not finite."""
 LONGEST_ATTENTION = 10_000
-"""Steps that the daemon may ask for at once: a mistake of its must not make a run slow for good."""
+"""Most steps the daemon may ask for in one request: a mistake there must not slow a run down permanently."""
 SEEN = 0.85
 """Share of the budget that is given out: for the rest come what is not timed (the hooks of the forward and the backward
 pass, PyTorch's way to all of them) and what the means are wrong by."""
@@ -57,7 +57,7 @@ HURRY = 0.8
 _NEWEST = 0.25
 """Weight of the newest measurement in a running mean."""
 _OUTLIER = 4.0
-"""A measurement counts as so many times the mean at most: in one of 0.1 ms a time slice of somebody else may lie."""
+"""A measurement counts as at most this many times the mean: a reading of 0.1 ms may include another process's turn."""
 _WINDOW_SECONDS = 1.0
 
 

@@ -90,7 +90,7 @@ class RunIdentity:
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel. One that only starts kernels imports parts of ipykernel, too."""
+    """Whether this process is a notebook's kernel. A process that starts kernels imports parts of ipykernel, too."""
     app = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
     return app is not None and bool(app.initialized())
 

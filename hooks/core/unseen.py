@@ -1,4 +1,4 @@
-"""What one run does not see, by name: for a moment, as the machine has nothing to spare, or for good after a fault.
+"""What a run does not see, by name: temporarily, while the machine is short of resources, or permanently after a fault.
 
     passing error   EMFILE, ENOMEM, a failed allocation, no thread: the sample is left out and counted, and the next
                     ones too for a pause that doubles; then it is tried again
@@ -50,7 +50,7 @@ class Unseen:
         return bool(self._pauses)
 
     def record_failure(self, what: str, where: str, consequence: str) -> bool:
-        """Take note of the exception that is being handled; whether it is a fault that lasts, and not one that passes.
+        """Record the exception being handled; return whether it is a permanent fault rather than a passing one.
 
         `what` is not seen for it, in words; `where` and `consequence` are for the log (see `fault_guard.swallow`).
         Raises the exception again where a signal handler of the user's raised it.

@@ -82,8 +82,8 @@ class Worker:
     """One thread. It sleeps while there is nothing to do, and ends with its worker."""
 
     def __init__(self, name: str, *, finishes: bool = False) -> None:
-        """`finishes`: the end of the process waits for its tasks. Those that are inside torch would abort the process
-        when they come back to an interpreter that is gone; others are dropped."""
+        """`finishes`: process exit waits for its tasks. A task inside torch would abort the process when it returned to
+        an interpreter that is gone; other tasks are dropped."""
         self._name, self._finishes = name, finishes
         self._queue = SimpleQueue[Task | None]()
         self._thread: threading.Thread | None = None

@@ -3,8 +3,8 @@
 In a loop of 3 ms the processor's caches hold the model's code and data and not ours: each function that is called there
 costs a microsecond, and a step that is looked at whole calls many (see docs/performance.md). So stretches of steps take
 the fast path: hooks and patches see that the loss is within the noise (`StepAccumulator.calm_to`), note it, and call
-nobody. What happened meanwhile is in the record of the next step that is looked at whole: the first whose loss is out
-of the noise is.
+nothing else. What happened meanwhile is in the record of the next step that is examined in full, which is at the latest
+the first whose loss is outside the noise.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class FastPath(MonitorBase):
         submit: Callable[[Record, bool], None],
         queued: deque[Record],
     ) -> None:
-        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
-        be appended, where there is room."""
+        """`submit` takes a record, and whether it is urgent. `queued`: the records waiting to be sent; an ordinary one
+        may be appended while there is room."""
         super().__init__(optimizer, accumulator.unseen)
         self.seq = 0
         """Of the next step."""
@@ -58,7 +58,7 @@ class FastPath(MonitorBase):
         self.within: BackwardGroup | None = None
         """Where the optimizer steps inside the backward pass."""
         self.alone = False
-        """Whether no other optimizer steps in this run: of a totals that several fill, each takes its part at once."""
+        """Whether this run has no other optimizer. Several that fill the same totals each take their part directly."""
         self.probes, self._accumulator, self._governor = probes, accumulator, governor
         self._submit, self._queued, self._append = submit, queued, queued.append
         self._clipping = Clipping(lambda: layers.ids)

@@ -1,7 +1,7 @@
 """A cheap look at the loss on the training thread, so that the very step that looks odd is sampled in full.
 
-The daemon judges, but it hears of a step up to a second later: its word comes too late for the first odd step, and
-which layers moved there is what a diagnosis wants to know. A wrong suspicion costs a few samples and tells nobody.
+The daemon judges, but it receives a step up to a second later: too late to sample the first odd step, and a diagnosis
+needs to know which layers moved there. A wrong suspicion costs a few samples and raises no alert.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LossOutliers:
 
 
 class LateLosses:
-    """Losses that were still on a device when their step was over. Nobody waits for them."""
+    """Losses that were still on a device when their step ended. Nothing waits for them."""
 
     def __init__(self) -> None:
         self.records: deque[Record] = deque(maxlen=BEHIND)
@@ -73,7 +73,7 @@ class LateLosses:
             self.records.append(record)
 
     def take_arrived(self) -> Iterator[float]:
-        """Those that have come since, in the order of their steps."""
+        """Yield the losses that have arrived since, in the order of their steps."""
         while self.records and (loss := self.records[0].peek("loss")) is not None:
             self.records.popleft()
             yield loss
@@ -97,7 +97,7 @@ class LossOutlierResponse:
         return self._suspicion.reach
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
-        """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
+        """Judge the loss of step `seq`. A loss on a device is not read; earlier steps' losses may have arrived by now."""
         if self.unjudged:
             for known in self.unjudged:  # within reach when the stretch began: by those in between one may be odd
                 self._judge(known, seq)
@@ -109,7 +109,7 @@ class LossOutlierResponse:
             self._judge(loss, seq)
 
     def begin_anew(self) -> None:
-        """The losses to come are not those before: forget them, and those that are still on a device."""
+        """The losses that follow are not comparable: forget the earlier ones, and those still on a device."""
         self._suspicion = LossOutliers()
         self.unjudged.clear()
         self._late.records.clear()

@@ -57,7 +57,7 @@ class MonitorBase:
         return internals.depth(self._optimizer()) > 0
 
     def stop(self) -> None:
-        """Do nothing any more, hooks or not."""
+        """Do nothing from now on, even if hooks are still called."""
         self._dead = True
 
     def retire(self) -> None:
@@ -179,7 +179,7 @@ class UserCallbacks:
         self._worker.start()
 
     def put(self, alert: Alert) -> None:
-        """Hand it over; returns at once."""
+        """Hand the alert over; returns immediately."""
         if not self.functions:
             return
         if self._worker.waiting < QUEUE_ALERTS:

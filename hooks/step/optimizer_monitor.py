@@ -54,8 +54,8 @@ class OptimizerMonitor(FastPath):
         queued: deque[Record],
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
-        be appended, where there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
+        """`submit` takes a record, and whether it is urgent. `queued`: the records waiting to be sent; an ordinary one
+        may be appended while there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
         super().__init__(
             optimizer, layers, probes, accumulator=accumulator, governor=governor, submit=submit, queued=queued
         )

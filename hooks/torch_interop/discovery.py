@@ -31,7 +31,7 @@ def bystanders(optimizers: Sequence[Any]) -> tuple[list[GradScaler], list[Any]]:
 
 
 def outermost(schedulers: Sequence[Any]) -> list[Any]:
-    """Those that no other one holds: SequentialLR and ChainedScheduler save and load the state of theirs."""
+    """Schedulers that no other scheduler holds: SequentialLR and ChainedScheduler save and load the state of theirs."""
     inner = {id(one) for scheduler in schedulers for one in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in schedulers if id(scheduler) not in inner]
 

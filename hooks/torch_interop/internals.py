@@ -66,7 +66,7 @@ def in_backward() -> bool:
 
 
 def release_pinned_memory() -> None:
-    """Return pinned memory that nobody holds to the system. Waits for the GPUs, and raises where one has failed."""
+    """Return unused pinned memory to the system. Waits for the GPUs, and raises if one has failed."""
     empty = getattr(torch._C, "_host_emptyCache", None)  # without CUDA there is none
     if empty is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         empty()

@@ -52,7 +52,7 @@ def wrappers(model: nn.Module) -> list[str]:
 
 
 def _is_fsdp(kind: type) -> bool:
-    # By name: torch.distributed.fsdp takes long to import, and is not to be had everywhere.
+    # By name: torch.distributed.fsdp takes long to import, and is not available everywhere.
     return kind.__name__ == "FSDPModule" or any(base.__name__ == "FSDPModule" for base in kind.__bases__)
 
 
@@ -77,8 +77,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper_tensor(tensor: torch.Tensor) -> bool:
-    """Whether it is of a class that holds other tensors in the place of memory of its own: a masked or a quantised one,
-    say. One that a collective is still on its way to is not: whoever uses it waits for it."""
+    """Whether its class holds other tensors instead of memory of its own, as a masked or quantised tensor does. A
+    tensor that a pending collective will fill is not one of these: its first use waits for the collective."""
     kind = type(tensor)
     own = kind in (torch.Tensor, nn.Parameter) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not own and not hasattr(tensor, "trigger_wait")
@@ -160,7 +160,7 @@ class Layers:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Those that are still there."""
+        """The models that are still alive."""
         return [model for ref in self._models if (model := ref()) is not None]
 
     def list_frozen(self) -> list[tuple[int, torch.Tensor, bool]]:

@@ -39,7 +39,7 @@ class FlatShard(NamedTuple):
 
 def is_flattened(module: nn.Module) -> bool:
     """Whether it is FSDP1's wrapper."""
-    # By name: torch.distributed.fsdp takes long to import, and is not to be had everywhere.
+    # By name: torch.distributed.fsdp takes long to import, and is not available everywhere.
     return any(base.__name__ == WRAPPER for base in type(module).__mro__)
 
 

@@ -40,7 +40,7 @@ Scalar = float | torch.Tensor
 
 
 def scalar(tensor: torch.Tensor) -> Scalar:
-    """The value of a one-element tensor: at once on the CPU, a copy that nobody changes on a device."""
+    """The value of a one-element tensor: a number on the CPU, on a device a copy that no later operation changes."""
     if tensor.is_cpu:  # and not its device's name, which takes as long as the value
         return float(tensor.item())
     return tensor.detach().reshape(()).to(torch.float32, copy=True)
@@ -72,7 +72,7 @@ def sum_of(one: Scalar, other: Scalar) -> Scalar:
 
 
 def is_finite(value: Scalar | None) -> bool:
-    """False only where it is known that the value is NaN or infinite: one that is still on a device is not."""
+    """False only if the value is known to be NaN or infinite. A value still on a device is not known."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -93,7 +93,7 @@ def storage_bytes(tensor: Tensor) -> int:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements share one place in memory: nobody can write to it, so it is always what it was."""
+    """Whether several elements share one place in memory: it cannot be written to, so its content never changes."""
     if tensor.layout is not torch.strided:
         return False
     return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -120,7 +120,7 @@ class Sample:
 
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, turn: int = 0) -> None:
         """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device. Each
-        `turn` takes other elements of those that are longer than a row."""
+        `turn` samples other elements of the tensors that are longer than a row."""
         device = meeting_place(tensors)
         rows = [spread(tensor, each, turn) for tensor in tensors]
         counts = [row.numel() for row in rows]

@@ -1,6 +1,6 @@
 """One connection to the daemon: frames out, messages in, and never a wait. Or a file that takes the daemon's place.
 
-`SENTINEL_RECORD=FILE` records a run that nobody watches: the file holds the very frames that a daemon would get. They
+`SENTINEL_RECORD=FILE` records a run that no daemon watches: the file holds exactly the frames a daemon would get. They
 are appended whole, so that a run that is killed leaves at most the last one cut off, which a reader skips. `sentinel
 replay FILE` judges it.
 """
@@ -44,7 +44,7 @@ class QueuedFrame:
 
 
 class Connection:
-    """A non-blocking Unix socket. Raises OSError where nobody serves at `path`, ProtocolError where a stranger does."""
+    """A non-blocking Unix socket. OSError: nothing listens at `path`; ProtocolError: another program does."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._greeted = path, False

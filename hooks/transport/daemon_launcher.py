@@ -24,16 +24,16 @@ from sentinel.hooks.transport.connection import Connection, Recorder
 from sentinel.node import locks, paths
 
 LAUNCH_SECONDS = 1.0
-"""In which `detach.py` has forked. It takes some 20 ms; one that takes longer is reaped later."""
+"""Time for `detach.py` to fork. It usually takes 20 ms; a slower one is reaped later."""
 LIMIT = 3
-"""Starts in a row that nobody answered: the daemon is broken, and left alone."""
+"""Consecutive starts without an answer after which the daemon counts as broken and is not started again."""
 PAUSE_SECONDS = 20.0
 """Between two starts: a daemon that needs longer than this to open its socket is not coming."""
 PERIOD_SECONDS = 600.0
 """Over which deaths of daemons that had served are counted."""
 LONGEST_REST = 60.0
-"""Seconds. The first such death is followed by a start at once, the second by one after a second, the third after two:
-whatever kills them is not fought at its own pace."""
+"""Seconds. The first such death is followed by an immediate start, the second by one after a second, the third after
+two: restarts slow down, whatever keeps killing the daemon."""
 _DETACHED = str(Path(__file__).with_name("detach.py"))
 
 
@@ -57,7 +57,7 @@ class DaemonLauncher:
         self._deaths: deque[float] = deque(maxlen=32)
         self._serves = False
         self.has_served = False
-        """Whether a daemon that was started here ever answered: then one that doesn't come is always tried again."""
+        """Whether a daemon started here ever answered: if so, a start that fails is always tried again."""
         self._awaited = False
         """A record waits for a daemon that is to come."""
 
@@ -86,7 +86,7 @@ class DaemonLauncher:
         self._unanswered, self._started, self._launch = self._unanswered + 1, now, launch
 
     def record_service(self) -> None:
-        """Somebody serves: from now on any rank may start the next one."""
+        """A daemon serves: from now on any rank may start the next one."""
         self._unanswered, self._serves, self.has_served = 0, True, True
         if self._launch is not None:
             self._launch.let_go()
@@ -99,7 +99,7 @@ class DaemonLauncher:
             self._deaths.append(time.monotonic())
 
     def failure(self) -> str | None:
-        """Why no daemon comes, in words; None as long as the last one that was started may."""
+        """Why there is no daemon, in words; None as long as the last one started may still answer."""
         if self._unanswered < LIMIT or self._launch is None or self._running():
             return None
         return f"the daemon ended {LIMIT} times (status {self._launch.status}){self._last_words()}"
@@ -114,7 +114,7 @@ class DaemonLauncher:
         self._awaited = True
 
     def close(self) -> None:
-        """Let go: the daemon ends by itself when its run has gone, and leaves nothing. One that was killed cannot."""
+        """Let go: the daemon exits by itself after its run ended, and cleans up. A killed daemon cannot."""
         comes = self._running()
         self.abandon()
         if not comes and not self._awaited:
@@ -142,7 +142,7 @@ class DaemonLauncher:
         return self._launch is not None and self._launch.running
 
     def _log(self) -> int:
-        # mode 0600: what a run prints and fails with is nobody else's business.
+        # mode 0600: what a run prints, and how it fails, is private to its user.
         return os.open(self._directory / paths.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _launch_daemon(self, log: int) -> _Launch:
@@ -155,7 +155,7 @@ class DaemonLauncher:
         if self._lock is None:
             paths.private_directory(self._directory)  # a daemon that ended took it away, if there were no other ranks
             if self._run is not None and not locks.is_at(self._run, self._directory / locks.RUN):
-                os.close(self._run)  # of the one that was taken away: a sweep would find nobody in the present one
+                os.close(self._run)  # its directory was removed: a sweep would take the current one for unused
                 self._run = None
             if self._run is None:
                 self._run = locks.hold(self._directory, locks.RUN, shared=True)
@@ -219,7 +219,7 @@ class _Launch:
         return self._words >= 0
 
     def let_go(self) -> None:
-        """It serves, or nobody waits for it any more."""
+        """Stop waiting: it serves, or is no longer needed."""
         if self._words >= 0:
             self._close()
 
@@ -236,14 +236,14 @@ class _Launch:
 
 SHORTEST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
-"""Seconds between two attempts. One that we start ourselves is looked for at the shortest pause."""
+"""Seconds between two attempts. A daemon that we started ourselves is tried after the shortest pause."""
 
 
 class DaemonLocator:
     """Used by the sender's thread alone."""
 
     def __init__(self, address: Path | None, settings: Path | None = None) -> None:
-        """`address`: where a daemon serves, if the user said so. `settings`: the file for one that is started."""
+        """`address`: where a daemon serves, if the user said so. `settings`: the file for a daemon started here."""
         self._address, self._settings = address, settings
         self._launcher: DaemonLauncher | None = None
         self._pause = SHORTEST_PAUSE

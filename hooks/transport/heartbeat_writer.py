@@ -41,8 +41,8 @@ class HeartbeatWriter:
             self.stacks.close()
             raise
         self.unsignalled = False
-        """The daemon cannot signal this process: faulthandler's timer takes the stacks, as where the signal is somebody
-        else's."""
+        """The daemon cannot signal this process: faulthandler's timer dumps the stacks, as it does where other code
+        handles the signal."""
         self._accumulator = accumulator
         self._beat = self._progressed = time.monotonic()
         self._progress, self._paused = -1, False

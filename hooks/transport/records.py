@@ -1,6 +1,6 @@
 """From a step's values, which may still be on the device, to records of plain numbers and the batches that are sent.
 
-On the CPU values are read at once. On CUDA (written from the documentation, never run on a GPU yet) all values of a
+On the CPU values are read immediately. On CUDA (written from the documentation, never run on a GPU yet) all values of a
 step are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that
 says "arrived" is copied after it, on the same stream, so that it is there last. The sender's thread polls the word: it
 must not query CUDA events, which takes the driver's lock. Nothing is done while the stream is capturing a graph.
@@ -44,7 +44,7 @@ class Record(msgspec.Struct):
     transfer: _Transfer | None = None
 
     def ready(self) -> bool:
-        """Whether all values have arrived. True at once on the CPU."""
+        """Whether all values have arrived. Always true on the CPU."""
         if self.transfer is not None and self.transfer.has_arrived():
             self.transfer.unpack(self)
             self.transfer = None
@@ -84,7 +84,7 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
             continue
         try:
             step.values[name] = float(value)
-        except Exception:  # of a probe of somebody else's
+        except Exception:  # a plugin's probe
             del step.values[name]
             unseen.swallow(name, f"the value of {name}", "without it")
         else:
@@ -192,7 +192,7 @@ class StepQueue:
 
     def __init__(self) -> None:
         self.records: deque[Record] = deque()
-        """One that is nothing special (no layers, nothing on a device) may be appended, up to `QUEUE_STEPS`."""
+        """An ordinary record (no layers, nothing on a device) may be appended, up to `QUEUE_STEPS`."""
         self.dropped = 0
         """Steps that were dropped so far."""
         self._next_seq = 0
@@ -203,8 +203,9 @@ class StepQueue:
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
 
     def put(self, record: Record) -> None:
-        """Queue a step. Full: the oldest is dropped and counted, before the first `take` the oldest but for the run's
-        first ones. Too many bytes: this one's layers are left out."""
+        """Queue a step. If the queue is full the oldest is dropped and counted; before the first `take` the run's first
+        steps are kept and the oldest after them is dropped. If there are too many bytes, this step's layers are left
+        out."""
         if record.block or record.transfer is not None or len(self.records) >= QUEUE_STEPS:
             self._make_room(record)
         self.records.append(record)
@@ -227,7 +228,7 @@ class StepQueue:
         return records
 
     def clear(self) -> None:
-        """Nobody will send what still waits. `next_seq` stays."""
+        """Drop what still waits: it will not be sent. `next_seq` stays."""
         self._next_seq = self.next_seq
         self._first.clear()
         self.records.clear()

@@ -64,13 +64,13 @@ class Sender(threading.Thread):
         unseen: Unseen | None = None,
     ) -> None:
         """`greet` makes the hello and the layer tables, given the first seq that is queued; `farewell` makes a goodbye
-        once there is nothing to watch any more. `unseen` records what fails here.
+        once there is nothing left to watch. `unseen` records what fails here.
         `make_heartbeat` gives None where there is no heartbeat; it is asked again before each connection."""
         super().__init__(name="sentinel-sender", daemon=True)
         self.state = "looking for the daemon"
         """What it does, in words."""
         self.done = False
-        """Nothing is taken any more."""
+        """Nothing is accepted from now on."""
         self.left_record = False
         """Whether the last of the run is in a file for the daemon."""
         self.queue = StepQueue()
@@ -105,7 +105,7 @@ class Sender(threading.Thread):
             self.wake()
 
     def post(self, message: wire.Message) -> None:
-        """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of
+        """Send a message without delay, after the queued steps. A provenance goes before them: the alert that one of
         them raises goes out with its cause, also where the daemon came late and all of them wait. A stage goes before
         its first step, whether that is queued by then or not."""
         if not self.done:

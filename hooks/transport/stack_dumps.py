@@ -2,7 +2,7 @@
 
 The sender's thread answers, if it gets the GIL. Else faulthandler does: its handler runs in C at a signal and writes
 into a file in memory that the daemon holds, too. Where the daemon cannot signal this process, a timer of faulthandler's
-is wound up again and again, and runs off once nobody does. Neither may run while a thread runs Python: they read frames
+is reset again and again, and fires once it is not. Neither may run while a thread runs Python: they read frames
 without the GIL, and one dump in some thousand ends in a segmentation fault (CPython 3.11).
 """
 
@@ -28,7 +28,7 @@ _FRAMES = 60
 
 
 class StackDumps:
-    """Where dumps go. Made on any thread; raises OSError where there is no such file to be had."""
+    """Where dumps go. May be made on any thread; raises OSError if such a file cannot be made."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(STACKS, os.MFD_CLOEXEC)
@@ -40,7 +40,7 @@ class StackDumps:
             self._registered = True
 
     def signal(self) -> int:
-        """The signal that makes a dump; 0 where somebody else handles it, since before us or by now."""
+        """The signal that makes a dump; 0 if other code handles it, from before us or since."""
         return SIGNAL if self._registered and not _is_taken_over() else 0
 
     def wind(self) -> None:
@@ -59,20 +59,20 @@ class StackDumps:
             faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
-        """Give the signal back, unless somebody has taken it."""
+        """Give the signal back, unless other code has taken it."""
         if self.signal():
             faulthandler.unregister(SIGNAL)
         self.halt()
         os.close(self.descriptor)
 
     def abandon(self) -> None:
-        """In a forked child: as `close`, but for the timer, which is the parent's."""
+        """In a forked child: as `close`, except for the timer, which belongs to the parent."""
         self._wound = False
         self.close()
 
 
 def text() -> str:
-    """Stacks of all threads now, as Python sees them: for when the GIL is to be had."""
+    """Stacks of all threads now, as Python sees them. Needs the GIL."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -85,7 +85,7 @@ def text() -> str:
 
 
 def _caught() -> bool:
-    """Whether somebody handles the signal already, be it in C."""
+    """Whether the signal is handled already, in Python or in C."""
     caught = next(
         (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")),
         "0",
@@ -94,5 +94,5 @@ def _caught() -> bool:
 
 
 def _is_taken_over() -> bool:
-    """Whether somebody has set a handler in Python since. Ours is in C, of which Python knows nothing."""
+    """Whether Python code has set a handler since. Ours is in C, which `signal.getsignal` does not show."""
     return signal.getsignal(SIGNAL) not in (signal.SIG_DFL, None)

@@ -64,7 +64,7 @@ class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
     mark: str
     """What the job's ranks say in their hello."""
     always: bool = False
-    """It ends the job where it must, also one that does not say that it can go on from what it saved."""
+    """End the job if needed, even if it does not say that it can go on from what it saved."""
     ending: int = 0
     """Signal that is about to be sent to the job, whose end is wanted; 0: none."""
     job: JobReport = JobReport()

@@ -20,7 +20,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     heeds_stop_on: bool = False
     """`Hello.stop_on` is heeded: earlier versions pass over it."""
     trackers: tuple[str, ...] = ()
-    """Names of those that the settings switch on: rank 0 marks incidents there."""
+    """Names of the trackers that the settings switch on: rank 0 marks incidents there."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -113,7 +113,8 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
 
 
 class Held(Message, frozen=True, kw_only=True, tag="held"):
-    """Every rank holds the snapshot of `seq`: of more use than one that others lack. Sent to runs of several ranks."""
+    """Every rank holds the snapshot of `seq`: it is worth more than one that some ranks lack. Sent to runs of several
+    ranks."""
 
     seq: int
 

@@ -127,7 +127,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     reserved: int = 0
     """Held from the device."""
     free: int = 0
-    """That nobody held."""
+    """Bytes that no process held."""
     limit: int = 0
     """That there is."""
     largest_layer: str = ""
@@ -172,7 +172,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
     usual: float = 0.0
     """Median of `second / gradient` over all layers."""
     exponents: dict[str, float] = {}
-    """Power of two -> share of gradient elements under it, of those that are not 0."""
+    """Power of two -> share of the non-zero gradient elements below it."""
     zero_share: float = 0.0
     missing: tuple[str, ...] = ()
 

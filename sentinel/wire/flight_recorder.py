@@ -26,7 +26,7 @@ KEPT = 64
 GROUPS = 64
 LANES = 256
 BEFORE = 8
-"""Collectives before the first that is not over, among those that are kept."""
+"""Completed collectives that are kept from before the first one not completed."""
 _TRANSFER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 
 
@@ -81,7 +81,7 @@ class Lane(msgspec.Struct, frozen=True):
     issued: int
     completed: int
     pending: Collective | None = None
-    """The first one that is not over."""
+    """The first one not completed."""
 
 
 class Flight(msgspec.Struct, frozen=True):

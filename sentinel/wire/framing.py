@@ -26,7 +26,7 @@ _CONTAINER = bytes(range(0x80, 0xA0))
 """First bytes of small maps and lists (msgpack's fixmap and fixarray). In a text they belong to a letter beyond
 ASCII."""
 OPENING_LIMIT = 256 * 1024
-"""Bytes of a peer's first message: nobody knows yet who it is."""
+"""Most bytes of a peer's first message, before it is known who it is."""
 _BULK = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5batch|\xablayer-table)", re.DOTALL)
 """How those two begin: the type is the first field of every message."""
 
@@ -139,7 +139,7 @@ def opening_protocol(body: bytes) -> int:
         raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
 
 
-# Made when they are first needed: that takes a millisecond each, and nobody hears both sides.
+# Made when first needed: each takes a millisecond, and no process needs those of both sides.
 
 
 @functools.cache

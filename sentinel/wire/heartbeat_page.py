@@ -31,11 +31,11 @@ BEAT_SECONDS = 5.0
 _LAYOUT = struct.Struct("<q d q d q q q q d d q q d q d")
 SIZE = _LAYOUT.size
 BLANK = bytes(SIZE)
-"""A page that nobody writes: not yet, or no longer. Nothing is to be concluded from it."""
+"""A page that is not written yet, or no longer. Nothing can be concluded from it."""
 
 
 class Place(enum.IntEnum):
-    """Where the thread that trains is, as far as the stack tells once nothing progresses any more."""
+    """Where the training thread is, as far as its stack shows once nothing progresses."""
 
     UNKNOWN = 0
     """Not looked at: it progresses, or did a moment ago. Or it has taken no step yet."""
@@ -47,7 +47,7 @@ class Place(enum.IntEnum):
     """In something that is known to take long: compiling, writing or reading a checkpoint, exporting, sending files; or
     waiting for a thread that is."""
     DEBUGGER = 4
-    """Somebody looks at it."""
+    """Stopped in a debugger."""
     AWAITS = 5
     """Inside the loop, in a sleep, or waiting for another thread, a future or a process, which may be at work."""
 
@@ -89,7 +89,7 @@ class Heartbeat(NamedTuple):
     moved: float
     """When the stack was last another than at the look before, if that was after the last progress; else 0."""
     signal: int
-    """Number of the signal that makes the process dump its stacks; 0: it is somebody else's."""
+    """Number of the signal that makes the process dump its stacks; 0: other code handles that signal."""
 
 
 class Kind(enum.StrEnum):
@@ -134,8 +134,8 @@ def unpack_heartbeat(page: bytes) -> Heartbeat | None:
 
 
 def is_ours(descriptor: int, name: str) -> bool:
-    """Whether a descriptor that a peer handed over is a file in memory of this name. Anything else could block whoever
-    reads it, or be somebody's."""
+    """Whether a descriptor that a peer handed over is a memory file of this name. Reading anything else could block, or
+    reveal another user's file."""
     try:
         kind = os.fstat(descriptor).st_mode
         return stat.S_ISREG(kind) and os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{name} ")

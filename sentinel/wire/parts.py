@@ -102,13 +102,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to, as far as its daemon has judged it: for the line at its end."""
 
     steps: Integer
-    """Of the present attempt, up to the one that was judged last."""
+    """Steps of the current attempt, up to the last one judged."""
     step: Integer
     """The user's number of that one."""
     cut: bool = False
     """There were more: a rank that said no goodbye had not told of all."""
     lost: Integer = 0
-    """Of these steps, those that never reached the daemon."""
+    """How many of these steps never reached the daemon."""
     incidents: dict[str, Integer] = {}
     """Severity -> how many there were, in all attempts."""
     worst: str = ""

@@ -10,8 +10,8 @@ import msgspec
 
 from sentinel.wire.parts import PROTOCOL, Identity, Integer, Layer, Message, Name, RollbackTerms, RuleText
 
-# Bounds on what comes in bulk: each is several times what the largest runs send, and what a service can decode and look
-# through in a tenth of a second, in which nobody else is served.
+# Bounds on bulk data: each is several times what the largest runs send, and what a service can decode and examine in a
+# tenth of a second, during which no other user is served.
 STREAMS = msgspec.Meta(max_length=64)
 LAYERS = msgspec.Meta(max_length=1 << 17)
 COLUMNS = msgspec.Meta(max_length=2048)
@@ -126,7 +126,7 @@ class Batch(Message, frozen=True, kw_only=True, tag="batch"):
     columns: Annotated[dict[Name, Column], COLUMNS] = {}
     layers: Annotated[tuple[LayerBlock, ...], BLOCKS] = ()
     dropped: Integer = 0
-    """Steps dropped so far, because the queue was full or nobody read."""
+    """Steps dropped so far, because the queue was full or nothing read it."""
     skipped: Integer = 0
     """Samples left out so far, because the machine had no memory, descriptor or thread to spare."""
     pace: Pace | None = None
@@ -150,7 +150,7 @@ class StageBegan(Message, frozen=True, kw_only=True, tag="stage"):
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A snapshot of the state at the exit of step `seq` is complete; `void` lists those that it replaced."""
+    """A snapshot of the state at the exit of step `seq` is complete; `void` lists the snapshots it replaced."""
 
     seq: Integer
     nbytes: Integer
