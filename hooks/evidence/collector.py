@@ -46,7 +46,7 @@ class EvidenceCollector:
     def __init__(self, slots: Sequence[CallSlot], send: Callable[[wire.Message], None]) -> None:
         """`slots`: the last call of each model."""
         self.asked = False
-        """Whether somebody did, and has no answer yet."""
+        """Whether evidence was asked for and not answered yet."""
         self.moments_asked = False
         """The next step's gradients and second moments are wanted."""
         self.counting = ObjectGrowth(slots, send)
@@ -101,7 +101,7 @@ class EvidenceCollector:
 
     def conclude(self, optimizer: Any, parameters: Layers, seq: int, *, broken: bool) -> None:
         """The run ends after step `seq`: what the daemon asked for goes out now, from what there is. May be called
-        again. `broken`: nobody waits for a device."""
+        again. `broken`: do not wait for a device."""
         there = not broken or all(p.device.type == "cpu" for _, p, _ in parameters.measured)
         if self.moments_asked and there:
             self._tell_moments(optimizer, parameters, seq)
@@ -110,7 +110,7 @@ class EvidenceCollector:
         self.decline(seq)
 
     def decline(self, seq: int) -> None:
-        """The run ended after step `seq`, and what was asked for cannot be told any more."""
+        """Answer that the run ended after step `seq`, so that what was asked for can no longer be found out."""
         if self.moments_asked:
             self.moments_asked = False
             missing = ("gradients and second moments: the run ended before they were looked at",)
@@ -126,7 +126,7 @@ class EvidenceCollector:
         self._send(wire.Collected(what="moments", seq=found.seq, content=msgspec.to_builtins(found)))
 
     def close(self) -> None:
-        """There is nothing to be looked into any more: hold no batch, though the model's hooks may stay."""
+        """No more evidence will be needed: hold no batch, though the model's hooks may stay."""
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.close()
@@ -136,8 +136,8 @@ class EvidenceCollector:
         self._not_before = 0
 
     def end_step(self, seq: int, *, first: bool) -> None:
-        """A step is over, of the first optimizer: with one model nobody needs its batch any more. With several another
-        step may, and the next call takes its place."""
+        """A step of the first optimizer ended. With one model its batch is no longer needed; with several another
+        optimizer's step may need it, and the next call replaces it."""
         if len(self._slots) == 1:
             slot = self._slots[0]
             slot.kept, slot.frozen = None, False

@@ -64,7 +64,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.late = False
         self.modules: list[tuple[str, str]] = []
-        """(name, class) of those that are running, the innermost last."""
+        """(name, class) of the modules that are running, the innermost last."""
         self._known, self._alone, self._deadline = known, alone, deadline
         self._origins: dict[int, TraceEvent] = {}
         """Storage that holds a value that is not finite -> where that came from."""

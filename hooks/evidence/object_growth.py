@@ -109,7 +109,7 @@ def _lengths() -> dict[int, int]:
 
 
 def _list_grown(before: dict[int, int], steps: int) -> list[tuple[Any, int]]:
-    """(container, entries more), those that hold the most first."""
+    """List (container, entries gained), the largest gain first."""
     found = []
     for one in gc.get_objects():
         if type(one) in _KINDS and one is not before:
@@ -210,7 +210,7 @@ def _names() -> Iterator[tuple[str, tuple[str, str], dict[str, Any]]]:
 
 
 def _users(file: str) -> bool:
-    """Whether it is code that somebody wrote here: none of PyTorch, of installed packages, of the standard library."""
+    """Whether it is the user's own code: not of PyTorch, an installed package or the standard library."""
     standard = types.__file__.rpartition("/")[0]
     return file.endswith(".py") and not library(file) and "site-packages" not in file and not file.startswith(standard)
 
@@ -311,7 +311,7 @@ _TOO_SHORT = "who holds it: the run ended before what Python holds had been coun
 
 
 class ObjectGrowth:
-    """`ask` on any thread, `advance` on the one that trains."""
+    """Call `ask` on any thread, `advance` on the training thread."""
 
     def __init__(self, slots: Sequence[CallSlot], send: Callable[[wire.Message], None]) -> None:
         """`slots`: of the models."""
@@ -341,7 +341,7 @@ class ObjectGrowth:
         self._not_before = now + spent / SHARE
 
     def conclude(self) -> None:
-        """The run ends, and no step waits any more: what the daemon asked for goes out now, as far as it is known."""
+        """The run ends: send what the daemon asked for now, as far as it is known."""
         if self._run is not None and self._seq - self._first >= LEAST_STEPS:
             self._finish()
 
@@ -355,7 +355,7 @@ class ObjectGrowth:
             self._part()
 
     def decline(self, seq: int) -> None:
-        """There is nothing to be counted any more."""
+        """Answer that there is nothing left to count."""
         if self.asked:
             self._end()
             self._tell(Census(seq=seq, steps=0, missing=(_TOO_SHORT,)))
@@ -384,5 +384,5 @@ class ObjectGrowth:
         self._next_seq = 0
 
     def models(self) -> list[nn.Module]:
-        """Those that are still there."""
+        """The models that are still alive."""
         return [model for slot in self._slots if (model := slot.model()) is not None]

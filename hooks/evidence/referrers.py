@@ -86,11 +86,11 @@ def frames() -> Iterator[types.FrameType]:
 
 
 def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """A copy. Before Python 3.13 the frame would else hold what it had in its variables until it is asked again."""
+    """A copy of the frame's variables. Before Python 3.13 reading them makes the frame keep their values alive."""
     values = frame.f_locals
     copied = dict(values)
     function = frame.f_code.co_flags & 1 and type(values) is dict  # CO_OPTIMIZED; a module's are its globals
-    # Whoever called `locals()` there has this very dictionary, and a debugger writes it back into the variables.
+    # Code that called `locals()` there has this very dictionary, and a debugger writes it back into the variables.
     if function and sys.getrefcount(values) <= _OURS and frame.f_trace is None:
         values.clear()
     return copied
@@ -135,7 +135,7 @@ def _owner(holder: Any, held: Any) -> tuple[str, str, str] | None:
             if is_a(function, types.FunctionType) and function.__defaults__ is holder:
                 return "a default argument", f"of {function.__qualname__}", _find_definition(function)
         return None
-    if (values := attributes(holder)) is not None:  # made into a dict of its own when somebody asks
+    if (values := attributes(holder)) is not None:  # the dict is made on access
         name = next((key for key, value in values.items() if value is held), None)
         return _attribute(holder, name) if name is not None else None
     return None

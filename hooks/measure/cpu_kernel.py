@@ -67,7 +67,7 @@ def whole(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Ker
 
 
 def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Statistics:
-    """The statistics of `tensors`, none of them empty: all at once where that can be done, else each when asked for."""
+    """The statistics of `tensors`, none of them empty: in one pass if possible, otherwise each when it is read."""
     if not _applies(tensors, scale):
         return _on_device(tensors, scale)
     packed = bytearray(ROWS * 4 * len(tensors))

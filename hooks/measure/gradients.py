@@ -105,7 +105,7 @@ class Gradients:
 
 
 def _part(parameter: torch.Tensor) -> Any:
-    """This rank's part of the gradient. One that ranks have yet to add up has none, and stays a DTensor."""
+    """This rank's part of the gradient. A gradient the ranks have not added up has none, and stays a DTensor."""
     gradient = parameter.grad
     return gradient if gradient is None or _is_partial(gradient) else local(gradient)
 

@@ -8,8 +8,8 @@
             step.layers["grad_mean"] = torch.stack([g.mean() for g in step.gradients.tensors])
 
 A probe adds kernels and never waits for the device: what it measures there it leaves as a tensor, which is read later.
-One that raises is put out of action, the fault is logged once, and training goes on; for an error of the machine that
-passes it is left out for a while.
+A probe that raises is switched off, the fault is logged once, and training goes on. After a passing error of the
+machine it is only left out for a while.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class Step:
     exit from it."""
 
     urgent: bool = False
-    """Whether what was measured is to be sent at once."""
+    """Whether the measurement must be sent without delay."""
     own_seconds: float = 0.0
     """Between these exits, seconds that took our own measuring."""
 
     @property
     def optimizer_seconds(self) -> float:
-        """In `optimizer.step`, but for the passes in it."""
+        """Seconds in `optimizer.step`, without the forward and backward passes inside it."""
         own = self.left - self.entered
         if self.passes_before is not None:
             own = max(own - (self.totals.passes_seconds - self.passes_before), 0.0)
@@ -182,7 +182,7 @@ class Probes:
     """The probes of one optimizer, by the moment at which they are called."""
 
     def __init__(self, probes: list[Probe], unseen: Unseen) -> None:
-        """`unseen` records those that fail."""
+        """`unseen` records the probes that fail."""
         self._unseen = unseen
         self._resting: set[str] = set()
         """What is not measured for a while, for an error that passes: from step to step the same."""
@@ -302,7 +302,7 @@ def points() -> list[importlib.metadata.EntryPoint]:
 
 
 def load_probes(points: Sequence[importlib.metadata.EntryPoint]) -> list[Probe]:
-    """A probe of each. One that cannot be loaded is logged and left out."""
+    """Load a probe from each entry point. A probe that cannot be loaded is logged and left out."""
     found = []
     for point in points:
         try:

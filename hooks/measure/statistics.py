@@ -156,7 +156,7 @@ def _nonfinite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def combine_norms(norms: torch.Tensor) -> Scalar:
-    """L2 norm of what has these norms, at once on the host."""
+    """L2 norm of tensors that have these norms; a number if they are on the host."""
     on_host = norms.device.type == "cpu"
     total = torch.linalg.vector_norm(norms, dtype=torch.float64 if on_host else torch.float32)
     return float(total) if on_host else total

@@ -4,7 +4,7 @@ Not the default: it has run in Triton's interpreter alone, never on a GPU yet. S
 compiled at the first step that is sampled, for some seconds.
 
     read    one program for each CHUNK of elements; leaves a column of sums. Tensors whose addresses are no multiples of
-            16 bytes, which parts of somebody's buffer may be, have a launch of their own
+            16 bytes, as views into a larger buffer may be, have a launch of their own
     gather  one program for each tensor: of its columns, what goes to the host
 
 A tensor of another type than float32, float16 and bfloat16, or with gaps in its memory, is copied first. Nothing waits
@@ -77,7 +77,7 @@ def _read(
     small = tl.min(tl.where(size > 0, size, float("inf")))
     nothing = left.to(tl.float32) - tl.sum((size > 0).to(tl.float32))
     broken = 0.0
-    if (squares < float("inf")) == 0:  # seldom: else each element would be looked at once more
+    if (squares < float("inf")) == 0:  # rare, so that elements are usually read only once
         broken = tl.sum(((size < float("inf")) == 0).to(tl.float32))  # what is masked is 0
         nothing = nothing - tl.sum((value != value).to(tl.float32))
     tl.store(sums + column, squares)
@@ -155,7 +155,7 @@ class LaunchPlan:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         device = tensors[0].device
         self.order = sorted(range(len(tensors)), key=lambda place: (*_likeness(tensors[place]), place))
-        """Place of the tensor in each slot: those that one launch can read are neighbours."""
+        """Place of the tensor in each slot: tensors that one launch can read are neighbours."""
         counts = [tensors[place].numel() for place in self.order]
         chunks = [-(-count // CHUNK) for count in counts]
         first = [0, *itertools.accumulate(chunks)]

@@ -97,7 +97,7 @@ class LossOutlierResponse:
         return self._suspicion.reach
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
-        """Judge the loss of step `seq`. A loss on a device is not read; earlier steps' losses may have arrived by now."""
+        """Judge the loss of step `seq`. A loss on a device is not read; those of earlier steps may have arrived."""
         if self.unjudged:
             for known in self.unjudged:  # within reach when the stretch began: by those in between one may be odd
                 self._judge(known, seq)

@@ -94,12 +94,12 @@ class Evaluator:
         self._seq = -1
         """Of the last step."""
         self._history = ObservationHistory(plans_of(self._rules)) if rewindable else None
-        """None where nobody can go back: copies of the state took a tenth of a daemon's time in a fast loop."""
+        """None where no rollback is possible: copies of the state took a tenth of a daemon's time in a fast loop."""
         self._schedule = Schedule(self._rules, self._states)
         self._works: dict[str, tuple[Rule, RuleState, ObservedStep, Work]] = {}
         """What is still to be done, by rule."""
         self._late: list[Transition] = []
-        """What came of it when nobody asked."""
+        """Transitions that were found between two calls, until the next call returns them."""
 
     @property
     def incidents(self) -> list[Incident]:
@@ -301,8 +301,8 @@ class Evaluator:
     def replace_rules(self, rules: Iterable[Rule]) -> list[Transition]:
         """Apply these rules from now on.
 
-        A rule of the same text goes on as it was. One that is new or changed begins with empty windows, and an incident
-        of one that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
+        A rule with the same text goes on as it was. A new or changed rule begins with empty windows, and an incident of
+        a rule that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
         """
         self._late += self.finish_pending()
         known = {rule.text: state for rule, state in zip(self._rules, self._states, strict=True)}
@@ -322,7 +322,7 @@ class Evaluator:
         return [*late, *(Transition(incident, "resolved") for incident in ended)]
 
     def status(self) -> list[RuleStatus]:
-        """Every rule, for each entity that it has seen; for nobody in particular where it has seen none."""
+        """Every rule, for each entity that it has seen; once without an entity if it has seen none."""
         rows = []
         for rule, state in zip(self._rules, self._states, strict=True):
             for entity, track in state.cohort.tracks.items():
@@ -336,7 +336,7 @@ class Evaluator:
         return rows
 
     def states(self) -> Counter[Status]:
-        """How many entities are in each state, over all rules; a rule that has seen nobody counts as one."""
+        """How many entities are in each state, over all rules; a rule that has seen no entity counts as one."""
         found: Counter[Status] = Counter()
         for rule, state in zip(self._rules, self._states, strict=True):
             judges = [state.judges.get(entity) for entity in state.cohort.tracks] or [None]
@@ -348,7 +348,7 @@ class Evaluator:
         return rule.warmup.is_reached(step.seq - seq, step.time - time)
 
     def _open_incidents(self, rule: Rule, state: RuleState, step: ObservedStep, verdicts: Verdicts) -> list[Transition]:
-        """What fired opens an incident, or joins the one that is open; so does whom the rule names."""
+        """What fired opens an incident, or joins the open one; so do the entities that the rule names."""
         incident = self._incidents.open.get(rule.name)
         if incident is None:
             if not verdicts.fired:

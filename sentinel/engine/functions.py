@@ -240,7 +240,7 @@ _DEFINED = (
         "nothing new.",
     ),
 )  # fmt: skip
-"""Those that are made of the others: a call is replaced by `body`."""
+"""Functions defined by others: a call is replaced by `body`."""
 
 FUNCTIONS: dict[str, Function] = {function.name: function for function in (*_ALL, *_DEFINED)}
 """By name. Order is the order of the docs."""

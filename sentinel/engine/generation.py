@@ -40,7 +40,7 @@ def reading(source: str) -> Read:
 def advancing(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int = 0) -> Advance:
     """The function that takes a step's samples of an entity, as `Advance` has it.
 
-    `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for.
+    `awaited`: bits of the slots that stages read; `told`: bits of the slots whose changes are asked for.
     """
     found: dict[str, Any] = {}
     exec(write_source(inputs, stages, awaited, told), NAMES, found)

@@ -63,7 +63,7 @@ class Incident(msgspec.Struct):
     consequence_of: tuple[str, ...] = ()
 
     def join(self, entity: Entity, member: Member) -> None:
-        """Add a member; whoever is in it already stays as it came."""
+        """Add a member; an entity that is in it already stays as it came."""
         if entity not in self.members and len(self.members) < MEMBER_LIMIT:
             self.members[entity] = member
             self.first_seq = min(self.first_seq, member.first_seq)

@@ -109,7 +109,7 @@ class ObservedStep:
         return self._list_table_rows(scope) if group is None else group
 
     def _list_table_rows(self, scope: str) -> Sequence[Sampled]:
-        """Rows are made of a table when somebody asks for them: most rules at most steps do not."""
+        """Rows are made from a table only when needed: most rules at most steps do not need them."""
         table = self.table
         if table is None or scope != table.scope:
             return ()
@@ -120,7 +120,7 @@ class ObservedStep:
         return self._rows
 
     def groups(self) -> Iterable[tuple[str, Sequence[Sampled]]]:
-        """The samples of each scope, but for the entities in the table."""
+        """The samples of each scope, except those of the entities in the table."""
         return self._by_scope.items()
 
     def column(self, scope: str, metric: str) -> Sequence[float | None]:

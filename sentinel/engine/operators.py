@@ -16,7 +16,7 @@ from sentinel.engine.plan import ASKED, SEQ, Slots, UnreadyError
 
 
 def constant(value: float) -> str:
-    """A number as it stands; one that is too large for a float is `inf`."""
+    """A number as written; a number too large for a float is `inf`."""
     return repr(value)
 
 

@@ -87,7 +87,7 @@ def median_deviation(ordered: Sequence[float]) -> float:
             low = taken + 1
         else:
             high = taken
-    # So many distances of the lower half, and rank - low of the upper one, come before the one that is wanted.
+    # So many distances of the lower half, and rank - low of the upper one, come before the wanted one.
     left, right = half - 1 - low, half + rank - low
     below, above = _below(ordered, left, middle), _above(ordered, right, middle)
     if count % 2:

@@ -172,7 +172,7 @@ class Cohort:
         self._fed: list[Fed] = [(None, False)] * len(plan.feeds)
 
     def idle(self, plan: Plan, step: ObservedStep) -> bool:
-        """Whether nobody has a sample in this step: no window moves."""
+        """Whether no entity has a sample in this step: no window moves."""
         if self.below:
             return False
         for entity, values in step.list_sampled(plan.scope):

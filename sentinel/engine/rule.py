@@ -80,7 +80,7 @@ class Rule:
     lets: Mapping[str, str]
     condition: Condition
     members: Condition | None
-    """Whom to name beside the one that the rule is about, while it fires."""
+    """Which other entities to name while the rule fires."""
     for_: Hold
     warmup: Span
     keep_firing: Span

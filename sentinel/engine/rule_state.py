@@ -26,8 +26,8 @@ class Verdicts:
 
 
 Work = Generator[int, None, Verdicts | None]
-"""A step's work for a rule: yields, piece by piece, how many operations it was, about, and answers what came of it;
-None where nothing did."""
+"""A step's work for a rule: yields for each piece about how many operations it took, and returns the verdicts, or None
+if there are none."""
 
 
 class RuleState:
@@ -49,7 +49,7 @@ class RuleState:
         """Steps that it has not looked at, since it last did: see `Rule.every`."""
 
     def passes(self, every: int) -> bool:
-        """Whether a step that has a sample for the rule is none of those that it looks at."""
+        """Whether the rule skips this step, although it has a sample for it."""
         self.passed = (self.passed + 1) % every
         return self.passed > 0
 

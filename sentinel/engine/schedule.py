@@ -32,11 +32,11 @@ class Schedule:
         """The entities of the last table, all of which are known."""
         self._due: dict[frozenset[str], list[Due]] = {}
         self._alike: dict[tuple[object, ...], list[Due]] = {}
-        """By who has samples, all of whom are known, and of which metrics: what to look at is found at once by them."""
+        """What to look at, by the (known) entities that have samples and by their metrics."""
 
     def due(self, step: ObservedStep) -> list[Due]:
-        """Rules over a metric that has a sample, and those that ask for the time; where somebody is new all others
-        too, but for those that count or choose their samples."""
+        """Rules over a metric that has a sample, and rules that read the time; if an entity is new, all other rules
+        too, except those that count or choose their samples."""
         if step.table is not None or len(step.values) > FEW:
             return self._due_by_metrics(step)
         key = (*step.values, *map(tuple, step.values.values()))
@@ -64,7 +64,7 @@ class Schedule:
         return due
 
     def _meets(self, step: ObservedStep) -> bool:
-        """Whether somebody is there for the first time."""
+        """Whether an entity is there for the first time."""
         known = len(self._known)
         if not step.values.keys() <= self._known:
             self._known |= step.values.keys()
@@ -74,7 +74,7 @@ class Schedule:
         return len(self._known) > known
 
     def _list_sampled(self, step: ObservedStep) -> frozenset[str]:
-        """Metrics of the rules that somebody has a sample of."""
+        """Metrics of the rules for which some entity has a sample."""
         seen: set[str] = set()
         for scope, group in step.groups():
             names = self._wanted[scope]

@@ -15,7 +15,7 @@ _EXPRESSION = {"type": ["string", "number", "boolean"]}
 
 
 def schema(actions: Collection[str], evidence: Collection[str]) -> dict[str, Any]:
-    """Draft 2020-12, for a file of rules and overrides. `actions` and `evidence` are those that a rule may name."""
+    """Draft 2020-12, for a file of rules and overrides. `actions` and `evidence`: what a rule may name."""
     rule = _rule_properties(actions, evidence)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

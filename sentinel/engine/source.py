@@ -135,7 +135,7 @@ class YamlNode:
 
     def mismatch(self, expected: str) -> RuleError:
         """A RuleError that says what is there and what was expected. More than a word may be another file altogether,
-        and is not repeated: nobody knows who is meant to read it."""
+        and is not repeated, as it may be private."""
         found, value = _NAMES.get(self.kind, self.kind), self._node.value
         shown = f" ({value})" if isinstance(value, str) and 0 < len(value) <= _SHOWN else ""
         return self.error(f"expected {expected}, found {found}{shown}")

@@ -31,7 +31,7 @@ _SPEC = re.compile(r"(?:[^{}]?[<>=^])?[-+ ]?[0-9]{0,2},?(?:\.[0-9]{1,2})?[eEfFgG
 _ALLOWED = "fill and alignment, sign, width of up to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %"
 """What Python allows beside is for other types, or makes text of any length, at each alert, in the daemon."""
 LONGEST = 4096
-"""Characters of an annotation with its numbers in it. What is told goes to pagers, pages and a terminal."""
+"""Most characters of an annotation with its numbers in it. It goes to pagers, pages and a terminal."""
 _CUT = " [...]"
 
 

@@ -76,7 +76,7 @@ class WindowChange(Past):
 
 
 class Recent:
-    """The newest `count` samples, or those of the last `seconds` (the one that is exactly that old is out).
+    """The newest `count` samples, or those of the last `seconds` (a sample exactly that old is out).
 
     By count, as most windows are, a ring: `_start` is the place of the oldest once it is full. By age, an array whose
     first `_start` samples are dead; it is moved down once half of it is, which is O(1) a sample, amortised.
@@ -95,7 +95,7 @@ class Recent:
         return len(self._values) - (0 if self._times is None else self._start)
 
     def _take(self, time: float, value: float) -> Sequence[float]:
-        """Put a sample in; answer those that leave for it, oldest first."""
+        """Put a sample in; return the samples that leave, oldest first."""
         if self._times is not None:
             return self._take_by_age(self._times, time, value)
         values = self._values
@@ -210,7 +210,7 @@ class CountedByAge(Recent):
 
 
 class Extreme:
-    """The largest of the newest `count` samples: kept are those that no later one exceeds, in falling order.
+    """The largest of the newest `count` samples. Keeps the samples that no later one exceeds, in falling order.
 
     The first of them is the largest; it leaves when its turn comes, and a new sample drops all that are not above it:
     O(1) a sample, amortised. The smallest is the largest of the negated samples. Before the first stands an infinity,

@@ -1,4 +1,4 @@
-"""What a history is told that its file does not have yet: statements, and chunks of samples that still grow.
+"""What was given to a history and is not in its file yet: statements, and chunks of samples that still grow.
 
 The file may be locked, or the disk full, for longer than memory lasts. What is held is bounded, and given up by kind:
 samples before what happened, what happened before who was there. What was given up is counted by kind.
@@ -75,7 +75,7 @@ class _OpenChunk:
 
 
 class PendingWrites:
-    """The queue between those who tell a history something and whoever writes it: any thread may call any method."""
+    """The queue between the threads that record in a history and its writer. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._dropped: Counter[str] = Counter()

@@ -175,7 +175,7 @@ class History:
             raise DamageError(f"{self.path}: the history is damaged ({error})") from None
 
     def attempts(self) -> list[tuple[int, float, float | None]]:
-        """(number, began, ended) of each attempt; ended is None while it runs, or where nobody saw its end."""
+        """(number, began, ended) of each attempt; ended is None while it runs, or if its end was not seen."""
         rows = self._database.execute("SELECT number, began, ended FROM attempts ORDER BY number").fetchall()
         return msgspec.convert(rows, list[tuple[int, _Time, _Time | None]])
 
@@ -217,7 +217,7 @@ class History:
         return _series(self._chunks(attempt, rank), (name,))[name]
 
     def columns(self, names: Sequence[str], *, attempt: int = 0, rank: int = RUN) -> dict[str, Series]:
-        """Several signals, each over all steps that have it; those that were never seen are left out."""
+        """Several signals, each over all steps that have it; signals never seen are left out."""
         found = _series(self._chunks(attempt, rank), names)
         return {name: series for name, series in found.items() if series.seqs}
 
@@ -349,7 +349,7 @@ class History:
         return self._database.execute(query, (attempt,)).fetchall()
 
     def _chunks(self, attempt: int, rank: int, after: int = -1) -> Iterator[Chunk]:
-        """Some at a time: while a query is open the write-ahead log only grows, and whoever reads may be a pager."""
+        """Read some at a time: while a query is open the write-ahead log only grows, and the reader may be slow."""
         query = (
             "SELECT first_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? AND first_seq > ? "
             "ORDER BY first_seq LIMIT ?"

@@ -1,6 +1,6 @@
 """Histories that are to go: bounded in age and in size. A run is a file, so that one goes by unlink.
 
-What somebody has open, or wrote in the last hour, stays: a daemon that was killed comes back to its run's.
+A history that is open, or was written in the last hour, stays: a killed daemon that is started again goes on with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoredHistory(msgspec.Struct, frozen=True):
 
 
 class Doomed(msgspec.Struct, frozen=True):
-    """One that is over a limit, and which."""
+    """A history that is over a limit, and which limit."""
 
     kept: StoredHistory
     why: str
@@ -58,7 +58,7 @@ def list_kept() -> list[StoredHistory]:
 def list_doomed(
     histories: Iterable[StoredHistory], *, max_age: float, max_bytes: float, now: float | None = None
 ) -> list[Doomed]:
-    """Those that are older than `max_age` seconds, and of the rest the oldest, until they have at most `max_bytes`."""
+    """Histories older than `max_age` seconds, and the oldest of the rest until at most `max_bytes` remain."""
     now = time.time() if now is None else now
     found, rest = list[Doomed](), list[StoredHistory]()
     for one in sorted(histories, key=lambda one: one.modified):
@@ -76,7 +76,7 @@ def list_doomed(
 
 
 def remove(path: Path) -> bool:
-    """Delete a history and what is beside it; False where somebody has it open, or it cannot be deleted."""
+    """Delete a history and its companion files; False if it is open, or cannot be deleted."""
     if in_use(path):
         return False
     try:
@@ -103,7 +103,7 @@ def in_use(path: Path) -> bool:
     except sqlite3.OperationalError as error:
         return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
     except sqlite3.DatabaseError:
-        return False  # damaged: nobody can use it
+        return False  # damaged: it cannot be in use
 
 
 def _measure_file(path: Path) -> StoredHistory | None:

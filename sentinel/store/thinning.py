@@ -93,8 +93,8 @@ def _replace(
 
 
 def _thin_ranks(database: sqlite3.Connection, attempt: int, level: int, span: tuple[int, int]) -> None:
-    """The ranks keep the steps that the run keeps. Their chunks may begin elsewhere: one that reaches beyond the span
-    waits for the next."""
+    """The ranks keep the steps that the run keeps. Their chunks may begin elsewhere: a chunk that reaches beyond the
+    span waits for the next."""
     query = (
         "SELECT rank, first_seq, body FROM chunks WHERE attempt = ? AND rank != ? AND level = ? AND last_seq <= ? "
         "ORDER BY rank, first_seq"

@@ -33,7 +33,7 @@ that again."""
 STANDING_INCIDENTS = 256
 """The newest incidents, at some 20 kB each, that a history which takes the place of a damaged one begins with."""
 PATIENCE_SECONDS = 0.25
-"""For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept. A transaction takes
+"""Longest wait for the disk while an alert has to go out: it is sent even if it cannot be stored. A transaction takes
 some milliseconds."""
 BUSY_SECONDS = 5.0
 """For another process that has the file locked, on the writing thread."""
@@ -65,8 +65,8 @@ _UNFIT = (sqlite3.IntegrityError, sqlite3.DataError, OverflowError, ValueError)
 class Store:
     """Writes one run's history. Never raises after it was opened: what cannot be written is said in `trouble`.
 
-    What it is told is queued; each `flush` writes it in one transaction, on a thread of this history's own: one whose
-    disk does not answer holds up no other. The write-ahead log with synchronous=NORMAL survives the end of the process,
+    Records are queued; each `flush` writes them in one transaction, on a thread of this history: a disk that does not
+    answer holds up no other history. The write-ahead log with synchronous=NORMAL survives the end of the process,
     kill -9 too; a power cut may cost the newest transactions.
     """
 
@@ -98,7 +98,7 @@ class Store:
         """Over the connection: SQLite does not survive that one thread closes what another is in the middle of."""
         self._closed = False
         self._checkpoints: set[tuple[int, int]] = set()
-        """(attempt, seq) of those that are in the file."""
+        """(attempt, seq) of the checkpoints that are in the file."""
         self._pending = PendingWrites()
         self._numbers = itertools.count()
         self._standing: dict[tuple[str, ...], Write] = {}
@@ -150,7 +150,7 @@ class Store:
         return bool(self.trouble) and self._pending.count(VITAL) > 0
 
     def _connect(self, patience: float) -> sqlite3.Connection:
-        """The file, opened; one that is locked is waited for at most `patience` seconds."""
+        """Open the file; wait for a locked one at most `patience` seconds."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         database = sqlite3.connect(self.path, timeout=patience, check_same_thread=False, isolation_level=None)
         try:
@@ -286,7 +286,7 @@ class Store:
     def event(self, attempt: int, seq: int, kind: str, **detail: Any) -> None:
         """Something that happened once; what a rank tells again, because a daemon was killed, is known already."""
         body = msgspec.msgpack.encode(detail)
-        key = (next(self._numbers),)  # in order: what is told twice is found by the statement
+        key = (next(self._numbers),)  # in order: the statement finds an event that was recorded twice
         self._write("events", key, _EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
 
     def mark_spans(self, progress: str) -> None:
@@ -355,7 +355,7 @@ class Store:
                 self._thin()
 
     def _commit(self, writes: Iterable[Write]) -> None:
-        """All or nothing, but for rows that no file would take."""
+        """Write all or nothing, except rows that no file would take."""
         if self._database is None:
             self._database = self._connect(BUSY_SECONDS)
         unfit = []

@@ -94,7 +94,7 @@ class ZeroGrad(Probe):
 
 
 def _mark(parameter: torch.Tensor) -> _Mark | None:
-    """Of its gradient: None where there is none, or one that has no plain memory."""
+    """A mark of its gradient; None if there is no gradient, or it has no plain memory."""
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.strided:
         return None
@@ -219,7 +219,7 @@ class Bf16Accumulation(Probe):
         self._broken = False
         self._sums: list[_Sum] = []
         self._hooked: list[tuple[Any, Any]] = []
-        """(node, handle): autograd makes another node where nobody holds the one that there was."""
+        """(node, handle). The node is held, as autograd would otherwise make a new one without the hook."""
 
     def over(self, step: Step) -> None:
         if self._sums:
@@ -231,8 +231,8 @@ class Bf16Accumulation(Probe):
                 _tell(step, [(one.own, one.exact) for one in sums if one.own is not None and one.exact is not None])
 
     def capturing(self) -> None:
-        """Let go. A node belongs to the stream on which it was made: autograd, which takes one that is held, refuses to
-        capture it on another."""
+        """Let the nodes go. A node belongs to the stream on which it was made: autograd would use a held one, and
+        refuse to capture it on another stream."""
         for _, handle in self._hooked:
             handle.remove()
         self._sums, self._hooked = [], []

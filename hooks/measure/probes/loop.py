@@ -3,8 +3,8 @@
 `LrSchedule`: whether the scheduler had been stepped before the first step, so that each rate comes one step too early.
 Only the first step shows it: from then on `scheduler.step(); optimizer.step()` and the right order look alike. It is
 asked only where the rate differs from the one at attach; the scheduler's own count then says how often it was stepped.
-One that was stepped several times was brought to where a resumed run goes on. And where the rate is 0 after some steps:
-how often its scheduler was stepped by then.
+A scheduler that was stepped several times was brought to where a resumed run goes on. And if the rate is 0 after some
+steps: how often its scheduler was stepped by then.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def _highest(rates: list[float | torch.Tensor]) -> Scalar:
     if len(rates) == 1 and type(rates[0]) is float:
         return rates[0]
     on_device = [rate for rate in rates if isinstance(rate, torch.Tensor) and rate.device.type != "cpu"]
-    if on_device:  # capturable optimizers keep their rate there; a mixture of both kinds is nobody's
+    if on_device:  # capturable optimizers keep their rate there; none mixes both kinds
         return scalar(torch.stack(on_device).detach().max())
     return max(float(rate.detach() if isinstance(rate, torch.Tensor) else rate) for rate in rates)
 
 
 class StepTimes(Probe):
-    """Host seconds without those that took our own measuring, the means of the steps since the last sample: with a
-    loader of four workers each fourth may wait.
+    """Host seconds without our own measuring, as means over the steps since the last sample: with a loader of four
+    workers every fourth step may wait.
     On CUDA a part shows how long launching took; only the whole step is the device's time, too."""
 
     relaxed = True

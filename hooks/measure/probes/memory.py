@@ -28,13 +28,13 @@ RISING_LOOKS = 16
 ERA = 512
 """A new high is one over all of the last 512 to 1,024 looks: one of an evaluation hours ago hides no leak."""
 MARGIN = 1 << 16
-"""Bytes over the last high that make a new one: less than a malloc takes from the system at once (128 kB)."""
+"""Bytes above the last high that make a new one: less than malloc takes from the system in one go (128 kB)."""
 LEFT_SECONDS = 5.0
 """Between two readings of what is left, at most. Others take from it, too."""
 LEFT_SHARE = 0.002
 """Most of the loop's time that reading it takes: it is a dozen files, a millisecond."""
 URGENT = 0.9
-"""What is left is sent at once when it is less than so much of what was left when that was done last."""
+"""Free memory is sent without delay once it falls below this share of what was free the last time it was."""
 
 _ALLOCATOR = {
     "memory_allocated_bytes": ("allocated_bytes", "current"),
@@ -66,7 +66,7 @@ class Supply:
         return high
 
     def is_urgent(self, left: float) -> bool:
-        """Take what is left; answer whether that is to be sent at once."""
+        """Take the free memory; return whether it must be sent without delay."""
         urgent = left < URGENT * self._left_sent
         if urgent or left > self._left_sent:
             self._left_sent = left

@@ -120,7 +120,7 @@ def _zeros(gradients: Gradients) -> torch.Tensor:
 _PARAMETERS, _ELEMENTS = 4, 512
 """Of which second moments are looked at, and how many of each."""
 _SLACK = 1e-30
-"""Beside a second moment: one that is 0 stays so."""
+"""Added above and below a ratio of second moments, so that it is 1 where both are 0."""
 
 
 class _Kept(NamedTuple):
@@ -202,8 +202,8 @@ def _decays(optimizer: Any) -> dict[int, float]:
 class Checksums(Probe):
     """Of what trains and of what is frozen, as whole numbers under 2^24; and whether a frozen parameter has changed.
 
-    One that is frozen and in the optimizer has no reason to. One that is in no optimizer may be somebody's moving
-    average of the others: the two are kept apart.
+    A frozen parameter in the optimizer has no reason to. A parameter in no optimizer may be a moving average of the
+    others: the two are kept apart.
     """
 
     tier = 3
