@@ -37,7 +37,7 @@ class ConfigError(SentinelError):
 
 
 class DamageError(ConfigError):
-    """A history does not hold what was written: unlike one that is locked, it will never be read."""
+    """A history does not hold what was written: unlike a locked one, it can never be read."""
 
 
 class ProtocolError(SentinelError):

@@ -96,13 +96,13 @@ _OTHER_LOSSES = frozenset({
     "val", "valid", "validation", "eval", "evaluation", "test", "dev", "best", "min", "ema", "aux", "kl", "value", "vf",
     "policy", "pg", "actor", "critic", "entropy", "router", "balance", "balancing", "z", "reg", "regularization",
 })  # fmt: skip
-"""Words in the name of a loss that is not the one that is trained on, or not all of it."""
+"""Words in the name of a loss that is not the training loss, or only a part of it."""
 
 
 def choose_columns(columns: Iterable[str], wanted: Collection[str], named: Mapping[str, str]) -> dict[str, str]:
     """Metric -> column, for the metrics that are wanted. `named` is what the user says: column -> metric.
 
-    Raises LogError where a metric is named that nobody wants.
+    Raises LogError if a metric is renamed that is not there.
     """
     there = list(columns)
     for column, metric in named.items():

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "sentinel.actions"
 FAULTS = (Exception, SystemExit)
-"""Of somebody else's code: `sys.exit` in it must not end the daemon."""
+"""Faults of a plugin's code: a `sys.exit` in it must not end the daemon."""
 
 
 class Action(Protocol):
@@ -62,14 +62,14 @@ class Context(NamedTuple):
     send: Callable[[int, wire.Message], None]
     """To a rank, by its number."""
     changed: Callable[[Case], None]
-    """Call it after `fired`, where more was written into `case.done`: it is recorded, and people are told."""
+    """Call it after `fired` if more was written into `case.done`: that is recorded, and receivers are notified."""
 
 
 Factory = Callable[[Context], Action]
 
 
 def load_actions() -> dict[str, Factory]:
-    """Actions of other packages, by name. One that cannot be loaded is logged and left out."""
+    """Load the actions of other packages, by name. An action that cannot be loaded is logged and left out."""
     found: dict[str, Factory] = {}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -95,7 +95,7 @@ class Shielded:
         try:
             if self._action is not None:
                 self._action.fired(case, now)
-                case.done = tuple(map(str, case.done))  # else it could not be kept, and nobody be told of the alert
+                case.done = tuple(map(str, case.done))  # otherwise the alert could be neither stored nor sent
                 return
         except FAULTS:
             log.exception("the action %s failed", self.name)

@@ -51,7 +51,7 @@ class EvidenceRequests:
         """The last that want a provenance."""
 
     def ask_ranks(self, case: Case, wanted: Sequence[str]) -> None:
-        """Ask those that it fired for, or all where it is about the run, for what the rule wants."""
+        """Ask the ranks that the rule fired for, or all ranks if it is about the run, for the evidence it wants."""
         if "provenance" in wanted:
             self._traced.append(case)
         members = {int(member.name) for member in case.members if member.scope == "rank"}

@@ -72,7 +72,7 @@ class HeldSnapshots:
     def __init__(self, ranks: RollbackRanks, cases: RollbackCases) -> None:
         self._ranks, self._cases = ranks, cases
         self.bad: set[int] = set()
-        """Seqs of those that could not be restored."""
+        """Seqs of snapshots that could not be restored."""
 
     @property
     def terms(self) -> wire.RollbackTerms | None:
@@ -88,8 +88,8 @@ class HeldSnapshots:
         return max((seq for seq in self.list_sound(terms) if seq + terms.margin <= closed), default=None)
 
     def list_sound(self, terms: wire.RollbackTerms, besides: Case | None = None) -> set[int]:
-        """Snapshots of this stage that all ranks hold, without those that were taken in trouble, or less than `margin`
-        steps before it. Of what was rolled back the trouble is undone."""
+        """List the snapshots of this stage that all ranks hold, except those taken during trouble or less than `margin`
+        steps before it. Trouble that was rolled back no longer counts."""
         offset = self._ranks.step_offset
         troubles = [
             (case.first_seq, math.inf if case.state == "firing" else (case.resolved_step or case.step) - offset)

@@ -7,9 +7,9 @@
 A rank that promised stops at the exit of step `at` until the verdict, so no rank can run past the others: applying
 "at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
 
-Which snapshot: the newest good one. Good is one that every rank holds, that was not taken while another alert that asks
-for a rollback was open, and after which the run was healthy for `margin` steps: no first sign of any such alert lies in
-them. The same fault again soon after a rollback goes further back, where there is an older one.
+Which snapshot: the newest good one. A snapshot is good if every rank holds it, if it was not taken while another alert
+that asks for a rollback was open, and if the run was healthy for `margin` steps after it: no first sign of any such
+alert lies in them. The same fault again soon after a rollback goes further back, where there is an older one.
 
 The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps
 without a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good,
@@ -212,7 +212,7 @@ class RollbackAction:
             self._incidents.preserve()
 
     def _nobody_restored(self, current: RollbackInProgress, now: float) -> None:
-        """Nobody restored, and nobody touched anything: an older snapshot, or the same once more."""
+        """No rank restored, and no rank changed anything: try an older snapshot, or the same once more."""
         results = current.restored.items()
         flaw = next((f"rank {rank}: {result.reason}" for rank, result in results if result.flawed), "")
         why = flaw or next((result.reason for _, result in results), "")
@@ -229,7 +229,7 @@ class RollbackAction:
             self._retry_after_refusal(wire.Prepared(id=current.id, ok=False, seq=at), now)
 
     def save_state(self) -> Saved:
-        """For whoever comes after us. A promise without a verdict is not in it: it is aborted, and asked for again."""
+        """State for the next daemon of this run. A promise without a verdict is left out: it is asked for again."""
         saved, current = Saved(self.done, tuple(self._snapshots.bad)), self._current
         if current is not None and current.phase == "restoring":
             saved.case, saved.to, saved.at, saved.id = current.case.id, current.to, current.at, current.id

@@ -21,7 +21,7 @@ class Outcome(msgspec.Struct, frozen=True):
     at: int = -1
     seconds: float = 0.0
     reason: str = ""
-    """Why not; of one that is ok, what could not be done beside the restore."""
+    """Why it failed; if it is ok, what could not be done beside the restore."""
     sign: int = -1
     """The step that showed the fault first."""
     stops: bool = False
@@ -57,7 +57,7 @@ class RollbackInProgress(msgspec.Struct):
     lead: int = 1
     tries: int = 1
     fruitless: int = 0
-    """Times that not all promised in time, or that it was committed and nobody restored."""
+    """How often not all promised in time, or it was committed and no rank restored."""
     promised: set[int] = msgspec.field(default_factory=set)
     lost: list[int] = msgspec.field(default_factory=list)
     """Ranks whose connection ended, in that order."""

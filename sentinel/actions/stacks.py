@@ -2,8 +2,8 @@
 
 message    answered by the rank's own sender, which has the GIL then
 signal     where it does not get it: SIGRTMIN+7 through a pidfd, if the rank says that it is its own and the kernel that
-           it is caught; faulthandler answers in C, whoever holds the GIL, into a file in memory that we hold, too
-timer      where the process cannot be signalled: what faulthandler's timer wrote there, which nobody wound up any more
+           it is caught; faulthandler answers in C, without the GIL, into a memory file that we hold, too
+timer      where the process cannot be signalled: what faulthandler's timer wrote there once it was not reset
 
 Whatever writes stacks without the GIL reads frames that other threads may be in the middle of: one in some thousand
 such dumps kills a process in which a thread runs Python. So it is done only where the GIL is held for long, and all
@@ -123,7 +123,7 @@ class StacksAction:
                 continue
             file = self._stalls.find_dump_file(number)
             size = _size(file, order.after)
-            # One that can be signalled is waited for until it is known to hold the GIL.
+            # A rank that can be signalled is waited for until it is known to hold the GIL.
             patience = ANSWER_SECONDS if order.signalled or not _ours(rank) else BEAT_SECONDS + ANSWER_SECONDS
             late = now - order.began > patience
             if size and (size == order.size or late):
@@ -149,7 +149,7 @@ def _ours(rank: Rank) -> bool:
 
 
 def _holds(rank: Rank, now: float) -> bool:
-    """Whether somebody there has held the GIL for so long that no thread runs Python, and none is about to."""
+    """Whether a thread there has held the GIL for so long that no other runs Python, or is about to."""
     beat = rank.heartbeat
     return beat is not None and now - beat.beat > BEAT_SECONDS and rank.stall.kind in (Kind.HOLDING, Kind.LONG)
 
@@ -172,7 +172,7 @@ def _empty_file(file: int) -> bool:
 
 
 def _takes(process: int) -> bool:
-    """Whether the process handles the signal, and would else be killed by it, and none waits: a thread that is stuck in
+    """Whether the process handles the signal, which would otherwise kill it, and has none pending: a thread stuck in
     the kernel handles none, and signals of this kind add up."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()

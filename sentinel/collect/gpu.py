@@ -1,7 +1,7 @@
 """One GPU's numbers, by NVML (docs.nvidia.com/deploy/nvml-api).
 
-NVML is not backward compatible over drivers and boards, so each call is optional: one that a device does not offer is
-asked once and never again. Nothing here takes a context on the device or memory from it.
+NVML is not backward compatible over drivers and boards, so each call is optional: a call that a device does not offer
+is made once and never again. Nothing here takes a context on the device or memory from it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MILLI, _MEGA = 1e-3, 1e6
 
 
 def _throttle(nvml: Any, reasons: int) -> dict[str, float]:
-    """1 where clocks are held down for this reason. Reasons that are somebody's will (application clocks, sync boost)
-    or idleness are none. Bits: nvml.h, nvmlClocksEventReasons."""
+    """1 where clocks are held down for this reason. Deliberate settings (application clocks, sync boost) and idleness
+    do not count. Bits: nvml.h, nvmlClocksEventReasons."""
     thermal = nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
     power = nvml.nvmlClocksEventReasonSwPowerCap
     # HwSlowdown stands beside the thermal or power-brake bit that caused it; alone it is an external signal.

@@ -2,7 +2,7 @@
 
     gpus = Gpus.open()          raises NoGpusError where there is no NVIDIA driver
     gpus.order()                all are asked at once
-    gpus.collect(deadline)      those that answered in time, and what went wrong
+    gpus.collect(deadline)      the GPUs that answered in time, and what went wrong
 
 An XID is the driver's word that a GPU failed (docs.nvidia.com/deploy/xid-errors). NVML hands them out as events: a
 thread waits for them, since there is no descriptor that a loop could wait for.
@@ -73,7 +73,7 @@ class Gpus:
         return cls(nvml, devices, descriptions)
 
     def when_faulty(self, tell: Callable[[], None]) -> None:
-        """Call this on the thread that waits for events, at each: what it is told then is in the next `collect`."""
+        """Call this on the thread that waits for events, at each event, which is then in the next `collect`."""
         self._events.told = tell
 
     def describe_all(self) -> list[known.Gpu]:
@@ -86,7 +86,7 @@ class Gpus:
         return {p.name: now - p.silent_since for p in self._patients if p.silent_since is not None}
 
     def order(self) -> None:
-        """Ask all of them at once. Those that still owe an answer are left alone."""
+        """Ask all of them in parallel, except those that still owe an answer."""
         for patient in self._patients:
             patient.order()
 
@@ -108,7 +108,7 @@ class Gpus:
         return readings, faults
 
     def close(self) -> None:
-        """Wait for nobody: NVML is not shut down, as a call may still be in it, and the process ends anyway."""
+        """Stop without waiting. NVML is not shut down, as a call may still be in it, and the process ends anyway."""
         self._events.close()
         for patient in self._patients:
             patient.close()
@@ -175,7 +175,7 @@ class _Events:
             except self._nvml.NVMLError_Timeout:
                 continue
             except self._nvml.NVMLError as error:
-                log.warning("XIDs are not seen any more: %s", error)
+                log.warning("XIDs are no longer seen: %s", error)
                 return
             if self._faults.qsize() < _EVENTS_KEPT:
                 code = int(event.eventData)
@@ -187,7 +187,7 @@ class _Events:
 def _read_uuid(uuid_of: Callable[[Any], str], device: Any) -> str:
     try:
         return uuid_of(device)
-    except Exception:  # a GPU that fell off the bus has no name any more
+    except Exception:  # a GPU that fell off the bus has no name
         return ""
 
 

@@ -1,7 +1,7 @@
 """Calls that may never return, kept from holding anything up.
 
-A driver that is stuck blocks whoever asks it, uninterruptibly. So each device has a thread of its own, and
-who asks waits for at most a deadline. A device that owes an answer is not asked again until it has given it.
+A driver that is stuck blocks its caller, uninterruptibly. So each device has its own thread, and a caller waits for it
+until a deadline at most. A device that owes an answer is not asked again until it has given it.
 """
 
 from __future__ import annotations

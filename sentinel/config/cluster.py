@@ -13,7 +13,7 @@ from sentinel.errors import ConfigError
 from sentinel.node import small_files
 
 SECRET_CHARACTERS = 16
-"""A shorter secret can be guessed by whoever reaches the port."""
+"""A shorter secret can be guessed by anyone who reaches the port."""
 
 
 class Meeting(NamedTuple):

@@ -95,7 +95,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Receiver(Endpoint, frozen=True, kw_only=True):
-    """`[[receivers]]`: somebody who gets alerts."""
+    """`[[receivers]]`: a channel that gets alerts."""
 
     name: str
     """Letters, digits, `_`, `.`, `-`; at most 40: it becomes a label of metrics."""
@@ -140,7 +140,7 @@ class ReceiverKind:
     grouping: Grouping | None = None
     """Where it groups by itself, and the settings' grouping does not hold."""
     edits: Callable[[Receiver], bool] = lambda _: False
-    """Whether another message about a group changes what one has, and notifies nobody once more."""
+    """Whether another message about a group edits the first one, without a second notification."""
     secret_url: bool = False
     """Whether a URL of its holds a secret in any case, and may have another scheme than http."""
     install: str = ""
@@ -280,7 +280,7 @@ def _of_routes(routes: Sequence[Route], routed: Sequence[Receiver], receivers: S
 
 
 def _secret(url: str) -> bool:
-    """Whether somebody who reads this URL could use it."""
+    """Whether anyone who reads this URL could use it."""
     parts = urlsplit(url)
     return bool(parts.username or parts.password or parts.query) or any(
         len(part) >= TOKEN_LENGTH for part in parts.path.split("/")

@@ -4,7 +4,7 @@
     $XDG_CONFIG_HOME/sentinel/sentinel.toml            ~/.config where that is unset
     /etc/sentinel/sentinel.toml                        else the defaults
 
-Never looked for in the working directory: a repository that somebody cloned must not choose who is told. Paths in a
+Never looked for in the working directory: a cloned repository must not choose who gets alerts. Paths in a
 file are relative to it. Secrets are not in it: it names environment variables (`url_env`, `token_env`) or files
 (`url_file`, `token_file`), which are read when the secret is used. Every mistake is a ConfigError, `file:line: what;
 the fix`, without the secret.
@@ -64,8 +64,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     http: int | str = HTTP_PORT
     """Port on 127.0.0.1; 0: any free one; `"off"`: none. If the port is taken, a free one is used."""
     listen: str = "127.0.0.1"
-    """Address to listen on; `"0.0.0.0"` serves other hosts, as in a pod. Whoever reaches it reads /metrics and the
-    health checks; everything else requires the token."""
+    """Address to listen on; `"0.0.0.0"` serves other hosts, as in a pod. Without a token it only gives /metrics and
+    the health checks."""
     file_sd: Path | None = None
     """Folder for the target file of Prometheus' service discovery (file_sd_configs); none: in the state directory."""
     rules: tuple[Path, ...] = ()

@@ -19,5 +19,5 @@ class TrackerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are switched on."""
+        """Names of the trackers that are switched on."""
         return tuple(name for name in self.__struct_fields__ if getattr(self, name))

@@ -1,4 +1,4 @@
-"""Who lives in a run's directory: told by locks, which the kernel takes back from whoever is killed.
+"""Which processes use a run's directory, by locks, which the kernel releases when a process is killed.
 
     daemon.lock    the daemon that serves there, which shares a lock on the directory, too
     run.lock       shared by the ranks that it serves
@@ -6,7 +6,7 @@
     rollback-*     what the ranks of a run agreed on (hooks/rollback/agreement.py): links that point nowhere
     early-*        the record of a rank that ended before the daemon served (sentinel/daemon/early_records.py)
 
-A directory of ours in which nobody holds any of them is a leftover. The next daemon sweeps it away, wherever it lies
+A directory of ours in which no process holds any of them is a leftover. The next daemon removes it, wherever it lies
 under the runtime root; only files that we put there are ever removed, and the directory only when it is empty then.
 """
 
@@ -27,7 +27,7 @@ AGREEMENT, EARLY = "rollback-", "early-"
 
 
 def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
-    """Take a lock, without waiting; the descriptor that holds it until it is closed. None: somebody has it.
+    """Take a lock, without waiting; the descriptor that holds it until it is closed. None: it is taken.
 
     Raises OSError where it cannot be made.
     """
@@ -44,12 +44,12 @@ def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
         except BaseException:
             os.close(lock)
             raise
-        os.close(lock)  # swept away between the open and the lock: it locks nothing any more
+        os.close(lock)  # removed between the open and the lock: it locks nothing
 
 
 def live(directory: Path) -> tuple[int, int] | None:
     """Take the lock of the daemon, and one on the directory: systemd-tmpfiles leaves alone what is in a locked one, and
-    would else take the locks away from a run of ten days (systemd.io/TEMPORARY_DIRECTORIES). None: another lives there.
+    would otherwise remove the locks of a run of ten days (systemd.io/TEMPORARY_DIRECTORIES). None: another lives there.
 
     Raises OSError where they cannot be made.
     """
@@ -63,7 +63,7 @@ def live(directory: Path) -> tuple[int, int] | None:
 
 
 def clear(directory: Path) -> bool:
-    """Remove what is ours in a directory that nobody lives in, and the directory. False: somebody does, or may."""
+    """Remove our files in an unused directory, and the directory. False: it is in use, or may be."""
     if not _is_leftover(directory):
         return False
     locks: list[int] = []
@@ -85,8 +85,8 @@ def clear(directory: Path) -> bool:
 
 
 def remove(directory: Path, *, whole: bool = True) -> None:
-    """Remove what is ours in a directory, whoever lives there; and the directory, if that was all. Not `whole`: only
-    what a daemon is found by. What cannot be removed stays: a run must not lose its history to it."""
+    """Remove our files in a directory, in use or not; and the directory, if that was all. Not `whole`: only the files
+    by which a daemon is found. What cannot be removed stays: a run must not lose its history to it."""
     with contextlib.suppress(OSError):
         for name in filter(_is_ours, os.listdir(directory)) if whole else (paths.SOCKET, DAEMON):
             (directory / name).unlink(missing_ok=True)
@@ -119,7 +119,7 @@ def _is_ours(name: str) -> bool:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that has this path now."""
+    """Whether an open file is the file at this path now."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except OSError:

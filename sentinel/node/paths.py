@@ -75,8 +75,8 @@ def unix_path(named: str, where: str) -> Path:
 def private_directory(path: Path) -> Path:
     """Make `path` (and its parent, if that is `runtime_root`) 0700 and ours, or check that it is.
 
-    One that is open to others is closed to them only while it is empty: `--directory /` is a mistake, and not to be
-    obeyed. Raises ConfigError, with the fix, where it cannot be made, is a link, is in use, or somebody else's.
+    A directory open to others is closed to them only while it is empty: `--directory /` is a mistake, and is not
+    obeyed. Raises ConfigError, with the fix, if it cannot be made, is a link, is in use, or belongs to another user.
     """
     root = runtime_root()
     for directory in [root, path] if root in path.parents else [path]:

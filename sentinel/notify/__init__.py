@@ -53,7 +53,7 @@ UNKNOWN_ORIGIN = Origin()
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receiver is told of one group: one problem of one run, or one rule that never is a part of one."""
+    """What a receiver gets about one group: one problem of a run, or a rule that is never part of a problem."""
 
     run: str
     run_id: str
@@ -62,16 +62,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     problem_id: str = ""
     """See `Case`."""
     cases: tuple[Case, ...]
-    """Those that fire, and those that ended since the last message, or at all where they are one problem; the oldest
+    """Cases that fire, and cases that ended since the last message (all ended ones if they are one problem), the oldest
     first."""
     quiet: frozenset[str] = frozenset()
-    """Ids of consequences: the receiver was told of the problem, by one that is as severe, before they came."""
+    """Ids of consequences that came after the receiver got the problem, by a case at least as severe."""
     escalated: bool = False
-    """Whether the receiver was told of the problem, and one that is more severe has come."""
+    """Whether the receiver got the problem before, and a more severe case has come."""
     reference: str = ""
     """What the receiver called the last message about this group; empty: it has none that is still about it."""
     repeated: bool = False
-    """Whether all of it was told before, and is told again because it goes on."""
+    """Whether all of it was sent before, and is sent again because it goes on."""
     unchanged: frozenset[str] = frozenset()
     """Ids of cases that the receiver was told of as they are now."""
     held: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leading(self) -> Case:
-        """The case that the group is about now: of those that fire the most severe, else the last of what was news."""
+        """The case that the group is about now: the most severe one that fires, otherwise the latest news."""
         firing = [case for case in self.cases if case.state == "firing"]
         news = [case for case in self.cases if case.id not in self.quiet]
         return max(firing, key=lambda case: case.level, default=(news or self.cases)[-1])
@@ -122,7 +122,7 @@ DELIVERED = Delivery()
 
 
 class Receiver(Protocol):
-    """Somebody who is told."""
+    """A channel that gets messages about alerts."""
 
     async def deliver(self, message: Message) -> Delivery:
         """Try once. No retry, no pause: the pipeline has both. It is cancelled when its time is up."""
@@ -132,7 +132,7 @@ class Receiver(Protocol):
 
 
 class Route(NamedTuple):
-    """A receiver of the settings, and what it is told of."""
+    """A receiver of the settings, and which alerts it gets."""
 
     name: str
     receiver: Receiver
@@ -143,4 +143,4 @@ class Route(NamedTuple):
     limiter: Limiter
     """Shared by all runs."""
     edits: bool = False
-    """Whether another message about a group changes what the receiver has, and notifies nobody once more."""
+    """Whether another message about a group edits the first one, without a second notification."""

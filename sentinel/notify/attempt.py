@@ -15,7 +15,7 @@ from sentinel.notify import DELIVERED, Delivery, Message, Route
 log = logging.getLogger(__name__)
 
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)
-"""Of somebody else's code: what it waited for may be cancelled, without this task."""
+"""Faults of a plugin's code: what it waited for may be cancelled, without this task."""
 CLOSE_SECONDS = 1.0
 """That a receiver may take to let go of what it holds open."""
 
@@ -38,7 +38,7 @@ async def attempt(route: Route, message: Message) -> Delivery:
 
 
 def _is_sound(delivery: Delivery) -> bool:
-    """Whether its fields are of their types, which nobody has looked at yet: `after` as a header has it is text."""
+    """Whether its fields have their types, which is not checked before: an `after` from a header may be text."""
     try:
         return msgspec.convert(msgspec.to_builtins(delivery), Delivery).after >= 0.0
     except (msgspec.MsgspecError, TypeError):

@@ -1,6 +1,6 @@
-"""A dead man's switch: a server elsewhere is told at each interval that all is watched, and raises the alarm where that
-stays away. It is not told while the daemon is blind; and this runs on the loop that judges the steps, so that it cannot
-outlive that.
+"""A dead man's switch: at each interval a server elsewhere gets a sign that all is watched, and raises the alarm if the
+sign is missing. None is sent while the daemon is blind; and this runs on the loop that judges the steps, so that it
+cannot outlive that.
 
 Any server that takes a POST: healthchecks.io, Better Stack, Opsgenie heartbeats, Dead Man's Snitch, Uptime Kuma.
 """

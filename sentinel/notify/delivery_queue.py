@@ -1,4 +1,4 @@
-"""One receiver's share of the pipeline: what it is told of one run, when, and how that went."""
+"""One receiver's share of the pipeline: what is sent to it about one run, when, and with what result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Counts(msgspec.Struct):
 
 
 class DeliveryQueue:
-    """What one receiver is told of one run."""
+    """What is sent to one receiver about one run."""
 
     def __init__(
         self,
@@ -185,4 +185,4 @@ class DeliveryQueue:
             self.counts.given_up += 1
             log.error("receiver %s: %s was not told, and will not be: %s", self.name, entry.alert, delivery.detail)
         elif first:
-            log.warning("receiver %s: %s is told later: %s", self.name, entry.alert, delivery.detail)
+            log.warning("receiver %s: %s is sent later: %s", self.name, entry.alert, delivery.detail)

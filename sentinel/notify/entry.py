@@ -2,7 +2,7 @@
 
 It holds the state that is wanted, not a list of messages: a receiver that was away for an hour gets one message with
 what is true now. Changes within `wait` go out together, further ones not before `interval` after the last message. What
-was delivered is remembered by a digest, so that nothing is told twice, over a restart neither.
+was delivered is remembered by a digest, so that nothing is sent twice, even across a restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_PAUSE = 300.0
 """Seconds between two attempts: doubled each time, with a jitter of up to a half, so that a receiver that comes back is
 not met by everybody at once."""
 LONGEST_AFTER = 3600.0
-"""A receiver may ask to be left alone for so long; one that asks for more is asked again then."""
+"""Longest pause that a receiver may ask for; after that it is tried again."""
 GIVE_UP_SECONDS = 24 * 3600.0
 """What could not be told for a day is news no more."""
 CASES = 50
@@ -41,13 +41,13 @@ class Entry(msgspec.Struct, kw_only=True):
     problem_id: str = ""
     """See `Case`."""
     cases: dict[str, Case] = {}
-    """Those that fire, and ended ones whose end was not told yet, by id; of a problem all, until it is over."""
+    """By id: cases that fire, and ended ones whose end was not sent yet; all cases of a problem until it is over."""
     quiet: list[str] = []
     """Ids of consequences that came when the receiver was to be told of the problem in any case, by one as severe."""
     edits: bool = True
     """See `Route`."""
     escalated: bool = False
-    """Whether one that is more severe than what was told is to be told."""
+    """Whether a case more severe than anything sent is to be sent."""
     told: dict[str, str] = {}
     """Id -> digest of the case as it was delivered."""
     due: float = math.inf
@@ -123,8 +123,8 @@ class Entry(msgspec.Struct, kw_only=True):
         return self.sent > 0
 
     def _is_news(self, case: Case) -> bool:
-        """Whether a change of this case is worth a message: of consequences where that notifies nobody once more, else
-        the end of the whole."""
+        """Whether a change of this case is worth a message. For a consequence: if it causes no second notification, or
+        the whole problem has ended."""
         return self.edits or not self.firing or (case.state == "firing" and case.id not in self.quiet)
 
     def drop(self, identity: str) -> None:

@@ -1,6 +1,6 @@
 """One POST over HTTP, and what its answer means. Every receiver that speaks HTTP sends through this.
 
-No redirects (a receiver that moved is told of, not followed), certificates verified, a connection a message, the
+No redirects (a receiver that moved is reported, not followed), certificates verified, one connection per message, the
 environment's proxies. Of an answer the status and Retry-After are read, and of its body no more than is asked for: it
 may be anything, and endless. No URL and no text of the other side gets into a Delivery or a log.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import httpx2
 
 RETRIED = frozenset({408, 425, 429})
-"""Of the client errors: those that say "later" (RFC 9110, 6585, 8470). The others stay wrong."""
+"""The client errors that mean "later" (RFC 9110, 6585, 8470). The others are permanent."""
 
 ANSWER_BYTES = 64 * 1024
 """Of an answer that is read."""

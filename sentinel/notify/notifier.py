@@ -1,4 +1,4 @@
-"""Decides for one run who is told of a case: nobody under a silence; else the training terminal, and the receivers."""
+"""Decides for one run where a case is sent: nowhere under a silence, otherwise to the terminal and the receivers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Outlet(Protocol):
 
 
 class Notifier:
-    """Decides who is told of a case. Whether it was told is in the case, and thereby in the history."""
+    """Decides where a case is sent. Whether it was sent is in the case, and thereby in the history."""
 
     def __init__(
         self, terminal: Terminal, pipeline: Pipeline, silences: Silences, save: Callable[[Case], None]
     ) -> None:
-        """`save` records a case: here, that it is told, or silenced."""
+        """`save` records a case: here, that it is sent, or silenced."""
         self.pipeline, self.silences = pipeline, silences
         self.outlet: Outlet = pipeline
         """What the receivers' part goes through. In a job over several nodes it decides which node tells people."""
@@ -47,13 +47,13 @@ class Notifier:
         self._resumed = False
 
     def replace(self, routes: Sequence[Route], origin: Origin, severities: frozenset[str]) -> None:
-        """Other settings: these receivers, and on the terminal these severities. What fires is told to who is new."""
+        """Apply other settings: these receivers, and these severities on the terminal. New receivers get what fires."""
         self.pipeline.replace(routes, origin)
         self._terminal.severities = severities
         self._resumed = False
 
     def open_case(self, case: Case) -> None:
-        """An incident fired: decide whether people are told, before it is recorded."""
+        """An incident fired: decide whether it is sent, before it is recorded."""
         self.silences.refresh()  # the run may have begun a moment ago
         case.silenced = self.silences.find_silence(case)
         case.told = not case.silenced
@@ -62,21 +62,21 @@ class Notifier:
         """An incident fired, is over, or was undone by a rollback; the case is in the history by now. `others`: among
         which are those of the same problem.
 
-        Who was told that it fired is told of its end, under a silence too: an alarm that was raised must end.
+        A receiver that got the alert also gets its end, even under a silence: an alarm that was raised must end.
         """
         if case.told:
             self._show(event, case, others)
             self._put(case)
 
     def tell_again(self, case: Case, others: Collection[Case] = ()) -> None:
-        """A rank came back, and may have missed it. Its hook knows by the ids of notices; the receivers are told."""
+        """A rank came back, and may have missed it: send it again. Hook and receivers know repeats by their ids."""
         if case.told:
             self._show("fired", case, others)
             if case.state != "firing":
                 self._show("resolved" if case.state == "resolved" else "rolled_back", case, others)
 
     def separate_case(self, case: Case) -> None:
-        """What was taken for a consequence is a problem of its own: people are told as of any other."""
+        """A case taken for a consequence is a problem of its own: send it like any other."""
         if case.told:
             self._terminal.show_separate(case)
             self._put(case)

@@ -51,7 +51,7 @@ class Outbox:
         return bool(self._unwritten) and self._path is not None
 
     def entries(self) -> list[Entry]:
-        """What an earlier daemon left. Read only: whoever has the file locked for writing is not waited for."""
+        """What an earlier daemon left. Read only, so that a writer's lock on the file is not waited for."""
         if self._path is None or not os.path.exists(self._path):
             return []
         try:
@@ -64,7 +64,7 @@ class Outbox:
             return []
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Replace these rows, and those that could not be written before, in one transaction."""
+        """Replace these rows, and rows that could not be written before, in one transaction."""
         with self._using:
             self._write(rows)
 
@@ -102,7 +102,7 @@ class Outbox:
         self._path = None
 
     def release(self) -> None:
-        """The file is about to be replaced: let go of it, and write everything again into the one that comes. SQLite
+        """The file is about to be replaced: close it, and write everything again into the new one. SQLite
         would take the new one's write-ahead log away with the old connection: it knows it by its name."""
         with self._using:
             if self._database is not None:

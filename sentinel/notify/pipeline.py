@@ -32,7 +32,7 @@ _BEGAN = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Unix seconds that nobody sets back while we run."""
+    """Unix seconds that never go backwards while this process runs."""
     return _BEGAN + time.monotonic()
 
 
@@ -72,8 +72,8 @@ class Pipeline:
         self._serve()
 
     def replace(self, routes: Sequence[Route], origin: Origin = UNKNOWN_ORIGIN) -> None:
-        """These receivers from now on. One of the same name goes on where it was; what one that is gone was not told
-        yet stays in the outbox."""
+        """Use these receivers from now on. A receiver with the same name goes on where it was; what was not yet sent to
+        one that is gone stays in the outbox."""
         self._blank = msgspec.structs.replace(self._blank, origin=origin)
         former = {queue.name: queue for queue in self.queues}
         self.queues = [former.pop(route.name) if route.name in former else self._queue(route) for route in routes]

@@ -1,4 +1,4 @@
-"""From a settings file to receivers: what each is told of, how it is grouped and limited."""
+"""From a settings file to receivers: which alerts each gets, how they are grouped and limited."""
 
 from __future__ import annotations
 

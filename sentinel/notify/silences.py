@@ -1,4 +1,4 @@
-"""Silences: for a while nobody is notified of an alert. It is recorded all the same, and Sentinel acts on it.
+"""Silences: for a while an alert is not sent. It is still recorded, and Sentinel still acts on it.
 
 One JSON file in the state directory, replaced in whole: it can be written with no daemon there, and survives all of
 them. Each daemon looks whether it changed. What ended is kept for a day.

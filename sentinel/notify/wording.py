@@ -1,4 +1,4 @@
-"""What people are told of a case, in words: the same on the terminal, in Slack and on a pager."""
+"""The words that describe a case to people: the same on the terminal, in Slack and on a pager."""
 
 from __future__ import annotations
 

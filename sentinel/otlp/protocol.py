@@ -73,7 +73,7 @@ def trace_id(run_id: str) -> bytes:
 
 
 def span_id(*parts: object) -> bytes:
-    """Of a span of a run: one that is sent again has the same."""
+    """The id of a span of a run: the same if the span is sent again."""
     return _hash("\0".join(map(str, parts)), 8)
 
 

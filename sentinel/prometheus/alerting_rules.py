@@ -4,7 +4,7 @@
     sentinel-verdicts   one rule for all others: what the daemon found, which sees every step
     sentinel-itself     whether Sentinel works
 
-The second rule covers whatever the first group does not, so that no alert is told twice. What lies between two scrapes
+The second rule covers whatever the first group does not, so that no alert fires twice. What lies between two scrapes
 Prometheus does not see: a translated rule of a run also fires where the daemon's does.
 """
 

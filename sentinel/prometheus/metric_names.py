@@ -16,7 +16,7 @@ def with_unit(signal: Signal) -> str:
 
 
 def of_run(signal: Signal) -> bool:
-    """Whether the run's value of a signal is exported: those that come with a step, and are no part of another."""
+    """Whether the run's value of a signal is exported: it comes with a step, and is not part of another signal."""
     return signal.scope == "rank" and signal.tier != CLOCK and not signal.part_of
 
 

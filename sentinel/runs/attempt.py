@@ -27,7 +27,7 @@ RECENT_LAYER_STATS = 256
 RELAXED_STEPS = 64
 """Of so many one is whole, in the fastest loops (`hooks/core/governor.py`)."""
 RECENT_RARE = 16
-"""Of those that have what is taken rarely (tier 3): at their side 256 that were taken at every step are a moment."""
+"""How many of the steps with rare samples (tier 3) are kept: 256 consecutive steps may contain none."""
 _RARE = frozenset(name for name, signal in SIGNALS.items() if signal.scope == "layer" and signal.tier == 3)
 RECENT_DIFFERING = 64
 RECENT_VALUES = 4 * 1024 * 1024
@@ -42,7 +42,7 @@ SIGNALS_OF_A_RANK = 4096
 AWAITED_RANKS = 4096
 """Ranks of the world that are waited for before they have said hello: no node has more."""
 ARRIVAL_SECONDS = 10.0
-"""How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
+"""How long to wait for ranks of the world that have not said hello. Rank 0 may be the only one attached."""
 
 
 class Stage(NamedTuple):
@@ -235,8 +235,8 @@ class Attempt(RankSet):
 
     def take_closed(self, now: float) -> Iterator[RunStep]:
         """The steps of the first optimizer that closed since the last call. Each is closed and remembered when it is
-        handed out: whoever stops in between finds the others at the next call, and an alert looks back from its own
-        step, not from the last."""
+        handed out: if the caller stops in between, the next call yields the others, and an alert looks back from its
+        own step, not from the last."""
         if self._awaited and now - self.began > ARRIVAL_SECONDS:
             for number in self._awaited:
                 self._alignment.leave(number)

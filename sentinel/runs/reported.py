@@ -82,7 +82,7 @@ class _Columns:
         return self._made.pop(row)
 
     def _make(self, first: int) -> None:
-        """Make the values of this row, and of those that follow, together."""
+        """Make the values of this row together with those of the following ones."""
         last = min(first + self._together, len(self.seqs))
         # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
         if len(self._whole) == 1:  # the loss, in a loop that is fast
@@ -103,7 +103,7 @@ class _Columns:
 def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, Reported]]:
     """The steps of a batch, each with its seq. Raises ProtocolError where columns do not fit together.
 
-    Layers of a table that is not there yet are left out: nobody has looked whether they fit.
+    Layers of a table that has not arrived are left out, as they cannot be checked against it.
     """
     columns = _Columns(batch)
     found = [Reported(columns, row) for row in range(len(columns.seqs))]
@@ -115,8 +115,8 @@ def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple
 
 
 def check_layers(block: wire.LayerBlock, layers: int) -> None:
-    """Raises ProtocolError where statistics are not those of a table of so many layers: once they are taken in, whoever
-    closes the step would stumble over them, and that may be another rank."""
+    """Raise ProtocolError if statistics do not fit a table of so many layers. Later they would fail where the step is
+    closed, which may be for another rank."""
     rows = wire.unpack_column("I", block.layers)
     values = len(rows) if rows else layers
     if any(len(column) != 4 * values for column in block.stats.values()) or max(rows, default=0) >= max(layers, 1):

@@ -58,5 +58,5 @@ class Runs:
         return self._runs[identity.run_id]
 
     def forget(self, run_id: str) -> None:
-        """The run has ended, and nobody asks for it."""
+        """Forget a run that has ended."""
         self._runs.pop(run_id, None)

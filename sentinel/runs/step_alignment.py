@@ -40,7 +40,7 @@ class Alignment(Generic[Sample]):
         self._front: int | None = None
         """The furthest step that a rank has reached; None: not known."""
         self._last: tuple[int, int] | None = None
-        """The rank that everybody waits for and what it has reached: while it is there, nobody looks for another."""
+        """The slowest rank and the step it has reached: it is only searched for again once it has moved on."""
         self.late = 0
         """Samples that arrived after their step was closed."""
 
@@ -111,7 +111,7 @@ class Alignment(Generic[Sample]):
 
     def take_closed(self, now: float) -> Iterator[tuple[int, Mapping[int, Sample]]]:
         """The steps that closed since the last call, in order: (seq, samples by rank). Each is closed when it is handed
-        out: whoever stops in between finds the others at the next call."""
+        out: if the caller stops in between, the next call yields the others."""
         if not self._open:
             return
         front = self._furthest()
@@ -128,7 +128,7 @@ class Alignment(Generic[Sample]):
             yield seq, self._open.pop(seq).samples
 
     def _find_step_reached_by_all(self) -> float:
-        """The last step for which nobody is waited for any more."""
+        """The last step that waits for no rank."""
         if self._last is None or self._last[0] in self._silent or self._reached.get(self._last[0]) != self._last[1]:
             waited = ((reached, rank) for rank, reached in self._reached.items() if rank not in self._silent)
             lowest = min(waited, default=None)

@@ -2,7 +2,7 @@
 
     Supervisor    signals, the command's end, the daemon's word -> what is done
     Words         what the daemon says of the job, which it is asked for once
-    Job           the command and every process that came of it
+    Job           the command and all its descendant processes
     Policy        start it again, or not: pure
     Telling       what it says on stderr
 

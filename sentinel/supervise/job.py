@@ -1,4 +1,4 @@
-"""The command and every process that came of it.
+"""The command and all its descendant processes.
 
 torchrun starts each rank in a session of its own, loaders and compilers have workers: neither a process group nor a
 session holds a job. This process adopts each that loses its parent (PR_SET_CHILD_SUBREAPER), so that the job is all
@@ -25,7 +25,7 @@ HELPERS_SECONDS = 2.0
 """That the keepers of shared memory get to remove what the killed have left."""
 _LOOK_SECONDS = 0.05
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""They ignore SIGTERM, and end by themselves when nobody they keep things for is left."""
+"""They ignore SIGTERM, and exit by themselves after the processes they serve."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -65,7 +65,7 @@ class Job:
         """Of the command, once it has ended: its exit status, or a signal's number, negative."""
 
     def reap(self) -> int | None:
-        """Forget whoever has ended. Returns the command's status, once it has one."""
+        """Reap the processes that have ended. Returns the command's status, once it has one."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -96,7 +96,7 @@ class Job:
         told: set[tuple[int, str]] = set()
         while True:
             self.reap()
-            left = _but(spared, members()) or _but(spared, members())  # born while /proc was read, of one that is gone
+            left = _but(spared, members()) or _but(spared, members())  # new ones may have started while /proc was read
             if not left and not spared:
                 return True
             if not left or time.monotonic() > until:
@@ -129,7 +129,7 @@ def _below(pid: int, children: Mapping[int, list[_Process]]) -> Iterator[_Proces
 
 
 def _read(folder: Path) -> tuple[int, _Process] | None:
-    """(parent, process); None of one that has ended, be it that nobody has asked for its status yet."""
+    """(parent, process); None if it has ended, reaped or not."""
     try:
         fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
         words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -145,7 +145,7 @@ def _is_daemon(words: list[bytes]) -> bool:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-        os.kill(pid, signal.SIGCONT)  # one that is stopped would handle nothing
+        os.kill(pid, signal.SIGCONT)  # a stopped process would not handle it
 
 
 def _in_foreground() -> bool:

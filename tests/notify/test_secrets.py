@@ -153,7 +153,7 @@ def test_a_secret_is_nowhere(tmp_path: Path, private_places: Path, monkeypatch: 
         refused = sentinel("alerts", "test", "--config", str(bad))
         assert refused.returncode == 2
         said += [refused.stdout, refused.stderr]
-    assert "is told later" in log
+    assert "is sent later" in log
     assert MARK not in log
     for one in said:
         assert one == "" or MARK not in one

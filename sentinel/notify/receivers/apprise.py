@@ -90,7 +90,7 @@ def title(message: Message) -> str:
 
 
 def text(message: Message) -> str:
-    """What is told, plain."""
+    """The message as plain text."""
     parts = []
     for case in message.cases[-SHOWN_CASES:]:
         if case.id in message.quiet and case is not message.leading:

@@ -55,8 +55,8 @@ class OpenTelemetry:
 
 
 def encode_logs(message: Message, cases: Iterable[Case], now: float) -> ExportLogsServiceRequest:
-    """A request to /v1/logs, of these cases of a message. Labels and annotations are those that a webhook gets, as
-    attributes `sentinel.NAME`."""
+    """A request to /v1/logs with these cases of a message. Labels and annotations are those of a webhook, as attributes
+    `sentinel.NAME`."""
     from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
     from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 

@@ -1,4 +1,4 @@
-"""PagerDuty, Events API v2: a group triggers and resolves one incident; a rollback is a change event, and pages nobody.
+"""PagerDuty, Events API v2: a group triggers and resolves one incident; a rollback is a change event, without a page.
 
 developer.pagerduty.com/docs/events-api-v2-overview, .../trigger-events and .../send-change-event.
 """

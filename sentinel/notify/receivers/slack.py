@@ -94,7 +94,7 @@ class Slack:
             delivery = await call("chat.update", {"channel": channel, "ts": ts, **body})
             loud = message.repeated or message.escalated
             if delivery.fault is None and (loud or not message.firing):
-                # An edit notifies nobody.
+                # An edit causes no notification.
                 reply = {"thread_ts": ts, "reply_broadcast": loud, "text": body["text"]}
                 delivery = await call("chat.postMessage", {"channel": channel, **reply})
             if delivery.detail not in LOST:

@@ -16,7 +16,7 @@ from sentinel.notify import Event, wording
 from sentinel.text import drop_controls, join_names
 
 WIDTH = 79
-"""Columns: a terminal that nobody widened has 80, and a wrapped frame is hard to read."""
+"""Columns: a terminal has 80 by default, and a wrapped frame is hard to read."""
 LABEL = 8
 LINES = 12
 """Of a block: more would push the training's own lines off the screen."""
