@@ -39,7 +39,7 @@ _IDENTITY = "the identity of batches"
 
 
 FRAMES = 12
-"""Between the loader and whoever fetches ahead, at most."""
+"""Most frames between the loader and the code that fetches ahead."""
 _ACCELERATE = "accelerate.data_loader"
 _FETCHERS = ("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers")
 
@@ -214,10 +214,10 @@ DEPTH = 4
 ELEMENTS = 64
 REMEMBERED = 64
 SPACING_SECONDS = 0.05
-"""Batches that come so far apart are all looked at; of others one in so much time at most, but for bursts."""
+"""Batches this far apart are all examined; of closer ones at most one per interval, except in bursts."""
 SHARE = 0.001
-"""Of a fast loop's time, at most, goes to looks, but for bursts. One takes 10 to 20 us a tensor, and ten times as long
-in a fast loop, which has driven its code out of the processor's caches."""
+"""Largest share of a fast loop's time spent on examining batches, except in bursts. It takes 10 to 20 us a tensor, and
+ten times as long in a fast loop, which has driven its code out of the processor's caches."""
 BURST, BURST_EVERY = 16, 1024
 """Of so many batches, the first ones are looked at one after another: repeats among neighbours are to be seen."""
 
@@ -270,7 +270,7 @@ class BatchFingerprints:
 
 
 def identity_of(tensors: list[torch.Tensor]) -> int | None:
-    """48 bits. None where a tensor is not in host memory, or not one that lies there plainly."""
+    """A hash of 48 bits. None if a tensor is not plain host memory."""
     hashed = hashlib.blake2b(digest_size=6)
     for tensor in tensors:
         if (

@@ -39,7 +39,7 @@ FAST_SECONDS = 0.005
 first calls alone, and a constant stands for later ones."""
 FIRST_CALLS = 256
 LOOKS = 8
-"""Calls of a model that drew no random number: then it is taken for one that draws none. Its state is 5 kB, 20 us."""
+"""Calls without a random number drawn, after which a model counts as drawing none. The state is 5 kB, 20 us."""
 LEAVES = 16
 """Tensors of a batch, or outputs of a model, that are looked at."""
 DEPTH = 4
@@ -65,7 +65,7 @@ class CapturedCall(msgspec.Struct):
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody wrote into the batch since."""
+        """Whether the batch was not written to since."""
         return self.versions == [tensor._version for tensor in self.inputs]
 
     def hold_gradients(self, output: object) -> None:
@@ -132,7 +132,7 @@ class CallSlot:
         self.frozen = False
         """It is the one to be looked into: calls that follow do not take its place."""
         self.running = False
-        """The call is being made once more: it is nobody's pass."""
+        """The call is being repeated by us: it is not a pass of the loop."""
         self.draws: bool | None = None
         """Whether the model draws random numbers; None: not known yet."""
         self.known = False
@@ -183,7 +183,7 @@ class _Holder:
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is None:  # of a view of the output that was written to, say
             return
-        # With `create_graph=True` it has a graph, which leads back to this hook: nobody would find that circle.
+        # With `create_graph=True` it has a graph, which leads back to this hook: a cycle that gc does not see.
         self._held[self._place] = gradient.detach() if gradient.requires_grad else gradient
 
 
@@ -273,7 +273,7 @@ class _Nothing:
 
 
 class ForwardHook(_Nothing):
-    """One that stays with the model it was put on."""
+    """A hook that stays with the model it was put on."""
 
     def __init__(self, stopwatch: ForwardTimer) -> None:
         self.stopwatch = stopwatch

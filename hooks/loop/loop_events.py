@@ -1,4 +1,4 @@
-"""What the patches see of a loop, event by event, and those whose runs are watched, who hear of it."""
+"""What the patches see of a loop, event by event, and the listeners of the watched runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sentinel.hooks.torch_interop.tensors import Scalar
 
 
 class LoopEvents(Protocol):
-    """What a run hears of. Every call is on the thread that trains, or one that does its work, and must not raise."""
+    """Events a run receives. Every call is on the training thread, or one that works for it, and must not raise."""
 
     accumulator: StepAccumulator
     batches: Batches

@@ -77,7 +77,7 @@ _OUTPUT = (
 _DATA = ("datasets", "streaming", "torch.utils.data", "webdataset")
 """What gives batches reads as often as the loop steps: how long that takes the run itself has shown."""
 _AWAITED = ("asyncio", "concurrent.futures", "multiprocessing.popen_fork", "multiprocessing.process", "torch.futures")
-"""Modules in which a thread waits for what somebody else does."""
+"""Modules in which a thread waits for another thread or process."""
 _WORKERS = "concurrent.futures.thread"
 _WRITES = {
     "x86_64": frozenset((1, 3, 18, 20, 26, 40, 44, 46, 74, 75, 77, 82, 162, 263, 264, 275, 277, 285, 296, 306, 316,
@@ -88,7 +88,7 @@ _WRITES = {
 """System calls that write, send, sync, close or rename: of a file system that stands no Python is to be seen."""
 _SLEEPS = {"x86_64": frozenset((35, 230)), "aarch64": frozenset((101, 115))}
 _TERMINAL = (1, 2)
-"""Whoever reads stdout and does not is no file system."""
+"""stdout and stderr: a reader that does not read them is not a slow file system."""
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "IPython.terminal.debugger", "debugpy", "ipdb")
 _HOSTS = (
     "asyncio",
@@ -186,7 +186,7 @@ class LoopLocator:
     def _locate_in_loop(
         self, frames: list[FrameType], native: int, every: Mapping[int, FrameType]
     ) -> tuple[Place, list[list[FrameType]]]:
-        """What a thread does that is in the loop, and the stacks of those that it waits for."""
+        """What a thread in the loop does, and the stacks of the threads it waits for."""
         own = {code for code, _ in self._path}
         depth = next((depth for depth, frame in enumerate(frames) if frame.f_code in own), len(frames))
         inner = frames[:depth]
@@ -240,7 +240,7 @@ def enclosing(code: CodeType, at: int, avoiding: Iterable[int] = ()) -> frozense
 
 
 def _flow(code: CodeType) -> dict[int, list[int]]:
-    """Instruction -> those that may come next, handlers of exceptions with them. In their order."""
+    """Instruction -> instructions that may come next, with exception handlers. In order."""
     bytecode = dis.Bytecode(code)
     instructions = list(bytecode)
     offsets = [instruction.offset for instruction in instructions]
@@ -269,8 +269,8 @@ def _list_reachable(following: Mapping[int, list[int]], start: int) -> frozenset
 
 
 def _list_awaited_stacks(inner: list[FrameType], every: Mapping[int, FrameType]) -> list[list[FrameType]]:
-    """The stacks of the threads that these frames wait for: the one that is joined, or all workers that have work,
-    where it is a future's, which does not know its thread."""
+    """The stacks of the threads that these frames wait for: the joined thread, or all busy workers if they wait for a
+    future, which does not know its thread."""
     joined = next(
         (frame for frame in inner if _belongs_to(frame, ("threading",)) and frame.f_code.co_name == "join"), None
     )
@@ -299,7 +299,7 @@ def _system_call(native: int) -> str:
         if number in _WRITES.get(machine, ()) and int(words[1], 16) not in _TERMINAL:
             return "writes"
         return "sleeps" if number in _SLEEPS.get(machine, ()) else ""
-    except (OSError, ValueError, IndexError):  # it runs, or nobody may ask
+    except (OSError, ValueError, IndexError):  # it runs, or reading is not permitted
         return ""
 
 

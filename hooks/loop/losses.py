@@ -59,13 +59,13 @@ def is_scaled(root: torch.Tensor) -> bool:
 
 
 def is_scaled_pass(roots: Any) -> bool:
-    """Whether a backward pass that begins is from a scaled loss, or from one that was made of such."""
+    """Whether a backward pass that begins is from a scaled loss, or from a loss computed from one."""
     return bool(scaled.by) or is_scaled(roots)
 
 
 def plain_loss(root: Any) -> float | None:
-    """Of a pass from `root`: the loss, where that is a number on the host that nobody scaled. Else, and where it has
-    several elements, None."""
+    """The loss of a pass from `root`, if it is an unscaled number on the host. Otherwise, and if it has several
+    elements, None."""
     if type(root) is not Tensor or not root.is_cpu or root.numel() != 1 or (scaled.ever and is_scaled_pass(root)):
         return None
     loss = root.item()
@@ -208,7 +208,7 @@ class BackwardPatch:
         return loss
 
     def _quiet_accumulator(self) -> StepAccumulator | None:
-        """The accumulator that may note the pass that begins by itself; None where listeners have to hear of it."""
+        """The accumulator that may record a pass that begins by itself; None if listeners must be called."""
         accumulator = self._listeners.accumulator
         if accumulator is None or accumulator.calm_to == _ALL_WANTED or accumulator.unseen.pausing:
             return None

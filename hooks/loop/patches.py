@@ -10,9 +10,9 @@
                                          frame that calls it, which is to stay the user's)
     CUDAGraph.capture_begin              breaks off where another thread copies: a snapshot is brought to its end
 
-Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
-wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
-(`exclude_from_tracing`), else it would be traced: more graph breaks, and nothing seen; but for those of clipping.
+Put in place at the first `listen`, taken away at the last `unlisten`. Where other code patched over ours in between,
+our wrapper cannot be removed from under it: it stays and does nothing. Each except those of clipping is hidden from
+torch.compile (`exclude_from_tracing`), as a traced wrapper would cause more graph breaks and see nothing.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class LoaderPass:
 
 
 class LoaderProgress:
-    """All that give batches. The one that trains is the one whose batch came last before a step."""
+    """All sources of batches. The training one is the source of the last batch before a step."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
@@ -182,12 +182,12 @@ class StepAccumulator:
             self.calm_to = -math.inf
 
     def is_training_thread(self) -> bool:
-        """Whether the calling thread is the one that trains."""
+        """Whether the calling thread is the training thread."""
         return get_ident() == self.thread
 
     def take(self) -> StepTotals:
         """A step is over: close the totals and begin the next."""
-        if get_ident() != self.thread:  # the thread that steps is the one that trains
+        if get_ident() != self.thread:  # the thread that steps is the training thread
             self.thread, self.native = get_ident(), threading.get_native_id()
         self.steps += 1
         self.captured = False

@@ -118,8 +118,8 @@ _WIDEST = range(-(2**63), 2**64)
 def facts(
     models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object, scaler: object, total_steps: int | None
 ) -> dict[str, Any]:
-    """Plain values only, by name. Counts are of this rank's parameters; `total_steps`: those that the run is to have,
-    None: not known."""
+    """Plain values only, by name. Counts are of this rank's parameters; `total_steps`: planned steps of the run, None:
+    not known."""
     own = {id(p): p for model in models for p in model.parameters()}
     counts = [p.numel() for p in own.values()]
     return {

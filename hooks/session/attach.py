@@ -79,7 +79,7 @@ def attach(
     batch of a step is held until its end, and run once more where loss or gradients are not finite: the alert then
     names the module that made it. `kind` is "rl" or "supervised": how losses are judged (docs/loops.md); without it, by
     what is logged. `address` (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started
-    in the background. `config` is the settings file of one that is started; without it, the one in force
+    in the background. `config` is the settings file of a daemon started here; without it, the one in force
     (docs/alerts.md).
 
     Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots
@@ -364,7 +364,7 @@ class _Setup:
         if stray := [name for stream in streams for name in stream.layers.stray]:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
         if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
-            unseen.append("how long collectives take (nobody times those of FSDP)")
+            unseen.append("how long collectives take (those of FSDP are not timed)")
         if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):
             unseen.append("forward passes (a ScriptModule takes no hooks)")
         if place()[1] > 1 and not any(stream.layers.replicated or stream.layers.sharded for stream in streams):

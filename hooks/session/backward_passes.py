@@ -3,7 +3,7 @@
     a pass that did not reach the model     of another one, which trains in the same process and is not watched
     passes that were thrown away            the loop cleared the gradients and took the step again: it skips a batch
                                             whose norm is out of bounds, or tries again after an exception
-    passes without a step of ours           another optimizer trains the model now, or nobody calls `step()`
+    passes without a step of ours           another optimizer trains the model now, or `step()` is not called
 
 Gradients are seen by identity and version, which autograd counts: no value is read but, on the host, a few elements of
 one that was written to. Losses of a loop that clears its gradients between the passes of most steps (SAM, gradients of
@@ -115,7 +115,7 @@ def _is_zero(gradient: Any) -> bool:
 LOOK_PASSES = 16
 """Without a step, before other optimizers are looked at: most loops accumulate the gradients of fewer."""
 TELL_PASSES = 64
-"""Without a step, before the user hears of it, where the gradients are cleared after most of them."""
+"""Passes without a step after which the user gets a line, if the gradients are cleared after most of them."""
 MANY_PASSES = 1024
 """The same where they are not, or where that is not known."""
 

@@ -134,7 +134,7 @@ class OptimizerMonitors:
 
     @property
     def live(self) -> list[OptimizerMonitor]:
-        """The same; of optimizers that step inside the backward pass the one that they have together."""
+        """The same; optimizers that step inside the backward pass share one monitor."""
         parts = self.parts
         whole = self.gathering.whole if self.gathering is not None else None
         return [whole] if whole is not None and parts else parts

@@ -44,7 +44,7 @@ def find_session(optimizers: list[object]) -> RunSession | None:
 
 
 def let_go_of_the_dead(names: dict[str, object]) -> None:
-    """End the sessions that nobody can mean any more, before a new one begins.
+    """End the sessions that can no longer be used, before a new one begins.
 
     Those whose optimizers are gone, some of which the collector has yet to find. In a notebook also those whose
     optimizers `names`, its variables, do not hold any longer: IPython keeps old results and tracebacks alive.
@@ -69,7 +69,7 @@ def end(session: RunSession, why: str = " is watched no more") -> None:
 
 
 def take_over(session: RunSession) -> None:
-    """End a session that nobody asked for: the next one goes on with its run."""
+    """End a session that was attached automatically: the next one goes on with its run."""
     global _made
     end(session, ": the script's own attach takes over")
     _made -= 1

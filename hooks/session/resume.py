@@ -178,7 +178,7 @@ def _set_aside(folder: Path, after: int, passed: Mapping[int, str]) -> None:
     try:
         steps = snapshots.set_aside(folder, after, passed)
     except OSError as error:
-        # No harm: the next one that is written names its parent, and these are off its line.
+        # Harmless: the next snapshot names its parent, and these are off its line.
         fault_guard.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
         return
     if steps:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 PATIENCE_STEPS = 20
 """Steps after which the user of a run whose loss was not seen hears how to show it."""
 EARLY_STEPS = range(3)
-"""They go out at once, and the heartbeat shows them: a process that takes the GIL for good in the first half second
-would else look as if it had not begun."""
+"""Steps that are sent without delay, and shown by the heartbeat: a process that takes the GIL forever in its first half
+second would otherwise look as if it had not begun."""
 NAMES = 1024
 """Of signals that are not ours: a loop that makes a new one at every step must not grow the hello."""
 RL = "rl"
@@ -69,7 +69,7 @@ STOPPING = "stop"
 STOPPED_SECONDS = 0.4
 """How long a process that is about to be ended waits for the daemon to take what is queued."""
 LINES = 256
-"""That are said on the terminal of a run, but for the daemon's notices."""
+"""Most lines printed on the terminal of a run, besides the daemon's notices."""
 
 
 class _LastMoment(NamedTuple):
@@ -129,11 +129,11 @@ class RunSession:
         """Where the settings name some, on the first rank."""
         self._began, self._run_id, self._rank = time.time(), "", 0
         self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
-        """Whether what came of the run is said here: by the first rank, unless `sentinel run` does."""
+        """Whether this process prints the closing line: the first rank does, unless `sentinel run` does."""
         self._last: _LastMoment | None = None
         """When the run was over, until that is said."""
         self.ended = self._alone = False
-        """Whether it is over; whether the sender said so itself, as nobody has the optimizers any more."""
+        """Whether it is over; whether the sender ended it, because the optimizers were deleted."""
         self.unasked = False
         """Attached at the first step (`sentinel run`): an attach in the script takes its place."""
 
@@ -171,7 +171,7 @@ class RunSession:
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
-        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # with those who hear of the last alerts
+        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # these call the user's functions
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
@@ -188,7 +188,7 @@ class RunSession:
             self.trackers.end(None)
 
     def leave(self, goodbye: wire.Goodbye, timeout: float) -> None:
-        """The run is over: end, and say what came of it."""
+        """The run is over: end, and print the closing line."""
         if self.trackers is not None:
             self.trackers.look(last=True)
         if not self.ended:
@@ -197,7 +197,7 @@ class RunSession:
         self.say_closing()
 
     def say_closing(self) -> None:
-        """What came of the run, in a line, and into its trackers: once, and not where another one went on with it."""
+        """Print the closing line, and give it to the trackers: once, unless another session went on with the run."""
         last, self._last = self._last, None
         if last is None or not (self._prints or self.trackers):
             return
@@ -335,7 +335,7 @@ class RunSession:
         )
 
     def disarm(self, reason: str) -> None:
-        """Rollback is not to be had, or not any more: the daemon need not wait for it."""
+        """Rollback is not, or no longer, available: the daemon need not wait for it."""
         self.hello = {**self.hello, "rollback": None}
         self.accumulator.unseen.lose("rollback", f"disarmed: {reason}")
 
@@ -422,13 +422,13 @@ class RunSession:
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
                 "call monitor.log(loss=...) in the loop to have it watched"
             )
-        if self.sender.done:  # nobody will ever read it: measuring would be a cost for nothing
+        if self.sender.done:  # it will never be read: measuring would be wasted
             self._let_go()
             for stream in self.streams:
                 stream.retire()
 
     def send(self, message: wire.Message) -> None:
-        """Send for the restorer; the user's functions hear of a rollback that was done."""
+        """Send for the restorer; after a rollback call the user's functions."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
             for stream in self.streams:
@@ -491,7 +491,7 @@ class RunSession:
     # For and from the daemon, on the sender's thread.
 
     def _farewell(self) -> wire.Goodbye | None:
-        """The end of a run whose optimizers nobody has any more. `end` has a goodbye of its own."""
+        """The goodbye of a run whose optimizers were deleted. `end` has its own goodbye."""
         if self.ended or any(stream.alive() for stream in self.streams):
             return None
         self._let_go()
@@ -529,7 +529,7 @@ class RunSession:
             self.sender.greet_again()
 
     def answer_if_alone(self) -> None:
-        """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""
+        """If the optimizers were deleted, answer that evidence cannot be given, so that the daemon does not wait."""
         if self._alone and self.collector is not None:
             self.collector.decline(self.sender.queue.next_seq - 1)
 

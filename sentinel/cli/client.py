@@ -14,8 +14,8 @@ _reported: set[str] = set()
 
 
 def ask_daemons(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
-    """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; one that the
-    environment names, and a daemon of another version, are reported on stderr."""
+    """Answers of all living daemons. The socket of a killed daemon is skipped, but reported on stderr if the
+    environment names it, as is a daemon of another version."""
     answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
     for path in paths.live_sockets():
         try:

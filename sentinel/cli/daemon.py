@@ -96,8 +96,8 @@ def daemon(
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
-    """A mistake is an error to whoever types the command. A run that starts its daemon is watched all the same, with
-    the defaults, and gets a note."""
+    """A mistake is an error for a user who types the command. A run that starts its daemon is still watched, with the
+    defaults, and gets a note."""
     from sentinel.config import settings as config
     from sentinel.errors import ConfigError
 
@@ -135,7 +135,7 @@ async def _serve(
     # Made inside the loop: its events belong to it.
     daemon = Daemon(
         directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter,
-        # The tools read the histories of the user who runs them: on a service not those that it keeps.
+        # The tools read the histories of the user who runs them, which are not those that a service keeps.
         make_assistants=None if service else make_server,
     )  # fmt: skip
     # Not before: on a busy node it would start so slowly that a run which breaks in its first steps is over by then.

@@ -51,7 +51,7 @@ def explain(alert: str | None, as_json: bool) -> None:
 
 
 def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
-    """The rule of that name, however it is written. Raises ConfigError, which names those that are near."""
+    """The rule of that name, in any spelling. Raises ConfigError, which names similar ones."""
     known = {_key(name): rule for rule in rules for name in (rule.runbook, rule.name) if name}
     if (rule := known.get(_key(alert))) is not None:
         return rule

@@ -9,7 +9,7 @@ import click
 
 
 class Finite(click.FloatRange):
-    """A number within bounds. `nan` is within any bounds to click, and `1e400` within those that are open."""
+    """A number within bounds. click takes `nan` to be within any bounds, and `1e400` within open ones."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))

@@ -20,7 +20,7 @@ SURVEY_SECONDS = 2.0
 """Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
 LOOK_SECONDS = 0.05
 APART = 4
-"""Ranks of a node of which each has a line of its own; of more, those that stand alike have one."""
+"""Up to this many ranks of a node have a line each; of more, ranks in the same place share one."""
 
 
 @click.command()
@@ -105,7 +105,7 @@ def _live(run: dict[str, Any]) -> list[str]:
 
 
 def _list_ranks(ranks: list[dict[str, Any]]) -> list[str]:
-    """What ranks of a node do: those that do the same in the same place together, where there are many."""
+    """What the ranks of a node do; if there are many, ranks that do the same in the same place are listed together."""
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for rank in ranks:
         doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")

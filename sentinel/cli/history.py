@@ -104,7 +104,7 @@ def export(
                 _write(itertools.chain([first], rows), names, kind, file)
                 file.flush()
         except BrokenPipeError:
-            os._exit(0)  # `| head` has had enough; there is nobody to flush to
+            os._exit(0)  # `| head` has closed the pipe: nothing can be flushed
         except OSError as error:
             raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
 

@@ -65,7 +65,7 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
 def collect_outcomes(
     run: str | None, since: float | None
 ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]], list[str]]:
-    """What came of the runs that were written to in the last `since` seconds, or since yesterday; of one at any time.
+    """Outcomes of the runs that were written to in the last `since` seconds, or since yesterday; of one at any time.
     The worst first; with their incidents, by run id, and what is wrong with histories that cannot be read.
 
     Raises ConfigError where there is no run of that name.

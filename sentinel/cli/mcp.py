@@ -72,7 +72,7 @@ def make_server(*, allow_write: bool = False) -> MCPServer:
 
 
 def _say_mistakes(tool: Callable[..., str]) -> Callable[..., str]:
-    """A mistake is a sentence, as it is for a person: one that may name runs, and so is data too."""
+    """A mistake is a sentence, as for a person. It may name runs, and is therefore quoted as data."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     @functools.wraps(tool)

@@ -1,7 +1,7 @@
 """What a model gets to read: JSON in which what a run chose is data.
 
-Names of runs and layers, texts of exceptions and of alerts come from whoever wrote the training script, and a model may
-take them for orders. Each stays within the quotes of a JSON string, has no control or invisible characters, and is cut;
+Names of runs and layers, texts of exceptions and of alerts come from the training script, and a model may take them for
+instructions. Each stays within the quotes of a JSON string, has no control or invisible characters, and is cut;
 `NOTICE` stands before them.
 """
 

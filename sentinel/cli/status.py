@@ -43,7 +43,7 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     if as_json:
         echo(json.text(runs))
     elif not runs:
-        echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
+        echo("No run is watched on this node. `sentinel last` shows ended runs.")
     if not as_json:
         for line in _list_undelivered():
             echo(line)

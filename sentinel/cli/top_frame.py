@@ -170,7 +170,7 @@ def _facts(run: Mapping[str, Any]) -> str:
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
-    """A character a rank; below it, those that are not live."""
+    """A character for each rank; below it, the ranks that are not live."""
     marks = "".join(RANK_MARKS.get(rank["state"], "?") for rank in ranks)
     room = max(8, width - _LABEL)
     odd = [rank for rank in ranks if rank["state"] not in ("live", "gone")]

@@ -45,7 +45,7 @@ class Accounting:
         self._told = known
         if since is None or now <= since[1]:
             return []
-        # One byte more each: a second in which nobody sent anything is shared out evenly.
+        # One byte more each: a second in which no rank sent anything is shared out evenly.
         weight = (used - since[0]) / (now - since[1]) / (sum(sent[rank] for rank in ranks) + max(len(ranks), 1))
         return [rank for rank in ranks if rank not in fresh and self._charge(rank, (sent[rank] + 1) * weight)]
 

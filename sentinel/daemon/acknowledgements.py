@@ -46,7 +46,7 @@ class Acknowledgements:
         self._accounting.count_frame(rank, peer.nbytes)
 
     def last(self, peer: Peer) -> wire.Kept:
-        """What a rank is told that said goodbye."""
+        """The last confirmation, to a rank that said goodbye."""
         return self._receipts[peer].last()
 
     def drop_peer(self, peer: Peer) -> None:

@@ -155,7 +155,7 @@ class Daemon:
     async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
         """A message from a rank or the command line. Of the steps in it a portion is judged at a time."""
         if self._closing and (self._service or isinstance(message, wire.Hello)):
-            raise ConnectionError("this daemon goes")  # what it does not keep, the next one is told again
+            raise ConnectionError("this daemon goes")  # the next daemon gets again what this one does not store
         self._take(peer, message)
         while peer in self._ranks and self._ranks[peer][0].ingest.behind:
             await asyncio.sleep(0)
@@ -279,7 +279,7 @@ class Daemon:
             self._tenants.leave(run_id)
             raise ProtocolError(
                 f"user {uid} has {RUNS} runs on this service, the most that it watches for one user; end runs that are "
-                f"not needed any more, and wait {FORGET_SECONDS:g} s"
+                f"no longer needed, and wait {FORGET_SECONDS:g} s"
             )
 
     def _has_room_for(self, table: wire.LayerTable, watch: WatchedRun) -> bool:
@@ -307,7 +307,7 @@ class Daemon:
             asyncio.get_running_loop().call_soon(self._process_ended, peer.pid, None)
 
     def _catch_up(self, watch: WatchedRun) -> None:
-        """Judge the steps that wait, beside whatever comes: nobody may be there any more who would say more."""
+        """Judge the waiting steps now: there may be no rank left whose next message would cause it."""
         if watch.ingest.behind and watch not in self._catching_up and not self._shutdown.done.is_set():
             self._catching_up[watch] = asyncio.create_task(self._judge(watch))
 
@@ -409,7 +409,7 @@ class Daemon:
 
     def _process_ended(self, pid: int, status: int | None) -> None:
         if pid == self._starter and not self._shutdown.served and not self._early.read():
-            log.info("process %d, which started this daemon, is gone, and nobody said hello", pid)
+            log.info("process %d, which started this daemon, is gone, and no rank said hello", pid)
             self._shutdown.done.set()
         for watch in self._watches.values():
             watch.ingest.record_exit(pid, status, time.monotonic())
@@ -429,7 +429,7 @@ class Daemon:
         return alone or any(watch.restless for watch in self._watches.values())
 
     def _tick(self, now: float) -> None:
-        """Tick all runs; of each user of a service those that have waited longest, for `LOOK_SECONDS`."""
+        """Tick all runs; for each user of a service the longest waiting ones first, for `LOOK_SECONDS`."""
         spent = defaultdict[int, float](float)
         for watch in sorted(self._watches.values(), key=lambda watch: watch.looked):
             uid = self._tenants.uid(watch.run.run_id)

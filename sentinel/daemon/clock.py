@@ -43,8 +43,8 @@ class Clock:
             log.warning("the node's clock was set by %+.0f s; the rules' time goes on as before", by)
 
     def of_step(self, step: RunStep) -> Observation:
-        """A step as the rules see it. One that was stamped before the clock was set, and came after it, is put where it
-        may have been: after the step before it, and not in the future."""
+        """A step as the rules see it. A step stamped before the clock was set, and received after, gets a time at which
+        it may have been: after the step before it, and not in the future."""
         if shift := self._attempt.clock_shift:
             at = min(max(step.time - shift, self._last), time.time() - shift)
             step = msgspec.structs.replace(step, time=at)

@@ -1,7 +1,7 @@
 """Tells each rank what the history has of it, so that it need not hold on to that for the next daemon.
 
-A frame is kept once all that came of it is in the file. Of a batch that is the steps, which first have to be closed.
-Ranks are told rarely: a rank that wakes up takes the processor from training.
+A frame is stored once everything from it is in the file. For a batch these are its steps, which must be closed first.
+Confirmations are rare: a rank that wakes up takes the processor from training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from sentinel import wire
 
 FRAMES = 8
-"""Kept frames after which a rank is told: about four seconds of batches."""
+"""Stored frames after which a rank gets a confirmation: about four seconds of batches."""
 BYTES = 1024 * 1024
 """Or so many bytes, of layer statistics."""
 

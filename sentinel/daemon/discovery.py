@@ -8,8 +8,8 @@
     file_sd_configs: [{files: ["<file_sd>/sentinel-*.json"]}]
 
 Both go with the daemon, which holds a lock on each as long as it lives. The kernel takes it back from a daemon that is
-killed: a target that nobody holds is a leftover, which the next daemon takes away. A pid would not say so: it is used
-again, and in the next container it is somebody else's.
+killed: a target without a lock is a leftover, which the next daemon removes. A pid would not say so: it is used
+again, and in the next container it belongs to another process.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Presence:
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             self._left.append((path, descriptor))
-            with contextlib.suppress(OSError):  # a file system without locks: nobody gets one there, nobody sweeps
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers are not removed there
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(descriptor, mode)
             os.write(descriptor, json.dumps(content, indent=2).encode())
@@ -101,6 +101,6 @@ def _sweep(folder: Path) -> None:
             if locks.is_at(descriptor, path):
                 path.unlink()
         except OSError:
-            pass  # its daemon lives, or it is somebody else's
+            pass  # its daemon lives, or it belongs to another user
         finally:
             os.close(descriptor)

@@ -25,7 +25,7 @@ class EarlyRecords:
         self._tasks: dict[Path, asyncio.Task[None]] = {}
 
     def read(self) -> bool:
-        """Begin with those that are new. Whether any is being read."""
+        """Begin to read new records. Return whether any is being read."""
         for path in self._directory.glob(f"{locks.EARLY}*"):
             if path not in self._tasks:
                 self._tasks[path] = asyncio.create_task(self._hand_on(path))

@@ -1,7 +1,7 @@
 """How the process of a rank ended: asked of the kernel.
 
 A process that has ended is a zombie until its parent asks for its exit status; torchrun does ten times a second. Until
-then /proc/<pid>/stat has the status (proc(5), field 52), and whoever may trace the process may read it. Afterwards the
+then /proc/<pid>/stat has the status (proc(5), field 52), readable by a process that may trace it. Afterwards the
 pidfd has it, from Linux 6.15 on (PIDFD_GET_INFO, include/uapi/linux/pidfd.h). Whether the kernel killed it for its
 memory is counted by its cgroup (memory.events in v2, memory.oom_control in v1: `oom_kill`).
 """
@@ -43,7 +43,7 @@ class ExitStatuses:
 
 
 def has_ended(process: int) -> bool:
-    """Whether a process of this node has ended, be it that nobody has asked for its exit status yet."""
+    """Whether a process of this node has ended, reaped or not."""
     try:
         return _stat(process)[0] in "ZX"
     except FileNotFoundError:

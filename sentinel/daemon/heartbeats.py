@@ -48,7 +48,7 @@ minutes, in code of which the stack may tell nothing."""
 BUSY_FACTOR = 10.0
 BUSY_CEILING_SECONDS = 1800.0
 """For a thread that computes, in one and the same place: it may be one long call. gloo's own time-out. Not with several
-ranks: one that waits in CUDA for the others spins, and looks as if it computed."""
+ranks: a rank that waits in CUDA for the others spins, and looks as if it computed."""
 LONG_SECONDS = 7200.0
 """Granted to checkpoints, compilers, exports; to work that moves on in the loop and is not training's; to a first step
 that computes."""
@@ -71,9 +71,9 @@ def judge_heartbeat(
     alone: bool = True,
     ceiling: float = CEILING_SECONDS,
 ) -> Stall:
-    """`now`: monotonic seconds. `busy`: the thread that trains computes. `stopped`: by SIGSTOP or a debugger.
-    `resumed`: when it last went on after a stop. `unseen`: seconds since its last sign in which nobody looked; they are
-    not counted. `alone`: the only rank. `ceiling`: of the limit."""
+    """`now`: monotonic seconds. `busy`: the training thread computes. `stopped`: by SIGSTOP or a debugger.
+    `resumed`: when it last went on after a stop. `unseen`: seconds since its last sign in which it was not observed;
+    they are not counted. `alone`: the only rank. `ceiling`: of the limit."""
     quiet = now - heartbeat.progressed
     seconds = max(0.0, now - max(heartbeat.progressed, heartbeat.moved, resumed) - unseen)
     kind = _kind(heartbeat, now, busy)

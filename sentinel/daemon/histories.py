@@ -1,4 +1,4 @@
-"""Opens the history of a run that a daemon does not know yet: a new one, or one that another daemon wrote."""
+"""Opens the history of a run that is new to a daemon: a new file, or one written by another daemon."""
 
 from __future__ import annotations
 

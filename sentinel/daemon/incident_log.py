@@ -21,7 +21,7 @@ from sentinel.runs import Attempt
 log = logging.getLogger(__name__)
 
 CASES = 1000
-"""Cases that are kept in memory, at some 20 kB each: those that are open, and the newest. The history has all."""
+"""Cases kept in memory, at some 20 kB each: the open ones, and the newest. The history has all."""
 JOB_PREFIX = "job-"
 """Of the ids of cases of the job: they are counted apart from those of the node."""
 TOLD_AGAIN = 20
@@ -72,7 +72,7 @@ class IncidentLog:
         self._name_nodes(case)
 
     def _fold(self, case: Case, incident: Incident) -> None:
-        """Find out whether it is a consequence of one that is there."""
+        """Find out whether it is a consequence of a known case."""
         parent = folding.find_parent(case, incident.consequence_of, self.cases.values())
         case.parent = parent.id if parent else ""
         case.problem_id = parent.problem_id if parent else case.id if case.problem else ""
@@ -129,7 +129,7 @@ class IncidentLog:
                 self.record_action(case)
 
     def close_former(self) -> None:
-        """What an earlier attempt left open is over: it is not judged any more, and no notice repeats."""
+        """Close what an earlier attempt left open: it is no longer judged, and no notice repeats."""
         number = self._run.attempt.number
         for case in self.cases.values():
             if case.state == "firing" and case.attempt < number:
@@ -139,7 +139,7 @@ class IncidentLog:
                 self._notifier.tell("resolved", case)
 
     def tell_again(self) -> None:
-        """To a first rank that came back: it may have missed notices, and knows by their ids those that it has not."""
+        """Send notices again to a first rank that came back: it may have missed some, and knows repeats by id."""
         for case in list(self.present())[-TOLD_AGAIN:]:
             self._notifier.tell_again(case, self.cases.values())
 
@@ -179,7 +179,7 @@ class JobIncidentLog(IncidentLog):
         return self._find()
 
     def _name_nodes(self, case: Case) -> None:
-        """Say of each rank on which node it is; where the rule is about the run, of those that the diagnosis names."""
+        """Add the node of each rank; if the rule is about the run, of the ranks that the diagnosis names."""
         case.of_job = True
         blamed = [CaseMember("rank", str(rank), case.first_step, {}) for rank in case.diagnosis.ranks]
         ranks = [member for member in case.members if member.scope == "rank" and member.values] or blamed

@@ -27,7 +27,7 @@ from sentinel.runs.devices import Devices, Gpu, GpuFault
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 4.0
-"""Between two readings: a fault of a GPU is told within 5 s. One that the driver reports by itself is read at once."""
+"""Between two readings: a GPU fault is reported within 5 s. An event from the driver is read without delay."""
 AT_ONCE_SECONDS = 0.5
 """At least this long between two readings: a GPU that fails reports it again and again."""
 WAIT_SECONDS = 0.5
@@ -90,7 +90,7 @@ class MachineReader:
             )
 
     def close(self) -> None:
-        """Waits for nobody."""
+        """Stop without waiting."""
         self._opening.close()
         if self._gpus is not None:
             self._gpus.close()

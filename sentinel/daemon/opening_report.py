@@ -1,7 +1,7 @@
-"""What came of the opening examination: which rules could judge by a run's first steps, and what fired in them.
+"""The result of the opening examination: which rules could judge by a run's first steps, and what fired in them.
 
-A check is a rule with `from_start` that applies to the run. One that lacks samples is not done: where the examination
-had reached its limit (hooks/core/opening.py), or where the run was over before.
+A check is a rule with `from_start` that applies to the run. A check without enough samples is not done: the examination
+had reached its limit (hooks/core/opening.py), or the run was over before.
 """
 
 from __future__ import annotations

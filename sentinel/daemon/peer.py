@@ -1,7 +1,6 @@
 """One connection of the ingest server: what the kernel says of the process at the other end, bytes in, messages out.
 
-The two directions are apart: a process that has ended reads nothing any more, and what it had sent before is read all
-the same.
+The two directions are separate: a process that has ended reads nothing, but what it sent before is still read.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Peer:
             return b""
 
     def send(self, message: wire.Message) -> None:
-        """Queue a message. A peer that does not read is cut off, nobody waits for it."""
+        """Queue a message. A peer that does not read is disconnected."""
         if self._deaf or self._closing:
             return
         if len(self._out) > _BACKLOG_LIMIT:
@@ -116,12 +115,12 @@ class Peer:
         return process
 
     def descriptors(self) -> list[int]:
-        """Those that came with the first bytes: they are the caller's from now on."""
+        """Take the descriptors that came with the first bytes; the caller owns them from now on."""
         taken, self._descriptors = self._descriptors, []
         return taken
 
     def _release(self) -> None:
-        """Close all that nobody took."""
+        """Close the descriptors that were not taken."""
         asyncio.get_running_loop().remove_writer(self._socket)
         for descriptor in (*self.descriptors(), self.take_process()):
             if descriptor >= 0:

@@ -1,4 +1,4 @@
-"""The processes of ranks: of the death of one is learned at once, and signals reach the very one that was meant."""
+"""The processes of ranks: their deaths are seen immediately, and signals reach exactly the process that was meant."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Processes:
     """By pid, each held by a pidfd: another process that gets its pid one day is not it."""
 
     def __init__(self, ended: Callable[[int, int | None], None]) -> None:
-        """`ended` is called with the pid of one that died, and its exit status where that is known."""
+        """`ended` is called with the pid of a process that died, and its exit status if that is known."""
         self._ended = ended
         self._descriptors: dict[int, int] = {}
         self._unreported: dict[int, tuple[asyncio.TimerHandle, int | None]] = {}
-        """Of those that have ended: when it will be reported, and their exit status."""
+        """Ended processes: when that will be reported, and their exit status."""
         self._peers: set[int] = set()
-        """Pids of those that opened a connection: the others are known by a number that somebody wrote down."""
+        """Pids of processes that opened a connection: of others only a recorded number is known."""
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._descriptors
 
     def hold(self, pid: int) -> None:
-        """Learn of the death of a process that is known by its pid alone: whoever started this daemon, or a rank of the
+        """Watch for the death of a process known only by its pid: the one that started this daemon, or a rank of the
         daemon before it."""
         if pid not in self._descriptors:
             try:

@@ -14,7 +14,7 @@ from sentinel.daemon.run_context import RunContext
 from sentinel.runs import Attempt
 
 PATIENCE_STEPS = 10_000
-"""After which an answer is not waited for any more: a rank was lost while it wrote."""
+"""Steps after which an answer is no longer waited for: a rank was lost while it wrote."""
 
 
 class Publishing:
@@ -27,9 +27,9 @@ class Publishing:
         self._answers: dict[int, wire.Published] = {}
         self._told: set[str] = set()
         self.last = -1
-        """Seq of the newest one that was tried."""
+        """Seq of the newest snapshot that was tried."""
         self.written: int | None = None
-        """Seq of the newest one that is on disk, as far as is known here."""
+        """Seq of the newest snapshot on disk, as far as is known here."""
 
     def find_due(self, terms: wire.RollbackTerms | None, closed: int) -> int | None:
         """Steps up to `closed` were judged: the step from which on a snapshot is worth writing, if the ranks hold one

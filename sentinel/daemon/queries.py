@@ -55,7 +55,7 @@ class Queries:
         task.add_done_callback(self._tasks.discard)
 
     async def _list_incidents(self, uid: int, watches: list[WatchedRun]) -> list[dict[str, Any]]:
-        """Of the live runs, and of those whose histories nobody but us can read."""
+        """Incidents of the live runs, and of runs whose histories only this daemon can read."""
         live, known = views.incidents(watches), {watch.run.run_id for watch in watches}
 
         def find_incidents() -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ class _Replay:
                 watch.store.write()
 
     def _hello(self, file: int, hello: wire.Hello) -> None:
-        # A rollback would wait for promises that nobody gives.
+        # A rollback would wait for promises that no rank gives.
         hello = msgspec.structs.replace(hello, rollback=None, promise=0)
         run = self._runs.find_run(hello.identity, self._now)
         watch = self.watches.get(run.run_id)
@@ -100,7 +100,7 @@ class _Replay:
         self._ranks[file] = watch, watch.ingest.hello(hello, self._now)
 
     def end(self) -> None:
-        """The files are at their ends; whoever said no goodbye was killed there."""
+        """The files are at their ends; a rank that said no goodbye was killed there."""
         for watch, rank in self._ranks.values():
             watch.ingest.drop_rank(rank, self._now)
         for watch in self.watches.values():

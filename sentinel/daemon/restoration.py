@@ -3,7 +3,7 @@
     the attempt     its ranks, layer tables, last steps; what is waited for is what comes after the last step kept
     the rules       their state as it was last kept, and the steps since, judged once more
     incidents       the cases; one that is open stays the one that it is
-    rollbacks       those that were done, which count against the budget, and one that was committed
+    rollbacks       the completed ones, which count against the budget, and a committed one
 
 The state of the rules is used where rules and version are the same. Else the last `RECENT_STEPS` steps are judged
 again: windows are full then, and what is since the start (`first`, `lowest`, `highest`, `warmup`) begins there. What
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 def resume(watch: WatchedRun, path: Path, hello: wire.Hello, now: float) -> list[Transition]:
     """Put a watched run where the history at `path` ends, before it gets its first hello, which is this one.
 
-    Answers what the rules found since and nobody has been told of. An attempt that is over, or that this rank is not
-    of, is only counted. Raises ConfigError where the history cannot be read.
+    Returns what the rules found since, which was not reported yet. An attempt that is over, or that this rank is not
+    part of, is only counted. Raises ConfigError if the history cannot be read.
     """
     with History(path) as history:
         attempts = history.attempts()
@@ -121,7 +121,7 @@ def _state(history: History, number: int) -> tuple[int, SavedState | None]:
 
 
 def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
-    """Judge without a state. What is open by then, and is known, is what it was; what is not any more, ends."""
+    """Judge without a saved state. A known incident that is open at the end goes on; one that is not, ends."""
     incidents, attempt = watch.incidents, watch.run.attempt
     mine = [case for case in incidents.log.present() if not case.of_job]
     last = max((int(case.id.partition(".")[2]) for case in mine), default=0)

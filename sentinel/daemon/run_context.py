@@ -18,7 +18,7 @@ class RunContext:
         """`store` is None where no history is kept."""
         self.run, self.store, self.link = run, store, link
         self.print_beside: Callable[[wire.Notice], None] = lambda notice: None
-        """Prints where no rank can any more: by the job's supervisor, if there is one."""
+        """Prints when no rank can: by the job's supervisor, if there is one."""
         self._said = set[str]()
 
     def record_event(self, seq: int, kind: str, **detail: Any) -> None:

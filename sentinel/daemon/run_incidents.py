@@ -65,7 +65,7 @@ class RunIncidents:
     """Judges a run, and sees each of its transitions through. Other parts of the run hand in what they observed."""
 
     actions: CaseActions
-    """Set by whoever composes the run: actions know the incidents, too."""
+    """Set where the run is composed, as actions know the incidents, too."""
 
     def __init__(
         self, context: RunContext, notifier: Notifier, rules: Sequence[Rule], stop_on: Sequence[str] = ()
@@ -92,14 +92,14 @@ class RunIncidents:
         self.opening: OpeningReport | None = None
         """Of the opening examination, once it is over."""
         self.stages_begun = 0
-        """Of those that were announced: the rules' state knows of them."""
+        """How many of the announced stages have begun, as the rules' state knows."""
         if self.job is not None:
             self.job.begin_attempt()
 
     def new_evaluator(self, incidents: int = 0) -> Evaluator:
         """Of the present attempt; `incidents`: how many there were in it."""
         attempt = self._context.run.attempt
-        # Ranks that do not offer rollback may leave, and one that does may be lost and be back.
+        # Ranks that do not offer rollback may leave, and a rank that does may be lost and come back.
         offered = any(rank.hello.rollback is not None for rank in attempt.ranks.values())
         return Evaluator(
             self.rules,
@@ -131,7 +131,7 @@ class RunIncidents:
         return True
 
     def end_opening(self, now: float) -> None:
-        """The opening examination is over, or the run: say what came of it, once."""
+        """The opening examination is over, or the run: report its result, once."""
         if self.opening is None and self._first_judged >= 0:
             self.finish_pending(now)
             alerts = [case.alert for case in self.log.present()]
@@ -183,7 +183,7 @@ class RunIncidents:
         ended = self.evaluator.replace_rules(self.rules)
         self._note_end(ended, "over: its rule was changed or taken away")
         self.apply(ended, now)
-        self.preserve()  # a state of the former rules fits nobody
+        self.preserve()  # the state of the former rules fits none of the new ones
 
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
         """All ranks went back for these cases: judge on from there, and end what the rollback ended. `done`: the same
@@ -287,7 +287,7 @@ class RunIncidents:
         return former or not attempt.live or folding.is_over(members, step, time)
 
     def preserve(self) -> None:
-        """Put it into the history now: nobody may be told of anything that the next daemon would not know."""
+        """Put it into the history now: nothing may be sent that the next daemon would not know."""
         if self._context.store:
             self._save_state()
             self._context.store.flush()

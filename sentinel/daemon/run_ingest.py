@@ -191,7 +191,7 @@ class RunIngest:
                     self._store.reading(attempt.number, device, observation.seq, observation.time, values)
 
     def observe_deaths(self, now: float) -> None:
-        """A process may have ended, and with it a rollback: where it was the last one, no tick comes any more."""
+        """A process may have ended, and with it a rollback: if it was the last one, no further tick comes."""
         self._incidents.observe_between(self.stalls.take_deaths(now), now)
         self._actions.rollback.tick(now)
 

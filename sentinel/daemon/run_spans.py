@@ -106,7 +106,7 @@ class _Maker:
             self.failures.setdefault(event.attempt, f"rank {rank} ended with exit status {status}")
 
     def end_attempts(self, now: float, *, over: bool) -> None:
-        """Those that have ended: another has begun, or no rank came back."""
+        """End the spans of attempts that are over: another has begun, or no rank came back."""
         known = self._history.attempts()
         for index, (number, began, ended) in enumerate(known):
             later = known[index + 1][1] if index + 1 < len(known) else None

@@ -23,7 +23,7 @@ class SavedState(msgspec.Struct):
     rewound_at: int
     clock: tuple[float, float] | None = None
     stages: int = 0
-    """Of those that were announced, as many had begun."""
+    """How many of the announced stages had begun."""
     opening: OpeningReport | None = None
 
 

@@ -65,7 +65,7 @@ class Listener:
                 continue
             peer = Peer(connection)
             conversation = asyncio.create_task(self._converse(peer, self._shares.find_share(peer.uid)))
-            self._conversations.add(conversation)  # or nobody would, and it could be collected
+            self._conversations.add(conversation)  # otherwise nothing holds it, and it could be collected
             conversation.add_done_callback(self._conversations.discard)
             await asyncio.sleep(0)  # a queue of a thousand must not hold up those who are connected
 
@@ -77,14 +77,14 @@ class Listener:
             if share.connections > self._shares.connections:
                 raise ProtocolError(
                     f"user {peer.uid} has {self._shares.connections} connections to this daemon, the most that it "
-                    "serves for one user; end runs that are not needed any more"
+                    "serves for one user; end runs that are no longer needed"
                 )
             await _messages(peer, share, self._service)
         except ProtocolError as error:
             log.warning("process %d: %s", peer.pid, error)
             peer.send(wire.Refused(reason=str(error)))
         except TimeoutError:
-            pass  # nobody was there
+            pass  # nothing listened
         except OSError as error:
             log.error("process %d is cut off, and may come back: %s", peer.pid, error)
         except Exception:

@@ -24,7 +24,7 @@ RUNS = 48
 run."""
 LAYERS = 2_000
 """Of all runs of a user of a service: of more the layer statistics are not judged. The state of their rules takes 30 us
-a layer to pack, in which nobody else is served, and 10 kB of memory."""
+a layer to pack, in which no other user is served, and 10 kB of memory."""
 _USERS = 4
 """How many may use all that they can have, before a service has no descriptor left."""
 _OURS = 256
@@ -39,7 +39,7 @@ class Share:
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """Held by whoever does this user's work. It is given away in the order in which it was asked for."""
+        """Held by the task that does this user's work. Tasks get it in the order in which they asked."""
         self.connections = 0
         self.held = 0
         """Bytes of frames that have begun to arrive."""

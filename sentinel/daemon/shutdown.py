@@ -1,4 +1,4 @@
-"""The end of the daemon: when it is done, who is told the last before it goes, and what it takes away.
+"""The end of the daemon: when it is done, what it sends before it exits, and what it removes.
 
 It goes once every rank said goodbye, or its process is dead, or `LINGER_SECONDS` after a connection broke; but not
 before the supervisor knows how the run ended, and the receivers what happened, each for so long at most.
@@ -35,13 +35,13 @@ LINGER_SECONDS = 10.0
 DELIVERY_SECONDS = 30.0
 """How long the receivers may take to be told the last, once the run has gone."""
 TERMINATED_SECONDS = 5.0
-"""How long the receivers may take where the daemon is told to go."""
+"""How long the receivers may take when the daemon is asked to exit."""
 SUPERVISOR_SECONDS = 5.0
 """How long the run's supervisor may take to ask how it ended."""
 GOODBYE_SECONDS = 1.0
 """How long the disk may take to keep the last of a rank, where no other run waits for it."""
 KEEPING_SECONDS = 90.0
-"""How long a history that cannot be written may take until it can: whoever backs it up has it locked for a minute."""
+"""How long to wait for a history that cannot be written: a backup may lock it for a minute."""
 SHELVE_SECONDS = 4.0
 """For which histories are closed, several at a time. One that is not is whole, too, with its write-ahead log beside it,
 and what is not in it the ranks tell the next daemon again."""
@@ -56,7 +56,7 @@ FIRST_HELLO_SECONDS = 120.0
 
 
 class DaemonShutdown:
-    """Sees ranks off, and sets `done` once nobody is left to be served."""
+    """Lets ranks leave, and sets `done` once none is left to serve."""
 
     def __init__(
         self,
@@ -92,8 +92,9 @@ class DaemonShutdown:
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part, peer, watch)
 
     def _part(self, peer: Peer, watch: WatchedRun) -> None:
-        """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what
-        is ours goes first, if it was the last one. Killed before, we have a successor; after it, nothing is left."""
+        """A rank said goodbye. It waits for the confirmation that all is stored, and would otherwise start another
+        daemon: so our files go first, if it was the last rank. Killed before, we have a successor; after it, nothing is
+        left."""
         if peer not in self._ranks:
             return
         if watch.ingest.behind or self._is_early(watch, self._ranks[peer][1]):
@@ -135,7 +136,7 @@ class DaemonShutdown:
         return not any(rank.state == "live" or rank.process in self._processes for rank in left)
 
     def tick(self, now: float) -> None:
-        """Go where nobody came, or came back, in time."""
+        """Exit if no rank came, or came back, in time."""
         self.end_if_done()
         idle = now - self.idle_since
         if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self.served else FIRST_HELLO_SECONDS):
@@ -151,7 +152,7 @@ class DaemonShutdown:
             self._finish_deliveries()
 
     def _finish_deliveries(self) -> None:
-        """Nobody is there to be served: go, once the receivers know all, or have not answered for long enough."""
+        """No rank is left: exit once the receivers have everything, or have not answered for long enough."""
         outlets = [watch.notifier.outlet for watch in self._watches.values()]
         for watch in self._watches.values():
             watch.notifier.tick(watch.incidents.log.cases.values())  # the last evidence may name the cause

@@ -1,7 +1,7 @@
 """Signals to the daemon: SIGTERM and SIGINT end it in order, SIGHUP has it read rules and settings again.
 
-One that comes while the daemon starts waits until it can be served: a reload must not be its end, and an end must leave
-nothing behind.
+A signal that comes while the daemon starts waits until it can be handled: a reload must not end it, and an end must
+leave nothing behind.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ HELD_BACK = frozenset({signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
 
 
 def hold_back() -> None:
-    """Before the start. Whoever started us may have done so already."""
+    """Block the signals before the start. The process that started us may have done so already."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
 
 
 def serve(end: Callable[[], object], reload: Callable[[], object]) -> None:
-    """From now on, in the running loop; first those that wait."""
+    """Handle the signals in the running loop, the waiting ones first."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end)
     loop.add_signal_handler(signal.SIGINT, end)

@@ -28,7 +28,7 @@ class Silencing:
         self._by_user: dict[int, Silences] = {}
 
     def find_silences(self, run_id: str) -> Silences:
-        """Those that hold for a run."""
+        """The silences that apply to a run."""
         owner = self._tenants.owner(run_id)
         if owner is None:
             return self._all

@@ -204,8 +204,8 @@ class StallDetector:
         return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
 
     def _judge_ranks(self, now: float) -> list[Rank]:
-        """Ranks of which something can be said. One that waits for a rank that works does not hang: rank 0 evaluates,
-        say, and the others are in the next collective."""
+        """Ranks that can be judged. A rank that waits for a working rank does not hang: rank 0 may evaluate while the
+        others are in the next collective."""
         found = []
         self._undecided = False
         for number, heartbeat in self._heartbeats.items():

@@ -1,4 +1,4 @@
-"""Supervisors (`sentinel run`) that are connected, and what they are told of their jobs."""
+"""Connected supervisors (`sentinel run`), and what is sent to them about their jobs."""
 
 from __future__ import annotations
 

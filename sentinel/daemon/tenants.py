@@ -35,8 +35,8 @@ class Tenants:
     def admit_rank(self, hello: wire.Hello, uid: int) -> wire.Hello:
         """The hello of a rank of this user, with the id that its run has here. Raises ProtocolError where it has none.
 
-        Ids may be easy to guess, as a scheduler's are: whoever takes another user's must neither get at that run, nor
-        keep it out. The later of the two is called `ID.UID`, which nobody can call a run.
+        Ids may be easy to guess, as a scheduler's are: a user who takes another user's id must neither reach that run,
+        nor keep it out. The later of the two is called `ID.UID`, which cannot be chosen as a run id.
         """
         run_id = hello.identity.run_id
         if not _RUN_ID.fullmatch(run_id):
@@ -109,7 +109,7 @@ class Tenants:
 
 
 def service_directory(directory: Path) -> Path:
-    """Make the directory of a service's socket, or check that it is root's and that nobody else can write in it.
+    """Make the directory of a service's socket, or check that it is root's and that no other user can write in it.
 
     Raises ConfigError, with the fix.
     """

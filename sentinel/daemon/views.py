@@ -69,7 +69,7 @@ def _opening(watch: WatchedRun) -> dict[str, Any] | None:
 
 
 def _gpus(attempt: Attempt) -> dict[str, Any]:
-    """Those that the run trains on; `trouble` says why they are not read."""
+    """The GPUs that the run trains on; `trouble` says why they are not read."""
     devices = attempt.devices
     on: dict[str, tuple[Gpu, list[int]]] = {}
     for rank in attempt.live:
@@ -92,7 +92,7 @@ def _gpus(attempt: Attempt) -> dict[str, Any]:
 
 
 def _state(rank: Rank, silent: frozenset[int]) -> str:
-    """`silent`: those that the others wait for."""
+    """`silent`: ranks that the others wait for."""
     if rank.state != "live":
         return rank.state
     return "stalled" if rank.standing else "silent" if rank.identity.rank in silent else "live"
