@@ -94,7 +94,7 @@ class TwoPhaseCommit:
 
     @property
     def missed(self) -> wire.Prepare | None:
-        """One that could be kept and whose step went by: an interrupt from the keyboard took its exit away."""
+        """A promise that could be kept and whose step went by: a keyboard interrupt skipped the exit of that step."""
         mine = self._prepare
         return mine if mine is not None and self._in_time and mine.at < self.exited else None
 
@@ -183,7 +183,7 @@ class RankConsensus:
 
     def ask_ranks(self, promise: wire.Prepare, sound: bool, step_seconds: float) -> str:
         """With the commit in hand: whether all ranks restore, or leave. Empty if so, else why none does. Raises InDoubt
-        where that cannot be found out any more."""
+        if that can no longer be found out."""
         rank, world = self._place = place()
         if world == 1:
             return ""
@@ -230,7 +230,7 @@ class RankConsensus:
         return self._ballot
 
     def _decide(self, promise: wire.Prepare, word: str) -> str:
-        """Write the word, unless one is written; the one that holds. Empty: none does, it cannot be written."""
+        """Write the word, unless one is written; return the word that holds. Empty: none, it cannot be written."""
         self._write(promise, _DECIDED, word)
         return self._read(promise, [_DECIDED]).get(_DECIDED, "")
 
@@ -244,7 +244,7 @@ class RankConsensus:
 
 
 def _judge(promise: wire.Prepare, said: dict[int, str]) -> str:
-    """What follows from what all ranks said: the same, whoever judges."""
+    """The verdict from what all ranks said: every rank comes to the same."""
     told = [tuple(map(int, words.split())) for _, words in sorted(said.items())]
     meant = sorted({(to, at) for to, at, _ in told})
     if len(meant) > 1:

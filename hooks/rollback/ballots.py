@@ -39,10 +39,10 @@ class Ballot(Protocol):
     """Between two looks, as long as the others are about to come."""
 
     def write(self, name: str, text: str) -> str:
-        """Write it, unless it is there; why it could not be written, which then nobody reads."""
+        """Write it, unless it is there. Returns why it could not be written."""
 
     def read_all(self, names: Sequence[str]) -> dict[str, str]:
-        """Those that are there."""
+        """The ballots that are there."""
 
     def close(self) -> None:
         """Let go of it."""

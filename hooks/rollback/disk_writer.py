@@ -21,7 +21,7 @@ from sentinel.hooks.snapshot.capture import Part
 from sentinel.hooks.snapshot.snapshot import Snapshot
 
 CLOSING_SECONDS = 5.0
-"""How long the end of the run waits for a write to notice that it is not wanted any more."""
+"""How long the end of the run waits for a write to notice that it is no longer wanted."""
 
 
 class DiskWriter:
@@ -77,7 +77,7 @@ class DiskWriter:
         parts: Sequence[Part],
         done: Callable[[wire.Published], None],
     ) -> None:
-        """Write a snapshot of these parts, which nobody overwrites until `done` is called."""
+        """Write a snapshot of these parts, which must not be overwritten until `done` is called."""
         self._writing = message
 
         def run() -> None:
@@ -87,7 +87,7 @@ class DiskWriter:
             try:
                 nbytes = self._write_snapshot(message, snapshot, parts)
             except checkpoint_files.Gone:
-                ok, reason = False, "the snapshot is not wanted any more"
+                ok, reason = False, "the snapshot is no longer wanted"
             except Exception as fault:
                 ok, reason = False, str(fault) if isinstance(fault, RollbackError) else repr(fault)
             self._writing = None

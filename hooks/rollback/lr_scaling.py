@@ -40,7 +40,7 @@ class LearningRates:
 
     @property
     def without(self) -> str:
-        """Name of the optimizer where a group has no rate: one that finds its own, as Adafactor may. Else empty."""
+        """Name of the optimizer if a group has no rate, because it finds its own, as Adafactor may. Otherwise empty."""
         alone = any(not isinstance(group.get("lr"), int | float | Tensor) for group in self._optimizer.param_groups)
         return type(self._optimizer).__name__ if alone else ""
 

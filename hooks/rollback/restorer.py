@@ -187,7 +187,7 @@ class Restorer(StepGuard):
         return seq > self._unhealthy_until and now > self._settled_at and not suspicious and not paused
 
     def _take(self, seq: int) -> None:
-        with self._room:  # nobody may promise a snapshot that is being given up
+        with self._room:  # a snapshot that is being given up must not be promised
             if self._promise.bound:
                 return
             void = self._ring.make_room(seq)
@@ -297,7 +297,7 @@ class Restorer(StepGuard):
     # The receiver.
 
     def receive(self, message: wire.Message) -> None:
-        """A message from the daemon; those that are not for rollback are left alone."""
+        """Handle a message from the daemon, if it is about rollback."""
         match message:
             case wire.Held():
                 if message.seq in self.held:

@@ -184,7 +184,7 @@ class StepGuard:
     # The receiver.
 
     def receive(self, message: wire.Message) -> None:
-        """A message from the daemon; those that are for other parts are left alone."""
+        """Handle a message from the daemon, if it is for this part."""
         match message:
             case wire.Prepare():
                 self._send(self._prepare_answer(message))

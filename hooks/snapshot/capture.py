@@ -109,7 +109,7 @@ class MemorySpan(NamedTuple):
 
     @property
     def written_here(self) -> bool:
-        """Whether this rank is the one that keeps its part on disk, of the ranks that hold the same part."""
+        """Whether this rank keeps its part on disk, of the ranks that hold the same part."""
         at = self.mesh.get_coordinate() or ()
         return all(place == 0 for place, p in zip(at, self.placements, strict=False) if not p.is_shard())
 

@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskSnapshot(msgspec.Struct, frozen=True):
-    """One that is published and whose manifest is whole."""
+    """A published snapshot whose manifest is whole."""
 
     path: Path
     manifest: Manifest
@@ -225,7 +225,7 @@ def read_manifest(path: Path) -> Manifest | Seen:
     except msgspec.ValidationError:
         return Seen(str(path), "foreign", _describe_foreign(file, decoded))
     if hashlib.sha256(envelope.manifest).hexdigest() != envelope.sha256:
-        return Seen(str(path), "damaged", f"{file}: its checksum is not the one that is written in it")
+        return Seen(str(path), "damaged", f"{file}: its checksum differs from the one written in it")
     try:
         manifest = msgspec.json.decode(envelope.manifest, type=Manifest)
     except msgspec.ValidationError:

@@ -90,8 +90,8 @@ def round_up_pinned(size: int) -> int:
 
 
 def give_back() -> None:
-    """Return pinned memory that nobody holds to the system: torch keeps it for whoever pins as much again. Waits for
-    the GPUs; one that has failed is no reason to raise."""
+    """Return unused pinned memory to the system: torch keeps it for the next allocation of that size. Waits for the
+    GPUs; does not raise if one has failed."""
     with fault_guard.swallow_faults("giving pinned memory back", "torch keeps it"):
         release_pinned_memory()
 
@@ -281,7 +281,7 @@ def _zeros(words: int, *, pinned: bool = False) -> Tensor:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """And where its memory is: one that has none can't be sampled."""
+    """And where its memory is: a tensor without memory can't be sampled."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 

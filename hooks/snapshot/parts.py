@@ -116,7 +116,7 @@ class RngPart(Part):
         if "numpy" in states and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(states["numpy"])
         for device in self._devices:
-            if str(device) in states:  # one that goes on elsewhere may train on another device
+            if str(device) in states:  # a run that goes on elsewhere may train on another device
                 torch.cuda.set_rng_state(states[str(device)], device)
 
 

@@ -169,7 +169,7 @@ class Snapshot:
 
 
 def gpus_of(cells: Sequence[Cell]) -> list[torch.device]:
-    """Those that the tensors are on."""
+    """The devices that the tensors are on."""
     return sorted({cell.device for cell in cells if cell.device.type == "cuda"}, key=str)
 
 
@@ -238,7 +238,7 @@ class SnapshotState(Protocol):
         """As they are now."""
 
     def refresh(self) -> object:
-        """Take in those that have come."""
+        """Take in the copies that have arrived."""
 
 
 class Ring:
@@ -260,7 +260,7 @@ class Ring:
         self.held: tuple[int, ...] = ()
         """Seqs of the complete snapshots, rising."""
         self.shared: set[int] = set()
-        """Seqs of those that all ranks hold, as far as one has been told. Any thread adds to it."""
+        """Seqs of snapshots known to be held by all ranks. Any thread adds to it."""
         self._state, self._keep, self._margin, self._afford = state, keep, margin, afford
         self._complete: list[Snapshot] = []
         self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
@@ -268,7 +268,7 @@ class Ring:
         self._copying: _Copying | None = None
         self._begun: Snapshot | None = None
         self.overlap = True
-        """Whether copies are made beside the loop. Off for good after the first torn one."""
+        """Whether copies are made beside the loop. Off permanently after the first torn one."""
         self._unseen = unseen or Unseen()
         # Two threads: a step may wait for a copy, and the checksum of the snapshot before takes longer than a step.
         self._copier, self._sealer = (

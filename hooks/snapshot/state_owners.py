@@ -189,7 +189,7 @@ def _layers_of(optimizer: Any, given: list[Any]) -> list[Any]:
 
 
 def _chain(outer: Any, optimizer: Any) -> Iterator[Any]:
-    """The wrappers from the one that was given to the optimizer; none where they lead elsewhere."""
+    """The wrappers around the given optimizer; none if they wrap another one."""
     chain: list[Any] = []
     while outer is not optimizer:
         if outer is None or len(chain) == _DEPTH:

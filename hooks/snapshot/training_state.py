@@ -238,13 +238,13 @@ class Hyperparameters(Part):
 
 
 class Attributes(Part):
-    """What an optimizer of somebody else's keeps beside `state` and groups: slow weights, counters of its own."""
+    """What a third-party optimizer keeps beside `state` and groups: slow weights, counters of its own."""
 
     def __init__(self, owner: Any, name: str, weights: Weights, layers: Sequence[Any]) -> None:
         self._owner, self.name, self._weights, self._layers = owner, f"{name}.attributes", weights, layers
 
     def _live(self) -> dict[str, Any]:
-        """Plain values and trees of them, but for what is the parameters' or another part's."""
+        """Plain values and trees of them, except what belongs to the parameters or another part."""
         others = {
             id(getattr(layer, key, None)) for layer in self._layers for key in ("state", "param_groups", "defaults")
         }

@@ -114,7 +114,7 @@ class Course(abc.ABC):
 
     @abc.abstractmethod
     def conclude(self) -> DemoOutcome:
-        """What came of it. Raises DemoFailed where Sentinel did not do what it is there for."""
+        """The outcome. Raises DemoFailed if Sentinel did not do what the demo shows."""
 
 
 def find_history(run_id: str) -> Path | None:

@@ -25,7 +25,7 @@ class Tail:
         self._path, self._read, self._pending = path, 0, b""
 
     def lines(self) -> list[str]:
-        """Those that were completed since the last call."""
+        """The steps that were completed since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._read)
             new = file.read()

@@ -71,7 +71,7 @@ class Side(msgspec.Struct):
 
 
 class Twins(msgspec.Struct):
-    """What came of both."""
+    """The outcome of both."""
 
     fault: Fault
     seed: int

@@ -21,7 +21,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """At most, and where the evidence that it asks for is there."""
     remedy: str
     confirm: str
-    """What somebody can do to see that it is so."""
+    """How a person can verify it."""
     missing: tuple[str, ...] = ()
     """What is not known even then."""
     source: str

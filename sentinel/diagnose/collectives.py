@@ -2,8 +2,8 @@
 
 Each rank stands in the first operation of each group, and of each pair of ranks that send to each other, that is not
 over. Such an operation waits for the members that did not issue it, and for what its members stand in since before.
-Who waits for nobody and is waited for is the cause: a rank that is in no operation, or one whose peers have completed
-it. Where there is none, ranks wait in a circle, or all are in it and the fault lies between them.
+The cause is a rank that others wait for and that waits for none: it is in no operation, or its peers have completed
+the one it is in. If there is none, ranks wait in a circle, or all are in it and the fault lies between them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Wait(msgspec.Struct, frozen=True):
     """An operation that does not come to its end. Ranks are global ones."""
 
     collective: Collective
-    """As most of those that wait issued it."""
+    """As most of the waiting ranks issued it."""
     description: str = ""
     """What its group is for."""
     waiting: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Wait(msgspec.Struct, frozen=True):
     over: tuple[int, ...] = ()
     """Members on which it is over."""
     queued: tuple[int, ...] = ()
-    """Members that issued it, behind another one that is not over."""
+    """Members that issued it behind another, not completed one."""
     behind: tuple[int, ...] = ()
     """Members that issued it and stand in something older."""
     certain: bool = True
@@ -92,7 +92,7 @@ class Standstill(msgspec.Struct, frozen=True):
     circle: tuple[tuple[int, Wait], ...] = ()
     """Who stands in what, where ranks wait for each other."""
     idle: tuple[int, ...] = ()
-    """Ranks that stand in nothing, and nobody waits for them."""
+    """Ranks in no operation that no rank waits for."""
     doubts: tuple[str, ...] = ()
     """What else it may be, and what would decide."""
 
@@ -374,7 +374,7 @@ class _Graph:
         )
 
     def _count_steps(self, goal: Node) -> dict[Node, int]:
-        """How far each operation is from one that it waits for in the end."""
+        """How many operations lie between each operation and the goal that it waits for."""
         before: dict[Node, list[Node]] = defaultdict(list)
         for node, after in self._after.items():
             for other in after:

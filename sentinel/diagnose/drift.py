@@ -160,7 +160,7 @@ def _phase(evidence: Evidence) -> str:
 
 
 def _stays(evidence: Evidence, since: int, usual: float) -> bool:
-    """Whether all losses since then are up, but for one in ten."""
+    """Whether at least nine in ten losses since then are up."""
     losses = [loss for seq, loss in evidence.series("loss") if seq >= since]
     return sum(loss > usual for loss in losses) >= 0.9 * len(losses)
 
@@ -171,7 +171,7 @@ def _rate(evidence: Evidence, seq: int) -> float:
 
 
 def _odd_layers(evidence: Evidence, ratio: float) -> list[str]:
-    """Layers whose updates changed more than the whole's did, those that changed most first."""
+    """Layers whose updates changed more than the whole's did, the largest change first."""
     series: dict[str, list[float]] = {}
     for seq, layers in evidence.blocks:
         if seq <= evidence.until and "layer_update_ratio" in layers.stats:

@@ -26,7 +26,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an incident when it fires. Steps are seqs."""
 
     alert: str = ""
-    """Empty where somebody asks without an alert (`sentinel hang`)."""
+    """Empty if the question comes without an alert (`sentinel hang`)."""
     about_layers: bool = False
     """Whether the rule says that layers matter."""
     since: int
@@ -151,7 +151,7 @@ class Finding(msgspec.Struct, frozen=True):
     """What would be needed to know more."""
     evidence: tuple[str, ...] = ()
     confirm: str = ""
-    """What somebody can do to see that it is so."""
+    """How a person can verify it."""
     problem: str = ""
     """The problem that this cause is a sign of, where that is another than the rule's (`Rule.problem`)."""
     leads: bool = False

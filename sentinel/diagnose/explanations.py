@@ -32,7 +32,7 @@ def is_explained_over_nodes(alert: str) -> bool:
 
 
 def find_explanation(alert: str) -> Explanation | None:
-    """The function for an alert; None where nobody wrote any."""
+    """The function for an alert; None if there is none."""
     return _EXPLANATIONS.get(alert)
 
 

@@ -90,13 +90,13 @@ def is_over(members: Iterable[Case], step: int, time: float) -> bool:
 
 
 def find_successor(parent: Case, others: Iterable[Case]) -> Case | None:
-    """Of the consequences of an incident that is over: the one that outlives it, the most severe and oldest."""
+    """The most severe, then oldest consequence that outlives an ended incident."""
     firing = [case for case in others if case.parent == parent.id and case.state == "firing"]
     return min(firing, key=lambda case: (-case.level, *_order(case)), default=None)
 
 
 def is_quiet(case: Case, others: Iterable[Case], shown: Callable[[Case], bool]) -> bool:
-    """Whether people know of the problem already, by one that is as severe, and not silenced."""
+    """Whether the problem was sent already, by a case at least as severe and not silenced."""
     return bool(case.problem_id) and any(
         other.problem_id == case.problem_id
         and _order(other) < _order(case)

@@ -16,11 +16,11 @@ NEAR_LIMIT = 0.9
 _STATUS = "its exit status: the launcher's log has it (a signal is -9, or 137)"
 _MEMORY = "give it more memory, or fewer loader workers; dmesg says `Out of memory: Killed process` if it was so"
 _SIGNALS: dict[int, str] = {
-    signal.SIGKILL: "somebody killed it: the scheduler, the launcher, the OOM killer (dmesg), a person",
-    signal.SIGTERM: "somebody ended it: the scheduler at its time limit, the launcher, a person",
+    signal.SIGKILL: "it was killed: by the scheduler, the launcher, the OOM killer (dmesg) or a person",
+    signal.SIGTERM: "it was ended: by the scheduler at its time limit, the launcher or a person",
     signal.SIGSEGV: "a crash in C: the end of its log, PYTHONFAULTHANDLER=1, dmesg; versions of extensions",
     signal.SIGBUS: "a file or shared memory was cut short under it: is /dev/shm full? (docker: --shm-size)",
-    signal.SIGABRT: "C++ gave up: the end of its log says why (an assertion, an exception that nobody caught)",
+    signal.SIGABRT: "C++ gave up: the end of its log says why (an assertion, an uncaught exception)",
     signal.SIGFPE: "a crash in C: an integer was divided by zero",
     signal.SIGILL: "a crash in C: built for another processor than this one",
 }

@@ -33,7 +33,7 @@ class _Source(NamedTuple):
     """Where memory is taken from."""
 
     signals: tuple[str, ...]
-    """The first one that there are samples of."""
+    """The first signal that has samples."""
     name: str
     left: str
     """Signal of what is left of it."""

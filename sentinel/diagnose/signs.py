@@ -121,7 +121,7 @@ def grown_layers(
 
 
 def _list_gradients(layers: LayerStats, factor: float) -> Iterator[tuple[str, float, int]]:
-    """(layer, norm of its gradient before clipping by `factor`, its non-finite elements) of those that have values."""
+    """(layer, norm of its gradient before clipping by `factor`, its non-finite elements) for layers with values."""
     norms = layers.stats.get("layer_grad_norm") or itertools.repeat(math.nan, len(layers.names))
     counts = layers.stats.get("layer_nonfinite") or itertools.repeat(0.0, len(layers.names))
     for name, there, norm, count in zip(layers.names, layers.present, norms, counts, strict=True):
@@ -136,7 +136,7 @@ def _clipping_factor(step: RunStep) -> float:
 
 
 def _counts(signal: str, step: RunStep) -> bool:
-    """Not the gradient of a step that GradScaler withheld: it overflowed, and nobody applied it."""
+    """Not the gradient of a step that GradScaler withheld: it overflowed, and was not applied."""
     return signal != "grad_norm" or step.run.get("step_skipped") != 1.0
 
 

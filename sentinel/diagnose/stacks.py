@@ -46,7 +46,7 @@ class StackFrame(msgspec.Struct, frozen=True):
 
     @property
     def users(self) -> bool:
-        """Whether it is of nobody's library."""
+        """Whether it is user code, not a library's."""
         return _LIBRARY.search(self.file) is None and not self.file.startswith(_OWN)
 
     @property

@@ -21,7 +21,7 @@ _BROKEN = -1
 
 
 def heat_map(heat: Heat, label: str) -> str:
-    """`label`: what is shown, for whoever does not see it. Crosses are not finite."""
+    """`label`: what is shown, for screen readers. Crosses mark values that are not finite."""
     finite = [math.log10(v) for row in heat.values for v in row if v is not None and math.isfinite(v) and v > 0]
     low = min(finite, default=0.0)
     high = max(max(finite, default=1.0), low + _NARROWEST)

@@ -1,4 +1,4 @@
-"""What came of a run, in one row: of a live one by its daemon's status, of one that has ended by its history."""
+"""The outcome of a run, in one row: of a live run by its daemon's status, of an ended one by its history."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _describe_live(live: dict[str, Any]) -> _Outcome:
 
 
 def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -> _Outcome:
-    """Of a run that nobody watches any more: by what its ranks said at their end, and what was seen of theirs."""
+    """The outcome of a run that is no longer watched: by what its ranks said at their end, and what was seen of it."""
     ends, wanted = dict[int, dict[str, Any]](), 0
     statuses, of_command = dict[int, int](), None
     for event in kept.events():

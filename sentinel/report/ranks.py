@@ -16,7 +16,7 @@ NAMES = ("loss", "step_seconds", "data_seconds", "backward_seconds", "rss_bytes"
 COLUMNS = 120
 """Of a heat map, at most."""
 _ROWS = 64
-"""Ranks of the matrix, at most: those that are furthest from the rest."""
+"""Most ranks of the matrix: the ones furthest from the rest."""
 _SAMPLES = 4096
 """That the median of a long run is of, at least."""
 
@@ -106,6 +106,6 @@ def spread_median(values: Sequence[float]) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Of those that are finite; NaN where none is."""
+    """The median of the finite values; NaN if there is none."""
     finite = sorted(value for value in values if math.isfinite(value))
     return finite[len(finite) // 2] if finite else math.nan

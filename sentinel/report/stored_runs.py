@@ -134,7 +134,7 @@ class StoredRuns:
 
 
 def _find_live() -> dict[str, dict[str, Any]]:
-    """Status, by run id, of the runs that daemons of ours watch. One that does not answer at once is left out."""
+    """Status, by run id, of the runs that this user's daemons watch. A daemon that does not answer soon is left out."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths.live_sockets():
         try:

@@ -77,7 +77,7 @@ def rules_of(terms: Terms) -> tuple[Rule, ...]:
     """The rules that are asked for. Raises RuleError or ConfigError where a file is wrong or a name is none."""
     stock = loader.stock_rules()
     for path in loader.files(terms.rules):
-        loader.read(path, stock)  # a daemon goes on without a bad file; whoever tries one wants to know
+        loader.read(path, stock)  # a daemon goes on without a bad file; a backtest must report it
     book = loader.load(terms.rules)
     if book.notes:
         raise ConfigError(book.notes[0])

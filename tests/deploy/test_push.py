@@ -152,7 +152,7 @@ def test_somebody_saves_between_reading_and_writing(grafana: FakeGrafana) -> Non
     pushed()
     grafana.dashboards["sentinel-ranks"]["title"] = "Mine"
     grafana.saved_between.add("sentinel-ranks")
-    assert "dashboard Sentinel / Ranks and GPUs was saved by somebody else meanwhile" in refused()
+    assert "dashboard Sentinel / Ranks and GPUs was saved by another user meanwhile" in refused()
 
 
 def test_a_provisioned_dashboard_is_left_alone(grafana: FakeGrafana) -> None:

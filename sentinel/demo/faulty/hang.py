@@ -1,6 +1,6 @@
 """A thread that reads ahead, and dies of a bad batch without a word.
 
-A blank batch makes the check raise. The thread that reads ahead catches that, ends, and tells nobody: the loop waits
+A blank batch makes the check raise. The thread that reads ahead catches that, and ends without a word: the loop waits
 for a batch that never comes. (So did 7 of 8 ranks of an MLPerf run, for a swallowed error in the loader's thread of the
 eighth.) The healthy twin leaves the blank batch out.
 """

@@ -97,7 +97,7 @@ class Grafana:
             mend = "give its service account the role Editor, and for a data source Admin"
             raise ConfigError(f"{self.url}: the token may not write {what} ({said or status}); {mend}")
         if status == 412:
-            raise ConfigError(f"{self.url}: {what} was saved by somebody else meanwhile; look at it, and push again")
+            raise ConfigError(f"{self.url}: {what} was saved by another user meanwhile; look at it, and push again")
         if "provisioned" in said:
             raise ConfigError(f"{self.url}: {what} comes from files on that server (provisioning), and is not pushed")
         raise ConfigError(f"{self.url}: {what} was not taken: {status} {said}".rstrip())

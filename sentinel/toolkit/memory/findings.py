@@ -34,7 +34,7 @@ def findings(snapshots: list[AllocatorSnapshot], growth: list[Growth]) -> list[A
         found.append(
             Advice(
                 "info",
-                "no stacks were recorded, so nobody can be named",
+                "no stacks were recorded, so no code can be named",
                 "torch.cuda.memory._record_memory_history(max_entries=100_000) at the start of the script",
             )
         )

@@ -31,7 +31,7 @@ _CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
 
 class TensorAccounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that operations made and nobody has let go of."""
+    """Bytes of the storages that operations made and that are still held."""
 
     def __init__(self, known: list[Tensor], moment: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

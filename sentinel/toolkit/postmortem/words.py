@@ -24,7 +24,7 @@ _THREAD = re.compile(r"^Exception in thread (.+?):?$")
 _SPAWNED = re.compile(r"^-- Process (\d{1,6}) terminated with the following error:")
 _BEGIN = re.compile(r"^\s*(?:Original )?Traceback \(most recent call last\)")
 _ABORTED = re.compile(r"^\s*what\(\): +(.+)$")
-"""What a C++ exception that nobody caught says: the process ends by SIGABRT."""
+"""What an uncaught C++ exception prints: the process ends by SIGABRT."""
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _LOGGED = re.compile(r"^(?:\[[EWIF]\d|\[[EWIF] |terminate called)")
 _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
@@ -66,7 +66,7 @@ class Failure(msgspec.Struct, frozen=True):
     error: str
     """Its type and its words."""
     place: str = ""
-    """`file:line in function` of the innermost frame that is nobody's library, else the innermost."""
+    """`file:line in function` of the innermost frame of user code, otherwise the innermost."""
     thread: str = ""
     """Of which thread it was the end; empty: of the main thread, or it was printed."""
     order: int = 0
@@ -99,7 +99,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def waited(self) -> bool:
-        """Whether it is the end of waiting for somebody else, as far as its words say."""
+        """Whether its words say that it gave up waiting for another process."""
         return "DataLoader" not in self.error and _WAITED.search(self.error) is not None
 
     @property
