@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,9 +85,9 @@ def test_a_run_that_was_judged(end: str, words: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("prefix", [(), (sys.executable, "-m", "sentinel", "run", "--")])
+@pytest.mark.parametrize("prefix", [(), ("-m", "sentinel", "run", "--", sys.executable)])
 def test_the_history_and_the_report_have_the_same_duration(prefix: tuple[str, ...]) -> None:
-    (line,) = said("kept = train(watch=True)", *prefix)
+    (line,) = said_by(*prefix, "-c", SCRIPT + "kept = train(watch=True)")
     found = []
     for command in ("last", "report"):
         asked = [sys.executable, "-m", "sentinel", command, "short", "--json"]
