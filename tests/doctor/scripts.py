@@ -247,6 +247,8 @@ scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)
     + "x = (x * 60 + 128).clamp(0, 255)\n" + _SGD + _FOR + _STEP,
     "raw images that the loop normalises": _BEGIN + _MODEL + "x = (x * 60 + 128).clamp(0, 255)\n" + _SGD
     + _FOR + _STEP.replace("model(x)", "model((x - 128) / 60)"),
+    "large activations behind a trained layer": _BEGIN + _MODEL
+    + "model.forward = lambda x: model[2](model[0](x) * 1000)\n" + _ADAMW + _FOR + _STEP,
     "sorted and shuffled": _BEGIN + _MODEL + _SORTED % ("y = y.sort().values", ", shuffle=True") + _SGD + _EPOCHS,
     "mixed and not shuffled": _BEGIN + _MODEL + _SORTED % ("", "") + _SGD + _EPOCHS,
     "a rare class, not shuffled": _BEGIN + _MODEL
@@ -263,6 +265,9 @@ scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)
     + "for batch, label in loader: model(batch)\n" + _EPOCHS.replace("in loader", "in trained"),
     "a schedule by epoch in its first epoch": _BEGIN + _MODEL + _DATA % (64, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS
     + "    scheduler.step()\n",
+    "an iterator for each batch, and a schedule by steps": _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR
+    + _loop("x, y = next(iter(loader))", "optimizer.zero_grad()", _LOSS, "loss.backward()", "optimizer.step()",
+            "step % 8 == 7 and scheduler.step()"),
     "a schedule by epoch over two epochs": _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS
     + "    scheduler.step()\n",
     "bf16 autocast": _BEGIN + _MODEL + _ADAMW
