@@ -49,8 +49,8 @@ _BLIND = frozenset({"-I", "-E", "-S"})
 def run(name: str | None, restarts: int | None, pause: float, as_json: bool, command: tuple[str, ...]) -> None:
     """Run a training command under watch, without code changes, and start it again when it fails.
 
-    Sentinel attaches at the first step of an optimizer, in every process of the command that takes one: ranks are one
-    run. The loss of that first step is not seen: it was computed before. An `attach` in the script takes over.
+    Sentinel attaches at the first backward pass, in every process of the command that trains: ranks are one run. Where
+    there are several optimizers it attaches at the first step of one. An `attach` in the script takes over.
     Processes that do not train are left alone. Nothing is installed: a directory is put in front of PYTHONPATH.
 
     A script that resumes (sentinel.resume, or `checkpoint` of an integration) is started again after a crash, a kill,

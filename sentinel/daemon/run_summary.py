@@ -5,6 +5,7 @@ from __future__ import annotations
 from sentinel import wire
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose import folding
+from sentinel.diagnose.memory import measure_unjudged_rise
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
@@ -26,6 +27,7 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         lost=max((rank.dropped for rank in attempt.ranks.values()), default=0),
         incidents=counts,
         worst=f"{worst.alert} at step {worst.step:,}" if worst is not None else "",
+        rose=measure_unjudged_rise(attempt.recent, {case.problem for case in cases.values()}),
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,
         seconds=max(attempt.find_end() - watch.run.began, 0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +13,8 @@ from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.holders import add_holders
-from sentinel.engine.steady import count_steady_samples
+from sentinel.engine.steady import Steady, count_steady_samples
+from sentinel.runs.steps import RunStep
 from sentinel.text import format_bytes
 
 _WINDOW = 192
@@ -78,6 +79,26 @@ def creep(evidence: Evidence) -> Finding:
         (fact,),
     )
     return add_holders(evidence, found, rise.bytes_per_step)
+
+
+_UNJUDGED = 2e8
+"""Bytes that a run may take up to its end without a word: what a healthy one takes is less, or levels out. Our
+judgement."""
+
+
+def measure_unjudged_rise(steps: Sequence[RunStep], problems: Collection[str]) -> float:
+    """Bytes by which host memory rose in a straight line up to the last of a run's `steps`, over half of them at least:
+    less may be one tooth of many. 0 where that is little, where one of the run's `problems` is memory, or where a
+    buffer fills (reinforcement learning)."""
+    rise, length = Steady("rise"), Steady("steps")
+    found = 0.0
+    for step in steps:
+        if "memory_held_bytes" in step.run:
+            held = step.run["memory_held_bytes"]
+            risen, risen_for = rise.push(step.seq, held) or 0.0, length.push(step.seq, held) or 0.0
+            found = risen if 2 * risen_for >= step.seq - steps[0].seq else 0.0
+    told = "memory" in problems or any("reinforcement_learning" in step.run for step in steps)
+    return found if found > _UNJUDGED and not told else 0.0
 
 
 _HOLDER = (

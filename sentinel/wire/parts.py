@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from sentinel.text import describe_incidents
+from sentinel.text import describe_incidents, format_bytes
 
 PROTOCOL = 1
 """Raised when a message changes its meaning. Peers of different protocols refuse each other, in words."""
@@ -115,6 +115,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the worst, in words."""
     snapshot: Integer | None = None
     """The user's step of the newest snapshot on disk."""
+    rose: float = 0.0
+    """Bytes by which memory rose in a straight line up to the end, where that was too short to be judged."""
     kept: bool = True
     """A history of it is kept, with which commands can say more."""
     seconds: float = 0.0
@@ -125,6 +127,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         """What was found, and what is left to go on from."""
         parts = [describe_incidents(self.incidents, self.worst)]
         parts += [f"{self.lost:,} of the steps were not seen"] if self.lost else []
+        parts += (
+            [f"memory rose by {format_bytes(self.rose)}, and the run was too short to judge it"] if self.rose else []
+        )
         parts += [f"newest snapshot on disk: step {self.snapshot:,}"] if self.snapshot is not None else []
         parts += [] if self.kept else ["no history of it could be written"]
         return "; ".join(parts)

@@ -3,16 +3,60 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from sentinel import wire
+from sentinel.daemon.run_summary import summarize_run
 from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.daemon.test_problems import Watched, watched
 
-pytestmark = pytest.mark.processes
+
+def summed_up(folder: Path, held: Callable[[int], float], **more: float) -> str:
+    """What is said at the end of 120 steps with so much memory, 20 GB being left."""
+
+    async def scenario(run: Watched) -> None:
+        steps = range(120)
+        columns = {"memory_held_bytes": [held(step) for step in steps], "memory_left_bytes": [2e10] * 120}
+        await run.steps(loss=[1.0] * 120, **columns, **{name: [value] * 120 for name, value in more.items()})
+
+    summary = summarize_run(watched(folder, scenario, stock=True).watch)
+    assert summary is not None
+    return summary.text
 
 
+def test_memory_that_rose_for_too_short_a_time_to_judge_is_no_clean_bill(tmp_path: Path) -> None:
+    said = summed_up(tmp_path, lambda step: 1e9 + 1e7 * step)
+    assert said.startswith("no incidents; memory rose by ")
+    assert said.endswith(" MB, and the run was too short to judge it")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda step: 1e9 + 1e6 * step,
+        lambda step: 1e9 + 1e9 * (step > 10),
+        lambda step: 1e9 + 1e9 * (step % 30) / 30,
+        lambda step: 1e9 + min(1e7 * step, 5e8),
+    ],
+    ids=["little", "once", "sawtooth", "a cache that is full"],
+)
+def test_memory_of_healthy_runs_is_not_mentioned(tmp_path: Path, held: Callable[[int], float]) -> None:
+    assert summed_up(tmp_path, held) == "no incidents"
+
+
+def test_nor_is_a_buffer_that_fills(tmp_path: Path) -> None:
+    assert summed_up(tmp_path, lambda step: 1e9 + 1e7 * step, reinforcement_learning=1.0) == "no incidents"
+
+
+def test_a_leak_that_is_an_alert_is_not_said_twice(tmp_path: Path) -> None:
+    assert summed_up(tmp_path, lambda step: 1e9 + 1e8 * step).startswith("1 warning (MemoryCreep at step ")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("takes_closing", [True, False])
 def test_only_who_understands_it_is_told_what_the_run_came_to(takes_closing: bool) -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
