@@ -48,7 +48,7 @@ def attach_at_backward() -> None:
     with fault_guard.swallow_faults("attaching at the first backward pass", "unmonitored until the first step"):
         optimizers, modules = discovery.trainers()
         hashed = [one for one in optimizers if type(one).__hash__ is not None and one not in _seen]
-        if len(hashed) != 1 or registry.find_session(optimizers) or discovery.engine_of(hashed[0]) is not None:
+        if len(hashed) != 1 or registry.find_session([*optimizers]) or discovery.engine_of(hashed[0]) is not None:
             return
         if owners := discovery.owners(hashed[0], modules):
             _seen.update(hashed)
