@@ -76,6 +76,8 @@ async def gather_positions(watch: WatchedRun, membership: Membership) -> Positio
 def explain_over_nodes(alert: str, stalled: list[int], positions: Positions) -> Finding | None:
     """The cause of an alert by the positions of all nodes' ranks; None where they say nothing. `stalled`: the ranks
     that it fired for."""
+    if all(rank.flight is None for rank in positions.ranks.values()):
+        return None
     explain = find_explanation(alert)
     assert explain is not None
     seq = max((rank.last_seq for rank in positions.ranks.values()), default=-1)
@@ -96,6 +98,9 @@ class JobCauses:
 
     def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
         """Ask the ranks, and have the incident explained. It is kept from people for a few seconds."""
+        if incident.attempt != self._watch.run.attempt.number:  # its ranks are gone
+            incidents.explain(incident, None)
+            return
         asyncio.get_running_loop().call_later(HOLD_SECONDS, self._let_go, incident)
         self._tasks.add(task := asyncio.create_task(self._find_cause(incidents, incident)))
         task.add_done_callback(self._tasks.discard)

@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +19,7 @@ from sentinel.cluster.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.job_incident import JobIncidents
 from sentinel.cluster.messages import Events, NodeCase, NodeState, Pulse, WorkReport
 from sentinel.cluster.work import find_work_elsewhere
-from sentinel.daemon.job_standstill import Positions, explain_over_nodes
+from sentinel.daemon.job_standstill import JobCauses, Positions, explain_over_nodes
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.runs import Rank
@@ -158,6 +160,16 @@ def test_a_coordinator_that_is_new_asks_once_the_nodes_have_handed_in_what_they_
     coordinator.record(hang(1))
     assert coordinator.take_unexplained(1.0) == []
     assert len(coordinator.take_unexplained(SETTLE_SECONDS)) == 1
+
+
+def test_ranks_are_not_asked_of_an_incident_of_an_earlier_attempt() -> None:
+    incidents = JobIncidents()
+    incidents.add(0, NodeCase(number=0, case=hang(1)))
+    (incident,) = incidents.take_unexplained()
+    watch: Any = SimpleNamespace(run=SimpleNamespace(attempt=SimpleNamespace(number=3)))
+    membership: Any = None
+    JobCauses(watch, membership).begin(incidents, incident)
+    assert [case.diagnosis.cause for case in incidents.take_changes()] == ["rank 0 waits"]
 
 
 def test_63_hangs_and_a_lost_rank_are_one_problem_that_the_lost_rank_opened() -> None:
