@@ -256,7 +256,8 @@ class StallDetector:
         """Have all ranks say where they are, for `sentinel hang`."""
         self._survey_until, self._provided = now + SURVEY_SECONDS, True
         for rank in self._attempt.live:
-            rank.dump = ""
+            if rank.stall.quiet < NOTICEABLE_SECONDS:  # what one that stands has said holds until it says more
+                rank.dump = ""
             self.stacks.order(rank, now)
             self.ask_collectives(rank, now)
 

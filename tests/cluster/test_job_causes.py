@@ -19,9 +19,11 @@ from sentinel.cluster.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.job_incident import JobIncidents
 from sentinel.cluster.messages import Events, NodeCase, NodeState, Pulse, WorkReport
 from sentinel.cluster.work import find_work_elsewhere
+from sentinel.config.receivers import Grouping
 from sentinel.daemon.job_standstill import JobCauses, Positions, explain_over_nodes
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
+from sentinel.notify.entry import Entry
 from sentinel.runs import Rank
 from sentinel.wire.flight_recorder import Flight
 from sentinel.wire.heartbeat_page import PAGE, Kind, Stall, pack_heartbeat
@@ -160,6 +162,15 @@ def test_a_coordinator_that_is_new_asks_once_the_nodes_have_handed_in_what_they_
     coordinator.record(hang(1))
     assert coordinator.take_unexplained(1.0) == []
     assert len(coordinator.take_unexplained(SETTLE_SECONDS)) == 1
+
+
+def test_a_cause_that_comes_after_the_page_is_in_the_next_one_and_sends_none() -> None:
+    entry, case = Entry(receiver="ops", alert="Hang"), hang(1)
+    entry.put(case, 0.0, Grouping())
+    entry.record_delivery([case], 1.0, Grouping())
+    entry.put(msgspec.structs.replace(case, diagnosis=FOUND), 2.0, Grouping())
+    assert not entry.pending
+    assert entry.cases[case.id].diagnosis == FOUND
 
 
 def test_ranks_are_not_asked_of_an_incident_of_an_earlier_attempt() -> None:

@@ -197,3 +197,16 @@ def test_what_its_own_ranks_do_is_known_to_other_nodes(node: Node) -> None:
     node.beat(beat=107.0, paused=1)
     node.stalls.tick(107.0)
     assert node.stalls.worked == 107.0
+
+
+def test_a_survey_keeps_what_a_rank_that_stands_has_said_until_it_says_more(node: Node) -> None:
+    """On a busy machine it may not answer again in time, and the place at which it stands would be lost."""
+    for now in (101.5, 102.6, 104.0):
+        node.beat(beat=now)
+        node.stalls.tick(now)
+    rank, other = node.attempt.ranks.values()
+    rank.dump = other.dump = "Thread 0x01 (most recent call first):"
+    other.stall = other.stall._replace(quiet=0.1)
+    node.stalls.survey(104.1)
+    assert (bool(rank.dump), other.dump) == (True, "")
+    assert not node.stalls.surveyed
