@@ -56,11 +56,11 @@ class Zygote:
         _adopt_orphans(True)
         try:
             socket.send_fds(self._channel, [request], streams)
-            child = int(self._channel.recv(64))
-            assert self._channel.recv(64) == b"orphaned"
+            child, orphaned = self._channel.recv(64), self._channel.recv(64)
         finally:
             _adopt_orphans(False)
-        return child
+        assert orphaned, "the zygote has ended: what it said of its imports is above"
+        return int(child)
 
 
 def _adopt_orphans(wanted: bool) -> None:
@@ -102,6 +102,8 @@ class ForkedProcess(subprocess.Popen[Any]):
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
         restore_signals: bool, gid: None, gids: None, uid: None, umask: int, start_new_session: bool, *_: object,
     ) -> None:  # fmt: skip
+        assert preexec_fn is None, "a fork has no place for it"
+        assert not pass_fds, "a fork gets its three streams"
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         folder, environment = os.fspath(cwd or os.getcwd()), os.environ if env is None else env
         self.pid = self._zygote.fork(args[1:], folder, environment, streams, start_new_session)
