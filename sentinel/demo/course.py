@@ -1,10 +1,12 @@
-"""The course of a demo: two training processes side by side, shown until both have ended."""
+"""The course of a demo: training commands side by side, shown until all have ended."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +18,6 @@ from sentinel.errors import ConfigError, SentinelError
 from sentinel.node import paths
 
 POLL_SECONDS = 0.1
-STALL_SECONDS = 120.0
-"""Without a step of either run. Importing torch from a cold disk takes long, but not this long."""
 HISTORY_SECONDS = 15.0
 """How long the daemon may take to write its history out once its run has ended."""
 
@@ -27,16 +27,19 @@ class DemoFailed(SentinelError):
 
 
 class Course(abc.ABC):
-    """One demo. Use as a context manager: leaving it ends both processes."""
+    """One demo. Use as a context manager: leaving it ends all that it started."""
+
+    stall_seconds = 120.0
+    """Without a step of any run. Importing torch from a cold disk takes long, but not this long."""
 
     def __init__(self, fault: str, seed: int, steps: int, out: Path) -> None:
         self.fault, self.seed, self.steps, self.out = fault, seed, steps, out
         self.run_id = f"demo-{fault}-{secrets.token_hex(3)}"
         self.said: list[str] = []
-        """What the first process printed on stderr."""
+        """Lines that were shown, of those that the runs printed on stderr."""
         self.began = time.monotonic()
         self.trainees: list[Trainee] = []
-        """The one whose words are shown, and the one beside it."""
+        """The one whose words are shown first, and those beside it."""
         self.endings = contextlib.ExitStack()
 
     def __enter__(self) -> Course:
@@ -51,35 +54,53 @@ class Course(abc.ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.endings.close()
+        # A second Ctrl-C would leave behind what has not been ended yet.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.endings.close()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def launch(self, name: str, arguments: Sequence[str], environment: dict[str, str], script: Path = SCRIPT) -> None:
-        """Start a process in the folder of that name."""
-        trainee = Trainee(self.out / name, arguments, environment, script)
+        """Start a script in the folder of that name."""
+        self.launch_command(name, [sys.executable, str(script), *arguments], environment)
+
+    def launch_command(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start a command in the folder of that name."""
+        trainee = Trainee(self.out / name, command, environment)
         self.endings.callback(trainee.end)
         self.trainees.append(trainee)
 
     def follow(self, display: Display) -> None:
-        """Show both runs until they end. Raises DemoFailed where one of them fails, or stands still."""
+        """Show all runs until they end. Raises DemoFailed where one of them fails, or all stand still."""
         running, seen, since = True, 0, time.monotonic()
         while running:
             # Looked at before the files are read: what a process wrote last is then read too.
             running = any(trainee.exit_code is None for trainee in self.trainees)
-            first, other = self.trainees
-            for line in first.follow():
-                self.said.append(line)
-                display.show_line(line)
-            other.follow()
+            for number, trainee in enumerate(self.trainees):
+                for line in trainee.follow():
+                    self.show(self.choose_line(number, line), display)
             display.progress(*self.rows())
             self.look(display)
             for trainee in self.trainees:
                 if trainee.exit_code and (why := self.explain_death(trainee)):
                     raise DemoFailed(why)
-            if (now := first.step + other.step) != seen:
+            if (now := sum(trainee.step for trainee in self.trainees)) != seen:
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > STALL_SECONDS:
-                raise DemoFailed(f"no training step in {STALL_SECONDS:.0f} s; {self.keep_logs()}")
+            elif time.monotonic() - since > self.stall_seconds:
+                raise DemoFailed(f"no training step in {self.stall_seconds:.0f} s; {self.keep_logs()}")
             time.sleep(POLL_SECONDS)
+
+    def show(self, line: str | None, display: Display) -> None:
+        """Show a line, and keep it for the page; None: nothing."""
+        if line is not None:
+            self.said.append(line)
+            display.show_line(line)
+
+    def choose_line(self, number: int, line: str) -> str | None:
+        """What is shown of a line that a run printed on stderr."""
+        return line if number == 0 else None
 
     @property
     @abc.abstractmethod
@@ -88,15 +109,18 @@ class Course(abc.ABC):
 
     @property
     def code(self) -> list[str]:
-        """Lines of the script that make it happen, where they are worth showing."""
+        """Lines of the script or commands that make it happen, where they are worth showing."""
         return []
+
+    language = "python"
+    """Of `code`."""
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Write the data, and launch both."""
+        """Write the data, and launch all."""
 
     @abc.abstractmethod
-    def rows(self) -> tuple[Row, Row]:
+    def rows(self) -> tuple[Row, ...]:
         """How the runs are now."""
 
     @abc.abstractmethod

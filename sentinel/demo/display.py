@@ -1,4 +1,4 @@
-"""What the terminal shows while the two runs train: two live lines on a terminal, plain lines elsewhere."""
+"""What the terminal shows while the runs train: a live line for each on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _STYLES: dict[State, str] = {
     "stuck": "bold red",
     "ended": "bold red",
     "done": "bold green",
+    "started again": "bold cyan",
 }
 
 
@@ -49,14 +50,14 @@ class Display(Protocol):
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
     def show_line(self, line: str) -> None:
-        """A line that a watched run printed on stderr."""
+        """A line that is to stay."""
 
     def progress(self, *rows: Row) -> None:
         """How far the runs are."""
 
 
 class TerminalDisplay:
-    """Two lines that stay at the bottom, with all that the watched run says above them."""
+    """Lines that stay at the bottom, with all that the watched runs say above them."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps

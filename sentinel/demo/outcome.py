@@ -7,24 +7,27 @@ from typing import Any
 
 import msgspec
 
-from sentinel.demo import plots, story, twinstory
+from sentinel.demo import jobstory, plots, story, twinstory
+from sentinel.demo.jobrecord import JobRecord
 from sentinel.demo.record import DemoRecord
 from sentinel.demo.twins import FAULTY, HEALTHY, Twins
 from sentinel.report.chart import Plot
 
 
 class DemoOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Words and curves of two runs beside each other."""
+    """Words and curves of runs, or of a job's nodes, beside each other."""
 
     title: str
     setting: str
     verdict: str
-    columns: tuple[tuple[str, str], tuple[str, str]]
-    """Name and colour of each run."""
-    rows: Sequence[tuple[str, str, str]]
-    """What is compared, and how it is in each run."""
+    columns: Sequence[tuple[str, str]]
+    """Name and colour of each."""
+    rows: Sequence[tuple[str, ...]]
+    """What is compared, and how it is in each."""
     plots: Sequence[Plot]
     run_id: str
+    show: str = "sentinel incidents show"
+    """The command that shows the whole incident."""
     versions: str
     summary: dict[str, Any]
     """What `--json` prints, less the paths of the files."""
@@ -57,4 +60,20 @@ def describe_twins(twins: Twins) -> DemoOutcome:
         run_id=twins.faulty.run_id,
         versions=f"Python {twins.python}, torch {twins.torch}",
         summary=twins.summary(),
+    )
+
+
+def describe_job(job: JobRecord) -> DemoOutcome:
+    """Of a job over several nodes. Needs a page."""
+    return DemoOutcome(
+        title=jobstory.title(job),
+        setting=jobstory.setting(job.fault, job.nodes, job.first, job.apart),
+        verdict=jobstory.verdict(job),
+        columns=jobstory.name_columns(job.nodes),
+        rows=jobstory.comparison(job),
+        plots=plots.plot_job(job),
+        run_id=job.run_id,
+        show=f"SENTINEL_STATE={job.state} sentinel incidents show",
+        versions=f"Python {job.python}, torch {job.torch}",
+        summary=job.summary(),
     )

@@ -19,7 +19,7 @@ def write_page(outcome: DemoOutcome, alert_text: str, path: Path) -> None:
     """Write an HTML file. `alert_text`: what the training terminal showed."""
     texts = {
         "title": outcome.title, "setting": outcome.setting, "verdict": outcome.verdict, "alert": alert_text,
-        "run": outcome.run_id, "versions": outcome.versions,
+        "run": outcome.run_id, "versions": outcome.versions, "show": outcome.show,
     }  # fmt: skip
     text = _PAGE.substitute(
         {name: escape(text) for name, text in texts.items()},
@@ -59,7 +59,7 @@ $rows
 $charts
 <h2>What the training terminal showed</h2>
 <pre>$alert</pre>
-<p class="muted">Run <code>$run</code>, $versions. The whole incident: <code>sentinel incidents show</code>.</p>
+<p class="muted">Run <code>$run</code>, $versions. The whole incident: <code>$show</code>.</p>
 </body>
 </html>
 """)

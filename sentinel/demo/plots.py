@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sentinel.demo import story, twinstory
+from sentinel.demo import jobstory, story, twinstory
+from sentinel.demo.jobrecord import JobRecord, count_kept_steps
 from sentinel.demo.record import SMOOTH_STEPS, DemoRecord, LossCurve
 from sentinel.demo.twins import Twins
 from sentinel.report.chart import Band, Drawn, Mark, Plot
@@ -66,6 +67,27 @@ def plot_twins(twins: Twins) -> list[Plot]:
     return [
         Plot(twins.kind.value, "1", value, span, marks, x_name=x_name),
         Plot(f"{story.LOSS_LABEL}, median of {SMOOTH_STEPS} steps", "1", losses, span, marks, x_name=x_name),
+    ]
+
+
+def plot_job(job: JobRecord) -> list[Plot]:
+    """How far each node is, and its loss, over time: what ends together, and goes on together."""
+    page, back = job.page, job.back_at
+    assert page is not None
+    marks = [Mark(job.fault_at, "the fault", "info", linked=False)]
+    marks.append(Mark(page.time - job.began_at, f"{page.alert}: one page", page.severity, linked=False))
+    if back is not None:
+        marks.append(Mark(back, f"all nodes {jobstory.word_return(job)}", "done", linked=False))
+    steps, losses = [], []
+    for node, curve in enumerate(job.curves):
+        name, x = f"node {node}", [moment - job.began_at for moment in curve.times]
+        steps.append(Drawn(ChartLine(name, x, count_kept_steps(curve)), name, node, "bold"))
+        losses.append(Drawn(ChartLine(name, x, curve.losses), "", node, "faint"))
+        losses.append(Drawn(ChartLine(name, x, curve.smooth_losses()), name, node, "bold"))
+    span, words = (0.0, job.span), "seconds since the first step"
+    return [
+        Plot("steps of training, less those given up", "1", steps, span, marks, x_name=words),
+        Plot(f"{story.LOSS_LABEL}, and its median of {SMOOTH_STEPS} steps", "1", losses, span, marks, x_name=words),
     ]
 
 

@@ -63,12 +63,23 @@ class LossCurve(msgspec.Struct):
     values: list[float] = []
     """Of the series that the demo is about, where it is about another than the loss."""
     rollbacks: list[RecordedRollback] = []
+    starts: list[int] = []
+    """Steps at which the script began, where it says so: 0, and after each restart where it went on."""
+    places: list[int] = []
+    """Where in `steps` that was."""
+    weights: str = ""
+    """Digest of the weights at the end, where the script says it."""
 
     def add(self, line: str) -> None:
         """Take one line of the log that the training script writes."""
         entry: dict[str, Any] = json.loads(line)
         if "rollback" in entry:
             self.rollbacks.append(msgspec.convert(entry["rollback"], RecordedRollback))
+        elif "start" in entry:
+            self.starts.append(entry["start"])
+            self.places.append(len(self.steps))
+        elif "weights" in entry:
+            self.weights = entry["weights"]
         else:
             self.steps.append(entry["step"])
             self.losses.append(entry["loss"])

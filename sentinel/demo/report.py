@@ -20,7 +20,9 @@ def introduce(console: Console, course: Course) -> None:
     words = f"  fault: {course.fault}, seed {course.seed}"
     console.print(Text.assemble(("Sentinel demo", "bold"), words), soft_wrap=True)
     console.print(Text(course.introduction))
-    code = Syntax("\n".join(course.code), "python", theme="ansi_dark", word_wrap=True, background_color="default")
+    code = Syntax(
+        "\n".join(course.code), course.language, theme="ansi_dark", word_wrap=True, background_color="default"
+    )
     console.print(Padding(code, (1, 2)) if course.code else "")
 
 

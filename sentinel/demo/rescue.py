@@ -14,14 +14,11 @@ from sentinel.demo.course import Course, DemoFailed, find_history
 from sentinel.demo.display import Display, Row
 from sentinel.demo.outcome import DemoOutcome, describe_rescue
 from sentinel.demo.record import DemoRecord, RecordedAlert, Samples, alert_of, save
-from sentinel.demo.shard import BATCH_ROWS, ROW_BYTES, Damage, Fault, write_shard
+from sentinel.demo.shard import BATCH_ROWS, BURST, ROW_BYTES, Damage, Fault, write_shard
 from sentinel.demo.trainee import SCRIPT, environment
 from sentinel.node import paths
 from sentinel.store import History
 
-BURST = 40
-"""Damaged batches, and what the example's `skip_batches` leaves out. At the example's rate (3e-3) they wrecked all
-seeds that were tried; at half of it the network learns again within 60 steps."""
 STRIKE = 0.57
 """Share of the steps at which the damage begins."""
 SPARE_BATCHES = 3 * BURST

@@ -12,6 +12,7 @@ from sentinel.text import format_count
 State = Literal[
     "starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered",  # of the runs that are saved
     "faulty", "alert", "stuck", "ended", "done",  # of twins
+    "started again",  # of nodes
 ]  # fmt: skip
 
 WATCHED, ALONE = "with Sentinel", "without Sentinel"

@@ -1,10 +1,9 @@
-"""One training process of the demo: started, followed through the files it writes, and ended."""
+"""One training command of the demo: started, followed through the files it writes, and ended."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,22 +34,20 @@ class Tail:
 
 
 class Trainee:
-    """A script in a process of its own, with a directory of its own; `examples/train_gpt.py` or another."""
+    """A training command with a directory of its own. It gets one argument more, `--log FILE`."""
 
-    def __init__(
-        self, directory: Path, arguments: Sequence[str], environment: dict[str, str], script: Path = SCRIPT
-    ) -> None:
+    def __init__(self, directory: Path, command: Sequence[str], environment: dict[str, str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in ("loss.jsonl", "stderr.txt", "stdout.txt", paths.LOG):
             (directory / stale).unlink(missing_ok=True)
         self.curve = LossCurve()
         self.stderr_path = directory / "stderr.txt"
         self._log, self._stderr = Tail(directory / "loss.jsonl"), Tail(self.stderr_path)
-        command = [sys.executable, str(script), *arguments, "--log", str(directory / "loss.jsonl")]
+        whole = [*command, "--log", str(directory / "loss.jsonl")]
         with (directory / "stdout.txt").open("wb") as stdout, self.stderr_path.open("wb") as stderr:
             # A session of its own: Ctrl-C is the driver's, which ends its children in order.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+                whole, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
             )
 
     @property

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.demo.rescue import BATCH_ROWS, BURST, ROW_BYTES
-from sentinel.demo.shard import FAULTS, Damage, Fault, write_shard
+from sentinel.demo.shard import BATCH_ROWS, BURST, FAULTS, ROW_BYTES, Damage, Fault, write_shard
 from sentinel.demo.trainee import SCRIPT
 
 ROWS, BYTES, BATCHES = 4, 65, 30
