@@ -1,0 +1,227 @@
+"""A job of torchrun over two nodes on loopback, a daemon and `sentinel run` on each, and what its ranks write down.
+
+Files in its folder have the ranks do something: while there is `high` the level is high; `break` has the last rank
+break until it is rolled back or started again; `die-R` kills rank R; `stop` ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.places import find_daemon, make_places
+from sentinel.demo.inbox import Inbox
+from sentinel.demo.network import find_loopback
+from sentinel.errors import SentinelError
+from sentinel.node.question import ask_daemon
+
+NODES, RANKS_A_NODE = 2, 2
+RANKS = NODES * RANKS_A_NODE
+RUN_ID = "kills"
+SAVE_EVERY = 20
+STEP_SECONDS = 0.02
+RESTARTS = 6
+RULES = """
+group: kills
+signals: {level: what the ranks log, broken: the last rank broke}
+rules:
+  - alert: High
+    expr: level > 5
+    severity: critical
+    annotations: {summary: "level {level:.0f}"}
+  - alert: Broken
+    expr: broken > 0
+    severity: critical
+    actions: [rollback]
+    annotations: {summary: "broken"}
+  - {override: Hang, expr: stalled_seconds > 20}
+"""
+SETTINGS = """
+[daemon]
+http = 0
+[grouping]
+wait = "0s"
+interval = "0s"
+[[receivers]]
+name = "pager"
+type = "webhook"
+url = "http://%s/"
+severities = ["critical"]
+"""
+
+
+class Job:
+    """Started, and ended with `close`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, network = root, find_loopback(NODES)
+        (root / "saved").mkdir()
+        (root / "rules.yaml").write_text(RULES)
+        self.inbox = Inbox(root / "pages.jsonl")
+        receive = [sys.executable, "-m", "sentinel.demo.inbox", network.inbox, str(root / "pages.jsonl")]
+        self._receiver = subprocess.Popen(receive)
+        host, _, port = network.master.rpartition(":")
+        self.nodes = []
+        for node in range(NODES):
+            (root / f"node{node}").mkdir()
+            environment = {
+                **os.environ,
+                **make_places(root / f"node{node}", SETTINGS % network.inbox),
+                "SENTINEL_RULES": str(root / "rules.yaml"), "SENTINEL_RUN_ID": RUN_ID,
+                "SENTINEL_CLUSTER": network.coordinator, "SENTINEL_CLUSTER_SECRET": "a secret of all nodes",
+            }  # fmt: skip
+            torchrun = (
+                f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {RANKS_A_NODE}"
+                f" --rdzv-id {RUN_ID} --master-addr {host} --master-port {port} -m bench.proofs._nodes_job {root}"
+            )
+            supervised = f"-m sentinel run --restarts {RESTARTS} --pause 0.1 -- {sys.executable} {torchrun}"
+            with (root / f"said{node}").open("w") as said:
+                command = [sys.executable, *supervised.split()]
+                self.nodes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+
+    def said(self, node: int) -> str:
+        """On the terminal of a node."""
+        return (self.root / f"said{node}").read_text(errors="replace")
+
+    def ask(self, node: int) -> dict[str, Any]:
+        """What `sentinel status` shows of the run there; empty where no daemon answers."""
+        with contextlib.suppress(SentinelError, OSError):
+            for socket in (self.root / f"node{node}" / "run").glob("*/sentinel.sock"):
+                for run in ask_daemon(socket, "status")["runs"]:
+                    found: dict[str, Any] = run
+                    return found
+        return {}
+
+    def kill_daemon(self, node: int) -> bool:
+        """SIGKILL to the daemon of a node; whether there was one."""
+        daemon = find_daemon(self.root / f"node{node}" / "run")
+        return kill(daemon) if daemon is not None else False
+
+    def kill_rank(self, rank: int) -> bool:
+        """SIGKILL to a rank as it runs now; whether it ran."""
+        entries = read_log(self.root, rank)
+        return kill(entries[-1]["pid"]) if entries else False
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended on all nodes."""
+        return all(node.poll() is not None for node in self.nodes)
+
+    def close(self) -> None:
+        """Kill all of it that is left."""
+        for process in [*self.nodes, self._receiver]:
+            process.kill()
+        for pid in list_processes(self.root):
+            kill(pid)
+        for process in [*self.nodes, self._receiver]:
+            process.wait()
+
+
+def kill(pid: int) -> bool:
+    """SIGKILL; whether there was such a process."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def list_processes(root: Path) -> list[int]:
+    """Those whose places are in this folder."""
+    found, mark = [], f"SENTINEL_RUNTIME={root}/".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def read_log(root: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank wrote down of its steps. A line that a kill cut short is left out."""
+    path = root / f"log.{rank}"
+    entries: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+def train(root: Path) -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import sentinel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, attempt = dist.get_rank(), int(os.environ.get("SENTINEL_ATTEMPT", "0"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    before = int(os.environ.get("SENTINEL_RESUME_BEFORE", 10**9))
+    start = max((step for path in (root / "saved").glob("*.pt") if (step := int(path.stem)) <= before), default=0)
+    if start:
+        saved = torch.load(root / "saved" / f"{start}.pt")
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+    model = nn.parallel.DistributedDataParallel(net)
+    terms = sentinel.Rollback(every=10, keep=3, margin=5, budget=3)
+    monitor = sentinel.attach(model, optimizer, run="kills", step=start, rollback=terms)
+    rolled: list[tuple[int, int]] = []
+    monitor.on_rollback(lambda to, at: rolled.append((to, at)))
+    torch.manual_seed(1000 * attempt + rank)
+    step, broken_for = start, 0
+    with (root / f"log.{rank}").open("a", buffering=1) as log:
+        while True:
+            high, breaks, stops = list(_read_flags(root, rank))
+            broken_for = len(rolled) + 1 if breaks else broken_for
+            wrecked = len(rolled) < broken_for
+            monitor.log(level=9.0 if high else 1.0, **({"broken": float(wrecked)} if rank == RANKS - 1 else {}))
+            if rank == 0 and step % SAVE_EVERY == 0 and step > start and not wrecked:
+                draft = root / "draft"
+                torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, draft)
+                draft.replace(root / "saved" / f"{step}.pt")
+            optimizer.zero_grad()
+            (model(torch.randn(4, 8)) * (1000 if wrecked else 1)).square().mean().backward()
+            optimizer.step()
+            weights = sum(int(p.detach().view(torch.int32).sum()) for p in net.parameters())
+            entry = {"pid": os.getpid(), "attempt": attempt, "step": step, "weights": weights, "rolled": rolled}
+            print(json.dumps(entry), file=log)
+            if stops:
+                break
+            time.sleep(STEP_SECONDS)
+            step += 1
+    dist.barrier()
+    monitor.detach()
+    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    dist.destroy_process_group()
+
+
+def _read_flags(root: Path, rank: int) -> Iterator[bool]:
+    """`high`, `break`, `stop` as rank 0 sees them now. A rank that is to die does."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.suppress(FileNotFoundError):
+        (root / f"die-{rank}").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    flags = torch.zeros(3)
+    if rank == 0:
+        flags = torch.tensor([float((root / name).exists()) for name in ("high", "break", "stop")])
+        (root / "break").unlink(missing_ok=True)
+    dist.broadcast(flags, 0)
+    yield from (bool(flag) for flag in flags)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))
