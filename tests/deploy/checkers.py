@@ -10,6 +10,8 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 KUBERNETES = ("1.29", "1.37")
@@ -32,12 +34,23 @@ def run_checker(*command: str, cwd: Path = DEPLOY, **environment: str) -> str:
 
 
 def check_manifest(document: dict[str, Any], version: str) -> None:
-    """Raises where a version of Kubernetes, or the Prometheus operator, does not take it."""
+    """Raises where a version of Kubernetes does not take it, or whoever defines a resource of its own kind."""
     if document["kind"] == "PodMonitor":
         unknown = _not_in(document, POD_MONITOR, "PodMonitor")
         assert not unknown, unknown
+    elif document["kind"] in OF_KUBEFLOW:
+        read = OF_KUBEFLOW[document["kind"]].from_dict(document)
+        assert read is not None
+        assert read.to_dict() == document, "what it does not know is left out"
+        for replicated in document["spec"].get("replicatedJobs", ()):
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **replicated["template"]}
+            kubernetes_validate.validate(job, version, strict=True)
     else:
         kubernetes_validate.validate(document, version, strict=True)
+
+
+OF_KUBEFLOW = {"JobSet": JobsetV1alpha2JobSet, "TrainJob": TrainerV1alpha1TrainJob}
+"""The models that Kubeflow Trainer's own package has of both."""
 
 
 POD_MONITOR: dict[str, Any] = {

@@ -33,7 +33,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def test_compose_is_what_the_specification_allows(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    run_checker(*command, "compose/compose.yaml")
+    run_checker(*command, "compose/compose.yaml", "compose/nodes.yaml")
     broken = tmp_path / "compose.yaml"
     text = (DEPLOY / "compose" / "compose.yaml").read_text()
     broken.write_text(text.replace("volumes:\n      - ./sentinel", "volume:\n      - ./sentinel"))
@@ -85,6 +85,15 @@ def test_a_misspelt_key_is_found() -> None:
     monitor["spec"]["podMetricsEndpoints"][0]["ports"] = "metrics"
     with pytest.raises(AssertionError, match=r"PodMonitor\.spec\.podMetricsEndpoints\[0\]\.ports"):
         check_manifest(monitor, KUBERNETES[-1])
+    for name, key in [("jobset", "failurePolicies"), ("trainjob", "runtime")]:
+        (job,) = documents(DEPLOY / "kubernetes" / f"{name}.yaml")
+        job["spec"][key] = {}
+        with pytest.raises(AssertionError, match="left out"):
+            check_manifest(job, KUBERNETES[-1])
+    (job_set,) = documents(DEPLOY / "kubernetes" / "jobset.yaml")
+    job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["commands"] = []
+    with pytest.raises((AssertionError, kubernetes_validate.ValidationError)):
+        check_manifest(job_set, KUBERNETES[-1])
 
 
 def test_pods_agree_with_each_other_and_with_sentinel() -> None:
