@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import types
+from collections.abc import Sequence
 
 from sentinel import wire
 from sentinel.hooks.core import fault_guard
@@ -38,7 +39,7 @@ def count_sessions() -> int:
     return _made
 
 
-def find_session(optimizers: list[object]) -> RunSession | None:
+def find_session(optimizers: Sequence[object]) -> RunSession | None:
     """The live session that watches one of these optimizers."""
     return next((session for session in _sessions if not session.ended and any(map(session.watches, optimizers))), None)
 

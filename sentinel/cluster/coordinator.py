@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from sentinel import wire
-from sentinel.cluster.job_incident import JobIncident, JobIncidents
-from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, RollbackOrder, trim_case
+from sentinel.cluster.election import COUNTED_SECONDS, TRIAL_SECONDS, find_leader, next_epoch
+from sentinel.cluster.job_incident import JobIncident, JobIncidents, Page
+from sentinel.cluster.messages import Beat, Events, NodeState, OpenIncident, Pulse, RollbackOrder
 from sentinel.cluster.restart import JobMember, RestartOrders
 from sentinel.diagnose.case import Case
 
@@ -15,8 +17,8 @@ SILENT_SECONDS = 10.0
 GONE_SECONDS = 2.0
 """The same where the connection ended: a link that comes back does so in less."""
 SETTLE_SECONDS = 5.0
-"""In which the nodes hand in what they know before the first page: a coordinator that was restarted would give an
-incident a second id."""
+"""In which the nodes hand in what they know before the first page: the next coordinator would give an incident a second
+id."""
 ORPHAN_SECONDS = 60.0
 """After which a page of an earlier coordinator is closed that no node knows of; at once where all have been heard."""
 ASK_SECONDS = 1.0
@@ -37,6 +39,8 @@ class KnownNode:
         self.known: set[str] | None = set()
         """Cases that its daemon handed in since its start; None once it has handed in all."""
         self.asked = -ASK_SECONDS
+        self.stamp = -math.inf
+        """Of our last beat that it followed."""
 
     def state(self, now: float) -> NodeState:
         """For the beat."""
@@ -59,26 +63,45 @@ class KnownNode:
 class Coordinator:
     """Applies each node's events once, in order, and makes the job's incidents of them."""
 
-    def __init__(self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Case] = ()) -> None:
+    def __init__(self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Page] = ()) -> None:
         """`node`: the one whose daemon has the role. `expected`: nodes of the job. `pages`: what an earlier one told
         people of, and not that it is over."""
-        self.node, self.expected, self.epoch = node, expected, epoch
+        self.node, self.expected = node, expected
+        self.epoch = self._first_epoch = epoch
         self.incidents = JobIncidents(pages)
         self.orders = RestartOrders(expected)
         self.nodes: dict[int, KnownNode] = {}
-        """The others, by number."""
-        self._settle_until, self._close_pages_at = now + SETTLE_SECONDS, now + ORPHAN_SECONDS
+        """By number, its own among them."""
+        self._began = now
+        self._settle_until = self._close_pages_at = -1.0
+        """Set when it acts for the first time."""
 
-    def record(self, case: Case) -> None:
-        """A case of its own node changed."""
-        self.incidents.add(self.node, NodeCase(number=0, case=trim_case(case)))
+    def is_acting(self, now: float) -> bool:
+        """Whether it counts on more than half of the nodes: only then it tells people, and orders."""
+        return now < self._find_acting_end()
+
+    def explain_inaction(self, now: float) -> str:
+        """Why it does not act, where it does not."""
+        counted = sum(now - known.stamp < COUNTED_SECONDS for known in self.nodes.values())
+        return f"this node would be the coordinator, and of {self.expected} nodes only {counted} hear it"
+
+    def has_failed(self, now: float) -> bool:
+        """Whether it cannot act for so long that another one is to try."""
+        return now > max(self._began, self._find_acting_end()) + TRIAL_SECONDS
+
+    def yields_to(self, beat: Beat, now: float) -> bool:
+        """Whether this one gives the role up for another: one that acts, or where neither does, the lower node."""
+        return not self.is_acting(now) and (beat.acting or beat.node < self.node)
+
+    def _find_acting_end(self) -> float:
+        stamps = sorted((known.stamp for known in self.nodes.values()), reverse=True)
+        needed = self.expected // 2 + 1
+        return stamps[needed - 1] + COUNTED_SECONDS if len(stamps) >= needed else -math.inf
 
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
         """A node is there. Returns whether its job, or a rollback, stands otherwise than before."""
-        if pulse.node == self.node:
-            return False  # a node that has our number: its events would be taken for ours
-        if pulse.epoch > self.epoch:  # the clock was set back before this start
-            self.epoch = pulse.epoch + 1
+        if pulse.epoch > self.epoch:  # it followed another one meanwhile: below that epoch it follows none
+            self.epoch = next_epoch(pulse.epoch, self.node)
         known = self.nodes.get(pulse.node)
         before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:
@@ -87,6 +110,9 @@ class Coordinator:
             newest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
             known.pulse, known.heard, known.gone = newest, now, False
         latest = self.nodes[pulse.node].pulse
+        follows = self._first_epoch <= pulse.epoch and find_leader(pulse.epoch) == self.node
+        if follows and pulse.incarnation == latest.incarnation and pulse.stamp <= now:
+            self.nodes[pulse.node].stamp = max(self.nodes[pulse.node].stamp, pulse.stamp)
         return (latest.job, latest.rollback) != before
 
     def take_events(self, events: Events) -> None:
@@ -97,7 +123,9 @@ class Coordinator:
         if events.upto <= known.applied and known.known is None:
             return
         for given in events.cases:
-            if given.number > known.applied:
+            if given.number > known.applied and given.of_job:
+                self.incidents.add_page(given.case)
+            elif given.number > known.applied:
                 self.incidents.add(events.node, given)
                 if known.known is not None:
                     known.known.add(given.case.id)
@@ -114,7 +142,7 @@ class Coordinator:
     def list_missing(self, now: float) -> list[tuple[int, int]]:
         """Nodes that have events which were not applied, and the last event that was."""
         missing = []
-        for node, known in self.nodes.items():
+        for node, known in self.nodes.items() if self.is_acting(now) else ():
             behind = known.applied < known.pulse.last or known.known is not None
             if behind and now - known.asked >= ASK_SECONDS:
                 known.asked = now
@@ -127,7 +155,7 @@ class Coordinator:
 
     def take_changes(self, now: float, *, leaving: bool = False) -> list[Case]:
         """What people are to know, as cases of the job."""
-        if not (self._has_settled(now) or leaving):
+        if not (self._has_settled(now) or (leaving and self.is_acting(now))):
             return []
         self._settle_until = 0.0
         changes = self.incidents.take_changes(leaving=leaving)
@@ -135,45 +163,62 @@ class Coordinator:
             for known in self.nodes.values():
                 known.handed_out = known.applied
         if self._has_caught_up() or now > self._close_pages_at:
-            changes += self.incidents.close_pages()
+            changes += self.incidents.close_pages(self._list_caught_up())
         return changes
 
     def _has_settled(self, now: float) -> bool:
+        """Whether it acts, and had the time to collect what the nodes know."""
+        if not self.is_acting(now):
+            return False
+        if self._settle_until < 0.0:
+            self._settle_until, self._close_pages_at = now + SETTLE_SECONDS, now + ORPHAN_SECONDS
         return now >= self._settle_until or self._has_caught_up()
 
     def _has_caught_up(self) -> bool:
         """Whether every node has handed in what it knows."""
-        return sum(known.known is None for known in self.nodes.values()) >= self.expected - 1
+        return len(self._list_caught_up()) >= self.expected
+
+    def _list_caught_up(self) -> set[int]:
+        return {node for node, known in self.nodes.items() if known.known is None}
 
     def list_nodes(self, now: float) -> tuple[NodeState, ...]:
-        """The other nodes, by number."""
+        """All that were heard, by number."""
         return tuple(known.state(now) for _, known in sorted(self.nodes.items()))
 
-    def order_nodes(self, own: JobMember, now: float) -> wire.Order | None:
-        """What all nodes are to do now, this one with them."""
-        return self.orders.decide(self._list_members(own, now), now)
+    def order_nodes(self, now: float) -> wire.Order | None:
+        """What all nodes are to do now."""
+        return self.orders.decide(self._list_members(now), now) if self.is_acting(now) else None
 
-    def name_missing(self, own: JobMember, now: float) -> str:
+    def name_missing(self, now: float) -> str:
         """The nodes that are not heard, or have not ended what another ended."""
-        return self.orders.name_missing(self._list_members(own, now))
+        return self.orders.name_missing(self._list_members(now))
 
-    def _list_members(self, own: JobMember, now: float) -> list[JobMember]:
-        return [own, *(JobMember(known.state(now), known.pulse.job) for known in self.nodes.values())]
+    def _list_members(self, now: float) -> list[JobMember]:
+        return [JobMember(known.state(now), known.pulse.job) for known in self.nodes.values()]
 
     def make_beat(
-        self, own: NodeState, now: float, *, leaving: bool = False, order: wire.Order | None = None,
+        self, now: float, *, leaving: bool = False, order: wire.Order | None = None,
         rollback: RollbackOrder | None = None,
     ) -> Beat:  # fmt: skip
         """What all nodes are to know."""
-        firing = [one for one in self.incidents if one.firing][-BEAT_INCIDENTS:]
+        acting = self.is_acting(now)
         return Beat(
+            node=self.node,
             epoch=self.epoch,
+            stamp=now,
+            acting=acting,
             expected=self.expected,
-            nodes=(own, *self.list_nodes(now)),
-            incidents=tuple(
-                OpenIncident(id=one.id, attempt=one.attempt, alert=one.alert, nodes=one.nodes) for one in firing
-            ),
+            nodes=self.list_nodes(now),
+            incidents=tuple(map(_outline, self.incidents.list_open()[-BEAT_INCIDENTS:])),
             leaving=leaving,
-            order=order,
-            rollback=rollback,
+            order=order if acting else None,
+            rollback=rollback if acting else None,
         )
+
+
+def _outline(page: Page) -> OpenIncident:
+    case = page.case
+    return OpenIncident(
+        id=case.id, attempt=case.attempt, alert=case.alert, nodes=page.nodes, severity=case.severity,
+        problem_id=case.problem_id, first_step=case.first_step,
+    )  # fmt: skip

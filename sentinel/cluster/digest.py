@@ -85,6 +85,10 @@ class DigestSender:
         """Whether the coordinator does not have all yet."""
         return self._confirmed < self._closed_to
 
+    def list_unconfirmed(self) -> list[NodeStep]:
+        """What no coordinator has, in order; the oldest are forgotten."""
+        return [*self._sent, *self._fresh]
+
     def add(self, step: RunStep) -> None:
         """A step of this node closed."""
         self._closed_to = step.seq
@@ -174,6 +178,10 @@ class JobSteps:
     def add_own(self, step: RunStep, now: float) -> None:
         """A step of the coordinator's node closed."""
         self._alignment.report(self._own, step.seq, NodeStep(step, True), now)
+
+    def take_own(self, steps: Iterable[NodeStep], now: float) -> None:
+        """Steps of the coordinator's node from before it was the coordinator."""
+        self._alignment.report_all(self._own, [(one.step.seq, one) for one in steps], now)
 
     def take(self, digest: Digest, now: float) -> None:
         """Steps of another node. What is known is passed over; what follows on a gap is not taken, and comes again.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +20,14 @@ from sentinel.text import join_names
 ENDED = 1000
 """Ended incidents that are remembered, so that a case that comes late finds its own."""
 MEMBERS = 1000
+
+
+class Page(NamedTuple):
+    """An open incident, as people were told of it."""
+
+    case: Case
+    nodes: tuple[int, ...]
+    """Those that it is on, as far as that is known."""
 
 
 class JobIncident:
@@ -93,9 +101,9 @@ class JobIncident:
 class JobIncidents:
     """The incidents of a job, by id, in the order in which they were opened."""
 
-    def __init__(self, pages: Iterable[Case] = ()) -> None:
+    def __init__(self, pages: Iterable[Page] = ()) -> None:
         """`pages`: what an earlier coordinator told people of, and not that it is over."""
-        self._pages = {page.id: page for page in pages}
+        self._pages = {page.case.id: page for page in pages}
         self._incidents: dict[str, JobIncident] = {}
         self._changed: dict[str, None] = {}
         self._folded: dict[str, str] = {}
@@ -147,6 +155,14 @@ class JobIncidents:
         """Whether one of them is kept from people for now."""
         return any(incident.awaits_verdict for incident in self)
 
+    def add_page(self, case: Case) -> None:
+        """A node that was the coordinator told people of this, and not that it is over."""
+        if (incident := self._incidents.get(case.id)) is not None:
+            incident.told = True
+            self._changed[case.id] = None
+        else:
+            self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))
+
     def close_unknown(self, node: int, known: set[str]) -> None:
         """The node's daemon was restarted, and handed in all that it knows: what else fires there is over."""
         for incident in self:
@@ -158,17 +174,23 @@ class JobIncidents:
                     incident.cases[where, identity] = over
                     self._changed[incident.id] = None
 
-    def close_pages(self) -> list[Case]:
-        """All nodes have handed in what they know: what people were told of before, and none knows, is over."""
-        pages, self._pages = self._pages, {}
+    def close_pages(self, heard: Collection[int]) -> list[Case]:
+        """These nodes have handed in what they know: what people were told of before, and none knows, is over."""
+        closed = [identity for identity, page in self._pages.items() if set(page.nodes) <= set(heard)]
+        pages = [self._pages.pop(identity).case for identity in closed]
         return [
             msgspec.structs.replace(
                 page,
                 state="resolved",
-                done=(*page.done, "over: no node knows of it since the coordinator was restarted"),
+                done=(*page.done, "over: no node knows of it since the job has another coordinator"),
             )
-            for page in pages.values()
+            for page in pages
         ]
+
+    def list_open(self) -> list[Page]:
+        """What fires, and what an earlier coordinator told people of that no node has handed in yet."""
+        firing = [Page(self._combine(incident), incident.nodes) for incident in self if incident.firing]
+        return [*self._pages.values(), *firing]
 
     def take_changes(self, *, leaving: bool = False) -> list[Case]:
         """What changed since the last time, as cases: what people are to know. `leaving`: also what waits for its
@@ -194,8 +216,8 @@ class JobIncidents:
         """Find out whether one that is new, and opened a problem on its node, is a consequence of what another node
         has: 63 ranks wait for one that died elsewhere. What an earlier coordinator told people stays so."""
         if (page := self._pages.get(incident.id)) is not None:
-            own = page.problem_id == incident.id
-            incident.joined, incident.joined_problem = page.parent, "" if own else page.problem_id
+            own = page.case.problem_id == incident.id
+            incident.joined, incident.joined_problem = page.case.parent, "" if own else page.case.problem_id
         elif case.problem and case.problem_id == case.id:
             others = [self._combine(one) for one in self if one is not incident and one.attempt == case.attempt]
             if (parent := folding.find_parent(case, (), others)) is not None:
@@ -226,7 +248,7 @@ class JobIncidents:
 
     def _find_page(self, case: Case) -> str:
         last = _stretch(case)[1]
-        same = (page for page in self._pages.values() if (page.attempt, page.alert) == (case.attempt, case.alert))
+        same = (page for page, _ in self._pages.values() if (page.attempt, page.alert) == (case.attempt, case.alert))
         return next((page.id for page in same if page.first_step <= last), "")
 
     def _forget(self) -> None:

@@ -114,7 +114,8 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     last: Integer = 0
     """Number of its last event."""
     epoch: Integer = 0
-    """The highest of a coordinator that it heard."""
+    stamp: float = 0.0
+    """Of the last beat that it followed; see `election`."""
     leaving: bool = False
     """Its ranks are gone, and its daemon goes."""
     job: wire.JobReport | None = None
@@ -132,6 +133,8 @@ class NodeCase(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the job's incident that it is a member of, where the node knows it."""
     paged: bool = False
     """Whether the node told people by itself, cut off from the coordinator."""
+    of_job: bool = False
+    """It is an incident of the job, of which the node told people as its coordinator, and not that it is over."""
 
 
 class Events(ClusterMessage, frozen=True, kw_only=True):
@@ -172,19 +175,28 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenIncident(msgspec.Struct, frozen=True, kw_only=True):
-    """An incident of the job that fires."""
+    """An incident of the job that fires: what the next coordinator needs to know of its page."""
 
     id: Name
     attempt: Integer
     alert: Name
     nodes: Annotated[tuple[Ordinal, ...], _NODES]
+    severity: Name = ""
+    problem_id: Name = ""
+    first_step: Integer = 0
 
 
 class Beat(ClusterMessage, frozen=True, kw_only=True):
     """Once a second from the coordinator: what it applied of each node's events, and what it knows of the job."""
 
+    node: Ordinal = 0
+    """The coordinator's."""
     epoch: Integer
-    """Rises with each start of the coordinator."""
+    """Each coordinator has another; see `election`."""
+    stamp: float = 0.0
+    """When it was sent, by the coordinator's clock."""
+    acting: bool = False
+    """Whether it counts on more than half of the nodes. Else it tells nobody and orders nothing."""
     expected: World
     """Nodes of the job."""
     nodes: Annotated[tuple[NodeState, ...], _NODES]

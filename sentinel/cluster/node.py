@@ -7,16 +7,20 @@ from typing import Literal
 import msgspec
 
 from sentinel import wire
+from sentinel.cluster.election import Election
 from sentinel.cluster.messages import CASE_BYTES, MESSAGE_BYTES, Beat, Events, NodeCase, trim_case
 from sentinel.diagnose.case import Case
 
 LOCAL_VIEW_SECONDS = 10.0
-"""Without a beat of the coordinator: from here on the node says that it sees itself alone."""
+"""Without a beat of a coordinator that acts: from here on the node says that it sees itself alone."""
 ALONE_SECONDS = 30.0
-"""The same: from here on it tells people by itself. A coordinator is restarted within less."""
+"""The same: from here on it tells people by itself. A coordinator is replaced, or restarted, within less."""
 KEPT = 1000
 """Cases that wait for a coordinator, at most."""
 AT_ONCE = MESSAGE_BYTES // CASE_BYTES - 1
+
+_PAGE = "job/"
+"""Before the id of a job's incident: cases of the node have the same form."""
 
 View = Literal["joined", "local view", "alone"]
 
@@ -24,14 +28,17 @@ View = Literal["joined", "local view", "alone"]
 class Node:
     """Keeps each case until the coordinator has applied its last change, and tells of it alone where there is none."""
 
-    def __init__(self, node: int, incarnation: int, now: float) -> None:
+    def __init__(self, node: int, incarnation: int, now: float, candidates: int = 1) -> None:
+        """`candidates`: how many nodes may be the coordinator, from node 0 on."""
         self.node, self.incarnation = node, incarnation
+        self._candidates, self.election = candidates, Election(node, candidates, now)
         self.last = self.applied = 0
         """Numbers of the last event, and of the last that the coordinator applied."""
         self.beat: Beat | None = None
-        """The last that was heard."""
+        """The last that was followed."""
         self.heard = now
-        self._coordinator_left = False
+        """When the last one came of a coordinator that acts."""
+        self._joined = self._coordinator_left = False
         self._kept: dict[str, NodeCase] = {}
         self._known: set[str] = set()
         """Cases that a coordinator applied: it tells people of them."""
@@ -48,7 +55,7 @@ class Node:
         silent = now - self.heard
         if self._coordinator_left or silent > ALONE_SECONDS:
             return "alone"
-        return "local view" if silent > LOCAL_VIEW_SECONDS or self.beat is None else "joined"
+        return "local view" if silent > LOCAL_VIEW_SECONDS or not self._joined else "joined"
 
     def find_order(self, now: float) -> wire.Order | None:
         """What the coordinator has all nodes do, be it its last word; None where it is not heard."""
@@ -70,6 +77,16 @@ class Node:
             del self._kept[next(ended, next(iter(self._kept)))]
         return self._events(self.last - 1, [kept], self.last)
 
+    def record_page(self, case: Case) -> None:
+        """This node told people of an incident of the job, and is not its coordinator any more."""
+        self.last += 1
+        self._kept[f"{_PAGE}{case.id}"] = NodeCase(number=self.last, case=trim_case(case), of_job=True)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether there are such incidents that no other coordinator knows of yet."""
+        return any(given.of_job for given in self._kept.values())
+
     def list_events(self, after: int) -> Events:
         """All that changed after an event, as much of it as one message holds."""
         found = sorted((one for one in self._kept.values() if one.number > after), key=lambda one: one.number)
@@ -78,11 +95,14 @@ class Node:
 
     def take_beat(self, beat: Beat, now: float) -> list[str]:
         """The coordinator is there. Returns the ids of the cases that it knows by now: it tells people of them."""
-        if self.beat is not None and beat.epoch < self.beat.epoch:
-            return []  # of a coordinator that is no more
+        if not self.election.follow(beat, now):
+            return []
         if self.beat is None or beat.epoch > self.beat.epoch:
             self.applied = 0
-        self.beat, self.heard, self._coordinator_left = beat, now, beat.leaving
+        self.beat = beat
+        if beat.acting:
+            self.heard, self._joined = now, True
+            self._coordinator_left = beat.leaving and not self._is_replaceable(beat)
         own = next((state for state in beat.nodes if state.node == self.node), None)
         if own is None:
             return []
@@ -95,7 +115,7 @@ class Node:
         for identity in applied:
             kept = self._kept[identity]
             self._known.add(identity)
-            if kept.case.state != "firing":
+            if kept.case.state != "firing" or kept.of_job:
                 del self._kept[identity]
                 self._known.discard(identity)
             elif (incident := self._find_incident(beat, kept.case)) and incident != kept.incident:
@@ -109,12 +129,17 @@ class Node:
         found = [
             (identity, one)
             for identity, one in self._kept.items()
-            if one.number > max(self._told, self.applied) and identity not in self._known
+            if one.number > max(self._told, self.applied) and identity not in self._known and not one.of_job
         ]
         self._told = self.last
         for identity, one in found:
             self._kept[identity] = msgspec.structs.replace(one, paged=True)
         return [one.case for _, one in found]
+
+    def _is_replaceable(self, beat: Beat) -> bool:
+        """Whether the nodes that are there can have another coordinator than the one that sent this."""
+        left = [one.node for one in beat.nodes if one.state == "alive" and one.node != beat.node]
+        return 2 * len(left) > beat.expected and min(left) < self._candidates
 
     def _find_incident(self, beat: Beat, case: Case) -> str:
         same = (one for one in beat.incidents if (one.attempt, one.alert) == (case.attempt, case.alert))

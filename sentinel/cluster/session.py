@@ -4,8 +4,11 @@ sentinel/RUN/alive/N    a token of node N, gone with its connection
 sentinel/RUN/pulse/N    from node N
 sentinel/RUN/event/N    from node N; the same key answers `?after=K`
 sentinel/RUN/digest/N   from node N
-sentinel/RUN/beat       from the coordinator
+sentinel/RUN/beat/N     from node N while it is the coordinator
 sentinel/RUN/view/N     answers what other nodes ask on demand (`questions`)
+
+Nodes that have an address listen on it as routers, and connect to each other; the others are clients of one of them,
+and change to another when it goes. So whoever is the coordinator reaches all, and no connection depends on the role.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 
 import zenoh
 
+from sentinel.cluster.election import LEASE_SECONDS
 from sentinel.cluster.messages import MESSAGE_BYTES
 from sentinel.config.cluster import Meeting
 
@@ -30,8 +34,7 @@ _USER = "sentinel"
 _QUERY_SECONDS = 5.0
 
 Receive = Callable[[str, int, bytes], None]
-"""Gets what came: `pulse`, `event`, `digest`, `beat` or `gone`, the node by the key (0 of the coordinator), and the
-bytes."""
+"""Gets what came: `pulse`, `event`, `digest`, `beat` or `gone`, the node by the key, and the bytes."""
 Answer = Callable[[int, Callable[[bytes], None]], None]
 """Gets the number of the event after which is asked, and what takes the answer."""
 AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
@@ -42,33 +45,43 @@ class Session:
     """Connected for one run. Callbacks are called in threads of Zenoh's."""
 
     def __init__(
-        self, meeting: Meeting, run_id: str, node: int, *, listens: bool, receive: Receive, answer: Answer,
-        answer_view: AnswerView,
-    ) -> None:  # fmt: skip
-        """Connect, or listen. Raises zenoh.ZError where that cannot be had now; blocks while it tries."""
+        self, meeting: Meeting, run_id: str, node: int, *, receive: Receive, answer: Answer, answer_view: AnswerView
+    ) -> None:
+        """Connect, and listen where the node has an address. Raises zenoh.ZError where that cannot be had now; blocks
+        while it tries."""
         self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
         self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
-        self._session: Any = _open(meeting, listens=listens)
+        self._session: Any = _open(meeting, node)
         self._views = self._session.declare_queryable(self._view_key, self._answer_question)
-        if listens:
-            self._publisher = self._session.declare_publisher(f"{self._root}/beat")
-            self._subscribe(f"{self._root}/pulse/*", "pulse")
-            self._subscribe(f"{self._root}/event/*", "event")
-            self._subscribe(f"{self._root}/digest/*", "digest")
-            self._keep: Any = self._session.liveliness().declare_subscriber(
-                f"{self._root}/alive/*", self._note_liveliness
-            )
-        else:
-            self._publisher = self._session.declare_publisher(f"{self._root}/pulse/{node}")
-            self._events = self._session.declare_publisher(f"{self._root}/event/{node}")
-            self._digests = self._session.declare_publisher(f"{self._root}/digest/{node}")
-            self._subscribe(f"{self._root}/beat", "beat")
-            self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._answer_query)
-            self._keep = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
+        self._pulses, self._beats, self._events, self._digests = (
+            self._session.declare_publisher(f"{self._root}/{kind}/{node}")
+            for kind in ("pulse", "beat", "event", "digest")
+        )
+        self._subscribe("beat")
+        self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._answer_query)
+        self._token = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
+        self._led: list[Any] = []
+        """What only the coordinator hears."""
 
-    def publish(self, payload: bytes) -> None:
-        """A pulse, or a beat. Lost where it cannot be sent now."""
-        self._publisher.put(payload)
+    def lead(self) -> None:
+        """Hear what nodes say to the coordinator."""
+        self._led = [self._subscribe(kind) for kind in ("pulse", "event", "digest")]
+        alive = self._session.liveliness()
+        self._led.append(alive.declare_subscriber(f"{self._root}/alive/*", self._note_liveliness))
+
+    def follow(self) -> None:
+        """Hear it no more."""
+        led, self._led = self._led, []
+        for subscriber in led:
+            subscriber.undeclare()
+
+    def publish_pulse(self, payload: bytes) -> None:
+        """A pulse of this node. Lost where it cannot be sent now."""
+        self._pulses.put(payload)
+
+    def publish_beat(self, payload: bytes) -> None:
+        """A beat of this node, the coordinator. Lost where it cannot be sent now."""
+        self._beats.put(payload)
 
     def publish_event(self, payload: bytes) -> None:
         """Events of this node."""
@@ -112,8 +125,8 @@ class Session:
         """Close the session: a process that does not, hangs at its end."""
         self._session.close()
 
-    def _subscribe(self, key: str, kind: str) -> None:
-        self._session.declare_subscriber(key, lambda sample: self._take(kind, sample))
+    def _subscribe(self, kind: str) -> Any:
+        return self._session.declare_subscriber(f"{self._root}/{kind}/*", lambda sample: self._take(kind, sample))
 
     def _take(self, kind: str, sample: Any) -> None:
         self._receive(kind, _number(str(sample.key_expr)), bytes(sample.payload))
@@ -142,30 +155,31 @@ class Session:
         self._answer_view(bytes(query.payload) if query.payload is not None else b"", reply)
 
 
-def _open(meeting: Meeting, *, listens: bool) -> Any:
+def _open(meeting: Meeting, node: int) -> Any:
     # Both sides prove that they have the secret; it is not sent. Of any length and with any characters: its digest.
     password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
-    endpoint = [f"tcp/{meeting.host}:{meeting.port}"]
+    endpoints = [f"tcp/{address}" for address in meeting.addresses]
+    listens = node < len(endpoints)
     settings: dict[str, object] = {
         "mode": "router" if listens else "client",
         "scouting/multicast/enabled": False,
         "scouting/gossip/enabled": False,
         "transport/link/rx/max_message_size": 2 * MESSAGE_BYTES,
+        "transport/link/tx/lease": round(1000 * LEASE_SECONDS),  # a link that goes down closes no connection
+        "transport/auth/usrpwd/user": _USER,
+        "transport/auth/usrpwd/password": password,
+        "connect/endpoints": endpoints[:node],  # of two routers the later one connects
+        "connect/retry": {"period_init_ms": 1000, "period_max_ms": 1000, "period_increase_factor": 1},
     }
     if not listens:
-        return _connect(
-            settings
-            | {
-                "connect/endpoints": endpoint,
-                "transport/auth/usrpwd/user": _USER,
-                "transport/auth/usrpwd/password": password,
-            }
-        )
+        return _connect(settings)
     descriptor, name = tempfile.mkstemp(prefix="sentinel-")  # mode 0600, and gone once it is read
     try:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(f"{_USER}:{password}\n")
-        return _connect(settings | {"listen/endpoints": endpoint, "transport/auth/usrpwd/dictionary_file": name})
+        return _connect(
+            settings | {"listen/endpoints": [endpoints[node]], "transport/auth/usrpwd/dictionary_file": name}
+        )
     finally:
         os.unlink(name)
 

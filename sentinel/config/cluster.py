@@ -14,17 +14,19 @@ from sentinel.node import small_files
 
 SECRET_CHARACTERS = 16
 """A shorter secret can be guessed by anyone who reaches the port."""
+MOST_ADDRESSES = 16
+"""Of nodes that may be the coordinator."""
 
 
 class Meeting(NamedTuple):
     """Where the nodes of a job meet."""
 
-    host: str
-    port: int
+    addresses: tuple[str, ...]
+    """`host:port` of the nodes that may be the coordinator, from node 0 on."""
     secret: str
 
     def __repr__(self) -> str:
-        return f"Meeting({self.host}:{self.port})"  # no secret in a log
+        return f"Meeting({','.join(self.addresses)})"  # no secret in a log
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,13 +35,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enabled: bool = True
     """Whether nodes of a job meet, where the address is known."""
     address: str = ""
-    """`host:port` on the node of global rank 0, which listens there; $SENTINEL_CLUSTER replaces it."""
+    """`host:port` on the node of global rank 0, which listens there; after commas, those of nodes 1, 2 ..., which take
+    over. $SENTINEL_CLUSTER replaces it."""
     secret_file: Path | None = None
     """File with the secret, the same on all nodes; $SENTINEL_CLUSTER_SECRET replaces it."""
 
     def __post_init__(self) -> None:
         if self.address:
-            split_address(self.address, "address")
+            split_addresses(self.address, "address")
 
     def find_meeting(self, environment: Mapping[str, str] = os.environ) -> Meeting | None:
         """Where to meet; None where no address is known, or it is turned off. Raises ConfigError."""
@@ -48,10 +51,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if not self.enabled or not address:
             return None
         try:
-            host, port = split_address(address, "SENTINEL_CLUSTER" if named else "[cluster] address")
+            addresses = split_addresses(address, "SENTINEL_CLUSTER" if named else "[cluster] address")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return Meeting(host, port, self._read_secret(environment))
+        return Meeting(addresses, self._read_secret(environment))
 
     def _read_secret(self, environment: Mapping[str, str]) -> str:
         secret, place = environment.get("SENTINEL_CLUSTER_SECRET", "").strip(), "SENTINEL_CLUSTER_SECRET"
@@ -71,9 +74,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return secret
 
 
-def split_address(address: str, place: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises ValueError that names `place`."""
-    host, _, port = address.rpartition(":")
-    if not host or any(c.isspace() or c in "/?#" for c in host) or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{place}: {address!r} is no host:port; write one such as 10.0.0.1:9478")
-    return host, int(port)
+def split_addresses(addresses: str, place: str) -> tuple[str, ...]:
+    """Each `host:port` of a list with commas. Raises ValueError that names `place`."""
+    found = tuple(address.strip() for address in addresses.split(","))
+    for address in found:
+        host, _, port = address.rpartition(":")
+        in_host = host and not any(c.isspace() or c in "/?#" for c in host)
+        if not in_host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{place}: {address!r} is no host:port; write one such as 10.0.0.1:9478")
+    if len(found) > MOST_ADDRESSES or len(set(found)) < len(found):
+        raise ValueError(f"{place}: at most {MOST_ADDRESSES} addresses, each once: of node 0, 1, 2 ...")
+    return found

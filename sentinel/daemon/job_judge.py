@@ -8,12 +8,13 @@ others.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from sentinel.actions.rollback_state import Outcome
-from sentinel.cluster.digest import DigestSender
+from sentinel.cluster.digest import DigestSender, NodeStep
 from sentinel.cluster.job_rules import JobRules, find_signals, select_job_rules
 from sentinel.cluster.membership import count_nodes
 from sentinel.cluster.messages import Digest, NodeState
@@ -61,6 +62,10 @@ class NodeJudge:
     def add_evidence(self, what: str, seq: int) -> None:
         """Nothing: the cases are the coordinator's."""
 
+    def list_unconfirmed(self) -> list[NodeStep]:
+        """Steps that no coordinator has."""
+        return self._sender.list_unconfirmed()
+
     @property
     def unconfirmed(self) -> bool:
         """Whether the coordinator does not have all steps yet."""
@@ -73,6 +78,9 @@ class NodeJudge:
     def confirm(self, upto: int, now: float) -> None:
         """The coordinator said which is the last step that it has of this node; -1: it has none."""
         self._sender.confirm(upto, now)
+        for case in self._incidents.log.present():
+            if case.of_job and case.state == "firing":  # from when this node was the coordinator
+                self._incidents.end_case(case, LEFT_TO_COORDINATOR)
 
     def tick(self, now: float, *, joined: bool) -> None:
         """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
@@ -97,12 +105,15 @@ class CoordinatorJudge:
         incidents: RunIncidents,
         identity: Identity,
         list_nodes: Callable[[], Iterable[NodeState]],
+        earlier: Iterable[NodeStep] = (),
     ) -> None:
-        """`identity`: of any rank here. `list_nodes` gives the other nodes."""
+        """`identity`: of any rank here. `list_nodes` gives the other nodes. `earlier`: steps of this node that no
+        coordinator judged."""
         self._context, self._incidents = context, incidents
         self._identity, self._list_nodes = identity, list_nodes
         self._rules: Sequence[Rule] = ()
         self.begin_attempt()
+        self._job.steps.take_own(earlier, time.monotonic())
 
     def begin_attempt(self) -> None:
         """Judge the present attempt."""
@@ -170,7 +181,7 @@ class CoordinatorJudge:
         if self._end_former_at is None:
             self._end_former_at = now + LEFT_SECONDS
         elif now > self._end_former_at:
-            self._end_former("over: not found again since the coordinator was restarted")
+            self._end_former("over: not found again by the next coordinator")
 
     def finish(self, now: float) -> None:
         """The run is over: judge what is there."""

@@ -29,8 +29,6 @@ from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.text import format_count
 
-COORDINATOR = 0
-
 
 def serve_job(watch: WatchedRun, membership: Membership) -> None:
     """Have the questions of other nodes answered."""
@@ -79,9 +77,9 @@ async def _ask_incidents(membership: Membership, ids: tuple[str, ...]) -> tuple[
     views = membership.list_incidents()
     if views is not None:
         return [view for view in views if not ids or view.case.id in ids], name_silent(membership)
-    parts = await membership.inquiry.ask(Question(what="incidents", ids=ids), COORDINATOR)
+    parts = await membership.inquiry.ask(Question(what="incidents", ids=ids), membership.leader)
     if not parts:
-        return [], name_unasked(membership, set(), [COORDINATOR])
+        return [], name_unasked(membership, set(), [membership.leader])
     left_out = parts[0].left_out
     more = [f"{format_count(left_out, 'incident')} too many for one answer"] if left_out else []
     return [view for part in parts for view in part.incidents], name_silent(membership) + more

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 
 from sentinel import wire
-from sentinel.cluster.membership import Membership, NodeSupervisor, count_nodes
-from sentinel.cluster.messages import WorkReport
+from sentinel.cluster.membership import Membership, NodeSupervisor, StepHandling, count_nodes
+from sentinel.cluster.messages import NodeState, WorkReport
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
 from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
@@ -57,11 +58,25 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
         watch.membership.work = RanksAtWork(watch)
         watch.membership.cause_finder = JobCauses(watch, watch.membership)
         watch.actions.pass_on = watch.membership.pass_on_rollback
-        if identity.node == 0:
-            judge = CoordinatorJudge(watch.context, watch.incidents, identity, watch.membership.list_nodes)
-            watch.incidents.job = watch.membership.judge = judge
-        else:
-            reporter = NodeJudge(watch.context, watch.incidents, identity.node)
-            watch.incidents.job = watch.membership.reporter = reporter
+        watch.membership.handle_steps(
+            StepHandling(
+                functools.partial(_report_steps, watch, identity.node),
+                functools.partial(_judge_job, watch, identity, watch.membership.list_nodes),
+            )
+        )
     elif hello.rollback is not None and identity.rank == 0:
         watch.context.tell(f"rollback is not armed: {APART}")
+
+
+def _report_steps(watch: WatchedRun, node: int) -> NodeJudge:
+    watch.incidents.job = reporter = NodeJudge(watch.context, watch.incidents, node)
+    return reporter
+
+
+def _judge_job(
+    watch: WatchedRun, identity: wire.Identity, list_nodes: Callable[[], Iterable[NodeState]]
+) -> CoordinatorJudge:
+    before = watch.incidents.job
+    earlier = before.list_unconfirmed() if isinstance(before, NodeJudge) else []
+    watch.incidents.job = judge = CoordinatorJudge(watch.context, watch.incidents, identity, list_nodes, earlier)
+    return judge

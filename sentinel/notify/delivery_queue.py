@@ -61,30 +61,34 @@ class DeliveryQueue:
         self._blank, self._route, self._grouping = blank, route, route.grouping
         self._wake.set()
 
-    def name_run(self, run_id: str) -> None:
-        self._blank = msgspec.structs.replace(self._blank, run_id=run_id)
-
     def resume(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             entry.resume_after(self._clock(), self._grouping)
             self.entries[entry.key] = entry
+        self._wake.set()
 
-    def put(self, case: Case) -> Entry | None:
-        known = next((entry for entry in self.entries.values() if entry.knows(case)), None)
+    def put(self, case: Case, run_id: str) -> Entry | None:
+        mine = (entry for entry in self.entries.values() if entry.run_id == run_id)
+        known = next((entry for entry in mine if entry.knows(case)), None)
         if not self._route.wants(case) and (known is None or case.id not in known.told):
             return None
         if known is not None and known.problem_id and known.problem_id != case.problem_id:
             known.drop(case.id)
             known = None
-        entry = known or self._entry_of(case)
+        entry = known or self._entry_of(case, run_id)
         entry.edits = self._route.edits
         entry.put(case, self._clock(), self._grouping)
         self._wake.set()
         return entry
 
-    def _entry_of(self, case: Case) -> Entry:
-        blank = Entry(receiver=self.name, alert=case.alert, problem_id=case.problem_id)
+    def _entry_of(self, case: Case, run_id: str) -> Entry:
+        blank = Entry(receiver=self.name, alert=case.alert, problem_id=case.problem_id, run_id=run_id)
         return self.entries.setdefault(blank.key, blank)
+
+    def withdraw(self) -> list[Entry]:
+        withdrawn = [entry for entry in self.entries.values() if not entry.run_id]
+        self.entries = {key: entry for key, entry in self.entries.items() if entry.run_id}
+        return withdrawn
 
     def hurry(self) -> None:
         for entry in self.entries.values():
@@ -159,6 +163,7 @@ class DeliveryQueue:
         limited = self._route.limiter.wait(now) > _WORTH_SAYING
         return msgspec.structs.replace(
             self._blank,
+            run_id=entry.run_id or self._blank.run_id,
             alert=entry.alert,
             problem_id=entry.problem_id,
             cases=tuple(cases),

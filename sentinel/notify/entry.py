@@ -40,6 +40,8 @@ class Entry(msgspec.Struct, kw_only=True):
     """Of the first case."""
     problem_id: str = ""
     """See `Case`."""
+    run_id: str = ""
+    """Under which people are told of it; empty: the run's."""
     cases: dict[str, Case] = {}
     """By id: cases that fire, and ended ones whose end was not sent yet; all cases of a problem until it is over."""
     quiet: list[str] = []
@@ -75,7 +77,8 @@ class Entry(msgspec.Struct, kw_only=True):
     @property
     def key(self) -> str:
         """What makes it this one among those of a receiver."""
-        return self.problem_id or self.alert
+        name = self.problem_id or self.alert
+        return f"{self.run_id}/{name}" if self.run_id else name
 
     @property
     def firing(self) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -60,12 +60,6 @@ class Pipeline:
         self._saves = set[asyncio.Task[None]]()
         self.replace(routes, origin)
 
-    def name_run(self, run_id: str) -> None:
-        """Tell people of the run under this id: receivers take what has another one for another thing."""
-        self._blank = msgspec.structs.replace(self._blank, run_id=run_id)
-        for queue in self.queues:
-            queue.name_run(run_id)
-
     def start(self) -> None:
         """Begin to deliver, in the running loop."""
         self._writer = [asyncio.create_task(self._write())]
@@ -95,16 +89,34 @@ class Pipeline:
             if queue.name not in self._served:
                 self._served[queue.name] = asyncio.create_task(queue.serve())
 
-    def put(self, case: Case) -> None:
-        """The case as it is now: who does not know it yet will be told."""
+    def put(self, case: Case, run_id: str = "") -> None:
+        """The case as it is now: who does not know it yet will be told. `run_id`: under which, if not the run's;
+        receivers take what has another one for another thing."""
         for queue in self.queues:
-            if (entry := queue.put(case)) is not None:
+            if (entry := queue.put(case, run_id)) is not None:
                 self._dirty[entry.receiver, entry.key] = entry
                 self._wake_sender.set()
 
-    def is_known(self, identity: str) -> bool:
+    def is_known(self, identity: str, run_id: str = "") -> bool:
         """Whether a case is on its way, or was told as firing and not as ended."""
-        return any(identity in entry.cases for queue in self.queues for entry in queue.entries.values())
+        return any(identity in entry.cases and entry.run_id == run_id for entry in self.entries)
+
+    def withdraw(self) -> list[Entry]:
+        """Say no more of what people were told under the run's id. It stays in the outbox."""
+        return [entry for queue in self.queues for entry in queue.withdraw()]
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Say no more of what was withdrawn, nor the next daemon."""
+        for entry in entries:
+            blank = Entry(receiver=entry.receiver, alert=entry.alert, problem_id=entry.problem_id)
+            self._dirty[entry.receiver, entry.key] = blank
+            self._wake_sender.set()
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Go on with what was withdrawn."""
+        for queue in self.queues:
+            queue.resume([entry for entry in entries if entry.receiver == queue.name])
+        self.write_anew()
 
     def hurry(self) -> None:
         """The run is over: send what waits for more."""

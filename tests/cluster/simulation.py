@@ -1,8 +1,10 @@
-"""The protocol without network and clock: nodes, a coordinator and a net that drops, doubles, delays and reorders."""
+"""The protocol without network and clock: nodes of which one is the coordinator, and a net that drops, doubles, delays
+and reorders, lets through in one direction only, and falls apart."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -10,9 +12,10 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.coordinator import SILENT_SECONDS, Coordinator
 from sentinel.cluster.digest import DigestSender, JobSteps
-from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, NodeState, Pulse, decode, encode
+from sentinel.cluster.election import next_epoch
+from sentinel.cluster.lead import restore_pages
+from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, Pulse, decode, encode
 from sentinel.cluster.node import Node
-from sentinel.cluster.restart import JobMember
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.runs.steps import RunStep
@@ -31,16 +34,10 @@ def make_case(number: int, alert: str, step: int) -> Case:
     )  # fmt: skip
 
 
-def own_state() -> NodeState:
-    """Of the coordinator's node."""
-    return NodeState(node=0, hostname="h", incarnation=1, applied=0, state="alive", silent_seconds=0, attempt=0, step=0)
-
-
 class Packet(NamedTuple):
     at: float
     order: float
     to: int
-    """Number of a node; 0: the coordinator."""
     sender: int
     kind: type[ClusterMessage]
     payload: bytes
@@ -94,25 +91,50 @@ def make_step(node: int, seq: int) -> RunStep:
     return RunStep(seq, float(seq), ranks, {})
 
 
-class NodeMachine:
-    """A node: its history outlives its daemon, and so do the pages that it sent by itself."""
+class LeadMachine:
+    """What a node has while it is the coordinator."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, coordinator: Coordinator, nodes: int) -> None:
+        self.coordinator = coordinator
+        self.order: wire.Order | None = None
+        self.heard: dict[int, float] = {}
+        """Node -> when its pulse came last."""
+        self.steps = JobSteps(coordinator.node, nodes)
+        self.judged: list[RunStep] = []
+
+
+class NodeMachine:
+    """A node: its history outlives its daemon, and so do the pages that it sent."""
+
+    def __init__(self, number: int, candidates: int, chance: random.Random) -> None:
+        self.number, self._candidates = number, candidates
+        self._ahead, self._pace = chance.uniform(0.0, 1e6), chance.uniform(0.97, 1.03)
         self.history: dict[str, Case] = {}
         self.pages: dict[str, str] = {}
         """Case -> state of the page of its own."""
         self.self_told: set[str] = set()
         self.daemon: Node | None = None
+        self.lead: LeadMachine | None = None
+        self.outbox: dict[str, Case] = {}
+        """What it told people of the job, and not that it is over."""
         self.starts = 0
         self.sender: DigestSender
+
+    def clock(self, now: float) -> float:
+        """What its clock shows: no two show the same, or run at the same pace."""
+        return self._ahead + self._pace * now
 
     def start(self, now: float) -> None:
         self.starts += 1
         self.sender = DigestSender(self.number, 0, {"loss"})
-        self.daemon = Node(self.number, self.starts, now)
+        self.daemon = Node(self.number, self.starts, self.clock(now), self._candidates)
+        for case in self.outbox.values():
+            self.daemon.record_page(case)
         for case in self.history.values():
             self.daemon.record(case)
+
+    def die(self) -> None:
+        self.daemon = self.lead = None
 
     def page(self, cases: list[Case]) -> None:
         for case in cases:
@@ -123,31 +145,28 @@ class NodeMachine:
 class Simulation:
     """One seed: a job in which incidents begin and end, and anything dies, for `seconds`; then all is well again."""
 
-    def __init__(self, seed: int, *, nodes: int = 4, deaths: bool = True, cuts: bool = True) -> None:
+    def __init__(
+        self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True
+    ) -> None:
         self.random = random.Random(seed)
         self.deaths, self.cuts = deaths, cuts
         self.loss, self.delay = self.random.choice([0.0, 0.05, 0.3]), self.random.choice([0.05, 0.5, 3.0])
-        self.nodes = {number: NodeMachine(number) for number in range(1, nodes)}
+        self.nodes = [NodeMachine(number, candidates, self.random) for number in range(nodes)]
         self.expected = nodes
         self.supervisors = [SupervisorMachine(number) for number in range(nodes)]
-        self.heard: dict[int, float] = {}
-        """Node -> when the coordinator heard it last."""
-        self.order: wire.Order | None = None
         self.decided: set[tuple[int, int]] = set()
         """Epoch and start of each order to begin."""
         self.faults_of_jobs = 0
-        self.now, self.step, self.epochs, self.cases = 0.0, 0, 0, 0
+        self.now, self.step, self.cases = 0.0, 0, 0
         self.net: list[Packet] = []
-        self.cut: set[int] = set()
-        self.coordinator: Coordinator | None = None
+        self.cut: set[tuple[int, int]] = set()
+        """(sender, receiver)."""
+        self.coordinators: list[int] = []
+        """Nodes that acted as the coordinator, one after the other."""
         self.trained = 0
         """Steps that all ranks have done."""
-        self.steps = JobSteps(0, nodes)
-        """What the present coordinator makes of them."""
-        self.judged: list[RunStep] = []
-        """The same, judged."""
         self.pages: dict[str, Case] = {}
-        """What the job's receivers know, by id: they outlive the coordinator."""
+        """What the job's receivers know, by id."""
         self.told: set[tuple[int, str]] = set()
         """Cases by node and id that a coordinator paged."""
         self.ids: dict[tuple[str, int], set[str]] = {}
@@ -155,32 +174,31 @@ class Simulation:
         self.faults: dict[tuple[int, str], tuple[str, int]] = {}
         """Node and case -> the fault that it is of."""
         self._fault: tuple[str, int] | None = None
-        for node in self.nodes.values():
+        for node in self.nodes:
             node.start(0.0)
-        self.start_coordinator()
-
-    def start_coordinator(self) -> None:
-        self.epochs += 1
-        self.heard = {}
-        self.steps, self.judged = JobSteps(0, self.expected), []
-        self.coordinator = Coordinator(
-            0, self.expected, self.epochs, self.now, [page for page in self.pages.values() if page.state == "firing"]
-        )
 
     def play(self, seconds: float = 150.0) -> None:
-        """Trouble for so long, and then a minute and a half without any."""
+        """Trouble for so long, and then two minutes without any."""
         while self.now < seconds:
             self.turn()
             self.trouble()
         self.loss, self.delay, self.cut = 0.0, 0.05, set()
-        if self.coordinator is None:
-            self.start_coordinator()
-        for node in self.nodes.values():
+        for node in self.nodes:
             if node.daemon is None:
                 node.start(self.now)
-        until = self.now + 90.0
+        until = self.now + 120.0
         while self.now < until:
             self.turn()
+
+    def find_acting(self) -> LeadMachine | None:
+        """The coordinator. Never are there two."""
+        acting = [
+            node.lead
+            for node in self.nodes
+            if node.lead is not None and node.lead.coordinator.is_acting(node.clock(self.now))
+        ]
+        assert len(acting) <= 1, "two coordinators act"
+        return acting[0] if acting else None
 
     def trouble(self) -> None:
         """A fault begins on some nodes or ends; a link, a daemon, the coordinator go or come back."""
@@ -191,26 +209,42 @@ class Simulation:
         elif self._fault is not None and chance() < 0.04:
             self.end_fault()
         if self._fault is not None and chance() < 0.3:
-            self.fire(self.random.choice([*self.nodes.values()]), self._fault)
+            self.fire(self.random.choice(self.nodes), self._fault)
         if chance() < 0.02:
             self.break_job(self.random.choice(self.supervisors))
         if self.cuts and chance() < 0.02:
-            self.cut.symmetric_difference_update({self.random.choice([*self.nodes])})
+            self.cut = self.make_cut()
         if not self.deaths:
             return
-        if chance() < 0.02:
-            node = self.random.choice([*self.nodes.values()])
-            if node.daemon is None:
-                node.start(self.now)
+        if chance() < 0.03:
+            node = self.random.choice(self.nodes)
+            if node.daemon is None or chance() < 0.3:
+                node.die()
+                node.start(self.now)  # while messages of the former are on their way
             else:
-                node.daemon = None
-        if chance() < 0.02:
-            if self.coordinator is None or chance() < 0.5:
-                self.start_coordinator()  # while beats of the former are on their way
-            else:
-                self.coordinator = None
+                node.die()
+        if chance() < 0.02 and (acting := self.find_acting()) is not None:
+            self.nodes[acting.coordinator.node].die()
         if chance() < 0.001:
             self.random.choice(self.supervisors).gone = True
+
+    def make_cut(self) -> set[tuple[int, int]]:
+        """No link, links of one direction, those of one node, or those between two parts of the nodes."""
+        every = range(self.expected)
+        kind, node = (
+            self.random.choice(["none", "none", "parts", "node", "one way", "deaf", "mute"]),
+            self.random.choice(every),
+        )
+        part = set(self.random.sample(every, self.random.randint(1, self.expected - 1)))
+        pairs = [(sender, to) for sender in every for to in every if sender != to]
+        return {
+            "none": set(),
+            "parts": {(sender, to) for sender, to in pairs if (sender in part) != (to in part)},
+            "node": {pair for pair in pairs if node in pair},
+            "one way": {(sender, to) for sender, to in pairs if sender in part and to not in part},
+            "deaf": {(sender, to) for sender, to in pairs if to == node},
+            "mute": {(sender, to) for sender, to in pairs if sender == node},
+        }[kind]
 
     def break_job(self, supervisor: SupervisorMachine) -> None:
         """Its rank dies; those of other nodes fail by that, or stand."""
@@ -241,18 +275,17 @@ class Simulation:
                 assert one.gone or one.start > order.start or one.fault is not None, "begun while another node runs"
         supervisor.carry_out(order, self.now, self.random.uniform(0.0, 20.0))
 
-    def order_nodes(self) -> None:
+    def order_nodes(self, node: NodeMachine, lead: LeadMachine) -> None:
         """What the coordinator orders: not without more than half of the nodes, and to begin not without all."""
-        assert self.coordinator is not None
-        self.order = self.coordinator.order_nodes(JobMember(own_state(), self.supervisors[0].report), self.now)
-        fresh = 1 + sum(self.now - heard <= SILENT_SECONDS for heard in self.heard.values())
-        if self.order is not None:
+        lead.order = lead.coordinator.order_nodes(node.clock(self.now))
+        fresh = sum(self.now - heard <= SILENT_SECONDS + 1.0 for heard in lead.heard.values())
+        if lead.order is not None:
+            assert self.find_acting() is lead
             assert 2 * fresh > self.expected, "an order of a minority"
-            decided = (self.coordinator.epoch, self.order.start)
-            if self.order.does == "begin" and decided not in self.decided:
+            decided = (lead.coordinator.epoch, lead.order.start)
+            if lead.order.does == "begin" and decided not in self.decided:
                 self.decided.add(decided)
                 assert fresh == self.expected, "begun without a node"
-        self.carry_out(0, self.order)
 
     def fire(self, node: NodeMachine, fault: tuple[str, int]) -> None:
         open_here = any(case.alert == fault[0] and case.state == "firing" for case in node.history.values())
@@ -267,7 +300,7 @@ class Simulation:
         """On all nodes whose daemon is there; where it is not, its next one finds the end in no step."""
         self._fault = None
         self.step += 5
-        for node in self.nodes.values():
+        for node in self.nodes:
             for case in list(node.history.values()):
                 if case.state == "firing":
                     over = msgspec.structs.replace(
@@ -283,101 +316,165 @@ class Simulation:
         node.history[case.id] = case
         if node.pages.get(case.id) == "firing":
             node.page([case])
-        self.send(node.number, 0, node.daemon.record(case))
+        events = node.daemon.record(case)
+        self.hand_in(node.number, events)
+        if node.lead is not None:
+            node.lead.coordinator.take_events(events)
+            self.tell(node, node.lead)
 
-    def send(self, sender: int, to: int, message: ClusterMessage) -> None:
-        for _ in range(2 if self.random.random() < self.loss else 1):
-            if self.random.random() >= self.loss:
-                at = self.now + self.random.uniform(0.0, self.delay)
-                self.net.append(Packet(at, self.random.random(), to, sender, type(message), encode(message)))
+    def hand_in(self, sender: int, message: ClusterMessage) -> None:
+        """To those that have the coordinator's role, or think so."""
+        if leads := [node.number for node in self.nodes if node.lead is not None]:
+            self.send(sender, leads, message)
+
+    def send(self, sender: int, receivers: Iterable[int], message: ClusterMessage) -> None:
+        payload = encode(message)
+        for to in receivers:
+            for _ in range(2 if self.random.random() < self.loss else 1):
+                if to != sender and self.random.random() >= self.loss:
+                    at = self.now + self.random.uniform(0.0, self.delay)
+                    self.net.append(Packet(at, self.random.random(), to, sender, type(message), payload))
 
     def turn(self) -> None:
         self.now += TICK
         arrived = sorted(packet for packet in self.net if packet.at <= self.now)
         self.net = [packet for packet in self.net if packet.at > self.now]
         for packet in arrived:
-            if not {packet.sender, packet.to} & self.cut:
-                self.arrive(packet)
+            node = self.nodes[packet.to]
+            if (packet.sender, packet.to) not in self.cut and node.daemon is not None:
+                self.arrive(node, node.daemon, packet)
         self.follow_jobs()
         self.train()
-        for node in self.nodes.values():
-            if (daemon := node.daemon) is not None:
-                node.page(daemon.take_untold(self.now))
-                self.carry_out(node.number, daemon.find_order(self.now))
-                self.send(node.number, 0, self.pulse(daemon))
-        if self.coordinator is not None:
-            for number, after in self.coordinator.list_missing(self.now):
-                self.ask(number, after)
-            self.tell()
-            self.order_nodes()
-            self.judge_steps()
-            digested = {str(node): upto for node, upto in self.steps.reached.items()}
-            for number in self.nodes:
-                beat = self.coordinator.make_beat(own_state(), self.now, order=self.order)
-                self.send(0, number, msgspec.structs.replace(beat, digested=digested))
+        for node in self.nodes:
+            if node.daemon is not None:
+                self.serve(node, node.daemon)
+        acting = self.find_acting()
+        if acting is not None and self.coordinators[-1:] != [acting.coordinator.node]:
+            self.coordinators.append(acting.coordinator.node)
+
+    def serve(self, node: NodeMachine, daemon: Node) -> None:
+        """What a daemon does once a second."""
+        now = node.clock(self.now)
+        if node.lead is None and daemon.election.is_due(now):
+            self.take_role(node, daemon)
+        elif node.lead is not None and node.lead.coordinator.has_failed(now):
+            self.leave_role(node, daemon)
+        pulse = self.pulse(node, daemon)
+        self.hand_in(node.number, pulse)
+        if (lead := node.lead) is not None:
+            lead.heard[node.number] = self.now
+            lead.coordinator.take_pulse(pulse, now)
+            for number, after in lead.coordinator.list_missing(now):
+                self.ask(node.number, number, after)
+            self.tell(node, lead)
+            self.order_nodes(node, lead)
+            self.judge_steps(lead)
+            self.beat(node, daemon, lead)
+        node.page(daemon.take_untold(now))
+        self.carry_out(node.number, daemon.find_order(now))
+
+    def take_role(self, node: NodeMachine, daemon: Node) -> None:
+        pages = restore_pages(daemon.beat.incidents if daemon.beat else (), "r", "r")
+        epoch = next_epoch(daemon.election.epoch, node.number, int(1000 * (self.now + 1)))
+        node.lead = LeadMachine(
+            Coordinator(node.number, self.expected, epoch, node.clock(self.now), pages),
+            self.expected,
+        )
+        node.lead.steps.take_own(node.sender.list_unconfirmed(), self.now)
+
+    def leave_role(self, node: NodeMachine, daemon: Node) -> None:
+        node.lead, node.sender = None, DigestSender(node.number, 0, {"loss"})
+        daemon.election.release(node.clock(self.now))
+        for case in node.outbox.values():
+            daemon.record_page(case)
+
+    def beat(self, node: NodeMachine, daemon: Node, lead: LeadMachine) -> None:
+        digested = {str(number): upto for number, upto in lead.steps.reached.items()}
+        beat = lead.coordinator.make_beat(node.clock(self.now), order=lead.order)
+        beat = msgspec.structs.replace(beat, digested=digested)
+        self.send(node.number, range(self.expected), beat)
+        self.follow(node, daemon, beat)
 
     def train(self) -> None:
         """All ranks do a step; the daemons that are there see it."""
         seq, self.trained = self.trained, self.trained + 1
-        if self.coordinator is not None:
-            self.steps.add_own(make_step(0, seq), self.now)
-        for node in self.nodes.values():
-            if node.daemon is not None:
+        for node in self.nodes:
+            if node.lead is not None:
+                node.lead.steps.add_own(make_step(node.number, seq), self.now)
+            elif node.daemon is not None:
                 node.sender.add(make_step(node.number, seq))
                 if (digest := node.sender.make_digest(self.now)) is not None:
-                    self.send(node.number, 0, digest)
+                    self.hand_in(node.number, digest)
 
-    def judge_steps(self) -> None:
+    def judge_steps(self, lead: LeadMachine) -> None:
         """What is judged is what the ranks said, each step once and in order."""
-        for step in self.steps.take_closed(self.now):
-            assert not self.judged or step.seq > self.judged[-1].seq
+        for step in lead.steps.take_closed(self.now):
+            assert not lead.judged or step.seq > lead.judged[-1].seq
             assert all(values == {"loss": step.seq + rank / 100} for rank, values in step.ranks.items())
             nodes = {rank // 2 for rank in step.ranks}
             missing = set(range(self.expected)) - nodes
-            assert missing.isdisjoint(self.steps.list_awaited()), "judged without a node that was waited for"
-            self.judged.append(step)
+            assert missing.isdisjoint(lead.steps.list_awaited()), "judged without a node that was waited for"
+            lead.judged.append(step)
 
-    def pulse(self, daemon: Node) -> Pulse:
-        epoch = daemon.beat.epoch if daemon.beat else 0
+    def pulse(self, node: NodeMachine, daemon: Node) -> Pulse:
         return Pulse(
             node=daemon.node, incarnation=daemon.incarnation, hostname="h", attempt=0, step=0, last=daemon.last,
-            epoch=epoch, job=self.supervisors[daemon.node].report,
+            epoch=daemon.election.epoch, stamp=daemon.election.stamp, job=self.supervisors[node.number].report,
         )  # fmt: skip
 
-    def ask(self, number: int, after: int) -> None:
+    def ask(self, sender: int, number: int, after: int) -> None:
         """A query: there and back, either of which may be lost."""
         daemon = self.nodes[number].daemon
-        if daemon is not None and number not in self.cut and self.random.random() >= self.loss:
-            self.send(number, 0, daemon.list_events(after))
+        reached = sender == number or ((sender, number) not in self.cut and self.random.random() >= self.loss)
+        if daemon is not None and reached and daemon.find_view(self.nodes[number].clock(self.now)) == "joined":
+            events = daemon.list_events(after)
+            lead = self.nodes[sender].lead
+            if sender == number and lead is not None:
+                lead.coordinator.take_events(events)
+            else:
+                self.send(number, [sender], events)
 
-    def arrive(self, packet: Packet) -> None:
-        message = decode(packet.payload, packet.kind)
-        if packet.to == 0 and self.coordinator is not None:
-            if isinstance(message, Pulse):
-                self.heard[message.node] = self.now
-                self.coordinator.take_pulse(message, self.now)
-            elif isinstance(message, Events):
-                self.coordinator.take_events(message)
-                self.tell()
-            elif isinstance(message, Digest):
-                self.steps.take(message, self.now)
-        elif packet.to != 0 and isinstance(message, Beat):
-            node = self.nodes[packet.to]
-            if node.daemon is not None:
-                known = node.daemon.beat
-                applied = node.daemon.take_beat(message, self.now)
-                assert known is None or node.daemon.beat is None or node.daemon.beat.epoch >= known.epoch
-                if node.daemon.beat is message:
-                    node.sender.confirm(message.digested.get(str(node.number), -1), self.now)
-                self.carry_out(node.number, node.daemon.find_order(self.now))
-                for identity in applied:
-                    if node.pages.get(identity) == "firing":
-                        node.pages[identity] = "resolved"
+    def arrive(self, node: NodeMachine, daemon: Node, packet: Packet) -> None:
+        message, now = decode(packet.payload, packet.kind), node.clock(self.now)
+        if isinstance(message, Beat):
+            if node.lead is not None and node.lead.coordinator.yields_to(message, now):
+                self.leave_role(node, daemon)
+            if node.lead is None:
+                self.follow(node, daemon, message)
+        elif (lead := node.lead) is None:
+            return
+        elif isinstance(message, Pulse):
+            lead.heard[message.node] = self.now
+            lead.coordinator.take_pulse(message, now)
+        elif isinstance(message, Events):
+            lead.coordinator.take_events(message)
+            self.tell(node, lead)
+        elif isinstance(message, Digest):
+            lead.steps.take(message, self.now)
 
-    def tell(self) -> None:
-        assert self.coordinator is not None
-        for case in self.coordinator.take_changes(self.now):
+    def follow(self, node: NodeMachine, daemon: Node, beat: Beat) -> None:
+        now, epoch = node.clock(self.now), daemon.election.epoch
+        applied = daemon.take_beat(beat, now)
+        assert daemon.election.epoch >= epoch
+        if daemon.beat is not beat:
+            return
+        if node.lead is None and beat.acting:
+            if not daemon.has_pages:
+                node.outbox.clear()
+            node.sender.confirm(beat.digested.get(str(node.number), -1), self.now)
+        for identity in applied:
+            if node.pages.get(identity) == "firing":
+                node.pages[identity] = "resolved"
+        assert beat.epoch == daemon.election.epoch, "an order of a lower epoch"
+        self.carry_out(node.number, daemon.find_order(now))
+
+    def tell(self, node: NodeMachine, lead: LeadMachine) -> None:
+        changes = lead.coordinator.take_changes(node.clock(self.now))
+        for case in changes:
+            assert self.find_acting() is lead
             self.pages[case.id] = case
+            node.outbox.pop(case.id, None)
             if case.state == "firing":
+                node.outbox[case.id] = case
                 self.ids.setdefault((case.alert, case.first_step), set()).add(case.id)
-        self.told |= {key for one in self.coordinator.incidents if one.id in self.pages for key in one.cases}
+        self.told |= {key for one in lead.coordinator.incidents if one.id in self.pages for key in one.cases}

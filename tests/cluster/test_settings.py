@@ -22,6 +22,7 @@ def read(text: str) -> ClusterSettings:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[cluster]\naddress = 'a:1,a:1'", "at most 16 addresses, each once"),
         ("[cluster]\naddress = 'node0'", ":2: address: 'node0' is no host:port"),
         ("[cluster]\naddress = 'node0:99999'", "is no host:port"),
         ("[cluster]\naddress = 5", "address: expected text in quotes"),
@@ -40,13 +41,13 @@ def test_the_environment_replaces_the_file(tmp_path: Path) -> None:
     settings = ClusterSettings(address="a:1", secret_file=tmp_path / "secret")
     meeting = settings.find_meeting({})
     assert meeting is not None
-    assert (meeting.host, meeting.port, meeting.secret) == ("a", 1, SECRET)
+    assert meeting == (("a:1",), SECRET)
     assert SECRET not in repr(meeting)
     other = settings.find_meeting(
-        {"SENTINEL_CLUSTER": "[fe80::1]:2", "SENTINEL_CLUSTER_SECRET": "another, as long as it"}
+        {"SENTINEL_CLUSTER": "[fe80::1]:2, b:3", "SENTINEL_CLUSTER_SECRET": "another, as long as it"}
     )
     assert other is not None
-    assert (other.host, other.port, other.secret) == ("[fe80::1]", 2, "another, as long as it")
+    assert other == (("[fe80::1]:2", "b:3"), "another, as long as it")
     assert ClusterSettings().find_meeting({}) is None
     assert ClusterSettings(enabled=False, address="a:1").find_meeting({"SENTINEL_CLUSTER": "a:1"}) is None
 

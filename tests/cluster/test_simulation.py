@@ -12,28 +12,24 @@ SEEDS = 100
 
 def told(simulation: Simulation) -> set[tuple[int, str]]:
     """Cases that a page of the job's held, or one of their node's."""
-    return simulation.told | {
-        (number, identity) for number, node in simulation.nodes.items() for identity in node.self_told
-    }
+    return simulation.told | {(node.number, identity) for node in simulation.nodes for identity in node.self_told}
 
 
 def check_end(simulation: Simulation) -> None:
     """All is told, and nothing is open that is over, or open twice."""
     firing = {
-        (node.number, case.id)
-        for node in simulation.nodes.values()
-        for case in node.history.values()
-        if case.state == "firing"
+        (node.number, case.id) for node in simulation.nodes for case in node.history.values() if case.state == "firing"
     }
     assert told(simulation) >= set(simulation.faults)
-    assert not [node.pages for node in simulation.nodes.values() if "firing" in node.pages.values()]
-    assert simulation.coordinator is not None
-    held = {
-        key for incident in simulation.coordinator.incidents for key, c in incident.cases.items() if c.state == "firing"
-    }
+    assert not [node.pages for node in simulation.nodes if "firing" in node.pages.values()]
+    lead = simulation.find_acting()
+    assert lead is not None
+    assert {node.daemon.election.leader for node in simulation.nodes if node.daemon} == {lead.coordinator.node}
+    incidents = lead.coordinator.incidents
+    held = {key for incident in incidents for key, c in incident.cases.items() if c.state == "firing"}
     assert held == firing
     still = [case for case in simulation.pages.values() if case.state == "firing"]
-    assert {case.id for case in still} == {one.id for one in simulation.coordinator.incidents if one.firing}
+    assert {case.id for case in still} == {one.id for one in incidents if one.firing}
     assert len({case.alert for case in still}) == len(still)
 
 
@@ -49,7 +45,9 @@ def check_jobs(simulation: Simulation) -> None:
 
 def check_steps(simulation: Simulation) -> None:
     """In the end every step of every rank is judged, for a minute after all is well."""
-    last = simulation.judged[-100:]
+    lead = simulation.find_acting()
+    assert lead is not None
+    last = lead.judged[-100:]
     assert [step.seq for step in last] == list(range(last[0].seq, last[0].seq + 100))
     assert {len(step.ranks) for step in last} == {2 * simulation.expected}
     assert last[-1].seq > simulation.trained - 10

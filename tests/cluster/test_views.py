@@ -183,13 +183,14 @@ def scrape(daemon: NodeDaemon) -> str:
 def test_a_hang_names_the_rank_and_the_node_that_never_came(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = time.monotonic()
-    stands = BEAT._replace(beat=now + 600.0, progressed=now - 8.0)
+    moves = BEAT._replace(beat=time.monotonic() + 600.0, progressed=time.monotonic() + 600.0)
     pages = [os.memfd_create(PAGE) for _ in range(3)]
     for page in pages:
-        os.pwrite(page, pack_heartbeat(stands), 0)
+        os.pwrite(page, pack_heartbeat(moves), 0)
     flights = {node: issued(2 if node == 2 else 3) for node in range(3)}
     with job(tmp_path, options, 3, pages) as nodes, answering(*nodes, flights=flights):
+        for page in pages:
+            os.pwrite(page, pack_heartbeat(moves._replace(progressed=time.monotonic() - 8.0)), 0)
         for daemon in nodes:
             (run,), _ = shown("hang", of=daemon, monkeypatch=monkeypatch)
             assert run["cause"].startswith(WAITING)
@@ -232,12 +233,11 @@ def test_a_node_without_its_coordinator_shows_what_it_has_and_says_so(
 
 def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tmp_path: Path) -> None:
     with job(tmp_path, options) as nodes:
-        host, port = nodes[0].job()["address"].split(":")
+        address = nodes[0].job()["address"]
         answers, finished = list[bytes](), threading.Event()
         stranger = Session(
-            Meeting(host, int(port), SECRET), RUN, 7, listens=False,
-            receive=lambda kind, node, payload: None, answer=lambda after, reply: None,
-            answer_view=lambda payload, reply: reply([]),
+            Meeting((address,), SECRET), RUN, 7, receive=lambda kind, node, payload: None,
+            answer=lambda after, reply: None, answer_view=lambda payload, reply: reply([]),
         )  # fmt: skip
 
         def ask(payload: bytes, node: int | None = None) -> None:

@@ -337,3 +337,47 @@ def test_two_hundred_alerts_and_a_stop_at_any_moment_lose_none(tmp_path: Path) -
 
     asyncio.run(rest())
     assert got == {one.id for one in alerts}
+
+
+def test_pages_under_another_run_id_are_groups_of_their_own() -> None:
+    async def scenario() -> None:
+        fake = Fake()
+        made = pipeline(Outbox(None), ops=fake)
+        made.put(case())
+        made.put(case(), "r1@node-2")
+        await until(lambda: len(fake.got) == 2)
+        assert {message.group for message in fake.got} == {"r1/LossSpike", "r1@node-2/LossSpike"}
+        assert {message.run_id for message in fake.got} == {"r1", "r1@node-2"}
+        assert made.is_known(case().id)
+        assert made.is_known(case().id, "r1@node-2")
+        made.put(case(state="resolved"), "r1@node-2")
+        await until(lambda: len(fake.got) == 3)
+        assert fake.got[-1].group == "r1@node-2/LossSpike"
+        assert not made.is_known(case().id, "r1@node-2")
+        assert made.is_known(case().id)
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_withdrawn_is_not_told_until_it_is_restored_and_not_told_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fake, outbox = Fake(), Outbox(tmp_path / "r1.sqlite")
+        made = pipeline(outbox, ops=fake)
+        made.put(case())
+        await until(lambda: len(fake.got) == 1 and not made.pending)
+        withdrawn = made.withdraw()
+        assert not made.is_known(case().id)
+        assert not made.entries
+        made.restore(withdrawn)
+        made.put(case())
+        made.put(case(state="resolved"))
+        await until(lambda: len(fake.got) == 2)
+        assert [message.firing for message in fake.got] == [True, False]
+        made.put(case(alert="Hang"))
+        await until(lambda: len(fake.got) == 3)
+        made.forget(made.withdraw())
+        await made.close()
+        assert [entry.cases for entry in Outbox(tmp_path / "r1.sqlite").entries()] == [{}, {}]
+
+    asyncio.run(scenario())

@@ -1,0 +1,186 @@
+"""What a node does while it is its job's coordinator: it hears the nodes, orders, judges, and tells people.
+
+It is thrown away with the role. The next coordinator rebuilds what it needs from what the nodes know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from sentinel import wire
+from sentinel.cluster.coordinator import Coordinator
+from sentinel.cluster.job_incident import CauseFinder, Page
+from sentinel.cluster.messages import Beat, Digest, Events, NodeState, OpenIncident, Pulse, RollbackOrder, decode
+from sentinel.cluster.relay import RelayedRollback
+from sentinel.cluster.rollback import JobRollbacks
+from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Finding
+from sentinel.errors import ProtocolError
+from sentinel.notify.notifier import Notifier
+from sentinel.runs import Run
+
+log = logging.getLogger(__name__)
+
+
+class JobJudge(Protocol):
+    """Judges the steps of all nodes."""
+
+    def take_digest(self, digest: Digest, now: float) -> None:
+        """Steps of another node. Raises ProtocolError."""
+
+    def list_reached(self) -> Mapping[int, int]:
+        """Node -> the last step that it need not send again."""
+
+    def tick(self, now: float) -> None:
+        """Once a second."""
+
+    def finish(self, now: float) -> None:
+        """The run is over: judge what is there."""
+
+
+class Lead:
+    """Of one run."""
+
+    def __init__(
+        self,
+        run: Run,
+        notifier: Notifier,
+        identity: wire.Identity,
+        coordinator: Coordinator,
+        make_judge: Callable[[], JobJudge],
+        find_relay: Callable[[], RelayedRollback | None],
+        say: Callable[[str], None],
+        cause_finder: CauseFinder | None = None,
+    ) -> None:
+        """`find_relay` gives that of this node, in its present attempt. `say` prints one line on the training
+        terminal. `cause_finder` asks the ranks of all nodes for the cause of what stands."""
+        self._run, self._notifier, self._identity, self._say = run, notifier, identity, say
+        self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
+        self._cause_finder = cause_finder
+        self.judge: JobJudge | None = None
+        """Once it acts for the first time."""
+        self._rollbacks: JobRollbacks | None = None
+        """Of the present attempt."""
+        self._order: wire.Order | None = None
+        self._rollback_order: RollbackOrder | None = None
+        self._said = set[str]()
+        self._silenced: dict[str, Case] = {}
+        """The job's open incidents, as they were put."""
+
+    def take(self, kind: str, node: int, payload: bytes, now: float) -> bool:
+        """A message of another node. Returns whether all are to have a beat at once. Raises ProtocolError."""
+        if kind == "gone":
+            self.coordinator.drop_node(node)
+        elif kind == "pulse":
+            changed = self.coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now)
+            return changed and self.decide(now)
+        elif kind == "digest":
+            digest = _check_sender(decode(payload, Digest), node)
+            if self.judge is not None:
+                self.judge.take_digest(digest, now)
+        else:
+            self.coordinator.take_events(_check_sender(decode(payload, Events), node))
+            return self.tell(now)
+        return False
+
+    def decide(self, now: float) -> bool:
+        """Order what is to be ordered now. Returns whether that is news."""
+        before, relay = (self._order, self._rollback_order), self._find_relay()
+        self._order = self.coordinator.order_nodes(now)
+        if relay is not None and self.coordinator.is_acting(now):
+            self._decide_rollback(relay, now)
+        return (self._order, self._rollback_order) != before
+
+    def make_beat(self, now: float, *, leaving: bool = False) -> Beat:
+        """What all nodes are to know."""
+        beat = self.coordinator.make_beat(now, leaving=leaving, order=self._order, rollback=self._rollback_order)
+        reached = self.judge.list_reached() if self.judge is not None else {}
+        return msgspec.structs.replace(beat, digested={str(node): upto for node, upto in reached.items()})
+
+    def tick(self, now: float) -> None:
+        """Once a second."""
+        if self.judge is None and self.coordinator.is_acting(now):
+            self.judge = self._make_judge()
+        if self.judge is not None:
+            self.judge.tick(now)
+        self.tell(now)
+        for state in self.coordinator.list_nodes(now):
+            self._say_silence(state)
+
+    def tell(self, now: float, *, ending: bool = False) -> bool:
+        """Tell people of the job's incidents that changed, and of those of which a silence began or ended. `ending`:
+        the run is over. Returns whether any changed: the other nodes are to know before this one can die."""
+        if not self.coordinator.is_acting(now):
+            return False
+        if self._cause_finder is not None:
+            for incident in self.coordinator.take_unexplained(now):
+                self._cause_finder.begin(self.coordinator.incidents, incident)
+        changed = self.coordinator.take_changes(now, leaving=ending)
+        fresh = {case.id for case in changed}
+        for case in [*changed, *(case for case in self._silenced.values() if case.id not in fresh)]:
+            silence = self._notifier.silences.find_silence(case)
+            if case.id in fresh or silence != case.silenced:
+                case = msgspec.structs.replace(case, silenced=silence)
+                self._notifier.pipeline.put(case)
+                self._silenced[case.id] = case
+            if case.state != "firing":
+                self._silenced.pop(case.id, None)
+        return bool(changed)
+
+    def explain_no_order(self, now: float) -> str:
+        """Why nothing is ordered, where it is not."""
+        return f"more than half of the nodes must be heard; missing: {self.coordinator.name_missing(now)}"
+
+    def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
+        number, nodes = self._run.attempt.number, self.coordinator.expected
+        if self._rollbacks is None or self._rollbacks.attempt != number:
+            self._rollbacks = JobRollbacks(number, self._identity, nodes, relay.done)
+        job = self._rollbacks
+        for known in self.coordinator.nodes.values():
+            state = known.state(now)
+            silence = f"({state.hostname}) has been silent for {state.silent_seconds:.0f} s"
+            trouble = {"alive": "", "left": f"({state.hostname}) has left", "silent": silence}[state.state]
+            job.take_report(state.node, known.pulse.rollback, trouble, now)
+        job.advance(now)
+        if job.armed and (key := f"armed {number}") not in self._said:
+            self._said.add(key)
+            self._say(f"all {nodes} nodes have met: rollback is armed on all ranks")
+        self._rollback_order = job.make_order()
+
+    def _say_silence(self, state: NodeState) -> None:
+        key = f"node {state.node}"
+        if state.state == "silent" and key not in self._said:
+            self._said.add(key)
+            self._say(
+                f"{key} ({state.hostname}) is silent; its daemon or its link is down. Its last step: {state.step}"
+            )
+        elif state.state != "silent" and key in self._said:
+            self._said.discard(key)
+            self._say(f"{key} ({state.hostname}) is heard again" if state.state == "alive" else f"{key} has left")
+
+
+def restore_pages(incidents: Iterable[OpenIncident], run: str, run_id: str) -> list[Page]:
+    """What an earlier coordinator told people of, as far as its last beat says: enough to end it under its key."""
+    return [
+        Page(
+            Case(
+                id=one.id, run=run, run_id=run_id, attempt=one.attempt, alert=one.alert, severity=one.severity,
+                problem_id=one.problem_id, state="firing", first_step=one.first_step, first_seq=one.first_step,
+                step=one.first_step, time=time.time(), members=(), summary=one.alert,
+                diagnosis=Finding(cause="", confidence="none"), told=True,
+            ),
+            one.nodes,
+        )
+        for one in incidents
+    ]  # fmt: skip
+
+
+def _check_sender(message: Pulse | Events | Digest, node: int) -> Any:
+    if message.node != node:
+        raise ProtocolError(f"node {node} says that it is node {message.node}")
+    return message

@@ -1,0 +1,125 @@
+"""Whom a node follows, and whom a coordinator counts on: what keeps two of them from acting at the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sentinel.cluster.coordinator import Coordinator
+from sentinel.cluster.election import (
+    COUNTED_SECONDS,
+    LEASE_SECONDS,
+    STAGGER_SECONDS,
+    TRIAL_SECONDS,
+    Election,
+    find_leader,
+    next_epoch,
+)
+from sentinel.cluster.messages import Beat, NodeState, Pulse
+from tests.cluster.simulation import Simulation
+
+E1, E2 = next_epoch(0, 1, 100), next_epoch(0, 2, 200)
+STARTED = 1000.0
+FREE = STARTED + LEASE_SECONDS
+
+
+def beat(epoch: int, stamp: float = 1.0, **more: Any) -> Beat:
+    return Beat(node=find_leader(epoch), epoch=epoch, stamp=stamp, expected=3, **{"nodes": (), **more})
+
+
+def pulse(node: int, epoch: int, stamp: float, incarnation: int = 1) -> Pulse:
+    return Pulse(
+        node=node, incarnation=incarnation, hostname="h", attempt=0, step=0, epoch=epoch, stamp=stamp
+    )  # fmt: skip
+
+
+def state(node: int) -> NodeState:
+    return NodeState(
+        node=node, hostname="h", incarnation=1, applied=0, state="alive", silent_seconds=0.0, attempt=0, step=0
+    )
+
+
+def test_a_daemon_that_was_started_follows_nobody_until_what_it_may_have_promised_is_over() -> None:
+    election = Election(0, 3, STARTED)
+    assert not election.follow(beat(E1), FREE - 0.1)
+    assert election.follow(beat(E1), FREE)
+
+
+def test_a_node_follows_one_coordinator_at_a_time_and_no_epoch_below_one_that_it_followed() -> None:
+    election = Election(0, 3, STARTED)
+    assert election.follow(beat(E1), FREE)
+    assert not election.follow(beat(E2, acting=True), FREE + LEASE_SECONDS - 0.1), "a higher one, within the lease"
+    assert not election.follow(beat(E1), FREE + 1.0), "the same beat again"
+    assert election.follow(beat(next_epoch(E1, 1)), FREE + 1.0), "the same coordinator, with a higher epoch"
+    assert election.follow(beat(E2), FREE + 1.0 + LEASE_SECONDS)
+    assert not election.follow(beat(E1, 9.0, acting=True), FREE + 100.0)
+
+
+def test_the_lowest_node_that_lives_comes_first_and_one_without_an_address_never() -> None:
+    last = beat(E1, nodes=(state(0), state(1), state(2), state(3)))
+    due = {}
+    for node in (0, 2, 3):
+        election = Election(node, 3, STARTED)
+        assert election.follow(last, FREE)
+        due[node] = [wait for wait in range(60) if election.is_due(FREE + wait)][:1]
+    assert due == {0: [LEASE_SECONDS], 2: [LEASE_SECONDS + STAGGER_SECONDS], 3: []}
+    election = Election(0, 3, STARTED)
+    assert election.follow(beat(E1, leaving=True, nodes=(state(0), state(1))), FREE)
+    assert election.is_due(FREE), "at once where the coordinator says that it leaves"
+
+
+def test_a_coordinator_counts_from_when_it_sent_the_beat_that_a_node_names_and_needs_more_than_half() -> None:
+    two_of_four = Coordinator(1, 4, E1, 0.0)
+    for node in (1, 2):
+        two_of_four.take_pulse(pulse(node, E1, 1.0), 2.0)
+    assert not two_of_four.is_acting(2.0)
+    two_of_four.take_pulse(pulse(3, E1, 1.5), 2.0)
+    assert two_of_four.is_acting(1.0 + COUNTED_SECONDS - 0.1)
+    assert not two_of_four.is_acting(1.0 + COUNTED_SECONDS)
+    two_of_four.take_pulse(pulse(3, E1, 99.0), 5.0)
+    two_of_four.take_pulse(pulse(2, E1 - 16, 5.0), 5.0)
+    assert not two_of_four.is_acting(5.6), "a beat that it did not send, one of a former reign"
+    assert two_of_four.has_failed(1.0 + COUNTED_SECONDS + TRIAL_SECONDS + 0.1)
+
+
+def test_a_higher_epoch_that_a_node_followed_raises_its_own_and_ends_no_reign() -> None:
+    coordinator = Coordinator(1, 3, E1, 0.0)
+    for node in (1, 2):
+        coordinator.take_pulse(pulse(node, E1, 1.0), 2.0)
+    coordinator.take_pulse(pulse(0, E2, 1.0), 2.0)
+    assert coordinator.epoch > E2
+    assert find_leader(coordinator.epoch) == 1
+    assert coordinator.is_acting(2.0)
+    assert not coordinator.yields_to(beat(next_epoch(E2, 0)), 2.0)
+    assert coordinator.yields_to(beat(E2, acting=True), 100.0)
+
+
+def test_of_two_nodes_neither_acts_without_the_other() -> None:
+    simulation = Simulation(1, nodes=2, candidates=2, deaths=False, cuts=False)
+    simulation.loss, simulation.delay = 0.0, 0.05
+    while simulation.find_acting() is None:
+        simulation.turn()
+    simulation.nodes[0].die()
+    for _ in range(200):
+        simulation.turn()
+        assert simulation.find_acting() is None
+
+
+def test_the_next_node_acts_in_seconds_and_the_old_one_comes_back_as_one_of_the_others() -> None:
+    simulation = Simulation(1, deaths=False, cuts=False)
+    simulation.loss, simulation.delay = 0.0, 0.05
+    while simulation.find_acting() is None:
+        simulation.turn()
+    simulation.nodes[0].die()
+    died = simulation.now
+    while simulation.coordinators == [0]:
+        simulation.turn()
+        assert simulation.now - died < LEASE_SECONDS + 4.0
+    simulation.nodes[0].start(simulation.now)
+    for _ in range(100):
+        simulation.turn()
+        assert simulation.find_acting() is not None, "nobody is disturbed"
+    daemon = simulation.nodes[0].daemon
+    assert simulation.coordinators == [0, 1]
+    assert daemon is not None
+    assert (simulation.nodes[0].lead, daemon.election.leader) == (None, 1)
+    assert daemon.find_view(simulation.nodes[0].clock(simulation.now)) == "joined"

@@ -1,0 +1,87 @@
+"""Real node daemons on loopback: the coordinator's daemon is killed, and another node goes on under the same keys."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
+from tests.cluster.test_nodes import ops, options, received
+from tests.notify.consumer import Consumer
+from tests.waiting import until
+
+pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+__all__ = ["ops", "options"]
+
+
+def coordinates(daemon: NodeDaemon) -> bool:
+    return bool(daemon.job()["view"] == "coordinator")
+
+
+def follows(daemon: NodeDaemon, address: str) -> bool:
+    """Whether it hears a coordinator that listens there, and that knows of it."""
+    job = daemon.job()
+    return (job["view"], job["address"]) == ("joined", address) and daemon.states().get(daemon.node) == "alive"
+
+
+@contextlib.contextmanager
+def three_nodes(
+    folder: Path, options: tuple[str, ...]
+) -> Iterator[tuple[list[str], contextlib.ExitStack, list[NodeDaemon]]]:
+    """Daemons of all nodes, each of which may be the coordinator. Those that are killed are left to the stack."""
+    addresses = [free_address() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(node_daemon(n, 3, ",".join(addresses), folder, *options)) for n in range(3)]
+        until(functools.partial(coordinates, nodes[0]), "node 0 to be the coordinator")
+        for node in nodes[1:]:
+            until(functools.partial(follows, node, addresses[0]), f"node {node.node} to hear it")
+        yield addresses, stack, nodes
+
+
+def test_the_next_node_goes_on_under_the_same_key_and_the_old_one_comes_back_as_a_plain_node(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with three_nodes(tmp_path, options) as (addresses, stack, nodes):
+        nodes[2].rank.steps(0, [LOW, HIGH])
+        pages = [ops.next()]
+        until(lambda: nodes[1].job()["incidents"], "node 1 to know the incident")
+        nodes[0].process.kill()
+        nodes[0].process.wait()
+
+        until(functools.partial(coordinates, nodes[1]), "node 1 to take over")
+        until(functools.partial(follows, nodes[2], addresses[1]), "node 2 to follow it")
+        nodes[2].rank.steps(2, [LOW])
+        while pages[-1]["status"] == "firing":  # the next one cannot know what of it was delivered
+            pages.append(ops.next())
+        alerts = [page["alerts"][0] for page in pages]
+        assert len({alert["annotations"]["incident"] for alert in alerts}) == 1
+        assert {alert["labels"]["run_id"] for alert in alerts} == {RUN}
+        assert len({alert["fingerprint"] for alert in alerts}) == 1
+        assert len({page["groupKey"] for page in pages}) == 1
+
+        again = stack.enter_context(node_daemon(0, 3, ",".join(addresses), tmp_path, *options))
+        until(functools.partial(follows, again, addresses[1]), "node 0 to follow node 1")
+        assert coordinates(nodes[1])
+        again.rank.steps(0, [LOW] * 9 + [HIGH])
+        fired = ops.next()["alerts"][0]
+        assert (fired["labels"]["run_id"], fired["annotations"]["summary"][-8:]) == (RUN, "(node 0)")
+        assert again.job()["view"] == "joined"
+        assert received(ops) == []
+
+
+def test_one_node_of_three_takes_no_role_and_tells_of_itself_alone(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with three_nodes(tmp_path, options) as (_, _, nodes):
+        for node in nodes[:2]:
+            node.process.kill()
+        nodes[2].rank.steps(0, [LOW, HIGH])
+        page = ops.next()
+        assert page["alerts"][0]["labels"]["run_id"] == f"{RUN}@node-2"
+        assert nodes[2].job()["view"] == "alone"
+        assert received(ops) == []
