@@ -22,7 +22,7 @@ from tests.notify.consumer import Consumer, consumer
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
-PAGE_SECONDS = 120.0
+PAGE_SECONDS = 200.0
 """For the first page: two starts of torch on a machine that others use."""
 QUIET_SECONDS = 10.0
 """In which a second page would come: the receivers are told at once."""
