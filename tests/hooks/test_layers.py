@@ -61,8 +61,7 @@ def test_the_table_follows_thawing_and_new_groups() -> None:
     assert layers.refresh(optimizer)
     digests.append(layers.table.digest)
     assert layers.table.layers[-1].name == "extra.bias"
-    assert digests[0] != digests[1]  # the names are as they were, and what the optimizer holds is not
-    assert len(set(digests)) == 2
+    assert len(set(digests)) == 3  # what the optimizer holds is part of it
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:
