@@ -16,7 +16,8 @@ import pytest
 
 from sentinel import wire
 from sentinel.cluster.coordinator import SETTLE_SECONDS, Coordinator
-from sentinel.cluster.job_incident import JobIncidents
+from sentinel.cluster.election import next_epoch
+from sentinel.cluster.job_incident import JobIncidents, Page
 from sentinel.cluster.messages import Events, NodeCase, NodeState, Pulse, WorkReport
 from sentinel.cluster.work import find_work_elsewhere
 from sentinel.config.receivers import Grouping
@@ -35,6 +36,7 @@ from tests.hang.processes import SOON
 from tests.notify.consumer import Consumer, consumer
 from tests.waiting import until
 
+EPOCH = next_epoch(0, 0)
 IN_USER_CODE = """\
 Current thread 0x0000000000000001 (most recent call first):
   File "/home/me/data.py", line 7 in load
@@ -144,24 +146,36 @@ def test_an_incident_waits_for_its_cause_and_no_longer_than_allowed() -> None:
     assert [case.diagnosis.cause for case in incidents.take_changes()] == ["rank 3 never came"]
 
 
+def pulse(node: int, last: int) -> Pulse:
+    """Of a node that follows node 0, and was last heard by it at 0 s."""
+    return Pulse(node=node, incarnation=1, hostname="h", attempt=0, step=0, last=last, epoch=EPOCH, stamp=0.0)
+
+
 def test_what_waits_for_its_cause_is_not_acknowledged() -> None:
     """A coordinator that dies meanwhile has the node hand it in again."""
-    coordinator = Coordinator(0, 2, 1, 0.0)
-    coordinator.take_pulse(Pulse(node=1, incarnation=1, hostname="h", attempt=0, step=0, last=1), 0.0)
-    coordinator.take_events(Events(node=1, incarnation=1, after=0, upto=1, cases=(NodeCase(number=1, case=hang(1)),)))
+    coordinator = Coordinator(0, 2, EPOCH, 0.0)
+    for node in (0, 1):
+        coordinator.take_pulse(pulse(node, node), 0.0)
+        cases = (NodeCase(number=1, case=hang(1)),) if node else ()
+        coordinator.take_events(Events(node=node, incarnation=1, after=0, upto=node, cases=cases))
     (incident,) = coordinator.take_unexplained(1.0)
     assert coordinator.take_changes(1.0) == []
-    assert [state.applied for state in coordinator.list_nodes(1.0)] == [0]
+    assert [state.applied for state in coordinator.list_nodes(1.0)] == [0, 0]
     coordinator.incidents.explain(incident, None)
     assert [case.diagnosis.cause for case in coordinator.take_changes(2.0)] == ["rank 0 waits"]
-    assert [state.applied for state in coordinator.list_nodes(2.0)] == [1]
+    assert [state.applied for state in coordinator.list_nodes(2.0)] == [0, 1]
 
 
 def test_a_coordinator_that_is_new_asks_once_the_nodes_have_handed_in_what_they_know() -> None:
-    coordinator = Coordinator(0, 3, 1, 0.0)
-    coordinator.record(hang(1))
+    coordinator = Coordinator(0, 3, EPOCH, 0.0)
+    for node in (0, 1):
+        coordinator.take_pulse(pulse(node, 1 - node), 0.0)
+    coordinator.take_events(Events(node=0, incarnation=1, after=0, upto=1, cases=(NodeCase(number=1, case=hang(1)),)))
     assert coordinator.take_unexplained(1.0) == []
-    assert len(coordinator.take_unexplained(SETTLE_SECONDS)) == 1
+    for node in (0, 1):
+        later = msgspec.structs.replace(pulse(node, 1 - node), stamp=SETTLE_SECONDS)
+        coordinator.take_pulse(later, SETTLE_SECONDS)
+    assert len(coordinator.take_unexplained(SETTLE_SECONDS + 1.0)) == 1
 
 
 def test_a_cause_that_comes_after_the_page_is_in_the_next_one_and_sends_none() -> None:
@@ -192,7 +206,7 @@ def test_63_hangs_and_a_lost_rank_are_one_problem_that_the_lost_rank_opened() ->
     assert (opener.alert, opener.id, opener.parent, opener.problem_id) == ("RankLost", "n5-0.1", "", "n5-0.1")
     assert (consequence.alert, consequence.parent, consequence.problem_id) == ("Hang", "n5-0.1", "n5-0.1")
     views = incidents.list_views()
-    again = JobIncidents([view.case for view in views])
+    again = JobIncidents(Page(view.case, ()) for view in views)
     again.add(0, NodeCase(number=1, case=hang(2)))  # a coordinator that is new: in another order
     again.add(5, NodeCase(number=1, case=lost(1)))
     assert {(case.id, case.problem_id) for case in again.take_changes()} == {
