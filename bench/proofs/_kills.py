@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 from bench.places import find_daemon, make_places
-from tests.zygote import ROOT, TRAINING, ForkedProcess, run_fork, start_zygote
 
 STEPS, HIGH_FROM, HIGH_TO = 2500, 40, 2300
 STEP_SECONDS = 0.006
@@ -77,10 +76,12 @@ def run_killed(seed: int, kills: int, settings: str = "", *, last: bool = False)
         places = make_places(root, settings)
         environment = {**os.environ, **places, "SENTINEL_RULES": str(root / "rules.yaml")}
         command = [sys.executable, "-m", "bench.proofs._kills"]
-        bare = run_fork(command, TRAINING, cwd=ROOT, env={**environment, "SENTINEL_DISABLED": "1"})
-        assert bare.returncode == 0, bare.stderr
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with ForkedProcess(command, zygote=start_zygote(TRAINING), cwd=ROOT, env=environment, **pipes) as run:
+        bare = subprocess.run(
+            command, env={**environment, "SENTINEL_DISABLED": "1"}, check=True, capture_output=True, text=True
+        )
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as run:
             killed = _kill_at_random(run, root / "run", random.Random(seed), kills, last=last)
             output, terminal = run.communicate()
         _compare(json.loads(bare.stdout), json.loads(output or "{}"), terminal)

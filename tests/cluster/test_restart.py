@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from tests.cluster.job import SECRET, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank
 from tests.supervise.test_supervised import PROGRAM, RUN, SOON
-from tests.zygote import DAEMON, TORCHRUN, ForkedProcess, start_zygote
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -106,10 +106,10 @@ class Job:
         nodes = []
         for node in range(2):
             torchrun = (
-                f"--nnodes 2 --node-rank {node} --nproc-per-node 1 --rdzv-id job"
+                f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node 1 --rdzv-id job"
                 f" --master-addr 127.0.0.1 --master-port {port}"
             )
-            command = [*RUN, *options, "--", *TORCHRUN, *torchrun.split(), str(PROGRAM), str(folder), *words]
+            command = [*RUN, *options, "--", sys.executable, *torchrun.split(), str(PROGRAM), str(folder), *words]
             environment = {
                 **os.environ,
                 "SENTINEL_RULES": str(rules),
@@ -118,8 +118,7 @@ class Job:
                 "SENTINEL_CLUSTER": meeting,
                 "SENTINEL_CLUSTER_SECRET": SECRET,
             }
-            how = {"zygote": start_zygote(DAEMON), "stderr": subprocess.PIPE, "text": True}
-            nodes.append(ForkedProcess(command, env=environment, **how))
+            nodes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         self.said = [
             " ".join(
                 re.findall(r"^sentinel: (?!watching)(.*)", node.communicate(timeout=LIMIT_SECONDS)[1], re.MULTILINE)

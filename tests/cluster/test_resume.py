@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.job import free_address
 from tests.rollback.test_disk import write_two
-from tests.zygote import RANKS, TORCHRUN, ForkedProcess, start_zygote
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "resuming_nodes.py"
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -31,11 +32,11 @@ def resume(*folders: Path) -> list[str]:
     nodes = []
     for node in range(len(folders)):
         torchrun = (
-            f"--nnodes {len(folders)} --node-rank {node} --nproc-per-node 1"
+            f"-m torch.distributed.run --nnodes {len(folders)} --node-rank {node} --nproc-per-node 1"
             f" --master-addr 127.0.0.1 --master-port {port}"
         )
-        command = [*TORCHRUN, *torchrun.split(), str(PROGRAM), *map(str, folders)]
-        nodes.append(ForkedProcess(command, zygote=start_zygote(RANKS), env=environment))
+        command = [sys.executable, *torchrun.split(), str(PROGRAM), *map(str, folders)]
+        nodes.append(subprocess.Popen(command, env=environment))
     assert [node.wait(200) for node in nodes] == [0] * len(folders)
     return [(folder.parent / f"said.{rank}").read_text() for rank, folder in enumerate(folders)]
 

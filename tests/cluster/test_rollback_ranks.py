@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from sentinel.node.question import ask_daemon
 from tests.cluster.job import SECRET, free_address
 from tests.programs import rolling
 from tests.waiting import until
-from tests.zygote import TORCHRUN
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,7 +48,7 @@ class Job:
         self.nodes = []
         for node in range(NODES):
             torchrun = (
-                f"--nnodes {NODES} --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
+                f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
                 f" --master-addr {host} --master-port {port} -m tests.programs.rolling_nodes"
             )
             environment = {
@@ -58,7 +58,7 @@ class Job:
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             }  # fmt: skip
             with (root / f"said{node}").open("w") as said:
-                command = [*within[node], *TORCHRUN, *torchrun.split(), way, str(root)]
+                command = [*within[node], sys.executable, *torchrun.split(), way, str(root)]
                 self.nodes.append(subprocess.Popen(command, env=environment, stderr=said))
 
     def status(self, node: int) -> dict[str, Any]:

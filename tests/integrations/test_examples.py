@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,17 @@ import sentinel.examples
 from sentinel import wire
 from tests.hooks.conftest import FakeDaemon
 from tests.programs import uncompiled
-from tests.zygote import RANKS, TORCHRUN, run_fork
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
-PYTHON = [sys.executable]
+TORCHRUN = ["-m", "torch.distributed.run"]
 UNCOMPILED = [*TORCHRUN, str(Path(uncompiled.__file__))]
 RUNS: list[Any] = [
-    ("train_gpt", "torch", 40, PYTHON),
+    ("train_gpt", "torch", 40, []),
     ("ddp_loop", "torch", 128, TORCHRUN),
     ("fsdp2_loop", "torch", 128, TORCHRUN),
-    ("lightning_fit", "lightning", 320, PYTHON),
-    ("transformers_trainer", "transformers", 100, PYTHON),
-    ("accelerate_loop", "accelerate", 64, PYTHON),
+    ("lightning_fit", "lightning", 320, []),
+    ("transformers_trainer", "transformers", 100, []),
+    ("accelerate_loop", "accelerate", 64, []),
     ("deepspeed_loop", "deepspeed", 256, UNCOMPILED),
 ]
 """Example, library, its steps, what launches it."""
@@ -45,8 +45,8 @@ def test_an_example_is_watched_from_its_first_step_to_its_last(
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    command = [*launcher, str(EXAMPLES / f"{name}.py"), *OPTIONS.get(name, [])]
-    done = run_fork(command, RANKS, cwd=tmp_path, env=environment)
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *OPTIONS.get(name, [])]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert daemon.ended().reason in ("detach", "exit")
     assert daemon.of(wire.Hello)[0].identity.run == name

@@ -21,7 +21,6 @@ from sentinel.toolkit.plan.recipe import OPTIMIZERS, PRECISIONS, Setup
 from sentinel.toolkit.plan.strategies import ALONE, KINDS, work_out
 from sentinel.toolkit.plan.subject import Subject
 from tests.planning import zoo
-from tests.zygote import ROOT, TRAINING, ForkedProcess, start_zygote
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
@@ -136,10 +135,8 @@ def test_fsdp2_needs_what_its_real_step_needs(width: int, layers: int, batch: in
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = [
-        ForkedProcess(
-            [sys.executable, "-m", "tests.planning.sharded", width, layers, batch],
-            zygote=start_zygote(TRAINING),
-            cwd=ROOT,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.planning.sharded", str(width), str(layers), str(batch)],
             env={**os.environ, "RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stdout=subprocess.PIPE,
             text=True,

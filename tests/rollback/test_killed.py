@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import pytest
 
 from sentinel.store import History
 from tests.programs import killed
-from tests.zygote import RANKS, TORCHRUN, run_fork
 
 PROGRAM = Path(killed.__file__)
 WORLD = 3
@@ -27,14 +28,15 @@ def job(folder: Path, point: str) -> None:
     (folder / "rules.yaml").write_text(killed.RULES)
     launch = ["--standalone", "--nproc-per-node", str(WORLD), "--max-restarts", "1"]
     assert killed.GROUP_SECONDS > JOB_SECONDS
-    done = run_fork(
-        [*TORCHRUN, *launch, str(PROGRAM), str(folder), point],
-        RANKS,
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launch, str(PROGRAM), str(folder), point],
         env={
             **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RUN_ID": "d", "SENTINEL_RULES": str(folder / "rules.yaml"),
             "SENTINEL_RUNTIME": str(folder / "r"), "SENTINEL_STATE": str(folder / "s"),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
+        capture_output=True,
+        text=True,
         timeout=JOB_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
