@@ -183,14 +183,13 @@ def scrape(daemon: NodeDaemon) -> str:
 def test_a_hang_names_the_rank_and_the_node_that_never_came(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moves = BEAT._replace(beat=time.monotonic() + 600.0, progressed=time.monotonic() + 600.0)
+    now = time.monotonic()
+    stands = BEAT._replace(beat=now + 600.0, progressed=now - 8.0)
     pages = [os.memfd_create(PAGE) for _ in range(3)]
     for page in pages:
-        os.pwrite(page, pack_heartbeat(moves), 0)
+        os.pwrite(page, pack_heartbeat(stands), 0)
     flights = {node: issued(2 if node == 2 else 3) for node in range(3)}
     with job(tmp_path, options, 3, pages) as nodes, answering(*nodes, flights=flights):
-        for page in pages:
-            os.pwrite(page, pack_heartbeat(moves._replace(progressed=time.monotonic() - 8.0)), 0)
         for daemon in nodes:
             (run,), _ = shown("hang", of=daemon, monkeypatch=monkeypatch)
             assert run["cause"].startswith(WAITING)
