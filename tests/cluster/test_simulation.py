@@ -71,7 +71,10 @@ def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(se
     simulation.play()
     check_jobs(simulation)
     check_steps(simulation)
-    assert [step.seq for step in simulation.judged] == list(range(len(simulation.judged))), "a step was lost"
+    lead = simulation.find_acting()
+    assert lead is not None
+    first = 0 if len(simulation.coordinators) == 1 else lead.judged[0].seq
+    assert [step.seq for step in lead.judged] == list(range(first, first + len(lead.judged))), "a step was lost"
     assert not any(one.gone for one in simulation.supervisors)
     assert simulation.faults_of_jobs >= simulation.supervisors[0].start > 0
 
