@@ -179,7 +179,7 @@ def test_a_wrong_secret_gets_nowhere(options: tuple[str, ...], tmp_path: Path) -
         node_daemon(1, 2, address, tmp_path, *options, secret="another secret, as long") as stranger,
     ):
         until(lambda: "secret" in stranger.job()["trouble"], "the stranger to be refused")
-        assert list(coordinator.states()) == [0]
+        until(lambda: list(coordinator.states()) == [0], "the coordinator to know itself alone")
         assert stranger.job()["nodes"] == []
 
 
