@@ -18,6 +18,7 @@ from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from tests.cluster.job import SECRET, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank
 from tests.supervise.test_supervised import PROGRAM, RUN, SOON
+from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -80,7 +81,9 @@ def test_an_end_on_one_node_is_ordered_on_the_other_and_both_begin_after_the_sam
 def test_a_node_that_cannot_be_reached_is_named_and_nothing_is_ordered(tmp_path: Path) -> None:
     with supervised_nodes(tmp_path, SECRET, "another secret, as long") as (zero, one):
         zero.report(fault=LOST)
-        assert "missing: 1 node never heard" in zero.await_order("wait").why
+        until(
+            lambda: "missing: 1 node never heard" in zero.await_order("wait").why, "node 0 to lead, and to miss node 1"
+        )
         one.report(fault=LOST)
         assert "the coordinator at 127.0.0.1" in one.await_order("wait").why
 

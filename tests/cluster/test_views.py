@@ -184,12 +184,20 @@ def test_a_hang_names_the_rank_and_the_node_that_never_came(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    stands = BEAT._replace(beat=now + 600.0, progressed=now - 8.0)
+    works = BEAT._replace(beat=now + 600.0, progressed=now + 600.0)
     pages = [os.memfd_create(PAGE) for _ in range(3)]
     for page in pages:
-        os.pwrite(page, pack_heartbeat(stands), 0)
+        os.pwrite(page, pack_heartbeat(works), 0)
     flights = {node: issued(2 if node == 2 else 3) for node in range(3)}
     with job(tmp_path, options, 3, pages) as nodes, answering(*nodes, flights=flights):
+        for page in pages:  # only now: a rank that is asked before it can answer counts as one that cannot
+            os.pwrite(page, pack_heartbeat(works._replace(progressed=time.monotonic() - 8.0)), 0)
+
+        def find_cause(daemon: NodeDaemon) -> str:
+            (run,), _ = shown("hang", of=daemon, monkeypatch=monkeypatch)
+            return str(run["cause"])
+
+        until(lambda: find_cause(nodes[0]).startswith(WAITING), "the ranks to stand")
         for daemon in nodes:
             (run,), _ = shown("hang", of=daemon, monkeypatch=monkeypatch)
             assert run["cause"].startswith(WAITING)
