@@ -76,7 +76,7 @@ def list_doomed(
 
 
 def remove(path: Path) -> bool:
-    """Delete a history and its companion files; False if it is open, or cannot be deleted."""
+    """Delete a history and its write-ahead files; False if it is open, or cannot be deleted."""
     if in_use(path):
         return False
     try:
