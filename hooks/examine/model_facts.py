@@ -56,7 +56,7 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in parameters if p.requires_grad}),
         "devices": sorted({p.device.type for _, p in parameters}),
         "not_in_optimizer": missing[:_NAMES],
-        "unregistered": _unregistered(model, steered),
+        "unregistered": _list_unregistered(model, steered),
         "without_gradient": [name for name, _ in idle][:_NAMES],
         "without_gradient_share": sum(p.numel() for _, p in idle) / max(sum(p.numel() for _, p in trained), 1),
         "batch_norms": len(batch_norms),
@@ -70,7 +70,7 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
     }
 
 
-def _unregistered(model: nn.Module, steered: set[int]) -> list[str]:
+def _list_unregistered(model: nn.Module, steered: set[int]) -> list[str]:
     """Attributes that hold layers in a plain list or dict, which have gradients and are in no optimizer."""
     owned = steered.union(map(id, model.parameters()))
     found = []

@@ -103,14 +103,14 @@ def _show(fault: Any, nodes: int | None, seed: int, steps: int, out: Path, as_js
     from sentinel.demo import page, report
     from sentinel.demo.course import Course, DemoFailed
     from sentinel.demo.display import PlainDisplay, TerminalDisplay
-    from sentinel.demo.job import Job
+    from sentinel.demo.job import NodesDemo
     from sentinel.demo.pair import Pair
     from sentinel.demo.rescue import Rescue
 
     console = Console(quiet=as_json, highlight=False)
     place = out.resolve()
     course: Course = (
-        Job(fault, nodes, seed, steps, place)
+        NodesDemo(fault, nodes, seed, steps, place)
         if nodes
         else (Rescue if fault in SAVED else Pair)(fault, seed, steps, place)
     )

@@ -71,7 +71,12 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
     if run.get("judged_as"):  # a daemon of an earlier version does not say
         echo(f"  judged    as {run['judged_as']}")
     for rank in run["ranks"]:
-        parts = [_state(rank), f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _wanted(rank)]
+        parts = [
+            _state(rank),
+            f"step {rank['step']}",
+            rank["phase"] and f"phase {rank['phase']}",
+            _describe_wanted(rank),
+        ]
         if rank["dropped"]:
             parts.append(f"{rank['dropped']} steps dropped")
         if rank.get("skipped"):  # a daemon of an earlier version does not say
@@ -119,7 +124,7 @@ def _state(rank: dict[str, Any]) -> str:
     return f"stalled for {rank['stall']['seconds']:.0f} s{at}"
 
 
-def _wanted(rank: dict[str, Any]) -> str:
+def _describe_wanted(rank: dict[str, Any]) -> str:
     """What a rank would choose if the others were not there, where that is something else."""
     if all(rank["wanted"].get(tier, every) == every for tier, every in rank["spacing"].items()):
         return ""

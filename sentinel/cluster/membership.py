@@ -199,7 +199,7 @@ class Membership:
         self._send_pulse(now)
         if self._lead is not None and self._lead.decide(now):
             self._send_beat(now)
-        self._heed(now)
+        self._follow_orders(now)
 
     def pass_on_rollback(self) -> None:
         """More is known here of a rollback, or one is asked for: passed on once the caller is done."""
@@ -305,7 +305,7 @@ class Membership:
             self._send_beat(now)
             self._ask_missing(self._lead, now)
         self._note_work(now)
-        self._heed(now)
+        self._follow_orders(now)
         if self._reporter is not None:
             self._reporter.tick(now, joined=self._node.find_view(now) != "alone")
             self._send_digest(now)
@@ -408,7 +408,7 @@ class Membership:
             with contextlib.suppress(Exception):  # what does not arrive is sent again
                 self._session.publish_digest(encode(digest))
 
-    def _heed(self, now: float) -> None:
+    def _follow_orders(self, now: float) -> None:
         """Have this node's supervisor and ranks do what the coordinator orders now, or know why there is no order."""
         report, order = self._supervisor.find_report(), self._node.find_order(now)
         if report is not None and order is not None and order.start == report.start:
@@ -556,7 +556,7 @@ class Membership:
         for identity in applied:
             if self.is_known(identity):
                 self._end_own_page(identity)
-        self._heed(now)
+        self._follow_orders(now)
 
     def _end_own_page(self, identity: str) -> None:
         """The coordinator tells people of it now: it has one page, the job's."""

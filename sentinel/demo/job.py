@@ -63,7 +63,7 @@ severities = ["critical"]
 """
 
 
-class Job(Course):
+class NodesDemo(Course):
     """`sentinel run -- torchrun` on each node, and a fault on the last."""
 
     stall_seconds = 300.0
