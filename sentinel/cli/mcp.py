@@ -43,7 +43,7 @@ def mcp(allow_write: bool, as_json: bool) -> None:
     Example:  claude mcp add sentinel -- sentinel mcp
               sentinel mcp --json
     """
-    server = make_server(allow_write=allow_write)
+    server = make_server(allow_write=allow_write, local=True)
     if as_json:
         import anyio
 
@@ -52,8 +52,9 @@ def mcp(allow_write: bool, as_json: bool) -> None:
     server.run("stdio")
 
 
-def make_server(*, allow_write: bool = False) -> MCPServer:
-    """The server, with its tools and resources. Raises ConfigError where the package mcp is not installed."""
+def make_server(*, allow_write: bool = False, local: bool = False) -> MCPServer:
+    """The server, with its tools and resources. `local`: for an assistant on this machine. Raises ConfigError if the
+    package mcp is not installed."""
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("MCP needs the package mcp: pip install 'training-sentinel[mcp]'")
     from mcp.server import MCPServer
@@ -62,8 +63,9 @@ def make_server(*, allow_write: bool = False) -> MCPServer:
     from sentinel.cli import mcp_tools
 
     server = MCPServer("sentinel", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
-    for tool in (*mcp_tools.READING, *(mcp_tools.CHANGING if allow_write else ())):
-        hints = ToolAnnotations(read_only_hint=tool in mcp_tools.READING, open_world_hint=False)
+    reading = (*mcp_tools.READING, *(mcp_tools.LOCAL if local else ()))
+    for tool in (*reading, *(mcp_tools.CHANGING if allow_write else ())):
+        hints = ToolAnnotations(read_only_hint=tool in reading, open_world_hint=False)
         server.add_tool(
             _say_mistakes(tool), description=inspect.getdoc(tool), annotations=hints, structured_output=False
         )
@@ -81,6 +83,8 @@ def _say_mistakes(tool: Callable[..., str]) -> Callable[..., str]:
             return tool(*args, **named)
         except (SentinelError, OSError, ValueError) as error:
             raise ToolError(quote_data({"error": str(error)})) from None
+        except click.ClickException as error:
+            raise ToolError(quote_data({"error": error.format_message()})) from None
 
     return call_tool
 

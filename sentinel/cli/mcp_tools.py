@@ -5,19 +5,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sentinel.cli import doctor, explain, hang, history, incidents, last, reload, report, rule_status, silence
+from sentinel.cli import (
+    doctor,
+    explain,
+    hang,
+    history,
+    incidents,
+    last,
+    memory,
+    plan,
+    reload,
+    report,
+    rule_status,
+    silence,
+)
 from sentinel.cli.quoted import quote_data
 from sentinel.config import settings
 from sentinel.engine.judgement import STATES
 from sentinel.errors import ConfigError
 from sentinel.store import RUN, History
 from sentinel.text import rank_severity
+from sentinel.toolkit.memory.findings import findings
+from sentinel.toolkit.memory.reading import read
+from sentinel.toolkit.memory.stacks import growing
+from sentinel.toolkit.plan.recipe import CARDS, OPTIMIZERS, PRECISIONS
 
-INCIDENTS, RANKS, STEPS, SIGNALS = 50, 16, 200, 16
+INCIDENTS, RANKS, STEPS, SIGNALS, STACKS = 50, 16, 200, 16, 10
 """In one answer, at most; ranks of an incident in the list."""
 _OF_INCIDENT = ("id", "run", "run_id", "alert", "severity", "state", "first_step", "step", "time", "summary")
 
@@ -112,8 +130,41 @@ def check_environment() -> str:
     return quote_data(msgspec.to_builtins(doctor.check_environment()))
 
 
+def plan_memory(
+    params: str = "", layers: int | None = None, hidden: int | None = None, sequence: int | None = None,
+    batch: int = 1, gpus: int = 1, gpu: str = "h100", precision: str = "mixed", optimizer: str = "adamw",
+) -> str:  # fmt: skip
+    """Estimate the memory that training a transformer needs on each GPU, and rank the strategies (DDP, FSDP, LoRA),
+    the fastest that fits first. Give `params` as `7.5B`, or `layers` and `hidden`; `sequence` (tokens a sample) for
+    activations. `batch`: samples per GPU and step.
+    """
+    for value, known in ((gpu, CARDS), (precision, PRECISIONS), (optimizer, OPTIMIZERS)):
+        if value not in known:
+            raise ConfigError(f"there is no {value!r}: {', '.join(sorted(known))}")
+    if min(batch, gpus, *(size for size in (layers, hidden, sequence) if size is not None)) < 1:
+        raise ConfigError("sizes and counts are 1 or more")
+    given = {
+        "params": params or None, "layers": layers, "hidden": hidden, "heads": None, "vocab": 50_000, "batch": batch,
+        "sequence": sequence, "inputs": (), "gpus": gpus, "gpu": gpu, "gpu_memory": None, "link": "50GB",
+        "precision": precision, "optimizer": optimizer, "micro_batch": None, "checkpointing": None, "lora_rank": 16,
+        "cpu": False,
+    }  # fmt: skip
+    return quote_data(msgspec.to_builtins(plan.rank_candidates(None, given)[2]))
+
+
+def read_memory_snapshot(snapshots: Sequence[str]) -> str:
+    """Read what torch.cuda.memory._dump_snapshot wrote (files, the oldest first): fragmentation, the stacks that hold
+    the most, and of several snapshots what grew. Nothing in a file is run.
+    """
+    files = [read(Path(name)) for name in snapshots]
+    if not files:
+        raise ConfigError("name at least one file of torch.cuda.memory._dump_snapshot")
+    growth = growing(files) if len(files) > 1 else []
+    return quote_data(memory.describe_snapshots(files, growth, findings(files, growth), STACKS))
+
+
 def silence_alert(alert: str, duration: str, run: str = "", comment: str = "") -> str:
-    """Mute an alert (a name or a pattern, as `Loss*`) for a while, as `2h`: it is recorded, and people are not told."""
+    """Mute an alert (a name or a pattern, as `Loss*`) for a while, as `2h`: it is recorded, but not sent."""
     seconds = _read_duration(duration)
     if seconds <= 0 or not alert or not (alert + run + comment).isprintable():
         raise ConfigError("a silence wants an alert, a duration above 0 as 2h, and no control characters")
@@ -127,8 +178,10 @@ def reload_rules() -> str:
 
 READING: tuple[Callable[..., str], ...] = (
     list_runs, list_incidents, show_incident, read_series, list_rules, explain_alert, survey_hang, compare_runs,
-    check_environment,
+    check_environment, plan_memory,
 )  # fmt: skip
+LOCAL: tuple[Callable[..., str], ...] = (read_memory_snapshot,)
+"""They open files that they are given, and take a while: not in a daemon that serves HTTP."""
 CHANGING: tuple[Callable[..., str], ...] = (silence_alert, reload_rules)
 
 

@@ -49,13 +49,16 @@ def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames:
     growth = growing(read_in) if len(read_in) > 1 else []
     found = findings(read_in, growth)
     if as_json:
-        echo(json.text(_content(read_in, growth, found, top)))
+        echo(json.text(describe_snapshots(read_in, growth, found, top)))
     else:
         echo("\n".join(_page(read_in, growth, found, top, frames)))
     ctx.exit(1 if any(finding.severity == "warning" for finding in found) else 0)
 
 
-def _content(snapshots: list[AllocatorSnapshot], growth: list[Growth], found: list[Advice], top: int) -> dict[str, Any]:
+def describe_snapshots(
+    snapshots: list[AllocatorSnapshot], growth: list[Growth], found: list[Advice], top: int
+) -> dict[str, Any]:
+    """What `--json` prints: `top` stacks of the last snapshot, and of what grew."""
     return {
         "snapshots": [{"file": snapshot.file, "gpus": _gpus(snapshot)} for snapshot in snapshots],
         "stacks": [_builtins(holder) for holder in holders(snapshots[-1])[:top]],

@@ -72,17 +72,23 @@ def plan(ctx: click.Context, /, target: str | None, as_json: bool, **given: Any)
               sentinel plan config.json --gpus 8 --batch 8 --sequence 4096
               sentinel plan train:build_model --gpu a100 --json
     """
+    subject, setup, candidates = rank_candidates(target, given)
+    if as_json:
+        echo(json.text(msgspec.to_builtins(candidates)))
+    else:
+        echo("\n".join(_page(subject, setup, candidates)))
+    ctx.exit(0 if candidates[0].fits else 1)
+
+
+def rank_candidates(target: str | None, given: dict[str, Any]) -> tuple[Subject, Setup, list[Candidate]]:
+    """Strategies for a model, the fastest that fits first. `given`: all options of the command, by name."""
     setup = _setup(given)
     subject, share = _subject(target, setup, given)
     setup = msgspec.structs.replace(setup, lora=share)
     candidates = rank_strategies(
         subject, setup, checkpointing=given["checkpointing"], micro_batch=min(given["micro_batch"] or 0, setup.batch)
     )
-    if as_json:
-        echo(json.text(msgspec.to_builtins(candidates)))
-    else:
-        echo("\n".join(_page(subject, setup, candidates)))
-    ctx.exit(0 if candidates[0].fits else 1)
+    return subject, setup, candidates
 
 
 def _setup(given: dict[str, Any]) -> Setup:

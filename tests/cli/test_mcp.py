@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from sentinel.cli.quoted import MOST, NOTICE, quote_data
 from sentinel.node import paths
 from sentinel.runs.steps import RunStep
 from sentinel.store import Store
+from tests.allocator import synthetic
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.notify import hostile
 
@@ -121,6 +123,32 @@ def test_only_what_is_new_comes_after_a_cursor() -> None:
             assert [(one["run"], one["id"]) for one in found["incidents"]] == [
                 ("later", "0.1"), ("later", "0.2"), ("later", "0.3"),
             ]  # fmt: skip
+
+    asyncio.run(ask())
+
+
+def test_a_model_is_planned_and_a_snapshot_of_the_allocator_is_read(tmp_path: Path) -> None:
+    snapshot = synthetic.written(tmp_path / "snapshot.pickle", synthetic.torn())
+
+    async def ask() -> None:
+        async with Session() as session:
+            plans = await session.call("plan_memory", params="7B", gpus=8)
+            assert plans[0]["fits"]
+            (tool,) = (one for one in (await session.client.list_tools()).tools if one.name == "read_memory_snapshot")
+            assert tool.annotations is not None
+            assert tool.annotations.read_only_hint
+            read = await session.call("read_memory_snapshot", snapshots=[str(snapshot)])
+            assert read["stacks"][0]["place"].startswith("/home/ada/train.py:31")
+            for name, arguments, said in (
+                ("plan_memory", {"params": "7B", "gpu": "abacus"}, "there is no 'abacus': a10, a100"),
+                ("plan_memory", {}, "what is to be planned?"),
+                ("plan_memory", {"params": "7B", "gpus": 0}, "1 or more"),
+                ("read_memory_snapshot", {"snapshots": []}, "at least one file"),
+                ("read_memory_snapshot", {"snapshots": [__file__]}, "snapshot"),
+            ):
+                answer = await session.client.call_tool(name, arguments)
+                assert answer.is_error
+                assert said in read_text(answer)
 
     asyncio.run(ask())
 

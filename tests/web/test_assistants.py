@@ -47,6 +47,8 @@ def test_the_daemon_serves_the_reading_tools(served: Served) -> None:
         for tools in asyncio.run(ask_twice_at_once()):
             assert {"list_runs", "survey_hang"} <= set(tools)
             assert {"silence_alert", "reload_rules"}.isdisjoint(tools)
+            assert "plan_memory" in tools
+            assert "read_memory_snapshot" not in tools, "it opens files"
         assert rank.ask("status")["runs"][0]["values"]["loss"] == 1.0
     served.process.terminate()
     assert served.process.wait(60) == 0
