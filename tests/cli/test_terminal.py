@@ -110,7 +110,7 @@ def files(private_places: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     stack = [{"filename": EVIL, "line": 1, "name": EVIL}]
     snapshot = synthetic.snapshot([synthetic.segment([(synthetic.MiB, "active_allocated", stack)])])
     monkeypatch.chdir(tmp_path)
-    for name in ("client", "status", "hang", "incidents", "page", "top"):
+    for name in ("client", "status", "hang", "incidents", "page"):
         monkeypatch.setattr(importlib.import_module(f"sentinel.cli.{name}"), "ask_daemons", answers)
     monkeypatch.setattr(http.HttpServer, "serve", lambda *_: asyncio.sleep(0))  # the page goes on to Ctrl-C
     answered = {"daemon": 7, "ok": False, "answer": EVIL}
