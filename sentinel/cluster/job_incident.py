@@ -119,6 +119,7 @@ class JobIncidents:
         if incident is None:
             identity = given.incident or self._find_page(case) or _first_id(node, case)
             incident = self._incidents[identity] = JobIncident(identity, case.attempt, case.alert)
+            self._folded.pop(identity, None)  # the id is used again: its page goes on
             self._fold(incident, node, case)
         if self._pages.pop(incident.id, None) is not None:
             incident.told = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.cluster.job_incident import JobIncidents
+from sentinel.cluster.job_incident import JobIncidents, Page
 from sentinel.cluster.messages import NodeCase
 from tests.cluster.simulation import make_case
 
@@ -27,3 +27,16 @@ def test_a_problem_that_the_job_does_not_know_is_none() -> None:
     incidents.add(3, NodeCase(number=1, case=msgspec.structs.replace(make_case(2, "Divergence", 130), parent="0.1")))
     (case,) = incidents.take_changes()
     assert (case.parent, case.problem_id) == ("", "")
+
+
+def test_a_page_of_an_earlier_coordinator_that_a_new_fault_goes_on_with_is_not_closed() -> None:
+    over, same_fault = (
+        msgspec.structs.replace(make_case(number, "Hang", 40), state="resolved", resolved_step=60) for number in (1, 2)
+    )
+    incidents = JobIncidents([Page(msgspec.structs.replace(make_case(2, "Hang", 40), id="n1-0.2"), (1,))])
+    incidents.add(0, NodeCase(number=1, case=over, incident="n0-0.1"))
+    incidents.add(1, NodeCase(number=1, case=same_fault, incident="n1-0.2"))
+    incidents.add(0, NodeCase(number=2, case=make_case(3, "Hang", 100)))
+    told = {case.id: case.state for case in incidents.take_changes()}
+    assert told == {"n0-0.1": "resolved", "n1-0.2": "firing"}
+    assert {page.case.id for page in incidents.list_open()} == {"n1-0.2"}
