@@ -84,7 +84,7 @@ class Node:
 
     @property
     def has_pages(self) -> bool:
-        """Whether there are such incidents that no other coordinator knows of yet."""
+        """Whether there are such incidents, of which no other coordinator has said that they are over."""
         return any(given.of_job for given in self._kept.values())
 
     def list_events(self, after: int) -> Events:
@@ -112,8 +112,11 @@ class Node:
             return []
         self.applied = max(self.applied, own.applied)
         applied = [identity for identity, one in self._kept.items() if one.number <= self.applied]
+        keeps_pages = self._keeps_pages(beat)
         for identity in applied:
             kept = self._kept[identity]
+            if kept.of_job and keeps_pages:
+                continue
             self._known.add(identity)
             if kept.case.state != "firing" or kept.of_job:
                 del self._kept[identity]
@@ -135,6 +138,13 @@ class Node:
         for identity, one in found:
             self._kept[identity] = msgspec.structs.replace(one, paged=True)
         return [one.case for _, one in found]
+
+    def _keeps_pages(self, beat: Beat) -> bool:
+        """Whether the coordinator does not know of all that people were told of from here, or some of it is still open:
+        it has a page that it did not send in memory alone."""
+        still_open = {one.id for one in beat.incidents}
+        pages = (given for given in self._kept.values() if given.of_job)
+        return any(page.number > self.applied or page.case.id in still_open for page in pages)
 
     def _is_replaceable(self, beat: Beat) -> bool:
         """Whether the nodes that are there can have another coordinator than the one that sent this."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.simulation import Simulation
+from sentinel.cluster.election import LEASE_SECONDS
+from sentinel.cluster.messages import Beat, NodeState, OpenIncident
+from sentinel.cluster.node import Node
+from tests.cluster.simulation import Simulation, make_case
 
 SEEDS = 100
 """Of each kind."""
@@ -79,11 +82,38 @@ def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(se
     assert simulation.faults_of_jobs >= simulation.supervisors[0].start > 0
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(50)
+@pytest.mark.parametrize("nodes", [3, 4])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int) -> None:
-    simulation = Simulation(seed)
+def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int, nodes: int) -> None:
+    simulation = Simulation(seed, nodes=nodes)
     simulation.play()
     check_end(simulation)
     check_jobs(simulation)
     check_steps(simulation)
+
+
+@pytest.mark.parametrize(("nodes", "seed"), [(3, 177), (3, 382), (3, 8088), (3, 8280), (4, 151), (4, 248)])
+def test_in_jobs_that_once_ended_with_a_page_that_nothing_resolves_or_none_for_what_fires_all_is_told(
+    nodes: int, seed: int
+) -> None:
+    simulation = Simulation(seed, nodes=nodes)
+    simulation.play()
+    check_end(simulation)
+
+
+def test_a_former_coordinator_keeps_its_pages_until_the_next_one_knows_of_none_that_is_open() -> None:
+    node, case = Node(0, 1, 0.0), make_case(1, "Hang", 10)
+    node.record_page(case)
+    state = NodeState(
+        node=0, hostname="h", incarnation=1, applied=1, state="alive", silent_seconds=0.0, attempt=0, step=0
+    )
+    still_open = OpenIncident(id=case.id, attempt=0, alert="Hang", nodes=())
+    for stamp, incidents in enumerate([(still_open,), ()], start=1):
+        assert node.has_pages
+        node.take_beat(
+            Beat(node=1, epoch=1, stamp=stamp, acting=True, expected=3, nodes=(state,), incidents=incidents),
+            LEASE_SECONDS + stamp,
+        )
+        assert [one.case.id for one in node.list_events(0).cases] == [case.id] * len(incidents)
+    assert not node.has_pages
