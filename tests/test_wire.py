@@ -82,8 +82,8 @@ def test_what_the_daemon_says_arrives_as_it_was(message: wire.ToRank) -> None:
 
 
 def test_a_message_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
-    body = msgspec.msgpack.encode({"type": "goodbye", "reason": "exit", "colour": "blue"})
-    assert wire.from_rank(body) == wire.Goodbye(reason="exit")
+    body = msgspec.msgpack.encode({"type": "goodbye", "reason": "exit", "time": 1.5, "colour": "blue"})
+    assert wire.from_rank(body) == wire.Goodbye(reason="exit", time=1.5)
 
 
 def test_the_protocol_of_any_hello_can_be_read() -> None:

@@ -107,8 +107,12 @@ def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator
     directory = paths.run_directory(run_id)
     path = paths.socket_path(directory)
     command = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", "--directory", str(directory), *options]
-    how = {"zygote": start_zygote(DAEMON), "stderr": subprocess.PIPE, "env": {**os.environ, **limits}}
-    process = ForkedProcess(command, cwd="/", **how)
+    how: dict[str, Any] = {"cwd": "/", "stderr": subprocess.PIPE, "env": {**os.environ, **limits}}
+    process = (
+        subprocess.Popen(command, **how)  # packages that are installed there are found at the import of ours
+        if "PYTHONPATH" in limits
+        else ForkedProcess(command, zygote=start_zygote(DAEMON), **how)
+    )
     try:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not _listens(path):

@@ -24,7 +24,9 @@ def read_meeting(environment: dict[str, str]) -> tuple[str, int]:
     """Where a node goes by its variables."""
     meeting = ClusterSettings().find_meeting(environment)
     assert meeting is not None
-    return meeting.host, meeting.port
+    (address,) = meeting.addresses
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def read_torchrun(words: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:

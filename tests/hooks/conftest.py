@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,11 @@ class FakeDaemon(testing.FakeDaemon):
 
     of = testing.FakeDaemon.list_messages
     ended = testing.FakeDaemon.wait_for_goodbye
+
+    def ended_as(self, **fields: Any) -> bool:
+        """Whether the run ended with this goodbye, at whatever moment."""
+        goodbye = self.ended()
+        return goodbye == wire.Goodbye(**fields, time=goodbye.time)
 
 
 @pytest.fixture

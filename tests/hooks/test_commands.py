@@ -262,7 +262,7 @@ def test_a_run_that_is_stopped_says_why(daemon: FakeDaemon) -> None:
 
     with pytest.raises(RunStopped, match="86"):
         train()
-    assert daemon.ended() == wire.Goodbye(reason="stopped", next_seq=3, detail="budget spent", status=86)
+    assert daemon.ended_as(reason="stopped", next_seq=3, detail="budget spent", status=86)
     assert daemon.seqs() == [0, 1, 2], "the step at which it was stopped is told, too"
 
 

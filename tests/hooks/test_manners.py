@@ -453,7 +453,7 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
     del watched
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
-    assert daemon.ended() == wire.Goodbye(reason="detach", next_seq=3)
+    assert daemon.ended_as(reason="detach", next_seq=3)
     session = registry._sessions[0]
     session.sender.join(20)
     assert patches.list_installed() == ()

@@ -59,7 +59,7 @@ def test_it_leaves_at_the_step_and_the_users_function_is_called(
     ((step, weight),) = called
     assert step == 103
     assert torch.equal(weight, watched.net[0].weight), "nothing was trained after it"  # type: ignore[index]
-    assert daemon.ended() == wire.Goodbye(reason="stopped", next_seq=4, detail=REASON, status=87)
+    assert daemon.ended_as(reason="stopped", next_seq=4, detail=REASON, status=87)
     assert daemon.seqs() == [0, 1, 2, 3], "the step at which it left is told, too"
     (answer,) = daemon.of(wire.RolledBack)
     assert (answer.ok, answer.at) == (True, 3)
