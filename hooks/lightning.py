@@ -10,7 +10,7 @@ Started again by `sentinel run`, a script goes on from Lightning's own checkpoin
 It attaches when training starts and detaches when it ends. Validation is a phase, in which nothing alarms. Lightning
 runs forward, backward and clipping inside `optimizer.step(closure)`: gradients are measured when the closure is done.
 What the module logs (`self.log`) is taken every `log_every_n_steps`; what is of a validation or an epoch is taken once,
-when it is there. `callback_metrics` keeps the last value of each name: one that is logged again is another object.
+when it is there. `callback_metrics` keeps the last value of each name: one that is logged again lies elsewhere.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ class SentinelCallback(Callback):
         self.monitor = attach(trainer.model or pl_module, trainer.optimizers, **(known | self._options))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """What is there by now is of the validation, or the epoch: other callbacks may have had it computed again."""
+        """Hand on what the module logged in its own `on_train_epoch_end`, which comes after this callback's."""
         if self._begins:
-            self._begins, self._known = False, dict(trainer.callback_metrics)
+            self._begins = False
+            self._hand_on(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Hand on what the module logged, as often as Lightning itself does."""
@@ -151,7 +152,8 @@ class SentinelCallback(Callback):
         self._leave(exception)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach."""
+        """Detach, with what the module logged in its last `on_train_epoch_end`."""
+        self._hand_on(trainer)
         self._leave(None)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -162,7 +164,7 @@ class SentinelCallback(Callback):
         """What was logged since the last time."""
         if self.monitor is not None:
             logged = dict(trainer.callback_metrics)
-            self._numbers.log(self.monitor, {k: v for k, v in logged.items() if v is not self._known.get(k)})
+            self._numbers.log(self.monitor, {k: v for k, v in logged.items() if not _is_same(v, self._known.get(k))})
             self._known = logged
 
     def _leave(self, exception: BaseException | None) -> None:
@@ -171,3 +173,10 @@ class SentinelCallback(Callback):
         if monitor is not None:
             with fault_guard.swallow_faults("leaving Lightning", "some of it may still be in place"):
                 monitor.__exit__(type(exception) if exception else None, exception, None)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether nothing was logged in between. By memory: Lightning detaches at each access. No value is read."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.data_ptr() == other.data_ptr() and one._version == other._version
+    return one is other

@@ -18,7 +18,7 @@ _NAMES = 8
 """Of parameters, in a list for people."""
 _LABELS = ("targets", "labels")
 """Attributes in which datasets keep the labels of all samples: torchvision's name, and the other usual one."""
-_NORMS = (nn.LayerNorm, nn.RMSNorm, NormWithStatistics, nn.GroupNorm)
+NORMS = (nn.LayerNorm, nn.RMSNorm, NormWithStatistics, nn.GroupNorm)
 
 
 def facts(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[int]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def facts(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[in
     owners = {id(owner): owner for optimizer in optimizers for owner in discovery.owners(optimizer, modules)}
     models = list(owners.values())
     named = {id(p): name for model in models for name, p in model.named_parameters()}
-    norms = {id(p) for model in models for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(False)}
+    norms = {id(p) for model in models for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(False)}
     steered = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return {
         "models": [_model(model, steered, reached) for model in models],
@@ -228,8 +228,8 @@ def _labels(dataset: Any) -> Tensor | None:
     if isinstance(dataset, data.Subset):
         inner = _labels(dataset.dataset)
         return None if inner is None else inner[torch.as_tensor(dataset.indices)]
-    if isinstance(dataset, data.TensorDataset):
-        return dataset.tensors[-1]
+    if isinstance(dataset, data.TensorDataset):  # of three, the last may be lengths or groups
+        return dataset.tensors[1] if len(dataset.tensors) == 2 else None
     held = getattr(dataset, "__dict__", {})
     found = next((held[name] for name in _LABELS if name in held), None)
     try:

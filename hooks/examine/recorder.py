@@ -56,6 +56,8 @@ class Examination:
         self._in_scaler = False
         self._depth = 0
         self._normed: Any = None
+        self._product: tuple[nn.Module | None, Any] = None, None
+        """The layer with weights that was called last, and its output."""
         self._drawn = ""
         """Key of the loader that the last batch came from."""
         self._exhausted: set[str] = set()
@@ -226,16 +228,21 @@ class Examination:
         weighted = isinstance(module, _WEIGHTED) and module not in self._inputs
         if weighted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._inputs[module] = model_facts.data_range(module, args)
+        before, product = self._product
+        if before is not None and isinstance(module, model_facts.NORMS) and args and args[0] is product:
+            self._inputs[before] = {}  # the norm cancels the scale of its input
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
+        if isinstance(module, _WEIGHTED):
+            self._product = module, output
         if isinstance(module, _NORMS):
             self._normed = output
         elif output is self._normed and output is not None and not isinstance(module, nn.Sequential):
             kind = type(module).__name__
             self._facts["post_norm"].setdefault(kind, set()).add(id(module))
         if self._depth == 0:
-            self._normed = None
+            self._normed, self._product = None, (None, None)
 
     def _loader(self, original: Any, loader: data.DataLoader[Any]) -> Any:
         key = str(id(loader))
@@ -254,6 +261,7 @@ class Examination:
             batch = original(iterator)
         except StopIteration:
             self._exhausted.add(key)
+            self._drawn = ""  # what is trained on next is not this loader's
             raise
         finally:
             if len(self._facts["waits"]) < 1024:

@@ -55,6 +55,8 @@ class PassFilter:
         """Whether they were in the present one."""
         self.clearings = 0
         """How often they were, since the last step."""
+        self.expects_trials = False
+        """Whether passes before the first step that were cleared are thrown away."""
 
     def begins(self, *, first: bool) -> bool:
         """A pass begins, the `first` one of its step or another. Whether those before it were thrown away."""
@@ -68,7 +70,9 @@ class PassFilter:
             return False
         self._cleared = True
         self.clearings += 1
-        return bool(self._steps) and sum(self._steps) * 2 < len(self._steps)
+        if not self._steps:
+            return self.expects_trials
+        return sum(self._steps) * 2 < len(self._steps)
 
     def end_pass(self) -> bool:
         """It is over: whether it may have reached the model."""

@@ -47,6 +47,11 @@ class EventRouter:
         self._may_be_ours = True
         """The present pass: the model ran since its last step, or its forward passes are never seen."""
 
+    def expect_trial_passes(self) -> None:
+        """Passes before the first step whose gradients are cleared again were trials."""
+        if self._pass_filter is not None:
+            self._pass_filter.expects_trials = True
+
     def model_ran(self) -> bool:
         return self.accumulator.totals.forwards > 0 and self.accumulator.is_training_thread()
 

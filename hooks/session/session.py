@@ -445,6 +445,11 @@ class RunSession:
         said = printable(name)[:PHASE_LETTERS]
         self.sender.post(wire.PhaseChanged(name=said, seq=self.next_seq, time=time.time()))
 
+    def expect_trial_passes(self) -> None:
+        """Attached before the first step: passes whose gradients are cleared again before it were trials."""
+        if self._listening is not None:
+            self._listening.expect_trial_passes()
+
     def begin_stop(self) -> None:
         """Training is over, on all ranks: what comes before the end is no hang."""
         self.enter_phase(STOPPING)

@@ -173,17 +173,19 @@ class Layers:
                 found.setdefault(id(parameter), (row, local(parameter), id(parameter) in self.ids))
         return list(found.values())
 
-    def list_outside(self) -> tuple[dict[int, torch.Tensor], int]:
-        """This rank's part, by id, of each of the models' parameters that trains, has a gradient and is not in this
-        optimizer; and how many numbers of all of the models train."""
-        found: dict[int, torch.Tensor] = {}
+    def list_outside(self) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
+        """This rank's part and its gradient, by id, of each of the models' parameters that trains, has a dense gradient
+        and is not in this optimizer; and how many numbers of all of the models train."""
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         sizes: dict[int, int] = {}
         for _, _, parameter in named_parameters(self.models):
             part = local(parameter)
             if parameter.requires_grad and not _explain_unmeasured(parameter) and part.numel():
                 sizes[id(parameter)] = part.numel()
-                if parameter.grad is not None and id(parameter) not in self.ids:
-                    found[id(parameter)] = part
+                gradient = local(parameter.grad) if parameter.grad is not None else None
+                dense = gradient is not None and gradient.layout is torch.strided and gradient.numel()
+                if gradient is not None and dense and id(parameter) not in self.ids:
+                    found[id(parameter)] = part, gradient
         return found, sum(sizes.values())
 
     @property

@@ -37,6 +37,7 @@ from sentinel.toolkit.plan.recipe import CARDS, OPTIMIZERS, PRECISIONS
 
 INCIDENTS, RANKS, STEPS, SIGNALS, STACKS = 50, 16, 200, 16, 10
 """In one answer, at most; ranks of an incident in the list."""
+MOST_SIZE = 10**9
 _OF_INCIDENT = ("id", "run", "run_id", "alert", "severity", "state", "first_step", "step", "time", "summary")
 
 
@@ -131,8 +132,9 @@ def check_environment() -> str:
 
 
 def plan_memory(
-    params: str = "", layers: int | None = None, hidden: int | None = None, sequence: int | None = None,
-    batch: int = 1, gpus: int = 1, gpu: str = "h100", precision: str = "mixed", optimizer: str = "adamw",
+    params: str = "", layers: int | None = None, hidden: int | None = None, heads: int | None = None,
+    sequence: int | None = None, batch: int = 1, gpus: int = 1, gpu: str = "h100", precision: str = "mixed",
+    optimizer: str = "adamw",
 ) -> str:  # fmt: skip
     """Estimate the memory that training a transformer needs on each GPU, and rank the strategies (DDP, FSDP, LoRA),
     the fastest that fits first. Give `params` as `7.5B`, or `layers` and `hidden`; `sequence` (tokens a sample) for
@@ -141,10 +143,11 @@ def plan_memory(
     for value, known in ((gpu, CARDS), (precision, PRECISIONS), (optimizer, OPTIMIZERS)):
         if value not in known:
             raise ConfigError(f"there is no {value!r}: {', '.join(sorted(known))}")
-    if min(batch, gpus, *(size for size in (layers, hidden, sequence) if size is not None)) < 1:
-        raise ConfigError("sizes and counts are 1 or more")
+    sizes = (batch, gpus, *(size for size in (layers, hidden, heads, sequence) if size is not None))
+    if not 1 <= min(sizes) <= max(sizes) <= MOST_SIZE:
+        raise ConfigError(f"sizes and counts are 1 or more, and at most {MOST_SIZE:,}")
     given = {
-        "params": params or None, "layers": layers, "hidden": hidden, "heads": None, "vocab": 50_000, "batch": batch,
+        "params": params or None, "layers": layers, "hidden": hidden, "heads": heads, "vocab": 50_000, "batch": batch,
         "sequence": sequence, "inputs": (), "gpus": gpus, "gpu": gpu, "gpu_memory": None, "link": "50GB",
         "precision": precision, "optimizer": optimizer, "micro_batch": None, "checkpointing": None, "lora_rank": 16,
         "cpu": False,

@@ -160,7 +160,7 @@ def unused_parameters(evidence: Evidence) -> Finding:
 def parameters_not_in_optimizer(evidence: Evidence) -> Finding:
     """Names, how many, and how much of what trains they are."""
     count, names = evidence.latest("parameters_outside"), _list_outside(evidence)
-    if not count or not names:
+    if not count or len(names) != count:  # the table also has those without a gradient, and another optimizer's
         missing = ("which: the names of the parameters that train and that the optimizer does not have",)
         return Finding(NOT_KNOWN, "none", missing=missing)
     share = evidence.latest("outside_share") or 0.0

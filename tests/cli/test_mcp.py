@@ -134,6 +134,7 @@ def test_a_model_is_planned_and_a_snapshot_of_the_allocator_is_read(tmp_path: Pa
         async with Session() as session:
             plans = await session.call("plan_memory", params="7B", gpus=8)
             assert plans[0]["fits"]
+            assert await session.call("plan_memory", layers=48, hidden=1600, heads=25)
             (tool,) = (one for one in (await session.client.list_tools()).tools if one.name == "read_memory_snapshot")
             assert tool.annotations is not None
             assert tool.annotations.read_only_hint
@@ -143,6 +144,7 @@ def test_a_model_is_planned_and_a_snapshot_of_the_allocator_is_read(tmp_path: Pa
                 ("plan_memory", {"params": "7B", "gpu": "abacus"}, "there is no 'abacus': a10, a100"),
                 ("plan_memory", {}, "what is to be planned?"),
                 ("plan_memory", {"params": "7B", "gpus": 0}, "1 or more"),
+                ("plan_memory", {"layers": 10**30, "hidden": 64}, "at most 1,000,000,000"),
                 ("read_memory_snapshot", {"snapshots": []}, "at least one file"),
                 ("read_memory_snapshot", {"snapshots": [__file__]}, "snapshot"),
             ):

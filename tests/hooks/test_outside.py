@@ -101,7 +101,9 @@ def test_what_the_loop_moves_by_itself_does_not_stand_still(daemon: FakeDaemon, 
     assert counted(daemon) == {1: 0.0, 2: 0.0, 3: 0.0}
 
 
-def test_other_optimizers_are_looked_for_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_optimizers_are_looked_for_at_first_and_before_it_is_said(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     walks, walk = [], discovery.list_steered
 
     def count() -> frozenset[int]:
@@ -114,4 +116,18 @@ def test_other_optimizers_are_looked_for_once(daemon: FakeDaemon, monkeypatch: p
     with sentinel.attach(net, loop.optimizer):
         loop.run(6)
     assert len(counted(daemon)) == 5
-    assert walks == [1]
+    assert walks == [1, 1]
+
+
+def test_a_gradient_that_an_earlier_stage_left_is_no_gradient(daemon: FakeDaemon) -> None:
+    net = model()
+    loss_of(net, next(batches(1))).backward()
+    optimizer = sgd(net[3])
+    with sentinel.attach(net, optimizer):
+        for batch in batches(4):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                encoded = net[:3](batch)
+            net[3](encoded).square().mean().backward()
+            optimizer.step()
+    assert counted(daemon) == {1: 0.0, 2: 0.0, 3: 0.0}

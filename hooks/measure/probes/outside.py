@@ -1,7 +1,8 @@
 """What trains, gets gradients, and is in no optimizer: it stands still, and the run does not say so.
 
 It stands still by a checksum of a sample of it (`weights.py`): what a loop moves by itself, or by copies that its
-optimizer holds, is none of these. Nor is what another optimizer of the process has, which may step rarely or later.
+optimizer holds, is none of these. Nor is what another optimizer of the process has, which may step rarely or later, nor
+what has the gradient of an earlier stage only, which stays as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from sentinel.signals import OPENING_STEPS
 
 SPACING = 8
 """Steps between two looks in the first `OPENING_STEPS`; from then on it looks where tier 3 does."""
+CONFIRMING_LOOK = 4
+"""At which other optimizers are looked for once more: one may be made after the first steps. The rule wants as many."""
 
 
 class OutsideOptimizer(Probe):
@@ -26,8 +29,9 @@ class OutsideOptimizer(Probe):
         self._judged: frozenset[int] = frozenset()
         """Those for which other optimizers were looked for: that is a walk over all objects."""
         self._elsewhere: frozenset[int] = frozenset()
-        self._known: tuple[list[int], torch.Tensor] | None = None
-        """Those of the last look, and their checksums."""
+        self._known: tuple[list[int], torch.Tensor, torch.Tensor] | None = None
+        """Those of the last look, their checksums, and those of their gradients."""
+        self._looks = 0
 
     def before(self, step: Step) -> None:
         known = step.parameters
@@ -36,16 +40,18 @@ class OutsideOptimizer(Probe):
         if not step.rare and (step.seq % SPACING or step.seq >= OPENING_STEPS):
             return
         outside, trained = known.list_outside()
-        if outside.keys() - self._judged:
+        self._looks += 1
+        if outside.keys() - self._judged or (outside and self._looks == CONFIRMING_LOOK):
             self._judged, self._elsewhere = self._judged | outside.keys(), discovery.list_steered()
-        outside = {key: part for key, part in outside.items() if key not in self._elsewhere}
+        outside = {key: parts for key, parts in outside.items() if key not in self._elsewhere}
         before, self._known = self._known, None
         if outside:
-            sums = Sample(list(outside.values()), row_length(len(outside))).checksums()
-            self._known = list(outside), sums
+            each, parts, gradients = row_length(len(outside)), *zip(*outside.values(), strict=True)
+            sums, changes = Sample(parts, each).checksums(), Sample(gradients, each).checksums()
+            self._known = list(outside), sums, changes
             if before is not None and before[0] == self._known[0]:
-                still = before[1] == sums
-                sizes = send_numbers([part.numel() for part in outside.values()], torch.float32, sums.device)
+                still = (before[1] == sums) & (before[2] != changes)
+                sizes = send_numbers([part.numel() for part in parts], torch.float32, sums.device)
                 step.values["parameters_outside"] = scalar(still.count_nonzero())
                 step.values["outside_share"] = scalar((still * sizes).sum() / max(trained, 1))
         elif before is not None:  # the optimizer was given them

@@ -108,7 +108,7 @@ def _schedule(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorF
     rates = [max(rates) for rates in facts["rates"] if rates]
     every += facts["after"]
     if facts["schedulers"] and "scheduler" not in every and (facts["ended"] or "epoch" in every):
-        until = "to the script's end" if facts["ended"] else "in the first epoch"
+        until = "before the script ended" if facts["ended"] else "in the first epoch"
         yield describe_finding("scheduler-never-stepped", schedulers=facts["schedulers"], until=until)
     if "scheduler" in steps[0]:
         yield describe_finding("scheduler-before-optimizer")

@@ -97,12 +97,12 @@ def advice(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[
     if best.strategy.endswith("QLoRA"):
         said.append(
             "a paged optimizer (paged_adamw_8bit of bitsandbytes) keeps its state in memory that moves to the host "
-            "while the GPU's is used up: it gets a run over a peak that passes. The plan counts the state on the GPU "
+            "while the GPU's is used up: a run survives a short peak. The plan counts the state on the GPU "
             "(arXiv 2305.14314, section 3)"
         )
     if subject.plain is None:
         said.append(
-            "activations are left out, both of what fits and of the order: give --sequence with a config.json or "
+            "activations are counted neither in what fits nor in the order: give --sequence with a config.json or "
             "--layers and --hidden, or a module"
         )
     if not subject.unit and setup.gpus > 1:
