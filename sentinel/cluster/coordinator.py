@@ -42,6 +42,12 @@ class KnownNode:
         self.stamp = -math.inf
         """Of our last beat that it followed."""
 
+    @property
+    def counted_stamp(self) -> float:
+        """Of our last beat that it followed; without an end where it left in order and was counted on: it follows no
+        other coordinator."""
+        return math.inf if self.pulse.leaving and self.heard - self.stamp < COUNTED_SECONDS else self.stamp
+
     def state(self, now: float) -> NodeState:
         """For the beat."""
         pulse, silent = self.pulse, now - self.heard
@@ -94,7 +100,7 @@ class Coordinator:
         return not self.is_acting(now) and (beat.acting or beat.node < self.node)
 
     def _find_acting_end(self) -> float:
-        stamps = sorted((known.stamp for known in self.nodes.values()), reverse=True)
+        stamps = sorted((known.counted_stamp for known in self.nodes.values()), reverse=True)
         needed = self.expected // 2 + 1
         return stamps[needed - 1] + COUNTED_SECONDS if len(stamps) >= needed else -math.inf
 

@@ -122,7 +122,7 @@ class JobIncidents:
             self._folded.pop(identity, None)  # the id is used again: its page goes on
             self._fold(incident, node, case)
         if self._pages.pop(incident.id, None) is not None:
-            incident.told = True
+            incident.told = incident.asked = True
             self._changed[incident.id] = None
         if given.incident and given.incident != incident.id and given.incident not in self._incidents:
             self._folded[given.incident] = incident.id
@@ -232,7 +232,8 @@ class JobIncidents:
         joined = self._incidents.get(incident.joined)
         if parent is None and joined is not None and joined.firing:
             parent = joined
-        problem = opener.joined_problem or opener.id if opener is not None else ""
+        # An opener that is over may be forgotten by its node: then it is the problem of an earlier coordinator's page.
+        problem = (opener.joined_problem or opener.id) if opener is not None else incident.joined_problem
         return msgspec.structs.replace(incident.combine(), parent=parent.id if parent else "", problem_id=problem)
 
     def _find(self, node: int, identity: str) -> JobIncident | None:

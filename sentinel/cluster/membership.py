@@ -181,9 +181,10 @@ class Membership:
         if self._ending is None:
             self._ending = now
         if self._lead is not None:
-            self._lead.tell(now, ending=True)
+            self._lead.tell(now, ending=now - self._ending > LAST_SECONDS)
             self._send_beat(now)
-        if self._node.unapplied and now - self._ending > LAST_SECONDS:
+        stays = self._supervisor.find_report() is not None  # this daemon is kept: a coordinator may come
+        if self._node.unapplied and now - self._ending > LAST_SECONDS and not stays:
             self._tell_alone(now, leaving=True)
         self._send_digest(now)
         self._pipeline.hurry()
@@ -217,7 +218,8 @@ class Membership:
         waits = self._ending is None or time.monotonic() - self._ending < LAST_SECONDS
         unconfirmed = self._session is not None and self._reporter is not None and self._reporter.unconfirmed
         others = sum(state.state == "alive" for state in self.list_nodes())
-        here = self._node.unapplied + unconfirmed + others if waits else 0
+        held = self._lead is not None and self._lead.coordinator.incidents.awaits_verdict
+        here = self._node.unapplied + unconfirmed + others + held if waits else 0
         return self._pipeline.pending + here
 
     def status(self) -> dict[str, Any]:
@@ -391,7 +393,8 @@ class Membership:
         if self._lead is not None:
             states, heard = self._lead.coordinator.list_nodes(now), now
         else:
-            states, heard = self._node.beat.nodes if self._node.beat is not None else (), self._node.heard
+            beat = self._node.beat if self._node.find_view(now) == "joined" else None
+            states, heard = beat.nodes if beat is not None else (), self._node.heard
         self.work.note(*find_work_elsewhere(states, self.node, self._run.attempt.number, heard))
 
     def _ask_missing(self, lead: Lead, now: float) -> None:

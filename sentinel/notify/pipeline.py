@@ -58,6 +58,8 @@ class Pipeline:
         self._served: dict[str, asyncio.Task[None]] = {}
         self._writer = list[asyncio.Task[None]]()
         self._saves = set[asyncio.Task[None]]()
+        self._withdrawn = False
+        """Whether what people were told under the run's id is not to be said here."""
         self.replace(routes, origin)
 
     def start(self) -> None:
@@ -81,7 +83,8 @@ class Pipeline:
 
     def _queue(self, route: Route) -> DeliveryQueue:
         queue = DeliveryQueue(self._blank, route, self._clock, self._keep_entry)
-        queue.resume([entry for entry in self._outbox.entries() if entry.receiver == queue.name])
+        kept = (entry for entry in self._outbox.entries() if entry.receiver == queue.name)
+        queue.resume([entry for entry in kept if entry.run_id or not self._withdrawn])
         return queue
 
     def _serve(self) -> None:
@@ -103,6 +106,7 @@ class Pipeline:
 
     def withdraw(self) -> list[Entry]:
         """Say no more of what people were told under the run's id. It stays in the outbox."""
+        self._withdrawn = True
         return [entry for queue in self.queues for entry in queue.withdraw()]
 
     def forget(self, entries: Iterable[Entry]) -> None:
@@ -114,6 +118,7 @@ class Pipeline:
 
     def restore(self, entries: Sequence[Entry]) -> None:
         """Go on with what was withdrawn."""
+        self._withdrawn = False
         for queue in self.queues:
             queue.resume([entry for entry in entries if entry.receiver == queue.name])
         self.write_anew()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.election import (
     COUNTED_SECONDS,
@@ -123,3 +125,15 @@ def test_the_next_node_acts_in_seconds_and_the_old_one_comes_back_as_one_of_the_
     assert daemon is not None
     assert (simulation.nodes[0].lead, daemon.election.leader) == (None, 1)
     assert daemon.find_view(simulation.nodes[0].clock(simulation.now)) == "joined"
+
+
+def test_a_coordinator_goes_on_when_the_others_leave_in_order_and_not_when_they_are_lost() -> None:
+    for leaves in (True, False):
+        epoch = next_epoch(0, 0)
+        coordinator = Coordinator(0, 2, epoch, 0.0)
+        for node in (0, 1):
+            coordinator.take_pulse(pulse(node, epoch, 1.0), 2.0)
+        coordinator.take_pulse(msgspec.structs.replace(pulse(1, epoch, 1.0), leaving=leaves), 3.0)
+        coordinator.take_pulse(pulse(0, epoch, 60.0), 60.0)
+        assert coordinator.is_acting(61.0) == leaves
+        assert coordinator.has_failed(61.0) == (not leaves)

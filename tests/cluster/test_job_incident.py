@@ -40,3 +40,12 @@ def test_a_page_of_an_earlier_coordinator_that_a_new_fault_goes_on_with_is_not_c
     told = {case.id: case.state for case in incidents.take_changes()}
     assert told == {"n0-0.1": "resolved", "n1-0.2": "firing"}
     assert {page.case.id for page in incidents.list_open()} == {"n1-0.2"}
+
+
+def test_a_consequence_keeps_the_problem_of_its_page_when_its_opener_is_forgotten() -> None:
+    page = msgspec.structs.replace(make_case(2, "Divergence", 130), id="n1-0.2", problem_id="n1-0.1", parent="n1-0.1")
+    incidents = JobIncidents([Page(page, (1,))])
+    case = msgspec.structs.replace(make_case(2, "Divergence", 130), problem="training", problem_id="0.1")
+    incidents.add(1, NodeCase(number=5, case=case, incident="n1-0.2"))
+    (told,) = incidents.take_changes()
+    assert (told.id, told.problem_id) == ("n1-0.2", "n1-0.1")
