@@ -41,8 +41,8 @@ def attach_at_step(optimizer: Any) -> None:
 
 
 def attach_at_backward() -> None:
-    """Before the first backward pass of the process. Attaches where one optimizer is there, and nobody watches it;
-    raises nothing."""
+    """Before the first backward pass of the process. Attaches if there is one optimizer that no run watches; raises
+    nothing."""
     if _forked or tensors.is_capturing():
         return
     with fault_guard.swallow_faults("attaching at the first backward pass", "unmonitored until the first step"):
