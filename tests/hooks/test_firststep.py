@@ -85,6 +85,21 @@ def test_at_the_first_backward_pass_no_loss_is_missed(daemon: FakeDaemon) -> Non
     assert daemon.series("grad_norm")[0] > 0
 
 
+def test_a_trial_pass_before_training_is_no_part_of_the_first_step(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = sgd(*net.parameters())
+    backward_with_an_attach_before_it(loss_of(net, next(batches(1))))
+    losses = []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    daemon.wait(lambda: 2 in daemon.seqs())
+    assert daemon.series("loss") == pytest.approx(dict(enumerate(losses)))
+
+
 def test_a_loss_that_was_scaled_before_the_attach_is_seen_unscaled(daemon: FakeDaemon) -> None:
     net = model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
