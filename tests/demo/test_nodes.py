@@ -147,27 +147,28 @@ def test_a_service_that_would_serve_all_nodes_is_named(tmp_path: Path, monkeypat
 def show(fault: str, folder: Path, **environment: str) -> dict[str, Any]:
     """A whole demo over two nodes."""
     command = f"-m sentinel demo --nodes 2 --fault {fault} --json --out out"
-    done = subprocess.run(
-        [sys.executable, *command.split()], cwd=folder, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    shown: dict[str, Any] = json.loads(done.stdout)
+    with subprocess.Popen(
+        [sys.executable, *command.split()], cwd=folder, env=os.environ | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as driver:  # fmt: skip
+        output, errors = driver.communicate()
+    assert driver.returncode == 0, errors
+    shown: dict[str, Any] = json.loads(output)
     assert len(shown["pages"]) == 1
     assert len(set(shown["weights"])) == 1
     assert Path(shown["picture"]).exists()
-    assert list_left(folder) == []
+    assert list_left(folder, driver.pid) == []
     return shown
 
 
-def list_left(folder: Path) -> list[str]:
-    """Processes that know of a folder, and namespaces of demos."""
+def list_left(folder: Path, pid: int) -> list[str]:
+    """Processes that know of a folder, and namespaces of the demo with this process id: others may run meanwhile."""
     left = [
         " ".join(process.info["cmdline"])
         for process in psutil.process_iter(["cmdline"])
         if str(folder) in " ".join(process.info["cmdline"] or ())
     ]
-    names = Path("/run/netns")
-    return left + [path.name for path in names.glob("sentinel-demo-*")] if names.exists() else left
+    return left + [path.name for path in Path("/run/netns").glob(f"sentinel-demo-{pid}-*")]
 
 
 @pytest.mark.networks
@@ -210,5 +211,5 @@ def test_an_interrupt_leaves_no_process_and_no_namespace(tmp_path: Path, number:
         driver.send_signal(number)
         assert driver.communicate()[1] == "sentinel: interrupted; all training processes are ended\n"
     assert driver.returncode == 130
-    assert list_left(tmp_path) == []
+    assert list_left(tmp_path, driver.pid) == []
     assert not (tmp_path / "out").exists()
