@@ -140,11 +140,6 @@ class HttpFrontend:
         watches = list(self._watches.values())
         return views.incidents(watches) if what == "incidents" else views.status(watches) | self.status()
 
-    def style(self) -> str:
-        from sentinel.report.chart import STYLE
-
-        return STYLE
-
     def runs(self) -> Callable[[], str]:
         stored, watched = self._read_stored(), views.status(self._watches.values())["runs"]
         return lambda: stored.make_list(watched)

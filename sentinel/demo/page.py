@@ -7,7 +7,8 @@ from pathlib import Path
 from string import Template
 
 from sentinel.demo.outcome import DemoOutcome
-from sentinel.report.chart import STYLE, chart, picture
+from sentinel.report.chart import chart, picture
+from sentinel.web.charts import STYLE
 
 
 def draw_picture(outcome: DemoOutcome, path: Path) -> None:

@@ -7,7 +7,6 @@ import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
 from itertools import compress, count, groupby, islice, pairwise
 from operator import lt
 
@@ -15,6 +14,7 @@ import msgspec
 
 from sentinel.report.content import ChartLine
 from sentinel.report.markup import escape
+from sentinel.web.charts import STYLE
 
 WIDTH, HEIGHT = 920, 204
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
@@ -24,8 +24,6 @@ _LINE = 12
 """Between two lines of text: two are above the curves."""
 _WORDS = 140
 """Letters of a line of words below a picture's title."""
-STYLE = (resources.files("sentinel.report") / "style.css").read_text(encoding="utf-8")
-"""Light and dark, by the browser's setting."""
 
 
 class Mark(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sentinel.report import interactive
-from sentinel.report.chart import STYLE, Band, Drawn, Mark, Plot, chart, readable
+from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
 from sentinel.report.markup import escape
@@ -56,7 +56,7 @@ def page(reports: Sequence[Report], version: str) -> str:
         title=escape(title),
         body=body(reports),
         version=escape(version),
-        style=STYLE + library.read_style(),
+        style=library.read_style(),
         tools=library.TOOLS if scripts else "",
         scripts="".join(f"<script>{script}</script>" for script in scripts),
         policy=_write_policy(scripts),

@@ -12,7 +12,6 @@ from sentinel.errors import ConfigError, ProtocolError
 from sentinel.node import paths
 from sentinel.node.question import ask_daemon
 from sentinel.report import live_page
-from sentinel.report.chart import STYLE
 from sentinel.report.content import Report, report
 from sentinel.report.outcomes import describe_run, describe_unkept, list_going_on
 from sentinel.report.run_list import run_list
@@ -94,11 +93,8 @@ class StoredRuns:
     def view(self, what: str) -> Any:
         if what == "incidents":
             return list(self._read(self._file).incidents) if self._file else []
-        runs = [_status(self._read(self._file), self._file)] if self._file else []
+        runs = [_status(self._read(self._file))] if self._file else []
         return {"version": __version__, "pid": os.getpid(), "runs": runs}
-
-    def style(self) -> str:
-        return STYLE
 
     def runs(self) -> Callable[[], str]:
         return lambda: self.make_list(())
@@ -118,7 +114,7 @@ class StoredRuns:
             content = self._read(path, over=run is None)
         except ConfigError as error:
             return live_page.trouble(error)
-        return (_OF_ANOTHER if run else "") + live_page.fragment(content, run or _status(content, path))
+        return (_OF_ANOTHER if run else "") + live_page.fragment(content, run or _status(content))
 
     def _make_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
         try:
@@ -145,20 +141,15 @@ def _find_live() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _status(content: Report, path: Path) -> dict[str, Any]:
+def _status(content: Report) -> dict[str, Any]:
     """What is kept of a daemon's `status` of a run that has ended; nobody is connected."""
     values = {line.name: line.values[-1] for panel in content.panels for line in panel.lines}
     return {
         "run": content.run,
         "run_id": content.run_id,
-        "attempt": content.attempts - 1,
         "step": content.last,
-        "judged_as": content.facts.get("judged_as", ""),
         "values": values,
         "ranks": [],
         "rules": [],
-        "open_incidents": 0,
-        "incidents": len(content.incidents),
         "rollback": {"armed": False},
-        "history": str(path),
     }

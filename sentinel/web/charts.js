@@ -294,6 +294,7 @@ const sizes = new ResizeObserver(changes => {
 
 function build(chart) {
   chart.u?.destroy();
+  chart.shape = shapeOf(chart.plot);
   point(null);
   const {figure, plot} = chart, title = document.createElement('figcaption'), scale = document.createElement('button');
   const logarithmic = isLogarithmic(plot);
@@ -309,7 +310,6 @@ function build(chart) {
   u.over.addEventListener('mousemove', event => { point({u, x: event.clientX}); }, true);
   u.over.addEventListener('mouseleave', () => { point(null); }, true);
   makeMarks(chart);
-  placeMarks(chart, chart.u);
   sizes.observe(figure);
 }
 
@@ -332,9 +332,8 @@ function drawCharts(root) {
         update(Object.assign(old, {plot, grid}));
       } else {
         old?.u.destroy();
-        const chart = {plot, grid, figure, shape: shapeOf(plot)};
-        charts.set(name, chart);
-        build(chart);
+        charts.set(name, {plot, grid, figure});
+        build(charts.get(name));
       }
     }
   }
@@ -354,10 +353,7 @@ function drawCharts(root) {
 const isThinned = () => [...charts.values()].some(chart => chart.plot.thinned);
 
 function buildAll() {
-  for (const chart of charts.values()) {
-    chart.shape = shapeOf(chart.plot);
-    build(chart);
-  }
+  for (const chart of charts.values()) build(chart);
 }
 
 document.addEventListener('click', event => {
@@ -372,7 +368,6 @@ document.addEventListener('click', event => {
   }
   if (log === logarithmic) address.seen.append(log ? 'linear' : 'log', title);
   address.keep();
-  chart.shape = shapeOf(chart.plot);
   build(chart);
   chart.figure.querySelector('[data-scale]').focus();
 });

@@ -19,6 +19,8 @@ TOOLS = """<div id="tools" role="group" aria-label="all charts" hidden>
 <option value="50">50 steps</option><option value="200">200 steps</option><option value="1000">1,000 steps</option>
 </select></label></div>"""
 """HTML: what is done to all charts at once."""
+STYLE = (resources.files("sentinel.web") / "style.css").read_text(encoding="utf-8")
+"""Of page and report, light and dark by the browser's setting; still charts need no more."""
 SCRIPT = (resources.files("sentinel.web") / "charts.js").read_text(encoding="utf-8")
 
 
@@ -33,5 +35,5 @@ def read_library() -> str:
 
 
 def read_style() -> str:
-    """CSS; empty where the library is not there."""
-    return (fetch_charts.FOLDER / fetch_charts.STYLE).read_text(encoding="utf-8") if is_present() else ""
+    """CSS of a page; with that of the library, where it is there."""
+    return STYLE + ((fetch_charts.FOLDER / fetch_charts.STYLE).read_text(encoding="utf-8") if is_present() else "")

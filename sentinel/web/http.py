@@ -58,9 +58,6 @@ class Backend(Protocol):
     def view(self, what: str) -> Any:
         """`status` or `incidents`, as plain data."""
 
-    def style(self) -> str:
-        """The page's CSS."""
-
     def runs(self) -> Callable[[], str]:
         """The list of all runs: live state is read now, and what is returned makes the HTML, on a thread."""
 
@@ -120,7 +117,7 @@ def application(
         return await _make_html(backend.whole(asked.getlist("run")[:2], zoom))
 
     async def shell(_: Request) -> Response:
-        return HTMLResponse(page.shell(backend.style()), headers=page.HEADERS)
+        return HTMLResponse(page.shell(), headers=page.HEADERS)
 
     async def script(request: Request) -> Response:
         return Response(SCRIPTS[request.url.path], media_type="text/javascript", headers=page.HEADERS)

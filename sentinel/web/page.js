@@ -52,11 +52,6 @@ function silent(error) {
   document.body.classList.add('stale');
 }
 
-function answered() {
-  silentSince = '';
-  document.body.classList.remove('stale');
-}
-
 async function refresh() {
   clearTimeout(timer);
   try {
@@ -79,7 +74,8 @@ async function update() {
   }
   // What is under the pointer must be there when it is released; and an answer may come after another was asked for.
   if (pressed || paused || path !== closePathOf()) return;
-  answered();
+  silentSince = '';
+  document.body.classList.remove('stale');
   keepingPlace(() => {
     main.innerHTML = text;
     main.dataset.path = path;

@@ -87,17 +87,23 @@ def keep(name: str, *, cause: str = "the learning rate is too high", count: int 
     store.close(10.0)
 
 
+def check_incidents(incidents: list[dict[str, Any]]) -> None:
+    """All that `keep` has written, each with cause, step, rank, and the command for more."""
+    assert [one["id"] for one in incidents] == [f"0.{number}" for number in range(INCIDENTS)]
+    for number, one in enumerate(incidents):
+        assert one["cause"] == f"the learning rate is too high {number}"
+        assert (one["step"], one["ranks"], one["remedy"]) == (1001 + number, ["3"], "halve it")
+        assert one["command"] == f"sentinel incidents show 0.{number} --run train-1"
+
+
 def test_recorded_incidents_are_told_with_cause_step_rank_and_command() -> None:
     keep("train")
 
     async def ask() -> None:
         async with Session() as session:
             found = await session.call("list_incidents")
-            assert [one["id"] for one in found["incidents"]] == [f"0.{number}" for number in range(INCIDENTS)]
-            for number, one in enumerate(found["incidents"]):
-                assert one["cause"] == f"the learning rate is too high {number}"
-                assert (one["step"], one["ranks"], one["remedy"]) == (1001 + number, ["3"], "halve it")
-                assert one["command"] == f"sentinel incidents show 0.{number} --run train-1"
+            check_incidents(found["incidents"])
+            for one in found["incidents"]:
                 whole = await session.call("show_incident", id=one["id"], run="train")
                 assert whole["diagnosis"]["cause"] == one["cause"]
                 assert (whole["members"][0]["name"], whole["command"]) == ("3", one["command"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from sentinel import web
 from sentinel.cli import page as page_command
 from sentinel.report.content import ChartLine, Report, ReportPanel
 from sentinel.report.live_page import fragment
@@ -27,6 +28,10 @@ from tests.web.conftest import Served
 from tests.zygote import DAEMON, run_fork
 
 pytestmark = pytest.mark.processes
+
+WEB = Path(web.__file__).parent
+OF_THE_REPORT = {"__init__", "chart", "content", "heatmap", "markup", "outcomes", "page", "ranks"}
+"""Modules of `sentinel.report` that make a report, or rows of `sentinel last`, where no page is served."""
 
 
 def live(served: Served, run: str = "r1") -> str:
@@ -53,7 +58,15 @@ def test_without_the_library_the_page_has_still_charts_and_says_which_command_br
         assert text.count('class="curve s0"') == 3
         assert "Interactive charts are missing: <code>python -m sentinel.web.fetch_charts</code> brings them." in text
         assert "data-plot" not in text
-    assert "uplot" not in shell("")
+    assert "uplot.js" not in shell()
+
+
+def test_the_page_is_at_most_1500_lines_of_code() -> None:
+    """Scripts, styles, HTML, and the Python that makes it. Cards, tables and still charts are the report's, what serves
+    HTTP is no part of it, and neither is uPlot."""
+    served = {*WEB.glob("*.js"), *WEB.glob("*.css"), WEB / "page.py", WEB / "charts.py"}
+    report = {path for path in (WEB.parent / "report").glob("*.py") if path.stem not in OF_THE_REPORT}
+    assert sum(len(path.read_text().splitlines()) for path in served | report) <= 1500
 
 
 @pytest.mark.parametrize("token", ["", "Bearer wrong"])
