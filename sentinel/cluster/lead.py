@@ -73,7 +73,8 @@ class Lead:
         """The job's open incidents, as they were put."""
 
     def take(self, kind: str, node: int, payload: bytes, now: float) -> bool:
-        """A message of another node. Returns whether all are to have a beat at once. Raises ProtocolError."""
+        """A message of another node. Returns whether people and all nodes may have to hear something new. Raises
+        ProtocolError."""
         if kind == "gone":
             self.coordinator.drop_node(node)
         elif kind == "pulse":
@@ -85,7 +86,7 @@ class Lead:
                 self.judge.take_digest(digest, now)
         else:
             self.coordinator.take_events(_check_sender(decode(payload, Events), node))
-            return self.tell(now)
+            return True
         return False
 
     def decide(self, now: float) -> bool:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+NEWS_SECONDS_A_NODE = 0.0005
+"""Between two beats with news, for each node of the job: what is said of all goes to all, and may be new on all."""
 CONNECT_AGAIN_SECONDS = 2.0
 LAST_SECONDS = 5.0
 """For which a node whose ranks are gone waits for the coordinator to take its last events, and the coordinator for the
@@ -120,6 +122,10 @@ class Membership:
         self._supervisor, self._find_relay = supervisor, find_relay
         self._passing = False
         """Whether what is new of a rollback is about to be passed on."""
+        self._news: asyncio.TimerHandle | None = None
+        """Set while news of the job's incidents are about to be passed on."""
+        self._news_at = 0.0
+        """When that was done last."""
         self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
         self._pipeline = notifier.pipeline
         self._withheld: list[Entry] = []
@@ -166,8 +172,7 @@ class Membership:
             self._session.publish_event(encode(events))
         if self._lead is not None:
             self._lead.coordinator.take_events(events)
-            if self._lead.tell(now := time.monotonic()):
-                self._send_beat(now)
+            self._pass_on_news()
         if self.is_known(case.id):  # people know of it by us: of its end, too
             self._put_own(case)
 
@@ -191,8 +196,7 @@ class Membership:
 
     def pass_on_incidents(self) -> None:
         """More is known of the job's incidents: people are told, as far as they are to know."""
-        if self._lead is not None and not self._closed and self._lead.tell(now := time.monotonic()):
-            self._send_beat(now)
+        self._pass_on_news()
 
     def pass_on_report(self) -> None:
         """The job stands otherwise here: the other nodes are told at once, and what follows is done."""
@@ -386,6 +390,18 @@ class Membership:
                 self._session.publish_beat(encode(beat))
         self._follow_beat(beat, now)
 
+    def _pass_on_news(self) -> None:
+        """As the coordinator, to people and all nodes; of what comes in quick succession, all together."""
+        if self._news is None and self._lead is not None and not self._closed:
+            gap = NEWS_SECONDS_A_NODE * self._lead.coordinator.expected
+            self._news = self._loop.call_later(max(self._news_at + gap - time.monotonic(), 0.0), self._tell_news)
+
+    def _tell_news(self) -> None:
+        self._news, self._news_at = None, time.monotonic()
+        if self._lead is not None and not self._closed:
+            self._lead.tell(self._news_at)
+            self._send_beat(self._news_at)
+
     def _note_work(self, now: float) -> None:
         """Let this node know what the ranks of others do, as far as it hears of them."""
         if self.work is None:
@@ -532,7 +548,7 @@ class Membership:
             if kind == "beat":
                 self._take_beat(decode(payload, Beat), node, now)
             elif self._lead is not None and self._lead.take(kind, node, payload, now):
-                self._send_beat(now)
+                self._pass_on_news()
         except ProtocolError as error:
             self._refuse(error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -21,15 +21,20 @@ CASE_BYTES = 48 * 1024
 SHOWN_MEMBERS = 64
 TEXT = 4096
 
+MOST_NODES = 4096
+"""Of a job."""
+
 _RANKS = msgspec.Meta(max_length=4096)
 _CASES = msgspec.Meta(max_length=1024)
-_NODES = msgspec.Meta(max_length=4096)
+_NODES = msgspec.Meta(max_length=MOST_NODES)
 _SNAPSHOTS = msgspec.Meta(max_length=64)
 
 
 class ClusterMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages."""
 
+    most_bytes: ClassVar[int] = MESSAGE_BYTES
+    """Of one that is not compressed."""
     protocol: int = PROTOCOL
 
 
@@ -189,6 +194,8 @@ class OpenIncident(msgspec.Struct, frozen=True, kw_only=True):
 class Beat(ClusterMessage, frozen=True, kw_only=True):
     """Once a second from the coordinator: what it applied of each node's events, and what it knows of the job."""
 
+    most_bytes: ClassVar[int] = 16 * MESSAGE_BYTES
+    """Some 200 for each node with eight ranks. Compressed they are a tenth."""
     node: Ordinal = 0
     """The coordinator's."""
     epoch: Integer
@@ -222,9 +229,9 @@ def decode(payload: bytes, kind: type[Sent]) -> Sent:
     """A message that is checked. Raises ProtocolError."""
     try:
         stream = zlib.decompressobj()
-        unpacked = stream.decompress(payload, MESSAGE_BYTES)
+        unpacked = stream.decompress(payload, kind.most_bytes)
         if not stream.eof:
-            raise ProtocolError(f"a message of more than {MESSAGE_BYTES} bytes, or a part of one")
+            raise ProtocolError(f"a message of more than {kind.most_bytes} bytes, or a part of one")
         theirs = msgspec.msgpack.decode(unpacked, type=ClusterMessage).protocol
         if theirs != PROTOCOL:
             raise ProtocolError(f"another node speaks protocol {theirs}, this one {PROTOCOL}; install one version")

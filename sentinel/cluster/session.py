@@ -25,7 +25,7 @@ from typing import Any
 import zenoh
 
 from sentinel.cluster.election import LEASE_SECONDS
-from sentinel.cluster.messages import MESSAGE_BYTES
+from sentinel.cluster.messages import MESSAGE_BYTES, MOST_NODES
 from sentinel.config.cluster import Meeting
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Session:
         while it tries."""
         self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
         self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
-        self._session: Any = _open(meeting, node)
+        self._session: Any = open_session(meeting, node)
         self._views = self._session.declare_queryable(self._view_key, self._answer_question)
         self._pulses, self._beats, self._events, self._digests = (
             self._session.declare_publisher(f"{self._root}/{kind}/{node}")
@@ -155,7 +155,8 @@ class Session:
         self._answer_view(bytes(query.payload) if query.payload is not None else b"", reply)
 
 
-def _open(meeting: Meeting, node: int) -> Any:
+def open_session(meeting: Meeting, node: int) -> Any:
+    """A session of Zenoh's as a node has it. Raises zenoh.ZError where that cannot be had now."""
     # Both sides prove that they have the secret; it is not sent. Of any length and with any characters: its digest.
     password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
     endpoints = [f"tcp/{address}" for address in meeting.addresses]
@@ -164,6 +165,8 @@ def _open(meeting: Meeting, node: int) -> Any:
         "mode": "router" if listens else "client",
         "scouting/multicast/enabled": False,
         "scouting/gossip/enabled": False,
+        "transport/shared_memory/enabled": False,  # /dev/shm of a container is small, and the data loader needs it
+        "transport/unicast/max_sessions": MOST_NODES,
         "transport/link/rx/max_message_size": 2 * MESSAGE_BYTES,
         "transport/link/tx/lease": round(1000 * LEASE_SECONDS),  # a link that goes down closes no connection
         "transport/auth/usrpwd/user": _USER,

@@ -67,9 +67,11 @@ class Alignment(Generic[Sample]):
     def join(self, rank: int, next_seq: int = 0) -> None:
         """Wait for this rank from step `next_seq` on. A rank that joins again goes on where it was."""
         reached = max(next_seq - 1, self._reached.get(rank, -1))
-        self._silent.discard(rank)
+        if rank in self._silent or rank not in self._reached:
+            self._silent.discard(rank)
+            self._last = None
+        self._front = max(self._furthest(), reached)
         self._reached[rank] = reached
-        self._front = self._last = None
 
     def join_all(self, ranks: Iterable[int], next_seq: int = 0) -> None:
         """Wait for these ranks, none of which is waited for yet."""
