@@ -1,0 +1,81 @@
+"""What holds in the end of a simulated job over nodes, whatever was lost and whoever died."""
+
+from __future__ import annotations
+
+from tests.cluster.simulation import Simulation
+
+JUDGED = 100
+"""Steps of which each is judged once all is well: most of a minute."""
+LATE = 10
+"""Steps that may be on their way."""
+
+
+def check_all(simulation: Simulation) -> None:
+    """What holds of every simulation that was played, and more where nobody died."""
+    check_incidents(simulation)
+    check_jobs(simulation)
+    check_steps(simulation)
+    if not simulation.deaths:
+        check_ids(simulation)
+    if not simulation.deaths and not simulation.cuts:
+        check_restarts(simulation)
+        check_all_steps(simulation)
+
+
+def check_incidents(simulation: Simulation) -> None:
+    """All is told, and nothing is open that is over, or open twice."""
+    by_nodes = {(node.number, identity) for node in simulation.nodes for identity in node.self_told}
+    firing = {
+        (node.number, case.id) for node in simulation.nodes for case in node.history.values() if case.state == "firing"
+    }
+    assert simulation.told | by_nodes >= set(simulation.faults), "a case was told by no page"
+    assert not [node.pages for node in simulation.nodes if "firing" in node.pages.values()]
+    lead = simulation.find_acting()
+    assert lead is not None, "no coordinator acts"
+    assert {node.daemon.election.leader for node in simulation.nodes if node.daemon} == {lead.coordinator.node}
+    incidents = lead.coordinator.incidents
+    held = {key for incident in incidents for key, c in incident.cases.items() if c.state == "firing"}
+    assert held == firing
+    still = [case for case in simulation.pages.values() if case.state == "firing"]
+    assert {case.id for case in still} == {one.id for one in incidents if one.firing}
+    assert len({case.alert for case in still}) == len(still), "two pages of one alert"
+
+
+def check_jobs(simulation: Simulation) -> None:
+    """What every node began, it began after the same fault as the others; in the end all run the same start, or none
+    runs."""
+    longest = max((one.begun for one in simulation.supervisors), key=len)
+    for one in simulation.supervisors:
+        assert one.begun == longest[: len(one.begun)], "begun after different faults"
+        assert len(one.begun) == one.start
+    assert {one.runs for one in simulation.supervisors} == {not any(one.gone for one in simulation.supervisors)}
+
+
+def check_steps(simulation: Simulation) -> None:
+    """In the end every step of every rank is judged."""
+    lead = simulation.find_acting()
+    assert lead is not None
+    last = lead.judged[-JUDGED:]
+    assert [step.seq for step in last] == list(range(last[0].seq, last[0].seq + JUDGED)), "a step was not judged"
+    assert {len(step.ranks) for step in last} == {2 * simulation.expected}
+    assert last[-1].seq > simulation.trained - LATE
+
+
+def check_ids(simulation: Simulation) -> None:
+    """A fault has one id. Where the role moved, the next coordinator may not know what the former told at last."""
+    moved = len(simulation.coordinators) > 1
+    assert moved or [ids for ids in simulation.ids.values() if len(ids) > 1] == []
+
+
+def check_restarts(simulation: Simulation) -> None:
+    """Every fault ends in the next start of all nodes."""
+    assert not any(one.gone for one in simulation.supervisors)
+    assert min(simulation.faults_of_jobs, 1) <= simulation.supervisors[0].start <= simulation.faults_of_jobs
+
+
+def check_all_steps(simulation: Simulation) -> None:
+    """No step was left out."""
+    lead = simulation.find_acting()
+    assert lead is not None
+    first = 0 if len(simulation.coordinators) == 1 else lead.judged[0].seq
+    assert [step.seq for step in lead.judged] == list(range(first, first + len(lead.judged))), "a step was lost"
