@@ -212,11 +212,12 @@ class RankConsensus:
         rank, world = self._place
         if world == 1:
             return
-        self._write(promise, f"ends-{rank}", _GO)
         awaited, until = {f"ends-{r}" for r in range(world)}, time.monotonic() + seconds
-        while awaited and time.monotonic() < until:
-            awaited -= self._read(promise, sorted(awaited)).keys()
-            time.sleep(_POLL_SECONDS_LATER if awaited else 0)
+        with contextlib.suppress(InDoubt):  # the rank that has the store may be the first to see that all are ready
+            self._write(promise, f"ends-{rank}", _GO)
+            while awaited and time.monotonic() < until:
+                awaited -= self._read(promise, sorted(awaited)).keys()
+                time.sleep(_POLL_SECONDS_LATER if awaited else 0)
 
     def close(self) -> None:
         """Let go of what the words are kept in."""

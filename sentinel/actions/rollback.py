@@ -59,6 +59,11 @@ def quiet(terms: wire.RollbackTerms) -> int:
     return max(QUIET_MARGINS * terms.margin, terms.keep * terms.every + terms.margin)
 
 
+def explain_stopped(reason: str) -> str:
+    """What a case says for which nothing can be done any more. `reason`: why all ranks left."""
+    return f"nothing: all ranks have ended training, by {reason}"
+
+
 class RollbackListener(Protocol):
     """Learns how rollbacks end."""
 
@@ -121,7 +126,7 @@ class RollbackAction:
         if terms is None:
             return
         if self.stopped:
-            case.done += (self._explain_stopped(),)
+            case.done += (explain_stopped(self.stopped),)
             return
         if self._current is not None:
             case.done += (WAITS,)
@@ -153,7 +158,7 @@ class RollbackAction:
     def stop(self, case: Case, now: float) -> None:
         """Have all ranks leave the run for this case. Nothing is under way."""
         if self.stopped:
-            case.done += (self._explain_stopped(),)
+            case.done += (explain_stopped(self.stopped),)
         elif why := self._attempt.absence or self._find_unable():
             case.done += (f"not stopped: {why}",)
         else:
@@ -168,9 +173,6 @@ class RollbackAction:
                     f"backward pass, or its training-sentinel ({rank.hello.version}) is older than this action"
                 )
         return ""
-
-    def _explain_stopped(self) -> str:
-        return f"nothing: all ranks have ended training, by {self.stopped}"
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""

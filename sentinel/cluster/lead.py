@@ -140,7 +140,7 @@ class Lead:
     def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
         number, nodes = self._run.attempt.number, self.coordinator.expected
         if self._rollbacks is None or self._rollbacks.attempt != number:
-            self._rollbacks = JobRollbacks(number, self._identity, nodes, relay.done)
+            self._rollbacks = JobRollbacks(number, self._identity, nodes, relay.done, relay.stopped)
         job = self._rollbacks
         for known in self.coordinator.nodes.values():
             state = known.state(now)

@@ -454,7 +454,7 @@ class Membership:
 
     def _report_rollback(self) -> NodeRollback | None:
         relay = self._find_relay()
-        return relay.report() if relay is not None and relay.terms is not None else None
+        return relay.report() if relay is not None else None
 
     def _tell_alone(self, now: float, *, leaving: bool = False) -> None:
         for case in self._node.take_untold(now, leaving=leaving):

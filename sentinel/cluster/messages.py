@@ -46,6 +46,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     over: bool = False
     """Its process ended."""
     last_seq: Integer
+    version: Name = ""
+    """Of its training-sentinel."""
+    takes_stop: bool = False
+    """It can leave at a step that is agreed on."""
     held: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
     """Seqs of its newest snapshots."""
     terms: wire.RollbackTerms | None = None
@@ -55,7 +59,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRollback(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node's ranks stand towards a rollback of all, and what it asks for."""
+    """Where a node's ranks stand towards a rollback or a stop of all, and what it asks for."""
 
     attempt: Integer
     step_offset: Integer
@@ -68,12 +72,16 @@ class NodeRollback(msgspec.Struct, frozen=True, kw_only=True):
     """Those whose rule asks for a rollback, as far as a snapshot that is held may be of their steps."""
     asks: Annotated[tuple[Name, ...], _CASES] = ()
     """Ids of those for which one is wanted now."""
+    followed: Annotated[tuple[Name, ...], _CASES] = ()
+    """Ids of these for which all ranks are to leave where none goes back."""
+    stops: Annotated[tuple[Case, ...], _CASES] = ()
+    """Cases for which all ranks are to leave now."""
     withholds: bool = False
     """Whether it sees signs for which no snapshot is to be taken."""
 
 
 class CaseWords(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator does about a node's case that asked for a rollback."""
+    """What the coordinator does about a node's case that asked for a rollback or a stop."""
 
     node: Ordinal
     case: Name

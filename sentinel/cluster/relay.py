@@ -1,6 +1,6 @@
-"""A node's part in a rollback of all nodes' ranks: it asks for one and passes orders on. It decides none.
+"""A node's part in a rollback or a stop of all nodes' ranks: it asks for one and passes orders on. It decides none.
 
-What its own ranks came to is proof enough for it: they restore only where the ranks of all nodes do.
+What its own ranks came to is proof enough for it: they restore, or leave, only where the ranks of all nodes do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from sentinel import wire
 from sentinel.actions.held_snapshots import ACTION, HeldSnapshots, RollbackCases
-from sentinel.actions.rollback import WAITS
+from sentinel.actions.rollback import NO_SNAPSHOT, WAITS, explain_stopped
 from sentinel.actions.rollback_state import Outcome, Phase, Saved
 from sentinel.cluster.messages import NodeRollback, RankReport, RollbackOrder, shorten_case
 from sentinel.diagnose.case import Case
@@ -18,7 +18,7 @@ from sentinel.runs import Attempt, Rank, RankLink
 
 ASK_SECONDS = 30.0
 """How long a word of the coordinator is waited for, once a rollback was asked of it."""
-ASKED = "rolling back: asked of the job's coordinator"
+ASKED = "asked of the job's coordinator"
 """What a case says until there is a word."""
 APART = "the nodes of this job do not meet (docs/cluster.md)"
 HELD, CASES = 64, 16
@@ -36,24 +36,32 @@ class RelayListener(Protocol):
 
 
 class _Ask:
-    """A case for which a rollback is asked of the coordinator."""
+    """A case for which a rollback or a stop is asked of the coordinator."""
 
-    def __init__(self, case: Case, now: float) -> None:
-        self.case, self.since = case, now
+    def __init__(self, case: Case, now: float, *, stops: bool) -> None:
+        self.case, self.since, self.stops = case, now, stops
         self.words: tuple[str, ...] = ()
         """The coordinator's."""
+        self.answered = False
+        """Whether there was a word of the coordinator."""
+        self.put(f"{'stopping' if stops else 'rolling back'}: {ASKED}")
+
+    @property
+    def refusal(self) -> str:
+        """How words begin that say why it was not done."""
+        return f"not {'stopped' if self.stops else 'rolled back'}: "
 
     def put(self, *words: str) -> bool:
         """Have the case say these; whether it said others before."""
-        former = {WAITS, ASKED, *self.words}
+        former = {WAITS, *self.words}
         before, self.words = self.case.done, words
-        kept = (text for text in before if text not in former and not text.startswith("rolling back"))
+        kept = (text for text in before if text not in former and not text.startswith(("rolling back", "stopping")))
         self.case.done = (*kept, *words)
         return self.case.done != before
 
 
 class RelayedRollback:
-    """The action `rollback` of one attempt, on one node of several."""
+    """The action `rollback` of one attempt, on one node of several. It leads the node's ranks through a stop, too."""
 
     name = ACTION
 
@@ -73,7 +81,13 @@ class RelayedRollback:
         """Rank -> its last answers."""
         self._withholds = False
         self._followed = 0
-        """Id of the last rollback that this node took note of."""
+        """Id of the last rollback or stop that this node took note of."""
+        self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
+        """Whether a case has all ranks leave at one step, by its rule, where it is not rolled back."""
+        self.stopped = ""
+        """Why all ranks left the run; empty: they did not."""
+        self._stop_reason = ""
+        """Why they would, by the last commit."""
         self._done: list[Outcome] = []
 
     @property
@@ -105,9 +119,18 @@ class RelayedRollback:
         if self.apart:
             case.done += (f"not rolled back: {self.apart}",)
             return
-        ask = self._asked[case.id] = _Ask(case, now)
-        ask.put(ASKED)
+        self._asked[case.id] = _Ask(case, now, stops=False)
         self.pass_on()
+
+    def stop(self, case: Case, now: float) -> None:
+        """Ask that all ranks leave the run for this case. Nothing is under way."""
+        if self.stopped:
+            case.done += (explain_stopped(self.stopped),)
+        elif self.apart:
+            case.done += (f"not stopped: {self.apart}",)
+        else:
+            self._asked[case.id] = _Ask(case, now, stops=True)
+            self.pass_on()
 
     def withhold(self, names: Sequence[str]) -> tuple[str, ...]:
         """`names`: rules of this node for which no snapshot is taken now. The same of the job: a snapshot that one
@@ -118,14 +141,17 @@ class RelayedRollback:
         nodes = self._order.withholding if self._order is not None and not self.apart else ()
         return (*names, *(f"node {node}" for node in nodes if node != self._node))
 
-    def report(self) -> NodeRollback:
-        """For the coordinator."""
+    def report(self) -> NodeRollback | None:
+        """For the coordinator; None where there is nothing to say: no rollback is armed, and none asks for a stop."""
+        if self.terms is None and not self._asked and self._order is None:
+            return None
         attempt, offset = self._attempt, self._attempt.step_offset
         stage = attempt.stages[-1:]
         oldest = min(attempt.held, default=0) + offset
+        rolls = {identity: ask.case for identity, ask in self._asked.items() if not ask.stops}
         cases = [
             shorten_case(case)
-            for case in self._cases.list_asking(ACTION)
+            for case in (self._cases.list_asking(ACTION) if self.terms is not None else ())
             if case.state == "firing" or (case.state == "resolved" and (case.resolved_step or case.step) >= oldest)
         ]
         return NodeRollback(
@@ -136,7 +162,9 @@ class RelayedRollback:
             stage_seq=attempt.stage_seq,
             ranks=tuple(self._report_rank(number, rank) for number, rank in sorted(attempt.ranks.items())),
             cases=tuple(sorted(cases, key=lambda case: (case.state == "firing", case.time))[-CASES:]),
-            asks=tuple(self._asked),
+            asks=tuple(rolls),
+            followed=tuple(identity for identity, case in rolls.items() if self.is_followed_by_stop(case)),
+            stops=tuple(shorten_case(ask.case) for ask in self._asked.values() if ask.stops),
             withholds=self._withholds,
         )
 
@@ -144,8 +172,11 @@ class RelayedRollback:
         """What the coordinator says now; None: a coordinator that knows of no rollback."""
         if order is not None and order.attempt != self._attempt.number:
             order = None
-        before, self._order = self._message, order
+        before, called = self._message, self._order is None and order is not None
+        self._order = order
         message = self._message
+        if isinstance(message, wire.Commit):
+            self._stop_reason = message.reason
         if message != before:
             if isinstance(before, wire.Prepare) and not _is_about(message, before.id):
                 self._broadcast(wire.Abort(id=before.id, reason="it is not asked for any more"))
@@ -154,6 +185,8 @@ class RelayedRollback:
         for words in order.words if order is not None else ():
             if words.node == self._node and words.case in self._asked:
                 self._take_words(words.case, words.done, over=words.over)
+        if called:  # where its ranks stand is wanted, though this node asks for nothing
+            self.pass_on()
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""
@@ -188,9 +221,9 @@ class RelayedRollback:
             self.take_order(None, now)
         for identity, ask in list(self._asked.items()):
             if self.apart:
-                self._take_words(identity, (f"not rolled back: {self.apart}",), over=True)
-            elif ask.words == (ASKED,) and now - ask.since > ASK_SECONDS:
-                words = f"not rolled back: no word of the job's coordinator in {ASK_SECONDS:.0f} s"
+                self._take_words(identity, (ask.refusal + self.apart,), over=True)
+            elif not ask.answered and now - ask.since > ASK_SECONDS:
+                words = f"{ask.refusal}no word of the job's coordinator in {ASK_SECONDS:.0f} s"
                 self._take_words(identity, (words,), over=True)
 
     def save_state(self) -> Saved:
@@ -217,6 +250,8 @@ class RelayedRollback:
             state=rank.state,
             over=rank.ending is not None,
             last_seq=rank.last_seq,
+            version=rank.hello.version,
+            takes_stop=rank.hello.takes_stop,
             held=tuple(sorted(rank.snapshots)[-HELD:]),
             terms=rank.hello.rollback,
             prepared=prepared if prepared is not None and _is_about(self._message, prepared.id) else None,
@@ -226,16 +261,17 @@ class RelayedRollback:
     def _take_words(self, identity: str, words: tuple[str, ...], *, over: bool) -> None:
         """What the coordinator does about a case of this node."""
         ask = self._asked[identity]
+        ask.answered = True
         changed = ask.put(*words)
         if over:
             del self._asked[identity]
-            reason = words[-1].removeprefix("not rolled back: ") if words else "the coordinator did nothing"
-            self._listener.end_rollback(ask.case, Outcome(False, ask.case.alert, reason=reason))
+            reason = words[-1].removeprefix(ask.refusal) if words else "the coordinator did nothing"
+            self._listener.end_rollback(ask.case, Outcome(False, ask.case.alert, reason=reason, stops=ask.stops))
         elif changed:
             self._cases.record_action(ask.case)
 
     def _follow(self) -> None:
-        """If all ranks of this node went back, those of all nodes did."""
+        """If all ranks of this node went back, or leave, those of all nodes do."""
         answers = [self._restored.get(rank.identity.rank) for rank in self._attempt.live]
         first = answers[0] if answers else None
         if first is None or first.id == self._followed or not self._has_answers(first.id):
@@ -244,13 +280,19 @@ class RelayedRollback:
         if not all(answer.ok for answer in given):
             return
         self._followed, order, offset = first.id, self._order, self._attempt.step_offset
-        done = f"rolled back to step {first.to + offset} at the exit of step {first.at + offset}"
+        stops = first.to == NO_SNAPSHOT
         missing = next((f" ({answer.reason})" for answer in given if answer.reason), "")
+        if stops:
+            self.stopped = self._stop_reason or "an order of the job's coordinator"
+            done = f"stopped: all ranks ended training at the exit of step {first.at + offset}"
+        else:
+            done = f"rolled back to step {first.to + offset} at the exit of step {first.at + offset}"
         outcome = Outcome(
             True, order.alert if order is not None else "", first.to, first.at,
-            max(answer.seconds for answer in given), missing, order.sign if order is not None else -1,
+            max(answer.seconds for answer in given), missing, order.sign if order is not None else -1, stops,
         )  # fmt: skip
-        self._done.append(outcome)
+        if not stops:
+            self._done.append(outcome)
         asked, self._asked = self._asked, {}
         for ask in asked.values():
             ask.put(done + missing)

@@ -1,17 +1,19 @@
-"""The coordinator's rollback: of the ranks of all nodes, or of none. No network, no clock.
+"""The coordinator's rollback, or stop: of the ranks of all nodes, or of none. No network, no clock.
 
-    a node reports   its ranks, their snapshots, its cases that ask for a rollback      with each pulse, and at once
+    a node reports   its ranks, their snapshots, its cases that ask for either          with each pulse, and at once
     an order         Prepare, Commit, Abort or Stop, for all ranks of all nodes         with each beat, and at once
     a node reports   its ranks' promises, and what came of the restore
 
-What decides is the action that does so for one node (`RollbackAction`), over the ranks that the nodes report. It holds
-only until the ranks' own vote, which needs no daemon: a coordinator that dies takes along what it was about to order,
-and no rank restores alone.
+What decides are the actions that do so for one node (`RollbackAction`, `StopAction`), over the ranks that the nodes
+report. It holds only until the ranks' own vote, which needs no daemon: a coordinator that dies takes along what it was
+about to order, and no rank restores or leaves alone.
+
+A node on which no rollback is armed reports once there is an order, be it without a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -19,6 +21,7 @@ from sentinel import wire
 from sentinel.actions.held_snapshots import ACTION
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.actions.stop import StopAction
 from sentinel.cluster.messages import CaseWords, NodeRollback, RankReport, RollbackOrder
 from sentinel.diagnose.case import Case
 from sentinel.runs import Ending, NoRanks, Rank, Stage
@@ -45,7 +48,7 @@ class JobRanks(RankSet):
 
     def take(self, node: int, report: NodeRollback | None, trouble: str, now: float) -> list[int]:
         """A node's report; `trouble`: why it is not counted on, if so. Returns the ranks that left since the last."""
-        self._silent[node] = trouble or ("" if report is not None else "has not armed rollback on all of its ranks")
+        self._silent[node] = trouble or ("" if report is not None else "has not said where its ranks stand")
         if report is None or trouble:
             for number in self._numbers(node):
                 self.ranks[number].state = "lost"
@@ -62,6 +65,14 @@ class JobRanks(RankSet):
         if unheard := self._nodes - len(self._silent):
             missing.append(f"{unheard} node{'s' if unheard > 1 else ''} never heard")
         return join_names(missing, NAMED) or super().absence
+
+    @property
+    def unarmed(self) -> str:
+        """On which nodes rollback is not armed; empty: on none."""
+        nodes = sorted({rank.identity.node for rank in self.live if rank.hello.rollback is None})
+        has = "have" if len(nodes) > 1 else "has"
+        named = join_names([f"node {node}" for node in nodes], NAMED)
+        return f"{named} {has} not armed rollback on all ranks" if nodes else ""
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -89,8 +100,9 @@ class JobRanks(RankSet):
     def _rank(self, node: int, one: RankReport, report: NodeRollback, now: float) -> Rank:
         identity = msgspec.structs.replace(self._identity, rank=one.rank, node=node)
         hello = wire.Hello(
-            version="", identity=identity, step_offset=report.step_offset, rollback=one.terms, snapshots=one.held
-        )
+            version=one.version, identity=identity, step_offset=report.step_offset, rollback=one.terms,
+            snapshots=one.held, takes_stop=one.takes_stop,
+        )  # fmt: skip
         rank = Rank(hello, now)
         rank.state, rank.last_seq = one.state, one.last_seq
         rank.ending = Ending(now, None, oom=False) if one.over else None
@@ -109,27 +121,36 @@ class _Orders(NoRanks):
 
 
 class JobCase:
-    """One alert that fires and asks for a rollback, on one node or several."""
+    """One alert that fires and asks for a rollback, or for a stop, on one node or several."""
 
     def __init__(self, case: Case, now: float) -> None:
         self.case, self.since = case, now
         self.asking: set[Asked] = set()
         self.fired = False
-        """Whether a rollback was begun or refused."""
+        """Whether it was begun or refused."""
+        self.is_followed_by_stop = False
+        """Whether all ranks are to leave where they are not rolled back."""
 
 
 class JobRollbacks:
     """Of one attempt of a job."""
 
-    def __init__(self, attempt: int, identity: wire.Identity, nodes: int, done: Sequence[Outcome] = ()) -> None:
-        """`done`: the rollbacks of this attempt so far."""
+    def __init__(
+        self, attempt: int, identity: wire.Identity, nodes: int, done: Sequence[Outcome] = (), stopped: str = ""
+    ) -> None:
+        """`done`: the rollbacks of this attempt so far. `stopped`: why all ranks left; empty: they did not."""
         self.attempt = attempt
         self.ranks = JobRanks(identity, nodes)
         self._orders = _Orders()
         self._action = RollbackAction(self.ranks, self._orders, self, self)
         self._action.resume(Saved(tuple(done)), {}, 0.0)
+        self._action.stopped = stopped
+        self._action.is_followed_by_stop = self._is_followed_by_stop
+        self._stop = StopAction(self._action, self)
         self._firing: dict[str, JobCase] = {}
-        """By alert."""
+        """By alert: those that ask for a rollback."""
+        self._stopping: dict[str, JobCase] = {}
+        """The same of those that ask for a stop."""
         self._others: dict[int, list[Case]] = {}
         """Node -> its cases that are over, or for which nothing more is done."""
         self._settled: set[Asked] = set()
@@ -169,18 +190,24 @@ class JobRollbacks:
         if self.ranks.stage_seq > self._stage_seq:
             self._stage_seq = self.ranks.stage_seq
             self._action.begin_stage(now)
-        for asked in list(self._firing.values()):
-            patient = self.ranks.absence and now - asked.since < ARRIVAL_SECONDS
-            if asked.asking and not asked.fired and not patient:
-                asked.fired = True
+        for asked in self._list_due(self._firing, now):
+            if unarmed := "" if self.ranks.absence else self.ranks.unarmed:
+                asked.case.done += (f"not rolled back: {unarmed}",)
+            else:
                 self._action.fired(asked.case, now)
+        for asked in self._list_due(self._stopping, now):
+            self._stop.fired(asked.case, now)
         self._action.tick(now)
+        self._stop.tick(now)
 
-    def make_order(self) -> RollbackOrder:
-        """For all nodes: the last order, and what is done about their cases."""
+    def make_order(self) -> RollbackOrder | None:
+        """For all nodes: the last order, and what is done about their cases. None: no node has asked for anything, or
+        armed a rollback."""
+        if not self.ranks.ranks:
+            return None
         words = tuple(
-            CaseWords(node=node, case=case, done=asked.case.done, over=not self._action.handles(asked.case))
-            for asked in self._firing.values()
+            CaseWords(node=node, case=case, done=asked.case.done, over=not self._handles(asked.case))
+            for asked in (*self._firing.values(), *self._stopping.values())
             for node, case in sorted(asked.asking)
             if asked.fired
         )
@@ -191,24 +218,49 @@ class JobRollbacks:
             withholding=self.ranks.withholding,
         )  # fmt: skip
 
+    def _list_due(self, firing: dict[str, JobCase], now: float) -> list[JobCase]:
+        """Those whose turn has come. A node that is missing is waited for, for a while."""
+        patience = ARRIVAL_SECONDS if self.ranks.absence else 0.0
+        due = [asked for asked in firing.values() if not asked.fired and now - asked.since >= patience]
+        for asked in due:
+            asked.fired = True
+        return due
+
+    def _handles(self, case: Case) -> bool:
+        return self._action.handles(case) or self._stop.awaits_turn(case)
+
+    def _is_followed_by_stop(self, case: Case) -> bool:
+        return any(asked.case is case and asked.is_followed_by_stop for asked in self._firing.values())
+
     def _take_cases(self, node: int, report: NodeRollback, now: float) -> None:
         firing = {case.id: case for case in report.cases if case.state == "firing"}
-        self._settled -= {key for key in self._settled if key[0] == node and key[1] not in firing}
+        stopping = {case.id: case for case in report.stops}
+        known = firing.keys() | stopping.keys()
+        self._settled -= {key for key in self._settled if key[0] == node and key[1] not in known}
         unasked = (case for case in report.cases if case.id not in report.asks)
         self._others[node] = [case for case in unasked if (node, case.id) not in self._settled]
+        self._take_asks(self._firing, node, report.asks, firing, now)
+        self._take_asks(self._stopping, node, tuple(stopping), stopping, now)
         for asked in self._firing.values():
-            asked.asking -= {key for key in asked.asking if key[0] == node and key[1] not in report.asks}
-        for identity in report.asks:
+            asked.is_followed_by_stop |= any((node, identity) in asked.asking for identity in report.followed)
+
+    def _take_asks(
+        self, known: dict[str, JobCase], node: int, asks: Sequence[str], firing: Mapping[str, Case], now: float
+    ) -> None:
+        """What a node asks for now: of one kind, which is `known` by alert so far."""
+        for asked in known.values():
+            asked.asking -= {key for key in asked.asking if key[0] == node and key[1] not in asks}
+        for identity in asks:
             case = firing.get(identity)
             if case is None or (node, identity) in self._settled:
                 continue
-            asked = self._firing.setdefault(case.alert, JobCase(case, now))
+            asked = known.setdefault(case.alert, JobCase(case, now))
             asked.asking.add((node, identity))
             asked.case.first_seq = min(asked.case.first_seq, case.first_seq)
-        for alert, asked in list(self._firing.items()):
+        for alert, asked in list(known.items()):
             if not asked.asking:
                 asked.case.state = "resolved"  # its turn does not come any more
-                del self._firing[alert]
+                del known[alert]
 
     # What the action knows of the incidents, and who learns how it ends.
 
@@ -226,9 +278,10 @@ class JobRollbacks:
         """Nothing: the next coordinator asks the nodes, and what is not decided by then is aborted."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
-        """All ranks went back, which ends all that fires; or none did, which the cases say."""
-        if outcome.ok:
-            for asked in self._firing.values():
+        """All ranks went back, which ends all that fires; or they left, or none did either, which the cases say."""
+        if outcome.ok and not outcome.stops:
+            for asked in (*self._firing.values(), *self._stopping.values()):
                 self._settled |= asked.asking
                 asked.case.state = "rolled_back"
             self._firing.clear()
+            self._stopping.clear()

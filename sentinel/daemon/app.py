@@ -232,7 +232,8 @@ class Daemon:
                 return peer.close()  # it says hello again
             watch, untold = self._begin_run(run, opened, hello, now)
         rank = watch.ingest.hello(hello, now, 0 if hello.ended else peer.pid)
-        if hello.stop_on != watch.incidents.stop_on and hello.identity.rank == 0:  # another start of the script
+        is_first = hello.identity.rank == min(watch.run.attempt.ranks)  # of this node
+        if hello.stop_on != watch.incidents.stop_on and is_first:  # another start of the script
             watch.incidents.stop_on = hello.stop_on
             watch.incidents.replace_rules(self._rules, now)
         # Before the old connection's end is seen: the rank lives on in this one.

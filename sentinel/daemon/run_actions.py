@@ -55,10 +55,8 @@ class RunActions:
             self.rollback.pass_on = lambda: self.pass_on()
         else:
             self.rollback = RollbackAction(attempt, link, incidents, self)
-        leader = self.rollback if isinstance(self.rollback, RollbackAction) else None
-        self.stop = StopAction(leader, incidents)
-        if leader is not None:
-            leader.is_followed_by_stop = lambda case: self._asks(case, StopAction.name)
+        self.rollback.is_followed_by_stop = lambda case: self._asks(case, StopAction.name)
+        self.stop = StopAction(self.rollback, incidents)
         self.restart = RestartAction(attempt, incidents, stacks, self._supervisor)
         self.evidence = EvidenceRequests(attempt, link, incidents)
         self.publishing = Publishing(self._context)
@@ -153,15 +151,13 @@ class RunActions:
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         """The rollback for this case ended, or the stop."""
-        kind = self.stop.name if outcome.stops else self.rollback.name
-        self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
-        if outcome.ok and not outcome.stops:
-            self.publishing.rewound(outcome.to)
-            self._incidents.rewind([case], outcome, case.done[-1])
-        elif not outcome.ok:
-            self._context.tell(f"{case.alert}: {case.done[-1]}")
-            if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # else it goes on in another way
-                self.restart.fired(case, time.monotonic())
+        if outcome.ok:
+            self.follow_rollback([case], outcome, case.done[-1])
+            return
+        self._record_outcome(outcome)
+        self._context.tell(f"{case.alert}: {case.done[-1]}")
+        if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # else it goes on in another way
+            self.restart.fired(case, time.monotonic())
         self._incidents.record_action(case)
         self._incidents.preserve()
 
@@ -170,13 +166,18 @@ class RunActions:
         return self.rollback if isinstance(self.rollback, RelayedRollback) else None
 
     def follow_rollback(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """All ranks of all nodes went back; `cases` of this node asked for it."""
-        self._context.record_event(outcome.at, "rollback", **msgspec.to_builtins(outcome))
-        self.publishing.rewound(outcome.to)
-        self._incidents.rewind(cases, outcome, done)
+        """All ranks went back, or left, of all nodes; `cases` of this node asked for it."""
+        self._record_outcome(outcome)
+        if not outcome.stops:
+            self.publishing.rewound(outcome.to)
+            self._incidents.rewind(cases, outcome, done)
         for case in cases:
             self._incidents.record_action(case)
         self._incidents.preserve()
+
+    def _record_outcome(self, outcome: Outcome) -> None:
+        kind = self.stop.name if outcome.stops else self.rollback.name
+        self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
 
     def save_state(self) -> Saved:
         """What a daemon that takes over has to know of the rollbacks."""

@@ -38,18 +38,21 @@ class Job:
         meeting: str,
         master: str = "",
         within: Sequence[Sequence[str]] = ((), ()),
+        program: str = "rolling_nodes",
+        text: str = rolling.RULES,
     ) -> None:
         """`ranks`: of each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's store.
-        `within`: words before each node's command."""
+        `within`: words before each node's command. `program` of tests/programs, and its first word: `way`. `text` of
+        the rules."""
         self.root, self.world = root, NODES * ranks
         rules = root / "rules.yaml"
-        rules.write_text(rolling.RULES)
+        rules.write_text(text)
         host, _, port = (master or free_address()).rpartition(":")
         self.nodes = []
         for node in range(NODES):
             torchrun = (
                 f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
-                f" --master-addr {host} --master-port {port} -m tests.programs.rolling_nodes"
+                f" --master-addr {host} --master-port {port} -m tests.programs.{program}"
             )
             environment = {
                 **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RULES": str(rules),

@@ -136,6 +136,23 @@ def test_a_connection_that_died_since_the_last_rollback_is_made_again(ranks: Ran
     assert ranks.each(act) == [""] * WORLD
 
 
+def test_ranks_that_leave_wait_for_each_other_and_no_longer_than_the_store_lives(ranks: Ranks) -> None:
+    """The third rank, which has the store, ends after the vote: the others leave, too."""
+    voted = threading.Barrier(WORLD)
+
+    def act(rank: int) -> str:
+        consensus = ranks.consensus(10.0)
+        reason = consensus.ask_ranks(PROMISE, True, 0.0)
+        voted.wait()
+        if rank == 2:
+            ranks.end_store()
+        else:
+            consensus.await_ranks(PROMISE, 60.0)
+        return reason or "left"
+
+    assert ranks.each(act) == ["left"] * WORLD
+
+
 def test_a_rank_in_doubt_does_not_train_on(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     ranks.here.rank = 0
     model = nn.Linear(2, 1)

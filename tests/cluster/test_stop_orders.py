@@ -1,0 +1,188 @@
+"""Who has the ranks of all nodes leave, and what keeps them: the nodes' daemons without a network."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from sentinel import wire
+from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
+from sentinel.cluster.relay import APART
+from sentinel.cluster.rollback import ARRIVAL_SECONDS
+from sentinel.diagnose.case import Case
+from tests.cluster.test_rollback_orders import SIGN, SILENT, TERMS, Job, Loop, Node, vote
+from tests.diagnose.test_evidence import case
+
+
+def unarmed(number: int, *, takes_stop: bool = True) -> Node:
+    """A node whose rank has no rollback."""
+    node = Node(number)
+    node.rank.hello = msgspec.structs.replace(node.rank.hello, rollback=None, takes_stop=takes_stop)
+    return node
+
+
+def make_job(*, armed: bool = False) -> Job:
+    job = Job(unarmed(0), unarmed(1))
+    for node in job.nodes if armed else ():
+        node.rank.hello = msgspec.structs.replace(node.rank.hello, rollback=TERMS)
+    return job
+
+
+def call_stop(node: Node, identity: str = "0.1") -> Case:
+    """A rule of this node fires, and asks that all leave."""
+    fired = msgspec.structs.replace(case("NonFiniteLoss"), id=identity, first_seq=SIGN)
+    node.relay.stop(fired, 0.0)
+    return fired
+
+
+def leave(job: Job) -> None:
+    """All ranks have the commit, and say that they leave."""
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
+    for node in job.nodes:
+        node.restore()
+        job.exchange()
+
+
+def test_a_job_in_which_nobody_asks_for_a_stop_reports_nothing() -> None:
+    job = make_job()
+    job.exchange()
+    assert [node.relay.report() for node in job.nodes] == [None, None]
+
+
+def test_all_nodes_leave_at_one_step_and_each_knows_why() -> None:
+    job = make_job()
+    asked = call_stop(job.nodes[1])
+    assert asked.done == ("stopping: asked of the job's coordinator",)
+    job.exchange()
+    assert not job.told(wire.Prepare), "where the ranks of the other node stand is not known yet"
+    job.exchange()
+    first, second = job.told(wire.Prepare)
+    assert first == second
+    assert (first.stops, first.to) == (True, -1)
+    assert asked.done == (f"stopping all ranks at step {first.at}",)
+    leave(job)
+    assert {commit.reason for commit in job.told(wire.Commit)} == {f"NonFiniteLoss: {asked.summary}"}
+    assert asked.done == (f"stopped: all ranks ended training at the exit of step {first.at}",)
+    assert [node.relay.stopped for node in job.nodes] == [f"NonFiniteLoss: {asked.summary}"] * 2
+    assert [(o.ok, o.stops, o.at) for node in job.nodes for o in node.followed] == [(True, True, first.at)] * 2
+    assert job.nodes[0].relay.done == ()
+    job.restart_coordinator()
+    late = call_stop(job.nodes[1], "0.2")
+    job.exchange()
+    assert late.done[-1].startswith("nothing: all ranks have ended training, by NonFiniteLoss")
+
+
+def test_a_node_alone_stops_nothing() -> None:
+    node = unarmed(1)
+    node.relay.apart = APART
+    assert call_stop(node).done == (f"not stopped: {APART}",)
+    node.relay.apart = ""
+    asked = call_stop(node)
+    node.relay.apart = "the coordinator is not heard"
+    node.relay.tick(1.0)
+    assert asked.done == ("not stopped: the coordinator is not heard",)
+    unheard = unarmed(1)
+    asked = call_stop(unheard)
+    unheard.relay.tick(31.0)
+    assert asked.done == ("not stopped: no word of the job's coordinator in 30 s",)
+    assert node.link.messages == unheard.link.messages == []
+
+
+def test_a_missing_node_is_named_and_no_rank_is_asked() -> None:
+    job = make_job()
+    asked = call_stop(job.nodes[0])
+    job.exchange(silent=SILENT)
+    job.exchange(ARRIVAL_SECONDS + 1, silent=SILENT)
+    assert asked.done == (f"not stopped: node 1 {SILENT}",)
+    assert job.nodes[0].failed == [f"node 1 {SILENT}"]
+    assert not job.told(wire.Prepare)
+
+
+def test_a_node_that_does_not_answer_in_time_means_none() -> None:
+    job = make_job()
+    asked, now = call_stop(job.nodes[0]), 0.0
+    job.exchange(now)
+    for _ in range(FRUITLESS + 2):
+        job.exchange(now)
+        if asked.done[-1].startswith("stopping"):
+            job.nodes[0].promise()
+        job.exchange(now)
+        now += PREPARE_SECONDS + 10
+    assert asked.done[-1].startswith("not stopped: no answer from rank 1 in")
+    assert not job.told(wire.Commit)
+    for node in job.nodes:
+        asked_for = {prepare.id for prepare in node.told(wire.Prepare)}
+        assert {abort.id for abort in node.told(wire.Abort)} == asked_for
+
+
+def test_a_rank_that_cannot_leave_keeps_those_of_all_nodes() -> None:
+    job = Job(unarmed(0), unarmed(1, takes_stop=False))
+    asked = call_stop(job.nodes[0])
+    job.exchange()
+    job.exchange()
+    assert "not stopped: rank 1 cannot leave at an agreed step" in asked.done[-1]
+    assert "its training-sentinel (t)" in asked.done[-1]
+    assert not job.told(wire.Prepare)
+
+
+def test_a_rollback_that_is_possible_comes_first_and_a_spent_budget_ends_in_a_stop() -> None:
+    job = make_job(armed=True)
+    broken = None
+    for round in range(TERMS.budget + 1):
+        for node in job.nodes:
+            node.relay.is_followed_by_stop = lambda case: True
+            broken = node.break_down(SIGN, identity=f"0.{round}")
+        job.exchange()
+        if round < TERMS.budget:
+            leave(job)
+    assert broken is not None
+    assert "which is the budget" in broken.done[-1]
+    assert not job.told(wire.Stop), "that would end the ranks with another status"
+    for node in job.nodes:
+        node.relay.stop(node.cases[-1], 0.0)
+    job.exchange()
+    leave(job)
+    assert broken.done[0].startswith("not rolled back: ")
+    assert broken.done[-1].startswith("stopped: all ranks ended training")
+    assert all(node.relay.stopped for node in job.nodes)
+
+
+def test_a_rollback_on_a_node_where_none_is_armed_is_refused_with_its_name() -> None:
+    job = make_job()
+    zero = job.nodes[0]
+    zero.rank.hello = msgspec.structs.replace(zero.rank.hello, rollback=TERMS)
+    broken = zero.break_down()
+    job.exchange()
+    job.exchange()
+    assert broken.done == ("not rolled back: node 1 has not armed rollback on all ranks",)
+
+
+@pytest.mark.sampled(50)
+@pytest.mark.parametrize("seed", range(200))
+def test_no_commit_without_all_promises_and_no_rank_leaves_alone(seed: int) -> None:
+    """Orders and reports are lost, the coordinator's daemon dies, ranks are late."""
+    chance, job, over = random.Random(seed), make_job(), set[int]()
+    loops = [Loop(node, chance) for node in job.nodes]
+    asked = [call_stop(node) for node in job.nodes if node.number == seed % 2 or chance.random() < 0.5]
+    for turn in range(120):
+        calm = turn >= 40
+        if not calm and chance.random() < 0.1:
+            job.restart_coordinator()
+        if calm or chance.random() < 0.8:
+            job.exchange(float(turn), cut=() if calm else [n for n in (0, 1) if chance.random() < 0.3])
+        for loop in loops:
+            if not loop.restored and (calm or chance.random() < 0.7):
+                loop.turn()
+        vote(loops, over)
+        for node in job.nodes:
+            committed = {commit.id for commit in node.told(wire.Commit)}
+            assert all(committed <= loop.promised for loop in loops)
+    assert loops[0].restored == loops[1].restored
+    assert len(loops[0].restored) <= 1
+    assert [bool(node.relay.stopped) for node in job.nodes] == [bool(loops[0].restored)] * 2
+    for one in asked:
+        assert one.done[-1].startswith(("stopped: ", "not stopped: ", "nothing: all ranks have ended")), one.done

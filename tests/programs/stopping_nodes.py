@@ -1,0 +1,65 @@
+"""Ranks on several nodes that a rule stops once FOLDER/break is there.
+
+    torchrun --nnodes N stopping_nodes.py SIGNAL FOLDER
+
+Only the last rank says that it broke, by SIGNAL: its node alone has an alert. `bad` has a rule that stops the run, the
+script names that of `told` in `stop_on`. What `monitor.on_stop` does is a collective over all ranks; of `bad`, nothing
+that ends, for which it has a second. Each rank leaves FOLDER/RANK.json: how many steps it did, the step that the
+function was given, the sum of all ranks' numbers, and the exit status that the loop saw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import sentinel
+from tests.programs.rolling import Training, everywhere
+from tests.programs.stopping import LAST_SECONDS
+
+LIMIT = 20_000
+"""Steps: about two minutes."""
+
+
+def main() -> None:
+    signal, folder = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    training, found = Training("ddp"), dict[str, Any](steps=0, step=None, sum=None, status=None)
+    last = training.rank == dist.get_world_size() - 1
+    monitor = sentinel.attach(training.net, training.optimizer, run="stopping", stop_on=["Told"])
+
+    def save(step: int) -> None:
+        found["step"] = step
+        total = torch.tensor([training.rank + 1])
+        dist.all_reduce(total)
+        found["sum"] = int(total)
+        if signal == "bad":
+            time.sleep(3600)
+
+    monitor.on_stop(save, seconds=LAST_SECONDS if signal == "bad" else 600.0)
+    broken = False
+    try:
+        for step in range(LIMIT):
+            broken = broken or everywhere((folder / "break").exists())
+            if last:
+                monitor.log(**{signal: float(broken)})
+            found["steps"] = step + 1
+            training.step(step)
+            if (folder / "stop").exists():
+                break
+            time.sleep(0.005)
+    except SystemExit as end:
+        found["status"] = end.code
+        raise
+    finally:
+        (folder / f"{training.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
