@@ -385,6 +385,14 @@ _ALL = (
         "four parameters: at least 1 unless the state was changed",
     ),
     _rank(
+        "second_moment_growth",
+        "ratio",
+        "min",
+        3,
+        "second moments over those at the last sample of tier 3, lowest of four parameters: 100 and more after a "
+        "gradient of some hundred times the usual",
+    ),
+    _rank(
         "lost_update_share",
         "ratio",
         "mean",
@@ -423,7 +431,7 @@ _ALL = (
         "adapter_ratio",
         "ratio",
         "min",
-        3,
+        2,
         "root mean square of LoRA's B over that of A, median over the adapters; absent without adapters",
         staged=True,
     ),
@@ -431,7 +439,7 @@ _ALL = (
         "adapter_rank_used",
         "1",
         "min",
-        3,
+        2,
         "directions of LoRA's product BA in use: participation ratio of its spectrum, median; absent without adapters",
     ),
     _rank(

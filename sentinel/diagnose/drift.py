@@ -26,6 +26,8 @@ _LEAST = 50
 """Norms that make a usual one."""
 _BETWEEN = 1024
 """Steps before the alert in which it is looked for: updates are sampled at every 256th step or more rarely."""
+_GROWN = 100.0
+"""Growth of the second moments after which updates are a tenth of what they were: Adam divides by the root."""
 _OUT_OF_LINE = 3.0
 
 
@@ -66,7 +68,7 @@ def optimizer_state(evidence: Evidence) -> Finding:
     sizes = [(seq, r / rate) for seq, r in evidence.series("update_ratio") if (rate := _rate(evidence, seq)) > 0]
     now = [size for seq, size in sizes if seq >= evidence.since] or [size for _, size in sizes[-3:]]
     past = [size for seq, size in sizes if seq < evidence.since][-20:]
-    if len(past) < 3 or not now or statistics.median(past) <= 0:
+    if not past or not now or statistics.median(past) <= 0:
         return Finding(NOT_KNOWN, "none", missing=("the size of updates before it",))
     ratio = statistics.median(now) / statistics.median(past)
     layers = _odd_layers(evidence, ratio)
@@ -74,10 +76,23 @@ def optimizer_state(evidence: Evidence) -> Finding:
     outlier = huge_gradient(evidence, evidence.until + 1)
     if ratio < 1 and outlier is not None:
         return finding(evidence.alert, "huge-gradient", ratio=ratio, layers=told, **outlier)
+    if ratio < 1 and (filled := _filled_moments(evidence)) is not None:
+        return finding(evidence.alert, "filled-moments", ratio=ratio, layers=told, **filled)
     if ratio > 1 and outlier is None and evidence.usual("grad_norm") is not None:
         return finding(evidence.alert, "lost-moments", ratio=ratio, layers=told)
     facts = (f"updates are {ratio:.3g} times what they were, for the rate",)
     return Finding(NOT_KNOWN, "none", "", ("the optimizer's second moments, by layer",), facts)
+
+
+def _filled_moments(evidence: Evidence) -> dict[str, Any] | None:
+    """The samples between which the second moments grew most, a hundredfold and more; in words' numbers."""
+    samples = evidence.series("second_moment_growth")
+    grown = [(growth, before, at) for (before, _), (at, growth) in itertools.pairwise(samples[-4:])]
+    growth, before, at = max(grown, default=(0.0, 0, 0))
+    if growth < _GROWN:
+        return None
+    optimizer = str(evidence.facts.get("optimizer", ""))
+    return {"growth": growth, "before": evidence.step(before), "at": evidence.step(at), "optimizer": optimizer}
 
 
 @explains("OptimizerStateLost")

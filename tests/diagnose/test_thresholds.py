@@ -243,6 +243,20 @@ def test_updates_are_taken_for_the_rate_that_they_were_made_with() -> None:
     assert found.cause.startswith("the updates have become 30 times as large for the learning rate")
 
 
+@pytest.mark.parametrize(
+    ("growth", "cause"), [(101.0, "the second moments of Adam grew 1e+02x between"), (99.0, "not known")]
+)
+def test_second_moments_that_one_gradient_filled_unseen(growth: float, cause: str) -> None:
+    """The gradient's own norm was not sampled; of the updates two samples are still in memory."""
+
+    def values(seq: int) -> dict[str, float]:
+        rare = {"update_ratio": 1e-3, "second_moment_growth": 1.0} if seq % 1024 == 0 else {}
+        filled = {"update_ratio": 9e-5, "second_moment_growth": growth} if seq == 2048 else {}
+        return {"loss": 1.0, "learning_rate": 1e-3} | rare | filled
+
+    assert judged("OptimizerStateCorrupt", run_of(2049, values), since=2048, facts=ADAM).cause.startswith(cause)
+
+
 @pytest.mark.parametrize(("share", "scale"), [(0.11, "1024"), (0.09, "64")])
 def test_the_scale_that_would_keep_nine_tenths(share: float, scale: str) -> None:
     """Of the gradients next to none is under 2^-24, and a share under 2^-20."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -198,7 +199,9 @@ def _hold_against(
     else:
         verdict.delay = case["step"] - onset
         late = math.ceil(LATE_SECONDS * run["steps"] / run["seconds"])
-        verdict.allowed = max(fault.delay, late, FIRST_STEPS if onset == 0 else 0)
+        samples = _samples(history, fault.signal)
+        spacing = max((b - a for a, b in itertools.pairwise(samples) if b <= case["step"]), default=0)
+        verdict.allowed = max(fault.delay, late, spacing, FIRST_STEPS if onset == 0 else 0)
     if verdict.delay > verdict.allowed:
         unit = "samples" if every_step else "steps"
         verdict.notes.append(f"{fault.alert} after {verdict.delay} {unit}, {verdict.allowed} are allowed")

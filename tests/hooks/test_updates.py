@@ -333,6 +333,25 @@ def test_second_moments_keep_what_updates_leave_of_them_unless_they_are_overwrit
     assert min(kept.values()) >= 0.999
 
 
+def test_a_huge_gradient_multiplies_the_second_moments(daemon: FakeDaemon) -> None:
+    net = model()
+    loop = Loop(net, torch.optim.Adam(net.parameters(), lr=1e-3))
+    handles = [parameter.register_hook(lambda grad: grad * factor) for parameter in net.parameters()]
+    factor = 1.0
+
+    def disturb(step: int) -> None:
+        nonlocal factor
+        factor = 1e4 if step == 20 else 1.0
+
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(40, disturb)
+    daemon.ended()
+    growth = daemon.series("second_moment_growth")
+    (after,) = [seq for seq, value in growth.items() if value > 100]
+    assert 20 <= after <= 24, "the next sample of the opening"
+    assert len(handles) == len([*net.parameters()])
+
+
 def test_second_moments_that_were_loaded_or_begin_a_stage_are_not_compared_with_those_before(
     daemon: FakeDaemon,
 ) -> None:

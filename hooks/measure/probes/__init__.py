@@ -9,7 +9,13 @@ from sentinel.hooks.measure.probes.loop import LoopScalars, StepOutcome, StepTim
 from sentinel.hooks.measure.probes.memory import MemoryProbe, StateSize
 from sentinel.hooks.measure.probes.outside import OutsideOptimizer
 from sentinel.hooks.measure.probes.topology import Communication, FrozenStatistics, LoaderLength, Structure, Wrapping
-from sentinel.hooks.measure.probes.weights import Checksums, LoraAdapters, SecondMoments, WeightUpdates
+from sentinel.hooks.measure.probes.weights import (
+    Checksums,
+    LoraAdapters,
+    SecondMomentGrowth,
+    SecondMoments,
+    WeightUpdates,
+)
 
 
 def stock() -> list[Probe]:
@@ -31,6 +37,7 @@ def stock() -> list[Probe]:
         LoaderLength(),
         MemoryProbe(),
         SecondMoments(),
+        SecondMomentGrowth(),
     ]
     rare = [
         WeightUpdates(),

@@ -156,13 +156,21 @@ class SecondMoments(Probe):
     def after(self, step: Step) -> None:
         known, steps = self._known, step.seq - self._seq
         self._known, self._seq = self._sample(step), step.seq
-        kept = [
-            (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
+        pairs = [
+            (before, now)
             for row, now in self._known.items()
             if (before := known.get(row)) is not None and before.moment() is now.moment()
         ]
-        if kept:
-            step.values["second_moment_kept"] = scalar(torch.stack(kept).min())
+        if pairs:
+            self._compare(step, pairs, steps)
+
+    def _compare(self, step: Step, pairs: list[tuple[_Kept, _Kept]], steps: int) -> None:
+        """The last sample and this one, `steps` after it."""
+        kept = [
+            (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
+            for before, now in pairs
+        ]
+        step.values["second_moment_kept"] = scalar(torch.stack(kept).min())
 
     def _sample(self, step: Step) -> dict[int, _Kept]:
         if step.parameters is None or not (measured := step.parameters.measured):
@@ -179,6 +187,20 @@ class SecondMoments(Probe):
                 found[row] = _Kept(weakref.ref(moment), decay, size)
         devices = {kept.size.device for kept in found.values()}
         return found if len(devices) == 1 else {}
+
+
+class SecondMomentGrowth(SecondMoments):
+    """`second_moment_growth`: second moments over those at the last sample of weight updates.
+
+    One gradient of a thousand times the usual multiplies them by 1000 at a beta2 of 0.999, and updates are divided by
+    the root of that until it has decayed.
+    """
+
+    tier = 3
+
+    def _compare(self, step: Step, pairs: list[tuple[_Kept, _Kept]], steps: int) -> None:
+        grown = [(now.size + _SLACK) / (before.size + _SLACK) for before, now in pairs]
+        step.values["second_moment_growth"] = scalar(torch.stack(grown).min())
 
 
 def second_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
@@ -269,7 +291,7 @@ class LoraAdapters(Probe):
     takes no decomposition, which would wait for the device.
     """
 
-    tier = 3
+    tier = 2  # adapters are as small as their gradients, which tier 2 reads
 
     def __init__(self) -> None:
         self._ids: frozenset[int] = frozenset()
