@@ -6,7 +6,8 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, count, islice, pairwise
+from operator import le
 from typing import Any
 
 from sentinel.report.chart import Band, Drawn, Mark, Plot, caption, fit_scale
@@ -61,7 +62,7 @@ def _attribute(content: Any) -> str:
 def _lines(drawn: Drawn, low: float, high: float) -> Iterator[dict[str, Any]]:
     """The line; what an earlier attempt did from where a later one began again is a line of its own, and fainter."""
     steps, values = drawn.line.steps, drawn.line.values
-    falls = [at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]]
+    falls = compress(count(1), map(le, islice(steps, 1, None), steps))
     edges = list(pairwise([0, *falls, len(steps)]))
     for begin, end in edges:
         last = end == len(steps)
@@ -86,8 +87,8 @@ def _thin(values: Sequence[float], begin: int, end: int) -> Iterator[int]:
     width = -(-(end - begin) * 2 // POINTS)
     for first in range(begin, end, width):
         stretch = values[first : min(first + width, end)]
-        finite = [at for at, value in enumerate(stretch) if math.isfinite(value)]
-        found = {end_of(finite, key=stretch.__getitem__) for end_of in (min, max) if finite}
+        finite = stretch if math.isfinite(sum(stretch)) else [value for value in stretch if math.isfinite(value)]
+        found = {stretch.index(end_of(finite)) for end_of in (min, max) if finite}
         if len(finite) < len(stretch):
             found.add(next(at for at, value in enumerate(stretch) if not math.isfinite(value)))
         yield from (first + at for at in sorted(found))

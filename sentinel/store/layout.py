@@ -74,6 +74,8 @@ ADDED = (("chunks", "level", "INTEGER NOT NULL DEFAULT 0"),)
 LARGEST_BODY, LARGEST_RATIO = 8 * 1024**2, 64
 """Bytes that a packed row may unpack to: so many, and so many for each byte that it has. Columns of 2,048 steps that
 never change pack a thousandfold, and are under the first."""
+_DOUBLE = 8
+"""Bytes of a value, or a time."""
 FARTHEST = 2**53
 """Steps and seqs are closer to 0 than this: what is not is damage."""
 
@@ -115,11 +117,11 @@ def unpack_chunk(body: bytes) -> Chunk:
     chunk = msgspec.msgpack.decode(inflate(body), type=Chunk)
     seqs = chunk.steps()
     count = len(seqs)
-    if len(unpack_column("d", chunk.times)) != count or max(map(abs, seqs), default=0) >= FARTHEST:
+    if len(chunk.times) != count * _DOUBLE or (seqs and not -FARTHEST < min(seqs) <= max(seqs) < FARTHEST):
         raise Damaged(f"a chunk of {count} steps and {len(chunk.times)} bytes of times")
     for name, (values, at) in chunk.columns.items():
-        rows = unpack_column("H", at)
-        if len(unpack_column("d", values)) != (len(rows) or count) or max(rows, default=0) >= count:
+        rows = unpack_column("H", at) if at else ()
+        if len(values) != (len(rows) or count) * _DOUBLE or max(rows, default=0) >= count:
             raise Damaged(f"the column {name!r:.60} does not fit its chunk of {count} steps")
     return chunk
 

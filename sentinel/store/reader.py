@@ -376,9 +376,9 @@ def _series(chunks: Iterable[Chunk], names: Sequence[str]) -> dict[str, Series]:
     for chunk in chunks:
         seqs, times = unpack_column("q", chunk.seqs), unpack_column("d", chunk.times)
         for name in found.keys() & chunk.columns.keys():
-            column, packed_rows = (bytes(part) for part in chunk.columns[name])
-            series, rows = found[name], unpack_column("H", packed_rows)
-            series.values.extend(unpack_column("d", column))
-            series.seqs.extend(array("q", [seqs[row] for row in rows]) if rows else seqs)
-            series.times.extend(array("d", [times[row] for row in rows]) if rows else times)
+            (column, at), series = chunk.columns[name], found[name]
+            rows = unpack_column("H", at) if at else None
+            series.values.frombytes(column)
+            series.seqs.extend(seqs if rows is None else array("q", [seqs[row] for row in rows]))
+            series.times.extend(times if rows is None else array("d", [times[row] for row in rows]))
     return found
