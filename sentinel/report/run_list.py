@@ -32,14 +32,14 @@ def run_list(rows: Sequence[dict[str, Any]], hidden: int, damaged: Sequence[str]
 
 
 def _row(row: dict[str, Any]) -> str:
-    name, identity = escape(row["run"]), escape(row["run_id"])
+    name, identity, outcome = escape(row["run"]), escape(row["run_id"]), escape(row["outcome"])
     worst = row["worst"]["severity"] if row["worst"] else ""
     alert = f"{row['worst']['alert']} at step {row['worst']['step']:,}" if row["worst"] else ""
     found = describe_found(row) if row["incidents"] or not row["open"] else f"{row['open']} open"
     cells = (
         f"<input type='checkbox' data-pick='{identity}' aria-label='compare {name}'>",
         f"<a data-run='{identity}'>{name}</a> <small>{identity if identity != name else ''}</small>",
-        f"<span class='state {escape(row['state'])}'>{escape(row['outcome'])}</span>",
+        f"<span class='state {escape(row['state'])}' title='{outcome}'>{outcome}</span>",
         "-" if row["step"] is None else f"{row['step']:,}",
         "-" if row["loss"] is None else format_number(row["loss"]),
         f"<span class='{escape(worst)}' title='{escape(alert)}'>{escape(found)}</span>",

@@ -16,6 +16,7 @@ const picked = new Set();
 const runOf = () => address.seen.get('run') ?? '', otherOf = () => address.seen.get('with') ?? '';
 const viewOf = () => address.seen.get('view') ?? 'all';
 const clock = () => new Date().toLocaleTimeString().replace(/\s/g, '\u00a0');
+const isHidden = shown => shown.closest('section[hidden]') !== null;
 const isWhole = () => otherOf() !== '' || viewOf() === 'whole';
 
 function pathOf() {
@@ -127,6 +128,7 @@ function show() {
   views.hidden = !runOf() || otherOf() !== '';
   pause.hidden = isWhole() || main.querySelector('header')?.dataset.state === 'ended';  // nothing of it changes
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
+  document.getElementById('tools').hidden = [...main.querySelectorAll('.uplot')].every(isHidden);
   filterIncidents();
 }
 
@@ -141,7 +143,7 @@ function filterIncidents() {
   const cards = [...main.querySelectorAll('article.case')].filter(card => !card.parentElement.closest('article'));
   const fits = card => (!open || card.dataset.state === 'firing') && wanted.every(word => card.textContent.toLowerCase().includes(word));
   for (const card of cards) card.hidden = ![card, ...card.querySelectorAll('article')].some(fits);
-  filter.hidden = !cards.length;
+  filter.hidden = cards.every(isHidden);
   document.getElementById('found').textContent = wanted.length || open ? `${cards.filter(card => !card.hidden).length} of ${cards.length}` : '';
   if (document.activeElement !== words) words.value = address.seen.get('find') ?? '';
   firing.checked = open;

@@ -27,7 +27,7 @@ from sentinel.report.content import report
 from sentinel.report.page import page as report_page
 from sentinel.report.stored_runs import StoredRuns
 from sentinel.store import History
-from sentinel.web import http
+from sentinel.web import charts, http
 from sentinel.web.page import VIEWS
 from tests.browser import Browser, browser
 from tests.daemon.simulated import SimulatedRank
@@ -149,6 +149,9 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
             )
             assert visible == [view]
             page.until(f"document.querySelector('section[data-view={view}]').querySelector({json.dumps(seen)})")
+            for bar, views in {"filter": ["incidents"], "tools": ["curves"] if charts.is_present() else []}.items():
+                shown = page.asked(f"document.getElementById('{bar}').checkVisibility()")
+                assert shown == (view in views), f"{bar} in the view {view}"
             kept(page, f"page-{view}")
         assert page.asked("document.getElementById('pause').checkVisibility()")
         page.click("#views [data-view=whole]")
@@ -195,6 +198,7 @@ def test_all_runs_are_listed_each_with_an_address_of_its_own(many: str, chromium
         rows = page.asked(
             "[...document.querySelectorAll('.runs tr:has(td)')].map(r => [...r.children].map(c => c.innerText.trim()))"
         )
+        assert page.asked("document.documentElement.scrollWidth <= innerWidth"), "its last columns are off screen"
         assert {row[1].split()[0] for row in rows} >= {"gpt", "vit"}
         assert sum("1 critical" in row[5] for row in rows) == 2
         assert all(row[3] == "199" for row in rows)
@@ -225,7 +229,6 @@ def test_two_runs_are_compared_in_the_same_charts(many: str, chromium: str, tmp_
         assert page.asked("[...document.querySelectorAll('[data-pick]:checked')].map(b => b.dataset.pick).sort()") == [
             "0-run", "1-run",
         ]  # fmt: skip
-        kept(page, "page-list")
         page.click("#compare")
         page.until("document.querySelectorAll('.charts .uplot').length === 3")
         assert page.asked("location.hash") == "#token&run=0-run&with=1-run"
@@ -233,8 +236,8 @@ def test_two_runs_are_compared_in_the_same_charts(many: str, chromium: str, tmp_
         assert {"gpt (1): loss", "gpt (2): loss"} <= set(labels)
         assert page.asked("document.title") == "gpt (1) against gpt (2)"
         assert page.asked("document.getElementById('views').hidden")
+        page.asked("document.querySelector('.charts').previousElementSibling.scrollIntoView({block: 'center'})")
         kept(page, "page-compared")
-        kept(page, "page-compared-dark", scheme="dark")
         assert page.asked("document.querySelectorAll('table.summary thead th').length") == 3
         page.go("about:blank")
         page.go(f"{many}&run=0-run&with=gone")
@@ -247,6 +250,7 @@ def test_the_list_has_the_runs_of_other_daemons(broken: Served, chromium: str, t
         page.go(f"{address}/#token")
         page.until("document.querySelectorAll('.runs .state.running').length === 2")
         assert page.asked("document.title") == "Sentinel: 2 live"
+        kept(page, "page-list")
         page.click("[data-run=r1]")
         page.until("document.querySelector('[data-stored]') && document.querySelector('[data-state=running]')")
         assert page.asked(FIGURES)["step"] == "319"
