@@ -3,16 +3,17 @@ nodes and the coordinator die and come back.
 
 A trial is 100 simulations of one kind (tests/cluster/simulation.py). It fails where two coordinators act, where an
 order of an older coordinator or of a minority is carried out, where a case is told by no page or open in two, where a
-step is not judged (tests/cluster/invariants.py). It names the seed of the first that fails: `Simulation(seed, ...)`
-plays it again.
+step is not judged, where one rank leaves without the others (tests/cluster/invariants.py). It names the seed of the
+first that fails: `Simulation(seed, ...)` plays it again, or `StopSimulation`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.cluster.invariants import check_all
+from tests.cluster.invariants import check_all, check_stop
 from tests.cluster.simulation import Simulation
+from tests.cluster.stop_simulation import StopSimulation
 
 TRIALS, SEEDS = 100, 100
 SAMPLE = (0,)
@@ -20,16 +21,30 @@ SAMPLE = (0,)
 
 class Kind(NamedTuple):
     nodes: int
-    deaths: bool
-    cuts: bool
+    deaths: bool = True
+    cuts: bool = True
+    stops: bool = False
+
+    def play(self, seed: int) -> Simulation:
+        """One simulation, and what must hold of it."""
+        if self.stops:
+            stopping = StopSimulation(seed, nodes=self.nodes)
+            stopping.play()
+            check_stop(stopping)
+            return stopping
+        simulation = Simulation(seed, nodes=self.nodes, deaths=self.deaths, cuts=self.cuts)
+        simulation.play()
+        check_all(simulation)
+        return simulation
 
 
 KINDS = {
-    "deaths, 3 nodes": Kind(3, deaths=True, cuts=True),
-    "deaths, 4 nodes": Kind(4, deaths=True, cuts=True),
-    "deaths, 5 nodes": Kind(5, deaths=True, cuts=True),
-    "cuts": Kind(4, deaths=False, cuts=True),
+    "deaths, 3 nodes": Kind(3),
+    "deaths, 4 nodes": Kind(4),
+    "deaths, 5 nodes": Kind(5),
+    "cuts": Kind(4, deaths=False),
     "losses": Kind(4, deaths=False, cuts=False),
+    "stops": Kind(4, stops=True),
 }
 
 
@@ -38,10 +53,8 @@ def run_trial(seed: int) -> dict[str, Any]:
     name = list(KINDS)[seed % len(KINDS)]
     counted = {"simulations": 0, "faults": 0, "coordinators": 0, "starts": 0}
     for number in range(seed * SEEDS, (seed + 1) * SEEDS):
-        simulation = Simulation(number, **KINDS[name]._asdict())
         try:
-            simulation.play()
-            check_all(simulation)
+            simulation = KINDS[name].play(number)
         except AssertionError as error:
             raise AssertionError(f"{name}, simulation {number}: {error}") from error
         counted["simulations"] += 1

@@ -143,10 +143,7 @@ class Lead:
             self._rollbacks = JobRollbacks(number, self._identity, nodes, relay.done, relay.stopped)
         job = self._rollbacks
         for known in self.coordinator.nodes.values():
-            state = known.state(now)
-            silence = f"({state.hostname}) has been silent for {state.silent_seconds:.0f} s"
-            trouble = {"alive": "", "left": f"({state.hostname}) has left", "silent": silence}[state.state]
-            job.take_report(state.node, known.pulse.rollback, trouble, now)
+            job.take_node(known.state(now), known.pulse.rollback, now)
         job.advance(now)
         if job.armed and (key := f"armed {number}") not in self._said:
             self._said.add(key)

@@ -22,7 +22,7 @@ from sentinel.actions.held_snapshots import ACTION
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.messages import CaseWords, NodeRollback, RankReport, RollbackOrder
+from sentinel.cluster.messages import CaseWords, NodeRollback, NodeState, RankReport, RollbackOrder
 from sentinel.diagnose.case import Case
 from sentinel.runs import Ending, NoRanks, Rank, Stage
 from sentinel.runs.rank_set import RankSet
@@ -165,6 +165,12 @@ class JobRollbacks:
     def armed(self) -> bool:
         """Whether all ranks of all nodes are here, and all of them armed it."""
         return not self.ranks.absence and self._action.terms is not None
+
+    def take_node(self, state: NodeState, report: NodeRollback | None, now: float) -> None:
+        """A node, and what it said last."""
+        silence = f"({state.hostname}) has been silent for {state.silent_seconds:.0f} s"
+        trouble = {"alive": "", "left": f"({state.hostname}) has left", "silent": silence}[state.state]
+        self.take_report(state.node, report, trouble, now)
 
     def take_report(self, node: int, report: NodeRollback | None, trouble: str, now: float) -> None:
         """What a node said last; `trouble`: why it is not counted on, if so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.cluster.simulation import Simulation
+from tests.cluster.stop_simulation import StopSimulation
 
 JUDGED = 100
 """Steps of which each is judged once all is well: most of a minute."""
@@ -79,3 +80,16 @@ def check_all_steps(simulation: Simulation) -> None:
     assert lead is not None
     first = 0 if len(simulation.coordinators) == 1 else lead.judged[0].seq
     assert [step.seq for step in lead.judged] == list(range(first, first + len(lead.judged))), "a step was lost"
+
+
+def check_stop(simulation: StopSimulation) -> None:
+    """All ranks left at one step, none stands anywhere, and of each case is said what came of it."""
+    check_incidents(simulation)
+    assert len({rank.left for rank in simulation.ranks}) == 1, "some ranks are left"
+    assert all(rank.left is not None for rank in simulation.ranks), "no rank left"
+    assert not any(rank.bound or rank.voting for rank in simulation.ranks), "a rank stands and waits"
+    over = ("stopped: ", "not stopped: ", "nothing: all ranks have ended training")
+    for node in simulation.stops:
+        for case in node.cases:
+            assert case.done, f"nothing is said of {case}"
+            assert case.done[-1].startswith(over), case.done

@@ -16,6 +16,7 @@ from sentinel.cluster.election import next_epoch
 from sentinel.cluster.lead import restore_pages
 from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, Pulse, decode, encode
 from sentinel.cluster.node import Node
+from sentinel.cluster.rollback import JobRollbacks
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.runs.steps import RunStep
@@ -101,6 +102,8 @@ class LeadMachine:
         """Node -> when its pulse came last."""
         self.steps = JobSteps(coordinator.node, nodes)
         self.judged: list[RunStep] = []
+        self.rollbacks: JobRollbacks | None = None
+        """Where there are ranks that can be stopped (tests/cluster/stop_simulation.py)."""
 
 
 class NodeMachine:
@@ -389,11 +392,14 @@ class Simulation:
             daemon.record_page(case)
 
     def beat(self, node: NodeMachine, daemon: Node, lead: LeadMachine) -> None:
-        digested = {str(number): upto for number, upto in lead.steps.reached.items()}
-        beat = lead.coordinator.make_beat(node.clock(self.now), order=lead.order)
-        beat = msgspec.structs.replace(beat, digested=digested)
+        beat = self.make_beat(node, lead)
         self.send(node.number, range(self.expected), beat)
         self.follow(node, daemon, beat)
+
+    def make_beat(self, node: NodeMachine, lead: LeadMachine) -> Beat:
+        digested = {str(number): upto for number, upto in lead.steps.reached.items()}
+        beat = lead.coordinator.make_beat(node.clock(self.now), order=lead.order)
+        return msgspec.structs.replace(beat, digested=digested)
 
     def train(self) -> None:
         """All ranks do a step; the daemons that are there see it."""

@@ -7,8 +7,9 @@ import pytest
 from sentinel.cluster.election import LEASE_SECONDS
 from sentinel.cluster.messages import Beat, NodeState, OpenIncident
 from sentinel.cluster.node import Node
-from tests.cluster.invariants import check_all
+from tests.cluster.invariants import check_all, check_stop
 from tests.cluster.simulation import Simulation, make_case
+from tests.cluster.stop_simulation import StopSimulation
 
 SEEDS = 100
 """Of each kind."""
@@ -36,6 +37,14 @@ def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int, 
     simulation = Simulation(seed, nodes=nodes)
     simulation.play()
     check_all(simulation)
+
+
+@pytest.mark.sampled(25)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_alerts_that_stop_the_run_end_all_ranks_at_one_step_or_none(seed: int) -> None:
+    simulation = StopSimulation(seed, nodes=3 + seed % 2)
+    simulation.play()
+    check_stop(simulation)
 
 
 @pytest.mark.parametrize(("nodes", "seed"), [(3, 177), (3, 382), (3, 8088), (3, 8280), (4, 151), (4, 248)])
