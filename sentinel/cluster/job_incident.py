@@ -12,7 +12,7 @@ from sentinel.cluster.messages import NodeCase
 from sentinel.cluster.questions import IncidentView
 from sentinel.config.settings import SEVERITIES
 from sentinel.diagnose import folding
-from sentinel.diagnose.case import Case
+from sentinel.diagnose.case import Case, CaseMember
 from sentinel.diagnose.evidence import SURENESS, Finding
 from sentinel.diagnose.explanations import is_explained_over_nodes
 from sentinel.text import join_names
@@ -67,11 +67,14 @@ class JobIncident:
         every = [case for _, case in cases]
         best = max(every, key=lambda case: SURENESS[case.diagnosis.confidence])
         verdict = self.verdict or best.diagnosis
-        members = [
+        every_member = [
             member if c.of_job else msgspec.structs.replace(member, node=str(node))
             for (node, _), c in cases
             for member in c.members
         ]
+        members: dict[tuple[str, str, str], CaseMember] = {}
+        for member in every_member:  # a former coordinator and the present one name the same ranks
+            members.setdefault((member.scope, member.name, member.node), member)
         ends = [case.resolved_time for case in every if case.resolved_time is not None]
         end_steps = [case.resolved_step for case in every if case.resolved_step is not None]
         firing = self.firing
@@ -89,7 +92,7 @@ class JobIncident:
             time=min(case.time for case in every),
             resolved_step=max(end_steps, default=None) if not firing else None,
             resolved_time=max(ends, default=None) if not firing else None,
-            members=tuple(members[:MEMBERS]),
+            members=tuple(members.values())[:MEMBERS],
             summary=f"{best.summary} ({where})",
             diagnosis=msgspec.structs.replace(verdict, remedy=verdict.remedy or best.diagnosis.remedy),
             done=tuple(dict.fromkeys(text for case in every for text in case.done)),

@@ -28,9 +28,10 @@ from sentinel.runs.steps import RunStep
 from sentinel.wire import Hello, Identity
 
 LEFT_TO_COORDINATOR = "over here: judged by the job's coordinator, over the ranks of all nodes"
-LEFT_SECONDS = 60.0
-"""After which a case ends that an earlier coordinator opened, and that this one does not find again. The windows of
-rules are filled again by then, or were long."""
+LEFT_SECONDS = 150.0
+"""After which a case ends that an earlier coordinator opened: the next one has found it again by then, as the same
+incident of the job, or it is over. Windows are filled again, and the rarest signal came twice: ranks compare checksums
+once in 60 s where that is cheap (`RARE_SECONDS` of the hooks' governor)."""
 
 
 class NodeJudge:
@@ -40,6 +41,8 @@ class NodeJudge:
         self._context, self._incidents, self._node = context, incidents, node
         self._rules: Sequence[Rule] = ()
         self._joined = True
+        self._end_former_at: float | None = None
+        """When the cases end that this node opened while it was the coordinator."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -78,9 +81,12 @@ class NodeJudge:
     def confirm(self, upto: int, now: float) -> None:
         """The coordinator said which is the last step that it has of this node; -1: it has none."""
         self._sender.confirm(upto, now)
-        for case in self._incidents.log.present():
-            if case.of_job and case.state == "firing":  # from when this node was the coordinator
-                self._incidents.end_case(case, LEFT_TO_COORDINATOR)
+        if self._end_former_at is None:
+            self._end_former_at = now + LEFT_SECONDS
+        elif now > self._end_former_at:
+            for case in self._incidents.log.present():
+                if case.of_job and case.state == "firing":
+                    self._incidents.end_case(case, LEFT_TO_COORDINATOR)
 
     def tick(self, now: float, *, joined: bool) -> None:
         """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""

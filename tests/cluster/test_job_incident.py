@@ -6,6 +6,7 @@ import msgspec
 
 from sentinel.cluster.job_incident import JobIncidents, Page
 from sentinel.cluster.messages import NodeCase
+from sentinel.diagnose.case import CaseMember
 from tests.cluster.simulation import make_case
 
 
@@ -49,3 +50,14 @@ def test_a_consequence_keeps_the_problem_of_its_page_when_its_opener_is_forgotte
     incidents.add(1, NodeCase(number=5, case=case, incident="n1-0.2"))
     (told,) = incidents.take_changes()
     assert (told.id, told.problem_id) == ("n1-0.2", "n1-0.1")
+
+
+def test_a_rank_that_a_former_coordinator_and_the_next_one_name_is_one_member() -> None:
+    incidents = JobIncidents()
+    for node in (0, 1):
+        member = CaseMember("rank", "5", 40 + node, {}, node="2")
+        judged = msgspec.structs.replace(make_case(1, "Straggler", 40 + node), of_job=True, members=(member,))
+        incidents.add(node, NodeCase(number=1, case=judged))
+    (told,) = incidents.take_changes()
+    assert [(member.name, member.node, member.first_step) for member in told.members] == [("5", "2", 40)]
+    assert told.summary == "Straggler (node 2)"

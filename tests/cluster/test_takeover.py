@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,36 @@ def test_the_next_node_goes_on_under_the_same_key_and_the_old_one_comes_back_as_
         assert (fired["labels"]["run_id"], fired["annotations"]["summary"][-8:]) == (RUN, "(node 0)")
         assert again.job()["view"] == "joined"
         assert received(ops) == []
+
+
+def train_apart(nodes: Sequence[NodeDaemon], first: int, count: int) -> None:
+    """All ranks do so many steps, and the last one holds other parameters than the others."""
+    for node in nodes:
+        checksum = 7.0 if node is nodes[-1] else 5.0
+        node.rank.steps(first, [LOW] * count, replica_checksum=[checksum] * count)
+
+
+def test_what_an_earlier_coordinator_judged_goes_on_under_its_key_when_that_comes_back_as_a_plain_node(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with three_nodes(tmp_path, options) as (addresses, stack, nodes):
+        train_apart(nodes, 0, 8)
+        first = ops.next()["alerts"][0]
+        assert first["labels"]["alertname"] == "ReplicaDivergence"
+        until(lambda: nodes[1].job()["incidents"], "node 1 to know the incident")
+        nodes[0].process.kill()
+        nodes[0].process.wait()
+        until(functools.partial(coordinates, nodes[1]), "node 1 to take over")
+
+        again = stack.enter_context(node_daemon(0, 3, ",".join(addresses), tmp_path, *options))
+        until(functools.partial(follows, again, addresses[1]), "node 0 to follow node 1")
+        assert [case["state"] for case in again.cases()] == ["firing"]
+        train_apart([again, *nodes[1:]], 8, 8)
+        until(nodes[1].cases, "node 1 to find it, too")
+        assert [incident["id"] for incident in nodes[1].job()["incidents"]] == [first["annotations"]["incident"]]
+        alerts = [page["alerts"][0] for page in received(ops)]
+        assert {alert["annotations"]["incident"] for alert in alerts} <= {first["annotations"]["incident"]}
+        assert {alert["status"] for alert in alerts} <= {"firing"}
 
 
 def test_one_node_of_three_takes_no_role_and_tells_of_itself_alone(
