@@ -195,5 +195,6 @@ def _connect(settings: dict[str, object]) -> Any:
 
 
 def _number(key: str) -> int:
+    """The node of a key; -1, which none has, where it names none."""
     last = key.rpartition("/")[2]
-    return int(last) if last.isdecimal() and len(last) < 9 else 0
+    return int(last) if last.isdecimal() and len(last) < 9 and int(last) < MOST_NODES else -1

@@ -19,32 +19,11 @@ from sentinel.node.question import ask_daemon
 from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
-from tests.notify.consumer import Consumer, check, consumer
+from tests.notify.consumer import Consumer, check
 from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def ops() -> Iterator[Consumer]:
-    with consumer() as made:
-        yield made
-
-
-@pytest.fixture
-def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Of a daemon with one rule that is easily fired, and one receiver."""
-    monkeypatch.setenv("OPS", ops.url)
-    (tmp_path / "rules.yaml").write_text(
-        "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"
-    )
-    settings = tmp_path / "sentinel.toml"
-    settings.write_text(
-        "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\ninterval = '0s'\n"
-        "[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'OPS'\n"
-    )
-    return ("--config", str(settings), "--rules", str(tmp_path / "rules.yaml"))
 
 
 @contextlib.contextmanager
