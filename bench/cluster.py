@@ -117,7 +117,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    address, inbox = _find_free_address(), _find_free_address()
+    address, inbox = find_free_address(), find_free_address()
     os.environ |= make_places(folder, SETTINGS.format(inbox=inbox))
     os.environ |= {"SENTINEL_CLUSTER": address, "SENTINEL_CLUSTER_SECRET": SECRET}
     load_before = os.getloadavg()[0]
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_start("sentinel.demo.inbox", inbox, str(folder / "pages.jsonl")))
         daemon = stack.enter_context(_start("sentinel", "daemon", "--directory", str(directory), "--nice", "0"))
-        _await(path.exists, "the daemon")
+        await_daemon(path)
         ranks = LocalRanks(path, options.ranks, options.nodes)
         speakers = [stack.enter_context(_start("bench.cluster_nodes", part)) for part in _make_parts(options, address)]
         deadline = time.monotonic() + START_SECONDS
@@ -224,15 +224,17 @@ def _count_bytes(address: str) -> tuple[int, int]:
     return received, sent
 
 
-def _await(holds: Callable[[], bool], what: str) -> None:
+def await_daemon(path: Path) -> None:
+    """Until there is its socket."""
     deadline = time.monotonic() + START_SECONDS
-    while not holds():
+    while not path.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"waited in vain for {what}")
+            sys.exit("the daemon does not start")
         time.sleep(0.05)
 
 
-def _find_free_address() -> str:
+def find_free_address() -> str:
+    """A port of loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

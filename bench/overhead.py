@@ -1,6 +1,7 @@
 """What Sentinel costs, with the real daemon on the same cores.
 
     python -m bench.overhead [--rounds 20] [--loop small gpt wide] [--short] [--write]
+    python -m bench.overhead --nodes [--short]         # beside each loop, the same as a node of a job over two
 
 Loops: a small one, the same fed by a DataLoader, a transformer and an MLP. One process each. It is attached with
 default settings, then with overhead=1.0: every statistic at every step. Of each:
@@ -40,12 +41,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench.cluster import RUN_ID, SECRET, LocalRanks, await_daemon, find_free_address
 from bench.pages import BUILD, DOCS, make_table, write_section
 from bench.places import make_places
 
@@ -301,6 +304,8 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     for number, clock in enumerate(("wall", "cpu")):
         answer[clock] = interval([watched[number] / bare[number] for watched, bare, _ in pairs])
         answer[f"control_{clock}"] = interval([other[number] / bare[number] for _, bare, other in pairs])
+    runs = ask_daemons("status")[0]["runs"]
+    answer["view"] = job["view"] if (job := runs[0]["job"]) else "one node"
     answer |= {"dropped": switch.session.sender.queue.dropped, "load": os.getloadavg()[0], "rounds": rounds}
     monitor.detach()
     return answer
@@ -365,15 +370,40 @@ def process_seconds(pid: int) -> float:
     return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
-def measure_loop(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
-    """`trainee`, in a process and in places of its own."""
-    with tempfile.TemporaryDirectory() as places:
+def measure_loop(name: str, overhead: float, rounds: int, seconds: float, *, in_job: bool = False) -> dict[str, Any]:
+    """`trainee`, in a process and in places of its own. `in_job`: as node 1 of a job, whose coordinator is there."""
+    with contextlib.ExitStack() as stack:
+        places = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        environment = {**os.environ, **make_places(places)}
+        if in_job:
+            environment |= stack.enter_context(open_job(places / "coordinator"))
         command = [sys.executable, "-m", "bench.overhead", "--trainee", name, str(overhead), str(rounds), str(seconds)]
-        done = subprocess.run(
-            command, env={**os.environ, **make_places(Path(places))}, stdout=subprocess.PIPE, text=True, check=True
-        )
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
+
+
+@contextlib.contextmanager
+def open_job(folder: Path) -> Iterator[dict[str, str]]:
+    """The coordinator of a job over two nodes, with a rank that makes a step a second. Yields the environment of a rank
+    of the other node."""
+    job = {"SENTINEL_CLUSTER": find_free_address(), "SENTINEL_CLUSTER_SECRET": SECRET}
+    folder.mkdir()
+    directory = folder / "run" / RUN_ID
+    daemon = [sys.executable, "-m", "sentinel", "daemon", "--directory", str(directory)]
+    stop = threading.Event()
+    with subprocess.Popen(daemon, env={**os.environ, **make_places(folder), **job}) as process:
+        await_daemon(directory / "sentinel.sock")
+        ranks = LocalRanks(directory / "sentinel.sock", 1, nodes=2)
+        stepping = threading.Thread(target=ranks.step_until, args=(stop.is_set,))
+        stepping.start()
+        place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+        try:
+            yield job | place | {"SENTINEL_RUN_ID": RUN_ID}
+        finally:
+            stop.set()
+            stepping.join()
+            process.kill()
 
 
 COLUMNS = (
@@ -409,6 +439,13 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return f"{make_table(COLUMNS, rows)}\n\n{said}"
 
 
+def compare_nodes(loops: Iterable[str], rounds: int, seconds: float) -> None:
+    """Print each loop at default settings, on one node and as a node of a job."""
+    for name, in_job in itertools.product(loops, (False, True)):
+        result = measure_loop(name, DEFAULT, rounds, seconds, in_job=in_job)
+        print(f"{name}, {result['view']}", table({f"{name}@{DEFAULT}": result}).splitlines()[2], flush=True)
+
+
 def _place(key: str) -> tuple[str, int]:
     name, overhead = key.split("@")
     return overhead, list(LOOPS).index(name)
@@ -427,6 +464,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="3 rounds, 10 seconds: to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
     parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--nodes", action="store_true", help="measure what a job over two nodes adds; nothing is kept")
     parser.add_argument("--trainee", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trainee:
@@ -435,6 +473,9 @@ def main() -> None:
         return
     rounds, seconds = (3, 10.0) if options.short else (options.rounds, options.seconds)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.fresh else {}
+    if options.nodes:
+        compare_nodes(options.loop, rounds, seconds)
+        return
     for overhead, name in itertools.product((DEFAULT, EVERYTHING), options.loop):
         key = f"{name}@{overhead}"
         if key not in results:

@@ -15,6 +15,7 @@ rollback, which is over after the nodes have met again. A trial fails where
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -38,10 +39,11 @@ NODES, ADDRESSES = 4, 3
 RUN_ID = "cuts"
 RULES = """
 group: cuts
+signals: {level: what the ranks log}
 rules:
   - alert: High
     scope: run
-    expr: loss > 100
+    expr: level > 100
     severity: critical
     actions: [rollback]
 """
@@ -141,8 +143,8 @@ class _Rank:
     def step(self) -> None:
         """One step, and what the daemon said meanwhile."""
         seqs, times = array("q", [self._step]).tobytes(), array("d", [time.time()]).tobytes()
-        loss = wire.Column(array("d", [self.level]).tobytes())
-        self._connection.sendall(wire.frame(wire.Batch(seqs=seqs, times=times, columns={"loss": loss})))
+        columns = {"level": wire.Column(array("d", [self.level]).tobytes())}
+        self._connection.sendall(wire.frame(wire.Batch(seqs=seqs, times=times, columns=columns)))
         if self._step % SNAPSHOT_EVERY == 0:
             taken = wire.SnapshotTaken(seq=self._step, nbytes=1000, seconds=0.01, time=time.time())
             self._connection.sendall(wire.frame(taken))
@@ -190,8 +192,7 @@ class _Trial:
             daemon = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", *directory]
             self._start([*network.prefixes[node], *daemon], places, f"daemon{node}")
         for node in range(NODES):
-            self._await(self._path(node).exists, f"daemon {node}")
-            self._ranks.append(_Rank(self._path(node), node))
+            self._await(functools.partial(self._join, node), f"daemon {node}")
         self._await(self._meets, "all nodes to meet")
         margin = time.monotonic() + 8.0  # a snapshot from before the margin
         self._await(lambda: time.monotonic() > margin, "snapshots")
@@ -265,6 +266,12 @@ class _Trial:
             self._processes.append(
                 subprocess.Popen(command, env={**os.environ, **environment}, stdout=said, stderr=said)
             )
+
+    def _join(self, node: int) -> bool:
+        """Connect a rank to its daemon; whether that listens already."""
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            self._ranks.append(_Rank(self._path(node), node))
+        return len(self._ranks) > node
 
     def _path(self, node: int) -> Path:
         return self._root / f"{node}" / "run" / RUN_ID / "sentinel.sock"

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _USER = "sentinel"
 _QUERY_SECONDS = 5.0
+OPEN_SECONDS = 3.0
+"""For an address that does not answer, before the next one is tried: a host that is gone refuses no connection."""
 
 Receive = Callable[[str, int, bytes], None]
 """Gets what came: `pulse`, `event`, `digest`, `beat` or `gone`, the node by the key, and the bytes."""
@@ -167,6 +169,7 @@ def open_session(meeting: Meeting, node: int) -> Any:
         "scouting/gossip/enabled": False,
         "transport/shared_memory/enabled": False,  # /dev/shm of a container is small, and the data loader needs it
         "transport/unicast/max_sessions": MOST_NODES,
+        "transport/unicast/open_timeout": round(1000 * OPEN_SECONDS),
         "transport/link/rx/max_message_size": 2 * MESSAGE_BYTES,
         "transport/link/tx/lease": round(1000 * LEASE_SECONDS),  # a link that goes down closes no connection
         "transport/auth/usrpwd/user": _USER,
