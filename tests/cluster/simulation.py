@@ -10,19 +10,23 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.coordinator import SILENT_SECONDS, Coordinator
+from sentinel.cluster.coordinator import SETTLE_SECONDS, SILENT_SECONDS, Coordinator
 from sentinel.cluster.digest import DigestSender, JobSteps
 from sentinel.cluster.election import next_epoch
+from sentinel.cluster.job_incident import JobIncident
 from sentinel.cluster.lead import restore_pages
 from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, Pulse, decode, encode
 from sentinel.cluster.node import Node
 from sentinel.cluster.rollback import JobRollbacks
+from sentinel.daemon.job_standstill import HOLD_SECONDS
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.runs.steps import RunStep
 from sentinel.supervise.supervisor import ORDER_SECONDS
 
 TICK = 0.5
+SLOWEST = 1.04
+"""Seconds of a node's clock in one of the simulation's, at most: and a bit."""
 ALERTS = ("Hang", "LossSpike")
 
 
@@ -92,6 +96,16 @@ def make_step(node: int, seq: int) -> RunStep:
     return RunStep(seq, float(seq), ranks, {})
 
 
+class Inquest(NamedTuple):
+    """The ranks of all nodes are asked for the cause of an incident."""
+
+    incident: JobIncident
+    until: float
+    """People are not told before, unless there is an answer."""
+    answered: float
+    verdict: Finding | None
+
+
 class LeadMachine:
     """What a node has while it is the coordinator."""
 
@@ -102,6 +116,11 @@ class LeadMachine:
         """Node -> when its pulse came last."""
         self.steps = JobSteps(coordinator.node, nodes)
         self.judged: list[RunStep] = []
+        self.inquests: list[Inquest] = []
+        self.acts_since = 0.0
+        """It did not act a moment before."""
+        self.untold: dict[str, float] = {}
+        """Incident that fires and of which people do not know -> since when it should be on its way to them."""
         self.rollbacks: JobRollbacks | None = None
         """Where there are ranks that can be stopped (tests/cluster/stop_simulation.py)."""
 
@@ -151,7 +170,7 @@ class Simulation:
     def __init__(
         self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True
     ) -> None:
-        self.random = random.Random(seed)
+        self.random, self._verdicts = random.Random(seed), random.Random(f"verdicts {seed}")
         self.deaths, self.cuts = deaths, cuts
         self.loss, self.delay = self.random.choice([0.0, 0.05, 0.3]), self.random.choice([0.05, 0.5, 3.0])
         self.nodes = [NodeMachine(number, candidates, self.random) for number in range(nodes)]
@@ -354,6 +373,20 @@ class Simulation:
         acting = self.find_acting()
         if acting is not None and self.coordinators[-1:] != [acting.coordinator.node]:
             self.coordinators.append(acting.coordinator.node)
+        for node in self.nodes:
+            if node.lead is not None:
+                self.check_untold(node.lead, acts=node.lead is acting)
+
+    def check_untold(self, lead: LeadMachine, *, acts: bool) -> None:
+        """A coordinator tells people of what it knows once it has collected it, and of a hang 5 s later at most."""
+        if not acts:
+            lead.acts_since = self.now
+            lead.untold.clear()
+        ready = lead.acts_since + SLOWEST * SETTLE_SECONDS
+        for incident in lead.coordinator.incidents if acts else ():
+            if incident.firing and incident.id not in self.pages:
+                since = lead.untold.setdefault(incident.id, max(self.now, ready))
+                assert self.now - since <= HOLD_SECONDS + 2 * TICK, f"no page of {incident.alert}"
 
     def serve(self, node: NodeMachine, daemon: Node) -> None:
         """What a daemon does once a second."""
@@ -369,6 +402,7 @@ class Simulation:
             lead.coordinator.take_pulse(pulse, now)
             for number, after in lead.coordinator.list_missing(now):
                 self.ask(node.number, number, after)
+            self.explain(lead)
             self.tell(node, lead)
             self.order_nodes(node, lead)
             self.judge_steps(lead)
@@ -474,10 +508,26 @@ class Simulation:
         assert beat.epoch == daemon.election.epoch, "an order of a lower epoch"
         self.carry_out(node.number, daemon.find_order(now))
 
+    def explain(self, lead: LeadMachine) -> None:
+        """Causes that were asked for are there, or people are not kept waiting any longer."""
+        for one in list(lead.inquests):
+            if self.now >= one.answered:
+                lead.coordinator.incidents.explain(one.incident, one.verdict)
+                lead.inquests.remove(one)
+            elif self.now >= one.until:
+                one.incident.awaits_verdict = False
+
     def tell(self, node: NodeMachine, lead: LeadMachine) -> None:
+        for incident in lead.coordinator.take_unexplained(node.clock(self.now)):
+            found = Finding(cause="rank 0", confidence="high")
+            verdict = found if self._verdicts.random() < 0.5 else None
+            answered = self.now + self._verdicts.uniform(0.0, 2 * HOLD_SECONDS)
+            lead.inquests.append(Inquest(incident, self.now + HOLD_SECONDS, answered, verdict))
         changes = lead.coordinator.take_changes(node.clock(self.now))
+        waits = {one.incident.id for one in lead.inquests if self.now < one.until}
         for case in changes:
             assert self.find_acting() is lead
+            assert case.id not in waits, "people are told before the cause is there"
             self.pages[case.id] = case
             node.outbox.pop(case.id, None)
             if case.state == "firing":
