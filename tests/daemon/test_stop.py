@@ -286,13 +286,16 @@ def test_it_stops_also_where_its_rule_is_downgraded(daemon: tuple[Path, Any]) ->
         assert next(case["severity"] for case in rank.ask("incidents") if case["alert"] == "Lowest") == "info"
 
 
-def test_without_it_the_same_alert_stops_nothing(daemon: tuple[Path, Any]) -> None:
-    """Of another run on the same daemon, too; and of the next start of a script that no longer says so."""
-    with Stoppable(daemon[0]) as rank:
+@pytest.mark.parametrize("number", [0, 1])
+def test_without_it_the_same_alert_stops_nothing(number: int, daemon: tuple[Path, Any]) -> None:
+    """Of another run on the same daemon, too; and of the next start of a script that no longer says so. The first rank
+    of a node says it, which is rank 1 on the second of two."""
+    with Stoppable(daemon[0], number, 1 + number) as rank:
+        rank.identity = msgspec.structs.replace(rank.identity, local_world_size=1)
         rank.greet(stop_on=("Low",))
         rank.train(0, 3.0)
-    with Stoppable(daemon[0], session="another") as rank:
-        rank.identity = msgspec.structs.replace(rank.identity, attempt=1)
+    with Stoppable(daemon[0], number, 1 + number, session="another") as rank:
+        rank.identity = msgspec.structs.replace(rank.identity, local_world_size=1, attempt=1)
         rank.greet()
         rank.train(0, 3.0, 0.5)
         while not any(case["alert"] == "Low" for case in rank.ask("incidents")):
