@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.places import make_places
+from bench.places import find_daemon, make_places
 from sentinel import wire
 from sentinel.demo.inbox import Inbox
 from sentinel.demo.network import SUBNET, Network, find_hindrance, open_namespaces
@@ -192,7 +192,8 @@ class _Trial:
             daemon = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", *directory]
             self._start([*network.prefixes[node], *daemon], places, f"daemon{node}")
         for node in range(NODES):
-            self._await(functools.partial(self._join, node), f"daemon {node}")
+            self._await(functools.partial(find_daemon, root / f"{node}" / "run"), f"daemon {node}")
+            self._ranks.append(_Rank(self._path(node), node))
         self._await(self._meets, "all nodes to meet")
         margin = time.monotonic() + 8.0  # a snapshot from before the margin
         self._await(lambda: time.monotonic() > margin, "snapshots")
@@ -267,12 +268,6 @@ class _Trial:
                 subprocess.Popen(command, env={**os.environ, **environment}, stdout=said, stderr=said)
             )
 
-    def _join(self, node: int) -> bool:
-        """Connect a rank to its daemon; whether that listens already."""
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            self._ranks.append(_Rank(self._path(node), node))
-        return len(self._ranks) > node
-
     def _path(self, node: int) -> Path:
         return self._root / f"{node}" / "run" / RUN_ID / "sentinel.sock"
 
@@ -287,7 +282,7 @@ class _Trial:
         end = time.monotonic() + seconds
         self._await(lambda: time.monotonic() >= end, "the time to pass")
 
-    def _await(self, holds: Callable[[], bool], what: str) -> None:
+    def _await(self, holds: Callable[[], object], what: str) -> None:
         """Have the ranks make steps, and look at the nodes, until something holds."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while not holds():
