@@ -87,6 +87,13 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiers are sampled at every step."""
+    monkeypatch.setattr(Governor, "due", lambda self, tier, seq: True)
+    monkeypatch.setattr(Governor, "rare", lambda self, seq: True)
+
+
+@pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth step is looked at whole, whatever it costs, and a model is soon known."""
     monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})

@@ -23,12 +23,6 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 EXACT = {"rel": 1e-6, "abs": 1e-12}
 
 
-@pytest.fixture
-def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample all tiers at every step."""
-    monkeypatch.setattr(Governor, "due", lambda self, tier, seq: True)
-
-
 def norm(net: nn.Module) -> float:
     return math.sqrt(sum(float(p.grad.double().square().sum()) for p in net.parameters() if p.grad is not None))
 
@@ -49,6 +43,22 @@ def test_what_is_logged_after_the_last_step_is_sent_with_it(daemon: FakeDaemon) 
     assert daemon.series("val") == {4: 1.0, 7: 2.0}
     assert goodbye.next_seq == 8
     assert sorted(daemon.series("loss")) == list(range(8))
+
+
+@pytest.mark.usefixtures("every_step")
+def test_a_signal_of_any_tier_can_be_compared_at_every_step(daemon: FakeDaemon) -> None:
+    net = model()
+    loop, norms = Loop(net, adamw(net), scheduler=None), []
+
+    @torch.no_grad()
+    def look(*_: object) -> None:
+        norms.append(math.sqrt(sum(float(p.double().square().sum()) for p in net.parameters())))
+
+    loop.optimizer.register_step_post_hook(look)
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(5)
+    daemon.ended()
+    assert daemon.series("weight_norm") == pytest.approx(dict(enumerate(norms)), rel=1e-5)
 
 
 @pytest.mark.usefixtures("every_step")
