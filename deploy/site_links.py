@@ -1,4 +1,5 @@
-"""Takes into the site what docs/ links to outside of it: the examples and CONTRIBUTING.md. A hook of mkdocs.yml."""
+"""Takes into the site what docs/ links to outside of it, the examples and CONTRIBUTING.md, and makes its navigation.
+A hook of mkdocs.yml."""
 
 from __future__ import annotations
 
@@ -10,6 +11,22 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+
+
+def make_nav(index: str) -> list[dict[str, object]]:
+    """The navigation of the site: of `index`, the text of docs/README.md, each table whose rows begin with pages."""
+    nav: list[dict[str, object]] = [{"Overview": "README.md"}]
+    for title, rows in re.findall(r"^\| ([^|\n]+) \|[^\n]*\n\| ---[^\n]*\n((?:\|.*\n)+)", index, re.MULTILINE):
+        first_cells = [row.split("|")[1] for row in rows.splitlines()]
+        if pages := [page for cell in first_cells for page in re.findall(r"\]\(([\w-]+\.md)\)", cell)]:
+            nav.append({title.capitalize(): pages})
+    return [*nav, {"Contributing": "CONTRIBUTING.md"}]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The navigation, which mkdocs.yml has none of."""
+    config.nav = make_nav((Path(config.docs_dir) / "README.md").read_text(encoding="utf-8"))
+    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,13 @@ def test_wrong_use_is_a_sentence_and_exit_code_2(command: list[str], said: str) 
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """As each is in the index, which the navigation is made from."""
+    pytest.importorskip("mkdocs", reason="MkDocs is not installed")
+    make_nav = runpy.run_path(str(ROOT / "deploy/site_links.py"))["make_nav"]
+    nav = make_nav((ROOT / "docs/README.md").read_text())
+    pages = [pages for entry in nav for pages in entry.values()]
+    found = [page for one in pages for page in ([one] if isinstance(one, str) else one)]
+    assert sorted(found) == sorted(["CONTRIBUTING.md", *(path.name for path in (ROOT / "docs").glob("*.md"))])
