@@ -51,9 +51,8 @@ def backtest(
 ) -> None:
     """Replay recorded runs through the rules, and print the alerts they would have raised.
 
-    RUN is a log file, a folder, a pattern, or the name of a run that is kept: Sentinel's history (.sqlite), JSON lines,
-    CSV (Lightning's metrics.csv), TensorBoard event files, Hugging Face's trainer_state.json, what Megatron and
-    DeepSpeed print, and other text with names before numbers (`step 10 | loss 2.3`); gzipped or not.
+    RUN is a log file, a folder, a pattern, or the name of a run that is kept. A log may be of any format in
+    docs/backtest.md, gzipped or not, such as JSON lines, CSV, TensorBoard's event files or what a trainer prints.
 
     Exit code 0: no alert; 1: an alert; 2: wrong use, or a log that cannot be read.
 

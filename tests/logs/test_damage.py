@@ -19,6 +19,7 @@ SAMPLES = {
     "csv": LIGHTNING.encode(),
     "jsonl": b'{"step": 1, "loss": 2.5, "train": {"lr": 1e-3}}\n{"step": 2, "loss": NaN, "time": "2024-05-01"}\n' * 9,
     "state": b'{"log_history": [{"step": 1, "loss": 2.5}, {"step": 2, "eval": {"loss": 3}}, 7]}',
+    "text": b"".join(b"step %d | loss %.2f | lr 1e-3\n" % (step, 3 - step / 10) for step in range(20)),
     "gzip": gzip.compress(b'{"step": 1, "loss": 2.5}\n' * 50),
     "tensorboard": WRITTEN_BY_TORCH.read_bytes(),
 }
@@ -47,6 +48,16 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_damage(name: str, tmp_path: Path) -> None:
     damage(SAMPLES[name], tmp_path / "x", seed=name)
+
+
+def test_each_format_is_damaged(tmp_path: Path) -> None:
+    found = set()
+    for name, content in SAMPLES.items():
+        (tmp_path / name).write_bytes(content)
+        found |= {recording.format for recording in logs.read(tmp_path / name)}
+    elsewhere = {"Trackio", "W&B"}  # test_trackers.py
+    others = {"Sentinel's history", "MLflow"}  # a database, which tests/store damages; a folder
+    assert found | elsewhere | others == set(logs.FORMATS)
 
 
 def damage(content: bytes, path: Path, *, seed: str) -> None:

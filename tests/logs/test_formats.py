@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from sentinel.errors import LogError
 from sentinel.toolkit import logs
 from sentinel.toolkit.logs import Recording
+from tests.source import SOURCE
 
 NAN, INF = math.nan, math.inf
 
@@ -53,6 +55,12 @@ steps: 20 loss: 2.3456 iter time (s): 1.500 samples/sec: 6.500
 [2023-07-24 13:21:43,000] [INFO] [logging.py:96:log_dist] [Rank 0] step=20, skipped=3, lr=[0.0002], mom=[(0.9, 0.999)]
 steps: 30 loss: nan iter time (s): 1.500 samples/sec: 6.500
 """
+
+
+def test_every_format_is_in_the_docs_by_its_name() -> None:
+    table = (SOURCE / "docs" / "backtest.md").read_text().partition("\n| format | what is read |\n")[2]
+    documented = re.findall(r"^\| ([^-|][^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert sorted(documented) == sorted(logs.FORMATS)
 
 
 def one(path: Path, content: str | bytes) -> Recording:
