@@ -49,8 +49,16 @@ def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     assert "Example:" in result.output or not command
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+@pytest.mark.parametrize(("page", "most"), [("README.md", 160), ("CONTRIBUTING.md", 120)])
+def test_what_is_read_first_is_short(page: str, most: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= most
+
+
+def test_files_that_contributing_names_are_there() -> None:
+    named = re.findall(r"`((?:[\w.]+/)+[\w.]+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    made_up = re.compile(r"NAME|TOPIC|TYPE")
+    assert [path for path in named if not made_up.search(path) and not (ROOT / path).exists()] == []
+    assert len(named) > 40
 
 
 @pytest.mark.parametrize(
