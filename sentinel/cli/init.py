@@ -28,7 +28,7 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # page = "https://sentinel.example/{host}/"  # the live page, as people reach it
 # report = "https://files.example/{run_id}.html"
 
-[grouping]                  # a group is one rule in one run; the training terminal shows alerts at once
+[grouping]                  # a group is one problem of one run; the training terminal shows alerts at once
 # wait = "5s"               # ranks that join within it are in the first message
 # interval = "60s"          # least time between two messages about one group
 # repeat = "4h"             # after this time an alert that still fires is sent again

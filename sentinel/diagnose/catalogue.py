@@ -3,14 +3,6 @@
 One function an alert, which registers itself by `@explains("LossSpike")` when its module is imported here; an alert
 without one gets what its rule says of it and the cause "not known". The function decides which cause holds;
 `causes.yaml` has the words, and where it is known from.
-
-    stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, pieces, long batches
-    drift.py       divergence, moments, clipping                           formats.py  gradients and updates too small
-    learning.py    what does not learn                                     throughput.py  where the time goes
-    ranks.py       collectives that differ                                 replicas.py parameters that differ
-    bugs.py        bugs of the loop                                        depth.py    gradients along depth
-    hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
-    stale.py       no good snapshot
 """
 
 from __future__ import annotations
