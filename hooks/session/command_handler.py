@@ -55,6 +55,8 @@ class CommandHandler:
                 session.accumulator.disturb()
             case wire.Ask():
                 self._ask(message)
+            case wire.FindMeeting():
+                session.meeting_finder.find(message)
         session.answer_if_alone()
         self._hand_to_guard(message)
 

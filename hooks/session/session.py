@@ -33,6 +33,7 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.session.backward_passes import Succession
 from sentinel.hooks.session.command_handler import CommandHandler
 from sentinel.hooks.session.event_router import EventRouter, OptimizerMonitors
+from sentinel.hooks.session.meeting_finder import MeetingFinder
 from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
@@ -107,6 +108,7 @@ class RunSession:
             make_heartbeat=self._heartbeat_writer,
             unseen=accumulator.unseen,
         )
+        self.meeting_finder = MeetingFinder(who.resolve, self.send)
         accumulator.unseen.changed = self.sender.greet_again
         self._streams = OptimizerMonitors()
         self._listening: EventRouter | None = None
@@ -264,6 +266,7 @@ class RunSession:
     def _let_go(self) -> None:
         """On any thread."""
         self.ended = True
+        self.meeting_finder.close()
         if self._listening is not None:
             patches.unlisten(self._listening)
         if self.collector is not None:

@@ -360,7 +360,8 @@ class Sender(threading.Thread):
         while messages and connection.backlog < BACKLOG_BYTES:
             message = messages.popleft()
             try:
-                connection.send(message)
+                # A daemon that comes after this one asks for it again, and no secret waits for it.
+                connection.send(message, lasting=not isinstance(message, wire.MeetingFound))
             except Exception:  # too large, or of what msgpack does not know
                 name = f"sending {type(message).__name__}"
                 self._unseen.swallow(name, name, "without it")

@@ -44,7 +44,8 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # tensorboard = false
 
 [cluster]                   # jobs over several nodes, the same on all of them: docs/cluster.md
-# address = "10.0.0.1:9478, 10.0.0.2:9478" # nodes 0, 1 ..., by global rank
+# address = "10.0.0.1:9478, 10.0.0.2:9478" # nodes 0, 1 ..., by global rank; without it they find node 0
+# port = 0                  # without an address: of node 0; 0: any free one
 # secret_file = "cluster.key" # 16 characters or more
 
 # Where alerts are sent. A secret is never written here: it is in an environment variable (url_env, token_env) or a file

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from sentinel import wire
+from sentinel.cluster.connection import Connection
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.election import next_epoch
 from sentinel.cluster.inquiry import Inquiry
@@ -46,15 +46,13 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 NEWS_SECONDS_A_NODE = 0.0005
 """Between two beats with news, for each node of the job: what is said of all goes to all, and may be new on all."""
-CONNECT_AGAIN_SECONDS = 2.0
 LAST_SECONDS = 5.0
 """For which a node whose ranks are gone waits for the coordinator to take its last events, and the coordinator for the
 other nodes to leave."""
 REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
-NOT_INSTALLED = (
-    "the nodes of this job cannot meet: pip install 'training-sentinel[cluster]'; each node is watched alone"
-)
+NO_ORDERS = "orders need a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file on all nodes (docs/cluster.md)"
+"""Rollback and restart of all nodes, where the secret came through the process group's store."""
 
 
 class NodeSupervisor(NamedTuple):
@@ -126,7 +124,7 @@ class Membership:
         """Set while news of the job's incidents are about to be passed on."""
         self._news_at = 0.0
         """When that was done last."""
-        self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
+        self._name = own_name(run.run_id, identity.node)
         self._pipeline = notifier.pipeline
         self._withheld: list[Entry] = []
         """What people were told of the job from here, while another may tell them."""
@@ -140,13 +138,11 @@ class Membership:
         self._node = Node(identity.node, _read_clock(), now, len(meeting.addresses))
         self._lead: Lead | None = None
         """Where this node has the coordinator's role."""
-        self._session: Session | None = None
+        self._connection = Connection(
+            meeting, identity.node, self._open_session, self._begin_session, self._hand_over, self._say
+        )
         self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
-        self._connecting: threading.Thread | None = None
-        self._connect_at = 0.0
-        self._trouble = ""
         self._refused = 0
-        self._said = set[str]()
         self._ending: float | None = None
         """Since when no rank is left."""
         self._loop = asyncio.get_running_loop()
@@ -162,6 +158,10 @@ class Membership:
     def handle_steps(self, steps: StepHandling) -> None:
         """What becomes of this node's steps from now on."""
         self._steps, self._reporter = steps, steps.report()
+
+    def move(self, meeting: Meeting) -> None:
+        """The nodes meet elsewhere: the job was started again, and what had been found out is lost."""
+        self._connection.move(meeting)
 
     # What the notifier and the daemon's end see of it: an outlet.
 
@@ -237,12 +237,13 @@ class Membership:
             "node": self.node,
             "view": view,
             "address": self._find_address(),
+            "no_orders": "" if self._meeting.takes_orders else NO_ORDERS,
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
             "expected": beat.expected if beat else count_nodes(self._identity),
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
             "refused": self._refused,
-            "trouble": self._trouble,
+            "trouble": self._connection.trouble,
         }
 
     def list_incidents(self) -> list[IncidentView] | None:
@@ -267,8 +268,7 @@ class Membership:
         if self._closed:
             return
         self._task.cancel()
-        if self._connecting is not None:  # a thread that is inside Zenoh when the interpreter ends aborts the process
-            await asyncio.to_thread(self._connecting.join, LAST_SECONDS)
+        await self._connection.finish_trying()
         self._closed = True
         now = time.monotonic()
         if self._lead is not None:
@@ -279,16 +279,7 @@ class Membership:
         self._tell_alone(now, leaving=True)
         if self._session is not None:
             self._send_pulse(now, leaving=True)
-            session, self._session = self._session, None
-            ended = asyncio.Event()
-
-            def end() -> None:
-                session.close()
-                self._hand_over(ended.set)
-
-            threading.Thread(target=end, daemon=True).start()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), LAST_SECONDS)
+            await self._connection.close()
 
     async def _serve(self) -> None:
         while True:
@@ -299,8 +290,7 @@ class Membership:
             await asyncio.sleep(BEAT_SECONDS)
 
     def _turn(self, now: float) -> None:
-        if self._session is None:
-            self._connect(now)
+        self._connection.tick(now)
         if self._run.attempt.live:
             self._ending = None
         self._change_role(now)
@@ -325,7 +315,7 @@ class Membership:
             pages = restore_pages(beat.incidents, self._run.name, self._run.run_id) if beat is not None else []
             coordinator = Coordinator(self.node, count_nodes(self._identity), epoch, now, pages)
             self._lead = Lead(
-                self._run, self._notifier, self._identity, coordinator, self._begin_judging, self._find_relay,
+                self._run, self._notifier, self._identity, coordinator, self._begin_judging, self._find_ruled_relay,
                 self._say, self.cause_finder,
             )  # fmt: skip
             self._session.lead()
@@ -372,7 +362,8 @@ class Membership:
             attempt=attempt.number, step=attempt.last_seq + attempt.step_offset,
             ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
             last=self._node.last, epoch=election.epoch, stamp=election.stamp, leaving=leaving,
-            job=self._supervisor.find_report(), rollback=self._report_rollback(),
+            job=self._supervisor.find_report() if self._meeting.takes_orders else None,
+            rollback=self._report_rollback(),
             work=self.work.report(now) if self.work is not None else WorkReport(),
         )  # fmt: skip
         if self._lead is not None:
@@ -429,13 +420,19 @@ class Membership:
 
     def _follow_orders(self, now: float) -> None:
         """Have this node's supervisor and ranks do what the coordinator orders now, or know why there is no order."""
-        report, order = self._supervisor.find_report(), self._node.find_order(now)
+        report, order, relay = self._supervisor.find_report(), self._node.find_order(now), self._find_relay()
+        if not self._meeting.takes_orders:
+            if report is not None and report.fault is not None:
+                self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
+            if relay is not None:
+                relay.apart = NO_ORDERS
+            return
         if report is not None and order is not None and order.start == report.start:
             self._supervisor.give_order(order)
         elif report is not None and report.fault is not None:
             why = self._lead.explain_no_order(now) if self._lead is not None else self._explain_absence(now)
             self._supervisor.give_order(wire.Order(start=report.start, does="wait", why=why))
-        relay, beat = self._find_relay(), self._node.beat
+        beat = self._node.beat
         if relay is None:
             return
         if self._node.find_view(now) == "joined" and beat is not None:
@@ -453,8 +450,12 @@ class Membership:
         return self._meeting.addresses[min(self.leader, len(self._meeting.addresses) - 1)]
 
     def _report_rollback(self) -> NodeRollback | None:
-        relay = self._find_relay()
+        relay = self._find_ruled_relay()
         return relay.report() if relay is not None else None
+
+    def _find_ruled_relay(self) -> RelayedRollback | None:
+        """What passes the coordinator's orders on; None where it has none to give."""
+        return self._find_relay() if self._meeting.takes_orders else None
 
     def _tell_alone(self, now: float, *, leaving: bool = False) -> None:
         for case in self._node.take_untold(now, leaving=leaving):
@@ -467,52 +468,27 @@ class Membership:
         log.warning("run %s: %s", self._run.name, text)
         self._tell(text)
 
-    def _connect(self, now: float) -> None:
-        """Try in a thread: where packets are dropped it takes minutes, and the daemon's end must not wait for it."""
-        if now < self._connect_at or (self._connecting is not None and self._connecting.is_alive()):
-            return
-        self._connect_at = now + CONNECT_AGAIN_SECONDS
-        self._connecting = threading.Thread(target=self._open, daemon=True, name="cluster")
-        self._connecting.start()
-
-    def _open(self) -> None:
-        try:
-            from sentinel.cluster.session import Session
-        except ImportError:
-            self._hand_over(self._fail, NOT_INSTALLED)
-            return
-        try:
-            session = Session(
-                self._meeting, self._run.run_id, self.node, receive=self._receive, answer=self._answer,
-                answer_view=self.inquiry.answer,
-            )  # fmt: skip
-        except Exception as error:
-            addresses = self._meeting.addresses
-            wanted = f"listen on {addresses[self.node]}" if self._listens else f"reach {' or '.join(addresses)}"
-            log.info("run %s: %s", self._run.name, error)
-            self._hand_over(self._fail, f"cannot {wanted}, or the secret is another; tried again")
-            return
-        if not self._hand_over(self._take_session, session):
-            session.close()
-
-    def _take_session(self, session: Session) -> None:
-        if self._closed:
-            threading.Thread(target=session.close, daemon=True).start()
-            return
-        self._session, self._trouble = session, ""
-        self._send_pulse(time.monotonic())
+    @property
+    def _session(self) -> Session | None:
+        return self._connection.session
 
     @property
-    def _listens(self) -> bool:
-        return self.node < len(self._meeting.addresses)
+    def _meeting(self) -> Meeting:
+        return self._connection.meeting
 
-    def _fail(self, trouble: str) -> None:
-        self._trouble = trouble
-        if trouble not in self._said and (trouble == NOT_INSTALLED or self._listens):
-            self._said.add(trouble)
-            self._say(trouble)
-        if trouble == NOT_INSTALLED:
-            self._connect_at = float("inf")
+    def _open_session(self, meeting: Meeting) -> Session:
+        """In a thread."""
+        from sentinel.cluster.session import Session  # it imports Zenoh
+
+        return Session(
+            meeting, self._run.run_id, self.node, receive=self._receive, answer=self._answer,
+            answer_view=self.inquiry.answer,
+        )  # fmt: skip
+
+    def _begin_session(self, session: Session) -> None:
+        if self._lead is not None:
+            session.lead()
+        self._send_pulse(time.monotonic())
 
     def _refuse(self, error: ProtocolError) -> None:
         """Count a message that was refused; of the first one is said why."""

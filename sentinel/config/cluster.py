@@ -19,11 +19,19 @@ MOST_ADDRESSES = 16
 
 
 class Meeting(NamedTuple):
-    """Where the nodes of a job meet."""
+    """Where the nodes of a job meet, and what lets a node in."""
 
     addresses: tuple[str, ...]
-    """`host:port` of the nodes that may be the coordinator, from node 0 on."""
+    """`host:port` of the nodes that may be the coordinator, from node 0 on. None: to be found by the process group's
+    store."""
     secret: str
+    is_public: bool = False
+    """Whether the secret came through that store, which everyone can read who reaches it."""
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether those who are let in may end, begin and roll back, besides sharing what they see."""
+        return not self.is_public
 
     def __repr__(self) -> str:
         return f"Meeting({','.join(self.addresses)})"  # no secret in a log
@@ -33,28 +41,40 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """`[cluster]`: a job over several nodes is watched as one. The same on all nodes."""
 
     enabled: bool = True
-    """Whether nodes of a job meet, where the address is known."""
+    """Whether nodes of a job meet."""
     address: str = ""
     """`host:port` on the node of global rank 0, which listens there; after commas, those of nodes 1, 2 ..., which take
-    over. $SENTINEL_CLUSTER replaces it."""
+    over. $SENTINEL_CLUSTER replaces it. Without it the nodes find each other by the process group's store, and node 0
+    listens."""
+    port: int = 0
+    """Without `address`: on which node 0 listens; 0: any free one."""
     secret_file: Path | None = None
     """File with the secret, the same on all nodes; $SENTINEL_CLUSTER_SECRET replaces it."""
 
     def __post_init__(self) -> None:
         if self.address:
             split_addresses(self.address, "address")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port: {self.port} is no port; write one from 1 to 65535, or 0 for any free one")
 
     def find_meeting(self, environment: Mapping[str, str] = os.environ) -> Meeting | None:
-        """Where to meet; None where no address is known, or it is turned off. Raises ConfigError."""
+        """Where to meet; None where it is turned off. Raises ConfigError."""
+        if not self.enabled:
+            return None
         named = environment.get("SENTINEL_CLUSTER", "")
         address = named or self.address
-        if not self.enabled or not address:
-            return None
         try:
-            addresses = split_addresses(address, "SENTINEL_CLUSTER" if named else "[cluster] address")
+            place = "SENTINEL_CLUSTER" if named else "[cluster] address"
+            addresses = split_addresses(address, place) if address else ()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return Meeting(addresses, self._read_secret(environment))
+        secret = self._read_secret(environment)
+        if addresses and not secret:
+            raise ConfigError(
+                "the address of a job's nodes is known and their secret is not: set SENTINEL_CLUSTER_SECRET or "
+                "[cluster] secret_file, the same on all nodes"
+            )
+        return Meeting(addresses, secret)
 
     def _read_secret(self, environment: Mapping[str, str]) -> str:
         secret, place = environment.get("SENTINEL_CLUSTER_SECRET", "").strip(), "SENTINEL_CLUSTER_SECRET"
@@ -64,12 +84,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 secret = small_files.text(self.secret_file).strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{place}: cannot be read ({getattr(error, 'strerror', 'no text')})") from None
-        if not secret:
-            raise ConfigError(
-                "the address of a job's nodes is known and their secret is not: set SENTINEL_CLUSTER_SECRET or "
-                "[cluster] secret_file, the same on all nodes"
-            )
-        if len(secret) < SECRET_CHARACTERS:
+            if not secret:
+                raise ConfigError(f"{place}: is empty; write {SECRET_CHARACTERS} characters or more into it")
+        if secret and len(secret) < SECRET_CHARACTERS:
             raise ConfigError(f"{place}: a secret of {len(secret)} characters; use {SECRET_CHARACTERS} or more")
         return secret
 

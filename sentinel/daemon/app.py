@@ -182,6 +182,9 @@ class Daemon:
             watch, rank = self._ranks[peer]
             if isinstance(message, wire.LayerTable) and not self._has_room_for(message, watch):
                 pass
+            elif isinstance(message, wire.MeetingFound):
+                if watch.search is not None and not rank.hello.ended:
+                    watch.search.take(message)
             elif watch.run.attempt.has(rank):
                 watch.ingest.message(rank, message, now)
             elif isinstance(message, wire.Goodbye):  # what it still sends of an attempt that is over is let go
@@ -263,6 +266,7 @@ class Daemon:
             watch.context.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
         if began:
             joining.join_job(watch, hello, self._cluster, self._supervision)
+        joining.ask_for_meeting(watch, hello)
         watch.incidents.apply(untold, now)
         watch.ingest.tell_again(rank)
         self._supervision.tell(watch, over=False)

@@ -1,4 +1,4 @@
-"""Whether the nodes of a run's job meet, and what of the run takes part in it."""
+"""Whether the nodes of a run's job meet, how they find each other, and what of the run takes part in it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Iterable
 
 from sentinel import wire
-from sentinel.cluster.membership import Membership, NodeSupervisor, StepHandling, count_nodes
+from sentinel.cluster.membership import NO_ORDERS, Membership, NodeSupervisor, StepHandling, count_nodes
 from sentinel.cluster.messages import NodeState, WorkReport
 from sentinel.cluster.relay import APART
-from sentinel.config.cluster import ClusterSettings
+from sentinel.config.cluster import ClusterSettings, Meeting
 from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
 from sentinel.daemon.job_standstill import JobCauses
 from sentinel.daemon.job_views import serve_job
+from sentinel.daemon.meeting_search import MeetingSearch
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError
@@ -37,35 +38,74 @@ class RanksAtWork:
 
 
 def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, supervision: Supervision) -> None:
-    """Join a run that is new here to the other nodes of its job, if it has any and it is known where they meet."""
+    """Join a run that is new here to the other nodes of its job, if it has any; or have it found out where they
+    meet."""
     identity, meeting = hello.identity, None
-    if count_nodes(identity) == 1:
+    nodes = count_nodes(identity)
+    if nodes == 1:
         return
+    armed = hello.rollback is not None and identity.rank == 0
     try:
         meeting = settings.find_meeting()
     except ConfigError as error:
         watch.context.tell(f"this node is watched alone: {error}")
-    if meeting is not None:
-        cases = watch.incidents.log.cases
-        supervisor = NodeSupervisor(
-            functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch)
+    if meeting is None:
+        _tell_unarmed(watch, APART if armed else "")
+    elif meeting.addresses:
+        _meet(watch, identity, supervision, meeting)
+    else:
+
+        def fail(why: str) -> None:
+            watch.context.tell_once(why)
+            _tell_unarmed(watch, APART if armed else "")
+
+        def join(found: Meeting) -> None:
+            if identity.rank == 0:
+                watch.context.tell(_announce(found))
+                _tell_unarmed(watch, NO_ORDERS if armed and not found.takes_orders else "")
+            _meet(watch, identity, supervision, found)
+
+        watch.search = MeetingSearch(meeting, settings.port, nodes, join, fail)
+
+
+def ask_for_meeting(watch: WatchedRun, hello: wire.Hello) -> None:
+    """Have a rank that says hello find out where the nodes meet, where that is its part."""
+    if watch.search is not None and (question := watch.search.ask(hello)) is not None:
+        watch.context.link.send(hello.identity.rank, question)
+
+
+def _announce(found: Meeting) -> str:
+    words = f"the nodes of this job meet at {found.addresses[0]}, found by the process group's store"
+    return words if found.takes_orders else f"{words}; they share what they see: {NO_ORDERS}"
+
+
+def _tell_unarmed(watch: WatchedRun, why: str) -> None:
+    if why:
+        watch.context.tell_once(f"rollback is not armed: {why}")
+
+
+def _meet(watch: WatchedRun, identity: wire.Identity, supervision: Supervision, meeting: Meeting) -> None:
+    if watch.membership is not None:
+        watch.membership.move(meeting)
+        return
+    cases = watch.incidents.log.cases
+    supervisor = NodeSupervisor(
+        functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch)
+    )
+    watch.membership = Membership(
+        watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor,
+        watch.actions.find_relay,
+    )  # fmt: skip
+    serve_job(watch, watch.membership)
+    watch.membership.work = RanksAtWork(watch)
+    watch.membership.cause_finder = JobCauses(watch, watch.membership)
+    watch.actions.pass_on = watch.membership.pass_on_rollback
+    watch.membership.handle_steps(
+        StepHandling(
+            functools.partial(_report_steps, watch, identity.node),
+            functools.partial(_judge_job, watch, identity, watch.membership.list_nodes),
         )
-        watch.membership = Membership(
-            watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor,
-            watch.actions.find_relay,
-        )  # fmt: skip
-        serve_job(watch, watch.membership)
-        watch.membership.work = RanksAtWork(watch)
-        watch.membership.cause_finder = JobCauses(watch, watch.membership)
-        watch.actions.pass_on = watch.membership.pass_on_rollback
-        watch.membership.handle_steps(
-            StepHandling(
-                functools.partial(_report_steps, watch, identity.node),
-                functools.partial(_judge_job, watch, identity, watch.membership.list_nodes),
-            )
-        )
-    elif hello.rollback is not None and identity.rank == 0:
-        watch.context.tell(f"rollback is not armed: {APART}")
+    )
 
 
 def _report_steps(watch: WatchedRun, node: int) -> NodeJudge:

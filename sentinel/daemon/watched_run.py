@@ -15,6 +15,7 @@ from sentinel import wire
 from sentinel.actions import Factory
 from sentinel.actions.restart import is_stall
 from sentinel.cluster.membership import Membership
+from sentinel.daemon.meeting_search import MeetingSearch
 from sentinel.daemon.run_actions import RunActions
 from sentinel.daemon.run_context import RunContext
 from sentinel.daemon.run_incidents import RunIncidents
@@ -62,6 +63,8 @@ class WatchedRun:
         self.ingest = RunIngest(context, self.incidents, self.actions)
         self.membership: Membership | None = None
         """Of a job over several nodes that meet."""
+        self.search: MeetingSearch | None = None
+        """Of a job whose nodes find out where they meet."""
         self.why_no_history = ""
         """Why there is no history, where there is none."""
         self.looked = 0.0

@@ -137,3 +137,17 @@ class Ask(Message, frozen=True, kw_only=True, tag="ask"):
     id: int
     what: str
     arguments: dict[str, Any] = {}
+
+
+class FindMeeting(Message, frozen=True, kw_only=True, tag="find-meeting"):
+    """Find out where the nodes of this job meet, by the process group's store: rank 0 writes it there, the first ranks
+    of the other nodes read it. Sent to those alone."""
+
+    nodes: int
+    """Of the job."""
+    address: str = ""
+    """Where this node's daemon listens already; empty: nowhere."""
+    port: int = 0
+    """For it to listen on, else; 0: any free one."""
+    secret: str = ""
+    """For the other nodes; empty: all have one of their own."""

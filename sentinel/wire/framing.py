@@ -37,12 +37,13 @@ T = TypeVar("T")
 
 FromRank = (
     rank.Hello | rank.LayerTable | rank.Batch | rank.PhaseChanged | rank.StageBegan | rank.SnapshotTaken | rank.Prepared
-    | rank.RolledBack | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | command.Query | command.Supervise
+    | rank.RolledBack | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | rank.MeetingFound
+    | command.Query | command.Supervise
 )  # fmt: skip
 ToRank = (
     daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Closing | daemon.Attend | daemon.Withhold
     | daemon.DaemonCost | daemon.Spacing | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held
-    | daemon.Publish | daemon.Ask | command.Answer | command.Standing | command.Order
+    | daemon.Publish | daemon.Ask | daemon.FindMeeting | command.Answer | command.Standing | command.Order
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

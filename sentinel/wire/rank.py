@@ -227,3 +227,16 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """Of `stopped`: the exit status that the process ends with. 0: not said."""
     time: Moment = msgspec.field(default_factory=time.time)
     """Unix seconds. An earlier version does not say: then it is when the message was read."""
+
+
+class MeetingFound(Message, frozen=True, kw_only=True, tag="meeting-found"):
+    """Answer to `FindMeeting`, and what is in the process group's store."""
+
+    nodes: Integer = 0
+    """Of the job, by rank 0."""
+    address: Name = ""
+    """`host:port`; empty: it was not found."""
+    secret: Name = ""
+    """That everyone in the store's reach can read; empty: each node has one of its own."""
+    reason: Name = ""
+    """Why it was not found."""

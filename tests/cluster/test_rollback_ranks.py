@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from sentinel.cluster.membership import NO_ORDERS
 from sentinel.node.question import ask_daemon
 from tests.cluster.job import SECRET, free_address
 from tests.programs import rolling
@@ -35,18 +38,21 @@ class Job:
         *,
         way: str = "ddp",
         ranks: int = 1,
-        meeting: str,
+        meeting: str = "",
+        secret: str = SECRET,
+        settings: str = "",
         master: str = "",
         within: Sequence[Sequence[str]] = ((), ()),
         program: str = "rolling_nodes",
         text: str = rolling.RULES,
     ) -> None:
-        """`ranks`: of each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's store.
-        `within`: words before each node's command. `program` of tests/programs, and its first word: `way`. `text` of
-        the rules."""
+        """`ranks`: of each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's store;
+        without `meeting` the daemons find each other. `settings`: the daemons' file. `within`: words before each
+        node's command. `program` of tests/programs, and its first word: `way`. `text` of the rules."""
         self.root, self.world = root, NODES * ranks
         rules = root / "rules.yaml"
         rules.write_text(text)
+        (root / "sentinel.toml").write_text(settings)
         host, _, port = (master or free_address()).rpartition(":")
         self.nodes = []
         for node in range(NODES):
@@ -57,7 +63,8 @@ class Job:
             environment = {
                 **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RULES": str(rules),
                 "SENTINEL_RUNTIME": str(root / f"run{node}"), "SENTINEL_STATE": str(root / f"state{node}"),
-                "SENTINEL_CLUSTER": meeting, "SENTINEL_CLUSTER_SECRET": SECRET,
+                "SENTINEL_CLUSTER": meeting, "SENTINEL_CLUSTER_SECRET": secret,
+                "SENTINEL_CONFIG": str(root / "sentinel.toml"),
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             }  # fmt: skip
             with (root / f"said{node}").open("w") as said:
@@ -88,6 +95,9 @@ class Job:
 
     def close(self) -> None:
         for node in self.nodes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(node.pid).children(recursive=True):
+                    each.kill()  # ranks are sessions of their own
             node.kill()
             node.wait()
 
@@ -95,7 +105,7 @@ class Job:
 def broken_and_rolled_back(job: Job) -> tuple[int, int]:
     """Break its ranks once all is watched: to which step all went back, and at which."""
     try:
-        until(lambda: "rollback is armed on all ranks" in job.said(0), "the nodes to meet")
+        until(lambda: "rollback is armed on all ranks" in job.said(0), "the nodes to meet", LIMIT_SECONDS)
         until(job.judges, "steps to be judged")
         (job.root / "break").touch()
         ranks = job.finish()
@@ -116,8 +126,45 @@ def test_a_fault_that_one_node_sees_rolls_back_the_ranks_of_all(private_places: 
     assert f"rolled back to step {to} at the exit of step {at}" in job.said(1)
 
 
+def test_nodes_that_have_no_address_find_each_other_and_are_rolled_back_with_a_secret_of_their_own(
+    private_places: Path,
+) -> None:
+    job = Job(private_places)
+    broken_and_rolled_back(job)
+    assert re.search(r"meet at 127\.0\.0\.1:\d+, found by the process group's store\n", job.said(0))
+
+
+def test_nodes_whose_secret_came_through_the_store_share_what_they_see_and_order_nothing(private_places: Path) -> None:
+    job = Job(private_places, secret="")
+    try:
+        until(lambda: f"rollback is not armed: {NO_ORDERS}" in job.said(0), "the line", LIMIT_SECONDS)
+        for node in range(NODES):
+            until(lambda node=node: _knows_all(job, node), f"node {node} to know all")
+        assert f"they share what they see: {NO_ORDERS}" in job.said(0)
+        (private_places / "break").touch()
+        until(lambda: "Broken" in _list_alerts(job, 0), "node 0 to know the incident of node 1")
+        until(lambda: "not rolled back: orders need a secret" in job.said(1), "the alert")
+        shown = [job.status(node)["job"] for node in range(NODES)]
+        (private_places / "stop").touch()
+        ranks = job.finish()
+    finally:
+        job.close()
+    assert [rank["rolled"] for rank in ranks] == [[], []]
+    assert [one["no_orders"] for one in shown] == [NO_ORDERS] * NODES
+    assert [one["view"] for one in shown] == ["coordinator", "joined"]
+
+
+def _knows_all(job: Job, node: int) -> bool:
+    known = job.status(node).get("job")
+    return known is not None and [one["state"] for one in known["nodes"]] == ["alive"] * NODES
+
+
+def _list_alerts(job: Job, node: int) -> list[str]:
+    return [incident["alert"] for incident in job.status(node)["job"]["incidents"]]
+
+
 def test_nodes_that_do_not_meet_are_not_rolled_back_and_say_so(private_places: Path) -> None:
-    job = Job(private_places, meeting="")
+    job = Job(private_places, settings="[cluster]\nenabled = false\n")
     try:
         until(lambda: "rollback is not armed: the nodes of this job do not meet" in job.said(0), "the line")
         until(job.judges, "steps to be judged")

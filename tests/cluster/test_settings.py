@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.cluster.messages import MESSAGE_BYTES, Events, Pulse, decode, encode, trim_case
+from sentinel.config.cluster import Meeting
 from sentinel.config.settings import ClusterSettings, parse_settings
 from sentinel.errors import ConfigError, ProtocolError
 from tests.cluster.simulation import make_case
@@ -26,6 +27,7 @@ def read(text: str) -> ClusterSettings:
         ("[cluster]\naddress = 'node0'", ":2: address: 'node0' is no host:port"),
         ("[cluster]\naddress = 'node0:99999'", "is no host:port"),
         ("[cluster]\naddress = 5", "address: expected text in quotes"),
+        ("[cluster]\nport = 70000", ":2: port: 70000 is no port"),
         ("[cluster]\nenabled = 'no'", "enabled: expected true or false"),
         ("[cluster]\nsecret = 'x'", "a secret is never written here"),
     ],
@@ -41,14 +43,15 @@ def test_the_environment_replaces_the_file(tmp_path: Path) -> None:
     settings = ClusterSettings(address="a:1", secret_file=tmp_path / "secret")
     meeting = settings.find_meeting({})
     assert meeting is not None
-    assert meeting == (("a:1",), SECRET)
+    assert meeting == Meeting(("a:1",), SECRET)
     assert SECRET not in repr(meeting)
     other = settings.find_meeting(
         {"SENTINEL_CLUSTER": "[fe80::1]:2, b:3", "SENTINEL_CLUSTER_SECRET": "another, as long as it"}
     )
     assert other is not None
-    assert other == (("[fe80::1]:2", "b:3"), "another, as long as it")
-    assert ClusterSettings().find_meeting({}) is None
+    assert other == Meeting(("[fe80::1]:2", "b:3"), "another, as long as it")
+    assert ClusterSettings().find_meeting({}) == Meeting((), "")
+    assert ClusterSettings().find_meeting({"SENTINEL_CLUSTER_SECRET": SECRET}) == Meeting((), SECRET)
     assert ClusterSettings(enabled=False, address="a:1").find_meeting({"SENTINEL_CLUSTER": "a:1"}) is None
 
 

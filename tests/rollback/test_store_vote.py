@@ -14,7 +14,8 @@ from torch import nn
 
 from sentinel import wire
 from sentinel.errors import RunStopped
-from sentinel.hooks.rollback import agreement, ballots
+from sentinel.hooks.core import store_client
+from sentinel.hooks.rollback import agreement
 from sentinel.hooks.rollback.agreement import RankConsensus
 from sentinel.hooks.rollback.ballots import InDoubt
 from sentinel.hooks.rollback.restorer import Restorer, Rollback
@@ -74,7 +75,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     made = Ranks()
     monkeypatch.setattr(agreement, "place", lambda: (made.here.rank, WORLD))
     monkeypatch.setattr(agreement, "spans_nodes", lambda: True)
-    monkeypatch.setattr(ballots, "group_store", made.find_store)
+    monkeypatch.setattr(store_client, "group_store", made.find_store)
     return made
 
 
@@ -99,7 +100,7 @@ def test_none_where_one_got_no_verdict_or_does_not_come(ranks: Ranks) -> None:
 
 def test_without_a_store_that_all_reach_nothing_is_promised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.here.rank = 0
-    monkeypatch.setattr(ballots, "group_store", dist.HashStore)
+    monkeypatch.setattr(store_client, "group_store", dist.HashStore)
     assert "is a HashStore, and must be a TCPStore" in RankConsensus(1.0, lambda: None).impossible()
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.hooks.rollback import agreement, ballots, step_guard
-from sentinel.hooks.rollback.ballots import InDoubt
+from sentinel.hooks.core import store_client
+from sentinel.hooks.core.store_client import StoreLost
+from sentinel.hooks.rollback import agreement, step_guard
 from tests.rollback.training import Training, batches, of_type
 
 DATA = batches(10)
@@ -103,12 +104,12 @@ def test_two_minutes_where_the_store_of_several_nodes_takes_its_time_for_each_an
         poll_seconds = 0.02
 
         def write(self, name: str, text: str) -> str:
-            clock.sleep(ballots.STORE_SECONDS)
+            clock.sleep(store_client.STORE_SECONDS)
             words.setdefault(name, text)
             return ""
 
         def read_all(self, names: list[str]) -> dict[str, str]:
-            clock.sleep(ballots.STORE_SECONDS)
+            clock.sleep(store_client.STORE_SECONDS)
             return {name: words[name] for name in names if name in words}
 
         def close(self) -> None:
@@ -123,8 +124,8 @@ def test_two_minutes_where_the_store_of_several_nodes_takes_its_time_for_each_an
 
 def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where packets are dropped: torch waits for minutes."""
-    monkeypatch.setattr(ballots, "STORE_SECONDS", 0.05)
+    monkeypatch.setattr(store_client, "STORE_SECONDS", 0.05)
     released = threading.Event()
-    with pytest.raises(InDoubt, match=r"no answer in 0\.05 s"):
-        ballots._ask_store(lambda: released.wait(60))
+    with pytest.raises(StoreLost, match=r"no answer in 0\.05 s"):
+        store_client.call_in_time(lambda: released.wait(60))
     released.set()

@@ -1,0 +1,76 @@
+"""This machine's address in the network that the job's ranks use."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+
+_NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_READ_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_ELSEWHERE = ("192.0.2.1", 9)
+"""Of a network that exists in documents alone (RFC 5737): the default route leads there."""
+
+
+def find_own_address(store_host: str, store_port: int) -> str:
+    """Of the interface that `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` names, else of that from which the store of
+    the process group is reached. Raises OSError where there is none.
+
+    Where this machine's own name means its loopback, as in Debian's /etc/hosts, that of the default route: the other
+    nodes know the name by another address."""
+    for variable in _NAMED_BY:
+        if address := _read_interface(os.environ.get(variable, "")):
+            return address
+    address = _find_source(store_host, store_port)
+    if _is_loopback(address) and not _is_loopback(store_host) and store_host != "localhost":
+        try:
+            return _find_source(*_ELSEWHERE)
+        except OSError:  # no such route: a machine without a network
+            pass
+    return address
+
+
+def find_free_port(host: str) -> int:
+    """Of TCP, now. Raises OSError where there is none, or the address is not of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _read_interface(named: str) -> str:
+    """IPv4 address of the first interface that fits the names, by NCCL's rules: they are prefixes, `=` before them asks
+    for the whole name. Empty: none does, or the names say which not to take (`^`)."""
+    if not named or named.startswith("^"):
+        return ""
+    exact, wanted = named.startswith("="), [name.strip() for name in named.lstrip("=").split(",") if name.strip()]
+    interfaces = [name for _, name in socket.if_nameindex()]
+    fits = [name for want in wanted for name in interfaces if name == want]
+    fits += [name for want in wanted for name in interfaces if not exact and name.startswith(want)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in fits:
+            try:
+                found = fcntl.ioctl(probe, _READ_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none of IPv4
+                continue
+            return socket.inet_ntoa(found[20:24])
+    return ""
+
+
+def _find_source(host: str, port: int) -> str:
+    """From which address packets to another one go out; none is sent."""
+    targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, _, _, _, target = min(targets, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,114 @@
+"""A node's connection to the other nodes of its job: tried for until there is one, and what is in the way said once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sentinel.cluster.inquiry import HandOver
+from sentinel.config.cluster import Meeting
+
+if TYPE_CHECKING:
+    from sentinel.cluster.session import Session
+
+log = logging.getLogger(__name__)
+
+CONNECT_AGAIN_SECONDS = 2.0
+CLOSE_SECONDS = 5.0
+NOT_INSTALLED = (
+    "the nodes of this job cannot meet: pip install 'training-sentinel[cluster]'; each node is watched alone"
+)
+
+
+class Connection:
+    """Of one run. Lives in the daemon's loop."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        node: int,
+        open_session: Callable[[Meeting], Session],
+        begin: Callable[[Session], None],
+        hand_over: HandOver,
+        say: Callable[[str], None],
+    ) -> None:
+        """`open_session` is called in a thread, and raises ImportError where Zenoh is not installed. `begin` gets each
+        session, in the loop."""
+        self.meeting, self._node = meeting, node
+        self._open_session, self._begin, self._hand_over, self._say = open_session, begin, hand_over, say
+        self.session: Session | None = None
+        self.trouble = ""
+        """Why there is none."""
+        self._thread: threading.Thread | None = None
+        self._again_at = 0.0
+        self._said = set[str]()
+        self._closed = False
+
+    def tick(self, now: float) -> None:
+        """Try, in a thread: where packets are dropped it takes minutes, and the daemon's end must not wait for it."""
+        if self.session is None and now >= self._again_at and (self._thread is None or not self._thread.is_alive()):
+            self._again_at = now + CONNECT_AGAIN_SECONDS
+            self._thread = threading.Thread(target=self._open, args=(self.meeting,), daemon=True, name="cluster")
+            self._thread.start()
+
+    def move(self, meeting: Meeting) -> None:
+        """The nodes meet elsewhere."""
+        self.meeting, session, self.session = meeting, self.session, None
+        if session is not None:
+            threading.Thread(target=session.close, daemon=True).start()
+
+    async def finish_trying(self) -> None:
+        """A thread that is inside Zenoh when the interpreter ends aborts the process."""
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        self._closed = True
+
+    async def close(self) -> None:
+        """Close the session, if there is one."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        ended = asyncio.Event()
+
+        def end() -> None:
+            session.close()
+            self._hand_over(ended.set)
+
+        threading.Thread(target=end, daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), CLOSE_SECONDS)
+
+    def _open(self, meeting: Meeting) -> None:
+        try:
+            session = self._open_session(meeting)
+        except ImportError:
+            self._hand_over(self._fail, NOT_INSTALLED)
+        except Exception as error:
+            listens = self._node < len(meeting.addresses)
+            wanted = (
+                f"listen on {meeting.addresses[self._node]}" if listens else f"reach {' or '.join(meeting.addresses)}"
+            )
+            log.info("the nodes of a job: %s", error)
+            self._hand_over(self._fail, f"cannot {wanted}, or the secret is another; tried again")
+        else:
+            if not self._hand_over(self._take, session, meeting):
+                session.close()
+
+    def _take(self, session: Session, meeting: Meeting) -> None:
+        if self._closed or meeting != self.meeting:
+            threading.Thread(target=session.close, daemon=True).start()
+            return
+        self.session, self.trouble = session, ""
+        self._begin(session)
+
+    def _fail(self, trouble: str) -> None:
+        self.trouble = trouble
+        if trouble not in self._said and (trouble == NOT_INSTALLED or self._node < len(self.meeting.addresses)):
+            self._said.add(trouble)
+            self._say(trouble)
+        if trouble == NOT_INSTALLED:
+            self._again_at = float("inf")

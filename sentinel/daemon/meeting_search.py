@@ -1,0 +1,72 @@
+"""How the nodes of a job find each other where no address is set: by the process group's store, which ranks reach.
+
+daemon       -> FindMeeting(port, secret) ->    the first rank of its node
+rank 0       writes address and secret into the store; the first ranks of other nodes read them
+daemon       <- MeetingFound(address, secret) <-    that rank; node 0's listens there, the others connect
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+from collections.abc import Callable
+
+from sentinel import wire
+from sentinel.cluster.connection import NOT_INSTALLED
+from sentinel.config.cluster import Meeting, split_addresses
+
+SECRET_BYTES = 32
+SET_ADDRESS = "set SENTINEL_CLUSTER (docs/cluster.md)"
+
+
+class MeetingSearch:
+    """Of one run, on one node."""
+
+    def __init__(
+        self, meeting: Meeting, port: int, nodes: int, join: Callable[[Meeting], None], fail: Callable[[str], None]
+    ) -> None:
+        """`meeting`: as far as the settings know it. `join` gets the whole of it; `fail`, why it cannot be known."""
+        self._meeting, self._port, self._nodes, self._join, self._fail = meeting, port, nodes, join, fail
+        if not meeting.secret:
+            self._meeting = meeting._replace(secret=secrets.token_hex(SECRET_BYTES), is_public=True)
+
+    def ask(self, hello: wire.Hello) -> wire.FindMeeting | None:
+        """For a rank that says hello; None: it is not the one to be asked."""
+        if hello.ended or hello.identity.local_rank:
+            return None
+        if importlib.util.find_spec("zenoh") is None:
+            if hello.identity.rank == 0:
+                self._fail(NOT_INSTALLED)
+            return None
+        meeting = self._meeting
+        return wire.FindMeeting(
+            nodes=self._nodes,
+            address=meeting.addresses[0] if meeting.addresses else "",
+            port=self._port,
+            secret=meeting.secret if meeting.is_public else "",
+        )
+
+    def take(self, found: wire.MeetingFound) -> None:
+        """What came of it."""
+        if why := self._find_hindrance(found):
+            self._fail(f"the nodes of this job do not find each other: {why}; each is watched alone")
+            return
+        secret = found.secret if self._meeting.is_public else self._meeting.secret
+        meeting = self._meeting._replace(addresses=(found.address,), secret=secret)
+        if meeting != self._meeting:
+            self._meeting = meeting
+            self._join(meeting)
+
+    def _find_hindrance(self, found: wire.MeetingFound) -> str:
+        if found.reason:
+            return f"{found.reason}; {SET_ADDRESS}"
+        try:
+            split_addresses(found.address, "the process group's store")
+        except ValueError as error:
+            return str(error)
+        if found.nodes != self._nodes:
+            return f"rank 0 has {found.nodes} nodes, and this one {self._nodes}: start all with the same"
+        if bool(found.secret) == self._meeting.is_public:
+            return ""
+        one, other = ("node 0", "this node") if found.secret == "" else ("this node", "node 0")
+        return f"{one} has a secret and {other} has none: set SENTINEL_CLUSTER_SECRET on all nodes"
