@@ -47,6 +47,9 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # address = "10.0.0.1:9478, 10.0.0.2:9478" # nodes 0, 1 ..., by global rank; without it they find node 0
 # port = 0                  # without an address: of node 0; 0: any free one
 # secret_file = "cluster.key" # 16 characters or more
+# tls_ca = "ca.pem"         # with tls_certificate and tls_key: mutual TLS
+# tls_certificate = "node.pem"
+# tls_key = "node.key"
 
 # Where alerts are sent. A secret is never written here: it is in an environment variable (url_env, token_env) or a file
 # (url_file, token_file). Then: sentinel alerts test

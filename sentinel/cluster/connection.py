@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_AGAIN_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
+SAY_SECONDS = 30.0
+"""After which it is said that node 0 is not reached: before, its daemon may not be there yet."""
 NOT_INSTALLED = (
     "the nodes of this job cannot meet: pip install 'training-sentinel[cluster]'; each node is watched alone"
 )
@@ -45,12 +47,20 @@ class Connection:
         """Why there is none."""
         self._thread: threading.Thread | None = None
         self._again_at = 0.0
+        self._since: float | None = None
+        """When it was tried first."""
         self._said = set[str]()
         self._closed = False
 
     def tick(self, now: float) -> None:
         """Try, in a thread: where packets are dropped it takes minutes, and the daemon's end must not wait for it."""
-        if self.session is None and now >= self._again_at and (self._thread is None or not self._thread.is_alive()):
+        if self._since is None:
+            self._since = now
+        if self.session is not None:
+            return
+        if now - self._since > SAY_SECONDS:
+            self._say_once(self.trouble or _describe_trouble(self.meeting, self._node))
+        if now >= self._again_at and (self._thread is None or not self._thread.is_alive()):
             self._again_at = now + CONNECT_AGAIN_SECONDS
             self._thread = threading.Thread(target=self._open, args=(self.meeting,), daemon=True, name="cluster")
             self._thread.start()
@@ -88,12 +98,8 @@ class Connection:
         except ImportError:
             self._hand_over(self._fail, NOT_INSTALLED)
         except Exception as error:
-            listens = self._node < len(meeting.addresses)
-            wanted = (
-                f"listen on {meeting.addresses[self._node]}" if listens else f"reach {' or '.join(meeting.addresses)}"
-            )
             log.info("the nodes of a job: %s", error)
-            self._hand_over(self._fail, f"cannot {wanted}, or the secret is another; tried again")
+            self._hand_over(self._fail, _describe_trouble(meeting, self._node))
         else:
             if not self._hand_over(self._take, session, meeting):
                 session.close()
@@ -107,8 +113,23 @@ class Connection:
 
     def _fail(self, trouble: str) -> None:
         self.trouble = trouble
-        if trouble not in self._said and (trouble == NOT_INSTALLED or self._node < len(self.meeting.addresses)):
-            self._said.add(trouble)
-            self._say(trouble)
+        if trouble == NOT_INSTALLED or self._node < len(self.meeting.addresses):
+            self._say_once(trouble)
         if trouble == NOT_INSTALLED:
             self._again_at = float("inf")
+
+    def _say_once(self, trouble: str) -> None:
+        if trouble not in self._said:
+            self._said.add(trouble)
+            self._say(trouble)
+
+
+def _describe_trouble(meeting: Meeting, node: int) -> str:
+    addresses = meeting.addresses
+    if node < len(addresses):
+        return f"cannot listen on {addresses[node]}: the port is taken, or the address is not of this node; tried again"
+    proof = "the secret" if meeting.tls is None else "the secret or the certificates' authority"
+    return (
+        f"cannot reach {' or '.join(addresses)}: no daemon listens there, a firewall is between, or {proof} is another"
+        "; tried again"
+    )

@@ -51,7 +51,7 @@ LAST_SECONDS = 5.0
 other nodes to leave."""
 REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
-NO_ORDERS = "orders need a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file on all nodes (docs/cluster.md)"
+NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
 """Rollback and restart of all nodes, where the secret came through the process group's store."""
 
 

@@ -26,7 +26,7 @@ import zenoh
 
 from sentinel.cluster.election import LEASE_SECONDS
 from sentinel.cluster.messages import MESSAGE_BYTES, MOST_NODES
-from sentinel.config.cluster import Meeting
+from sentinel.config.cluster import Meeting, TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +159,7 @@ class Session:
 
 def open_session(meeting: Meeting, node: int) -> Any:
     """A session of Zenoh's as a node has it. Raises zenoh.ZError where that cannot be had now."""
-    # Both sides prove that they have the secret; it is not sent. Of any length and with any characters: its digest.
-    password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
-    endpoints = [f"tcp/{address}" for address in meeting.addresses]
+    endpoints = [f"{'tcp' if meeting.tls is None else 'tls'}/{address}" for address in meeting.addresses]
     listens = node < len(endpoints)
     settings: dict[str, object] = {
         "mode": "router" if listens else "client",
@@ -172,22 +170,41 @@ def open_session(meeting: Meeting, node: int) -> Any:
         "transport/unicast/open_timeout": round(1000 * OPEN_SECONDS),
         "transport/link/rx/max_message_size": 2 * MESSAGE_BYTES,
         "transport/link/tx/lease": round(1000 * LEASE_SECONDS),  # a link that goes down closes no connection
-        "transport/auth/usrpwd/user": _USER,
-        "transport/auth/usrpwd/password": password,
         "connect/endpoints": endpoints[:node],  # of two routers the later one connects
         "connect/retry": {"period_init_ms": 1000, "period_max_ms": 1000, "period_increase_factor": 1},
     }
+    if listens:
+        settings["listen/endpoints"] = [endpoints[node]]
+    if meeting.tls is not None:
+        settings["transport/link/tls"] = _describe_tls(meeting.tls)
+    if not meeting.secret:
+        return _connect(settings)
+    # Both sides prove that they have the secret; it is not sent. Of any length and with any characters: its digest.
+    password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
+    settings |= {"transport/auth/usrpwd/user": _USER, "transport/auth/usrpwd/password": password}
     if not listens:
         return _connect(settings)
     descriptor, name = tempfile.mkstemp(prefix="sentinel-")  # mode 0600, and gone once it is read
     try:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(f"{_USER}:{password}\n")
-        return _connect(
-            settings | {"listen/endpoints": [endpoints[node]], "transport/auth/usrpwd/dictionary_file": name}
-        )
+        return _connect(settings | {"transport/auth/usrpwd/dictionary_file": name})
     finally:
         os.unlink(name)
+
+
+def _describe_tls(files: TlsFiles) -> dict[str, object]:
+    certificate, key = str(files.certificate), str(files.key)
+    return {
+        "root_ca_certificate": str(files.ca),
+        "listen_certificate": certificate,
+        "listen_private_key": key,
+        "connect_certificate": certificate,
+        "connect_private_key": key,
+        "enable_mtls": True,
+        # Addresses of pods and found ones are known too late for a certificate. Being of the authority lets a node in.
+        "verify_name_on_connect": False,
+    }
 
 
 def _connect(settings: dict[str, object]) -> Any:

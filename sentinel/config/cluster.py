@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,14 @@ MOST_ADDRESSES = 16
 """Of nodes that may be the coordinator."""
 
 
+class TlsFiles(NamedTuple):
+    """In PEM. With them both sides of a connection prove that they have a certificate of this authority."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
 class Meeting(NamedTuple):
     """Where the nodes of a job meet, and what lets a node in."""
 
@@ -25,6 +34,9 @@ class Meeting(NamedTuple):
     """`host:port` of the nodes that may be the coordinator, from node 0 on. None: to be found by the process group's
     store."""
     secret: str
+    """Empty: a certificate is enough."""
+    tls: TlsFiles | None = None
+    """None: what is said is not encrypted."""
     is_public: bool = False
     """Whether the secret came through that store, which everyone can read who reaches it."""
 
@@ -50,12 +62,24 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Without `address`: on which node 0 listens; 0: any free one."""
     secret_file: Path | None = None
     """File with the secret, the same on all nodes; $SENTINEL_CLUSTER_SECRET replaces it."""
+    tls_ca: Path | None = None
+    """Certificate, in PEM, of the authority that signed those of the nodes and nothing else. With `tls_certificate` and
+    `tls_key` what nodes say is encrypted, and both sides prove who they are; a secret is not needed."""
+    tls_certificate: Path | None = None
+    """This node's certificate, in PEM; host names in it are not checked."""
+    tls_key: Path | None = None
+    """Its private key, in PEM, without a password."""
 
     def __post_init__(self) -> None:
         if self.address:
             split_addresses(self.address, "address")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port: {self.port} is no port; write one from 1 to 65535, or 0 for any free one")
+        files = {"tls_ca": self.tls_ca, "tls_certificate": self.tls_certificate, "tls_key": self.tls_key}
+        lacking = [name for name, file in files.items() if file is None]
+        if 0 < len(lacking) < len(files):
+            given = next(name for name, file in files.items() if file is not None)
+            raise ValueError(f"{given}: is set without {' and '.join(lacking)}; set all three")
 
     def find_meeting(self, environment: Mapping[str, str] = os.environ) -> Meeting | None:
         """Where to meet; None where it is turned off. Raises ConfigError."""
@@ -68,13 +92,39 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             addresses = split_addresses(address, place) if address else ()
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        secret = self._read_secret(environment)
-        if addresses and not secret:
+        secret, tls = self._read_secret(environment), self._check_certificates()
+        if addresses and not secret and tls is None:
             raise ConfigError(
                 "the address of a job's nodes is known and their secret is not: set SENTINEL_CLUSTER_SECRET or "
                 "[cluster] secret_file, the same on all nodes"
             )
-        return Meeting(addresses, secret)
+        return Meeting(addresses, secret, tls)
+
+    def _check_certificates(self) -> TlsFiles | None:
+        if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
+            return None
+        files = TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key)
+        for name, file in files._asdict().items():
+            try:
+                small_files.text(file)
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", "no text")
+                raise ConfigError(
+                    f"[cluster] tls_{name}: {file}: cannot be read ({why}); write it there, in PEM, readable by "
+                    f"user {os.getuid()}"
+                ) from None
+        try:
+            context = ssl.create_default_context(cafile=files.ca)
+        except ssl.SSLError as error:
+            raise ConfigError(f"[cluster] tls_ca: {files.ca}: no certificate in PEM ({error.reason})") from None
+        try:
+            context.load_cert_chain(files.certificate, files.key, password=lambda: "")
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"[cluster] tls_certificate: {files.certificate}, tls_key: {files.key}: no certificate and its key, in "
+                f"PEM and without a password ({error.reason})"
+            ) from None
+        return files
 
     def _read_secret(self, environment: Mapping[str, str]) -> str:
         secret, place = environment.get("SENTINEL_CLUSTER_SECRET", "").strip(), "SENTINEL_CLUSTER_SECRET"

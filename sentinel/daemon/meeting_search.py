@@ -27,7 +27,7 @@ class MeetingSearch:
     ) -> None:
         """`meeting`: as far as the settings know it. `join` gets the whole of it; `fail`, why it cannot be known."""
         self._meeting, self._port, self._nodes, self._join, self._fail = meeting, port, nodes, join, fail
-        if not meeting.secret:
+        if not meeting.secret and meeting.tls is None:
             self._meeting = meeting._replace(secret=secrets.token_hex(SECRET_BYTES), is_public=True)
 
     def ask(self, hello: wire.Hello) -> wire.FindMeeting | None:
@@ -68,5 +68,5 @@ class MeetingSearch:
             return f"rank 0 has {found.nodes} nodes, and this one {self._nodes}: start all with the same"
         if bool(found.secret) == self._meeting.is_public:
             return ""
-        one, other = ("node 0", "this node") if found.secret == "" else ("this node", "node 0")
-        return f"{one} has a secret and {other} has none: set SENTINEL_CLUSTER_SECRET on all nodes"
+        one, other = ("this node", "node 0") if found.secret else ("node 0", "this node")
+        return f"{one} has a secret or a certificate and {other} has none: set SENTINEL_CLUSTER_SECRET on all nodes"

@@ -93,8 +93,9 @@ def test_the_store_carries_what_the_nodes_need_and_no_order(tmp_path: Path) -> N
 
 def test_with_a_secret_of_their_own_nodes_take_orders_and_none_is_in_the_store(tmp_path: Path) -> None:
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    (tmp_path / "sentinel.toml").write_text("[daemon]\nhttp = 'off'\n[cluster]\nport = 9478\n")
     with waiting_daemon(0, tmp_path, SENTINEL_CLUSTER_SECRET=SECRET) as rank:
-        assert rank.expect(wire.FindMeeting).secret == ""
+        assert rank.expect(wire.FindMeeting) == wire.FindMeeting(nodes=2, port=9478)
         rank.say(wire.MeetingFound(nodes=2, address=free_address()))
         until(lambda: describe_job(rank), "the node to join")
         assert describe_job(rank)["no_orders"] == ""
@@ -104,7 +105,10 @@ def test_with_a_secret_of_their_own_nodes_take_orders_and_none_is_in_the_store(t
     ("found", "words"),
     [
         ({"address": "a:1", "nodes": 3, "secret": "s"}, "rank 0 has 3 nodes, and this one 2"),
-        ({"address": "a:1", "nodes": 2}, "node 0 has a secret and this node has none: set SENTINEL_CLUSTER_SECRET"),
+        (
+            {"address": "a:1", "nodes": 2},
+            "node 0 has a secret or a certificate and this node has none",
+        ),
         ({"address": "a", "nodes": 2, "secret": "s"}, "the process group's store: 'a' is no host:port"),
         ({"reason": "there is no process group, in 300 s"}, "no process group, in 300 s; set SENTINEL_CLUSTER"),
     ],

@@ -27,6 +27,7 @@ def read(text: str) -> ClusterSettings:
         ("[cluster]\naddress = 'node0'", ":2: address: 'node0' is no host:port"),
         ("[cluster]\naddress = 'node0:99999'", "is no host:port"),
         ("[cluster]\naddress = 5", "address: expected text in quotes"),
+        ("[cluster]\ntls_key = 'node.key'", ":2: tls_key: is set without tls_ca and tls_certificate; set all three"),
         ("[cluster]\nport = 70000", ":2: port: 70000 is no port"),
         ("[cluster]\nenabled = 'no'", "enabled: expected true or false"),
         ("[cluster]\nsecret = 'x'", "a secret is never written here"),
