@@ -6,7 +6,8 @@ import contextlib
 import os
 import queue
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import torch.distributed
 
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
+from sentinel.cluster.election import next_epoch
 from sentinel.cluster.membership import NO_ORDERS
+from sentinel.cluster.messages import Beat, RollbackOrder, encode
+from sentinel.config.cluster import Meeting
 from sentinel.hooks.core import network_address, store_client
 from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
@@ -141,6 +145,102 @@ def test_without_zenoh_one_line_says_what_is_missing(tmp_path: Path) -> None:
         say(rank, NOT_INSTALLED)
         rank.steps(0, [1.0])
         assert describe_job(rank) is None
+
+
+def test_a_port_that_is_taken_is_said_and_the_node_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    with socket.create_server(("127.0.0.1", 0)) as taken, waiting_daemon(0, tmp_path) as rank:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        rank.say(wire.MeetingFound(nodes=2, address=address, secret=rank.expect(wire.FindMeeting).secret))
+        say(rank, f"cannot listen on {address}: the port is taken")
+        _expect_monitoring(rank)
+
+
+def test_a_node_that_gets_no_answer_says_so_and_goes_on(tmp_path: Path) -> None:
+    """As behind a firewall: what it sends is lost."""
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    with socket.create_server(("127.0.0.1", 0)) as silent, waiting_daemon(1, tmp_path) as rank:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        rank.say(wire.MeetingFound(nodes=2, address=address, secret=rank.expect(wire.FindMeeting).secret))
+        say(rank, f"cannot reach {address}: no daemon listens there, a firewall is between")
+        _expect_monitoring(rank)
+
+
+def _expect_monitoring(rank: SimulatedRank) -> None:
+    """Steps are judged, and the daemon ends in time."""
+    rank.steps(0, [1.0, 2.0])
+
+    def find_loss() -> Any:
+        (run,) = rank.ask("status")["runs"]
+        return run["values"].get("loss")
+
+    until(find_loss, "a step to be judged")
+    rank.say(wire.Goodbye())
+    with pytest.raises(AssertionError, match="closed the connection"):
+        rank.expect(wire.Prepare)
+
+
+@pytest.mark.parametrize("own", ["", SECRET], ids=["of the store", "of the environment"])
+def test_only_who_has_a_secret_of_the_users_gives_orders(own: str, tmp_path: Path) -> None:
+    """A stranger, who acts as the coordinator."""
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    address, public = free_address(), "" if own else "what a stranger read in the store"
+    said = {"SENTINEL_STATE": str(tmp_path), "SENTINEL_CLUSTER": "", "SENTINEL_CLUSTER_SECRET": own}
+    with (
+        stranger(address, own or public) as give_orders,
+        daemon_process("--config", str(_write_settings(tmp_path)), run_id=f"{RUN}-1", **said) as (path, process),
+        SimulatedRank(path, 1, 2, run_id=RUN, on_a_node=1) as rank,
+        SimulatedRank(path) as supervisor,
+    ):
+        rank.identity = msgspec.structs.replace(rank.identity, local_world_size=1)
+        terms = wire.RollbackTerms(every=1, keep=2, margin=1, budget=3)
+        rank.say(wire.Hello(version="test", identity=rank.identity, rollback=terms, supervisor="mark"))
+        supervisor.say(wire.Supervise(mark="mark"))
+        rank.expect(wire.FindMeeting)
+        rank.say(wire.MeetingFound(nodes=2, address=address, secret=public))
+
+        def follows() -> bool:
+            give_orders()
+            job = describe_job(rank)
+            return job is not None and job["view"] == "joined"
+
+        until(follows, "the node to follow the stranger")
+        supervisor.say(
+            wire.Supervise(mark="mark", job=wire.JobReport(fault=wire.JobFault(kind="Hang", words="it hangs")))
+        )
+        order = supervisor.expect(wire.Order)
+        assert (order.does, order.why) == (("end", "") if own else ("stop", NO_ORDERS))
+        process.kill()
+        if own:
+            assert rank.expect(wire.Prepare).id == 1
+        else:
+            with pytest.raises(AssertionError, match="closed the connection before a Prepare"):
+                rank.expect(wire.Prepare)
+
+
+@contextlib.contextmanager
+def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
+    """Listens where node 0 should. What it yields orders the end of the job, and a rollback."""
+    from sentinel.cluster.session import Session
+
+    session = Session(
+        Meeting((address,), secret), RUN, 0, receive=lambda *_: None, answer=lambda *_: None,
+        answer_view=lambda *_: None,
+    )  # fmt: skip
+    epoch = next_epoch(0, 0, int(time.time() * 1000))
+
+    def give_orders() -> None:
+        beat = Beat(
+            epoch=epoch, stamp=time.monotonic(), acting=True, expected=2, nodes=(),
+            order=wire.Order(start=0, does="end"),
+            rollback=RollbackOrder(attempt=0, message=wire.Prepare(id=1, at=100, to=1)),
+        )  # fmt: skip
+        session.publish_beat(encode(beat))
+
+    try:
+        yield give_orders
+    finally:
+        session.close()
 
 
 # The ranks.

@@ -179,17 +179,16 @@ def test_nodes_that_do_not_meet_are_not_rolled_back_and_say_so(private_places: P
 
 @pytest.mark.networks
 def test_over_two_network_namespaces(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that share nothing but a bridge: no loopback, no abstract socket."""
+    """Nodes that share nothing but a bridge: no loopback, no abstract socket. Their daemons find each other."""
     with namespaces(NODES) as (names, addresses):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-        broken_and_rolled_back(
-            Job(
-                private_places,
-                meeting=f"{addresses[0]}:9478",
-                master=f"{addresses[0]}:29511",
-                within=[("ip", "netns", "exec", name) for name in names],
-            )
+        job = Job(
+            private_places,
+            master=f"{addresses[0]}:29511",
+            within=[("ip", "netns", "exec", name) for name in names],
         )
+        broken_and_rolled_back(job)
+        assert f"the nodes of this job meet at {addresses[0]}:" in job.said(0)
 
 
 @contextlib.contextmanager
