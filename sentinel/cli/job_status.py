@@ -10,7 +10,7 @@ def lines(job: dict[str, Any]) -> list[str]:
     """Who is there, who could not be asked, and which incidents are open."""
     found = [f"  job       {describe_view(job)}"]
     if job["no_orders"]:
-        found.append(f"            no rollback or restart of all nodes: {job['no_orders']}")
+        found.append(f"            no rollback, stop or restart of all nodes: {job['no_orders']}")
     if job["trouble"]:
         found.append(f"            {job['trouble']}")
     if job["refused"]:

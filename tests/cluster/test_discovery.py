@@ -27,6 +27,7 @@ from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
 from tests.cluster.job import RUN, SECRET, free_address
 from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.daemon.test_daemon import sentinel
 from tests.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -85,6 +86,7 @@ def test_the_store_carries_what_the_nodes_need_and_no_order(tmp_path: Path) -> N
             first, f"meet at {found.address}, found by the process group's store; they share what they see: orders need"
         )
         say(first, f"rollback is not armed: {NO_ORDERS}")
+        assert f"no rollback, stop or restart of all nodes: {NO_ORDERS}" in sentinel("status").stdout
 
         first.hello()  # the next start of the ranks, whose store has nothing yet
         assert first.expect(wire.FindMeeting) == wire.FindMeeting(nodes=2, address=found.address, secret=asked.secret)
