@@ -137,6 +137,11 @@ def spans_nodes() -> bool:
     return "LOCAL_WORLD_SIZE" in os.environ and place()[1] > neighbours()
 
 
+def leads_node() -> bool:
+    """Whether this is the first rank of its node, as far as the launcher says."""
+    return _number(os.environ, "LOCAL_RANK") == 0
+
+
 def attempt(environment: Mapping[str, str]) -> int:
     """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it, and in a job
     that `sentinel run` starts again, which says what number comes after the last attempt's."""

@@ -13,30 +13,48 @@ import torch
 
 from sentinel import wire
 from sentinel.errors import RollbackError
-from sentinel.hooks.core.identity import place
+from sentinel.hooks.core.identity import leads_node, place, spans_nodes
 from sentinel.hooks.core.worker import Task, Worker
-from sentinel.hooks.snapshot import checkpoint_files
+from sentinel.hooks.snapshot import checkpoint_files, node_parts
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot.capture import Part
 from sentinel.hooks.snapshot.snapshot import Snapshot
 
+_TOLD = 64
+"""Steps that the daemon is told of, at most."""
 CLOSING_SECONDS = 5.0
 """How long the end of the run waits for a write to notice that it is no longer wanted."""
 
 
+_line = ""
+
+
+def begin_line(name: str) -> None:
+    """All ranks went on from one snapshot, or from the beginning: what they write from now on belongs together."""
+    global _line
+    _line = name
+
+
 class DiskWriter:
-    """A rank's part in writing snapshots to `directory`. Rank 0 gives them their name, and deletes old ones."""
+    """A rank's part in writing snapshots to `directory`. Rank 0 gives them their name, and deletes old ones; over
+    several nodes the first rank of each does, in a place of the node's own."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int, first_step: int) -> None:
         """`first_step`: the user's number of the first step of this process. Raises RollbackError where the directory
         cannot be used, or holds snapshots of steps that this run has yet to make. Rank 0 alone looks at it, and makes
         it: where another rank does not see it, a file system may not be mounted there."""
         checkpoint_files.load_torch()
-        self._place, self._keep, self._offset = Path(directory).absolute(), keep, first_step
+        self._directory, self._keep, self._offset = Path(directory).absolute(), keep, first_step
+        self._place, self._leads = self._directory, place()[0] == 0
+        if spans_nodes():
+            self._leads = leads_node()
+            self._place = node_parts.place_of(self._directory, place()[0])
+        self._rewinds = 0
+        self._common = node_parts.CommonSnapshots(first_step - 1)
         self._void_after: int | None = None
         """What is younger is to be set aside still: that failed when the run went back."""
         self._parent = -1
-        if place()[0] == 0:
+        if self._leads:
             self._parent = self._check_directory(first_step)
         self._worker = Worker("sentinel-disk")
         self._written: Task | None = None
@@ -47,23 +65,29 @@ class DiskWriter:
 
     def _check_directory(self, first_step: int) -> int:
         """The newest step that a snapshot is of; -1: there is none."""
+        snapshots.directory(self._directory, make=True)
         snapshots.directory(self._place, make=True)
         try:
-            found = [(step, snapshots.read_manifest(path)) for step, path in snapshots.list_snapshots(self._place)]
+            paths = sorted(one for each in self._list_places() for one in snapshots.list_snapshots(each))
+            found = [(step, snapshots.read_manifest(path)) for step, path in paths]
         except OSError as error:
-            raise RollbackError(f"{self._place}: cannot be read ({error.strerror})") from None
+            raise RollbackError(f"{self._directory}: cannot be read ({error.strerror})") from None
         for step, seen in reversed(found):
             if step < first_step:
                 break
             if isinstance(seen, snapshots.Manifest):
                 raise RollbackError(
-                    f"{self._place}: holds a snapshot of step {step}, and this run begins at step {first_step}. "
+                    f"{self._directory}: holds a snapshot of step {step}, and this run begins at step {first_step}. "
                     "Go on from it, step = sentinel.resume(...) and attach(step=step), or name another directory"
                 )
             if seen.state == "unreadable":
                 raise RollbackError(f"{seen.why}: it is not known what is there; name another directory, or try again")
         ours = [step for step, seen in found if step < first_step and isinstance(seen, snapshots.Manifest)]
         return max(ours, default=-1)
+
+    def _list_places(self) -> list[Path]:
+        """The directory, and what nodes have in it, as far as it is seen here."""
+        return [self._directory, *(each for _, each in node_parts.list_places(self._directory))]
 
     @property
     def busy(self) -> bool:
@@ -84,15 +108,30 @@ class DiskWriter:
             checkpoint_files.lower_priority()
             started = time.perf_counter()
             ok, reason, nbytes = True, "", 0
+            kept: tuple[int, ...] = ()
+            safe = -1
             try:
                 nbytes = self._write_snapshot(message, snapshot, parts)
+                if message.ranks and self._leads:
+                    kept, safe = self._list_kept()[-_TOLD:], self._common.find_safe(self._keep)
             except checkpoint_files.Gone:
                 ok, reason = False, "the snapshot is no longer wanted"
             except Exception as fault:
                 ok, reason = False, str(fault) if isinstance(fault, RollbackError) else repr(fault)
             self._writing = None
             seconds = time.perf_counter() - started
-            done(wire.Published(id=message.id, ok=ok, seq=message.seq, nbytes=nbytes, seconds=seconds, reason=reason))
+            done(
+                wire.Published(
+                    id=message.id,
+                    ok=ok,
+                    seq=message.seq,
+                    nbytes=nbytes,
+                    seconds=seconds,
+                    reason=reason,
+                    kept=kept,
+                    safe=safe,
+                )
+            )
 
         try:
             self._written = self._worker.submit(run)
@@ -104,14 +143,19 @@ class DiskWriter:
         rank, world = place()
         if flaw := snapshot.flaw():
             raise RollbackError(flaw)
-        folder = snapshots.working(snapshots.directory(self._place), message.step, message.id)
+        ranks = message.ranks or range(world)
+        home = snapshots.directory(self._directory)
+        if message.ranks:
+            home = snapshots.directory(node_parts.place_of(home, ranks[0]))
+        folder = snapshots.working(home, message.step, message.id)
 
         def is_wanted() -> bool:
             return self._writing is message and not self._closed
 
-        own = checkpoint_files.write(folder, snapshot.export_named(parts), rank=rank, world=world, wanted=is_wanted)
-        if rank == 0:
-            files = checkpoint_files.assemble(folder, world, is_wanted)
+        named = snapshot.export_named(parts)
+        own = checkpoint_files.write(folder, named, rank=rank, ranks=ranks, world=world, wanted=is_wanted)
+        if self._leads:
+            files = checkpoint_files.assemble(folder, ranks, is_wanted)
             self._publish(folder, message, world, files, is_wanted)
         return own
 
@@ -126,6 +170,7 @@ class DiskWriter:
         manifest = snapshots.Manifest(
             run=message.run, run_id=message.run_id, attempt=message.attempt, seq=message.seq, step=message.step,
             world_size=world, time=time.time(), torch=str(torch.__version__), files=files, parent=self._parent,
+            ranks=message.ranks, lineage=f"{_line}.{self._rewinds}",
         )  # fmt: skip
         with self._void:  # a rollback must find it, or keep it from its name
             if not wanted():
@@ -133,22 +178,35 @@ class DiskWriter:
             self._set_aside()
             snapshots.publish(folder, manifest)
             self._parent = message.step
-        snapshots.retain(self._place, self._keep)
+        if not message.ranks:
+            snapshots.retain(self._place, self._keep)
+            return
+        seen = node_parts.list_common(self._directory, world)
+        with self._void:
+            self._common.note(self._list_kept(), message.on_all, message.floor)
+            self._common.note(self._list_kept(), seen, seen[self._keep - 1] if len(seen) >= self._keep else -1)
+        snapshots.retain(self._place, self._keep, self._common.list_superfluous)
+
+    def _list_kept(self) -> tuple[int, ...]:
+        """The steps of which this node has a part."""
+        return tuple(sorted(snapshot.step for snapshot in snapshots.list_published(self._place)))
 
     def rewound(self, to: int) -> None:
         """The run went back to `to`: what is younger is void. On the training thread; a rename each, on rank 0."""
         with self._void:
             if self._writing is not None and self._writing.seq > to:
                 self._writing = None
-            if place()[0] == 0:
+            self._rewinds += 1
+            if self._leads:
                 self._void_after = to + self._offset
+                self._common.rewind(self._void_after)
                 with contextlib.suppress(OSError):  # a file server's, of a moment; again before the next one is written
                     self._set_aside()
 
     def _set_aside(self) -> None:
         if self._void_after is not None:
             snapshots.set_aside(self._place, self._void_after)
-            found = (step for step in snapshots.steps(self._place) if step <= self._void_after)
+            found = (step for each in self._list_places() for step in snapshots.steps(each) if step <= self._void_after)
             self._parent, self._void_after = max(found, default=-1), None
 
     def close(self) -> None:

@@ -65,5 +65,5 @@ class Rollback:
         return wire.RollbackTerms(
             every=self.every, keep=self.keep, margin=self.margin, budget=self.budget,
             skip_batches=self.skip_batches, lr_factor=self.lr_factor,
-            disk_every=self.disk_every if self.directory is not None else 0,
+            disk_every=self.disk_every if self.directory is not None else 0, disk_keep=self.disk_keep,
         )  # fmt: skip

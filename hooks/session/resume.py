@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,22 +23,33 @@ from torch import nn
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.identity import attempt
+from sentinel.hooks.core.identity import attempt, leads_node, spans_nodes
 from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
+from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.session import arguments
+from sentinel.hooks.session.part_search import check_sharing, search_parts
 from sentinel.hooks.snapshot import directory as snapshots
+from sentinel.hooks.snapshot import node_parts
 from sentinel.hooks.snapshot.capture import Part, Stateful
 from sentinel.hooks.snapshot.checkpoint_files import load
-from sentinel.hooks.snapshot.choice import Begin, PassOver, Refuse, Take, View, decide
+from sentinel.hooks.snapshot.choice import Begin, PassOver, PassParts, Refuse, Take, View, decide
 from sentinel.hooks.snapshot.parts import RngPart, RunState, rename_parts
 from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
+from sentinel.hooks.snapshot.view import look
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 
 _Read = tuple[dict[str, Any], int]
 """The state by names, and how many ranks wrote it."""
+
+
+class _Taken(msgspec.Struct, frozen=True):
+    """The snapshot to go on from, as this rank has it."""
+
+    step: int
+    path: str
 
 
 def resume(
@@ -70,21 +82,21 @@ def resume(
     exchange = RankExchange("resume")
     taken, passed = _choose(folder, framework_checkpoints.find_bound(before), exchange)
     if isinstance(taken, Begin):
-        if exchange.rank == 0:
+        if exchange.rank == 0 or (spans_nodes() and leads_node()):  # each node may have a disk of its own
             snapshots.directory(folder, make=True)
-            _set_aside(folder, -1, passed)
+        _begin_line(folder, -1, passed, exchange)
         return 0
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     own = [*(state or {}).values()]
     owners = Owners(models, optimizers, given=given, scaler=scaler, scheduler=scheduler, taken=own, call="resume")
     run = RunState(models, optimizers, owners, state or {})
-    path = snapshots.path_of(folder, taken.step)
+    path = Path(taken.path)
 
     def read() -> _Read:
         manifest = snapshots.read_manifest(path)
         if not isinstance(manifest, snapshots.Manifest):
             raise OSError(manifest.why)
-        return load(path, exchange.rank, run.weights.by_name()), manifest.world_size
+        return load(path, exchange.rank, run.weights.by_name(), manifest.ranks), manifest.world_size
 
     named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
     parts = list(run.parts)
@@ -93,32 +105,56 @@ def resume(
     exchange.run_on_all(lambda: _put_back(parts, named))
     if unclaimed := [name for name in named if name not in {part.name for part in run.parts}]:
         AwaitedState(run, named, unclaimed).watch(models, optimizers[0])
+    _begin_line(folder, taken.step, passed, exchange)
     if exchange.rank == 0:
-        _set_aside(folder, taken.step, passed)
         spread = f", written by {world_then} ranks" if world_then != exchange.world else ""
         fault_guard.say(f"going on after step {taken.step}, from {path}{spread}")
     return taken.step + 1
 
 
-def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[Take | Begin, dict[int, str]]:
-    """Where to go on from, the same on all ranks; and which were passed over because they are damaged, and why."""
-    thorough = os.environ.get("LOCAL_RANK", "0") == "0"  # once a node is enough: what is damaged is so for all of it
+def _begin_line(folder: Path, after: int, passed: Mapping[int, str], exchange: RankExchange) -> None:
+    """All ranks have gone back: what is younger is set aside, and what is written from now on belongs together."""
+    if exchange.rank == 0:
+        _set_aside(folder, after, passed)
+    name = exchange.gather(secrets.token_hex(4).encode())[0].decode()
+    if spans_nodes():
+        if leads_node():  # what rank 0 did not see
+            _set_aside(folder, after, passed)
+        check_sharing(folder, name, exchange)
+    begin_line(name)
+
+
+def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_Taken | Begin, dict[int, str]]:
+    """Where to go on from, the same step on all ranks; and which were passed over because they are damaged, or are not
+    there for all ranks, and why."""
+    thorough = leads_node()  # once a node is enough: what is damaged is so for all of it
     passed: dict[int, str] = {}
     whole: set[int] = set()
     retry, told = Retry(), ""
     restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
     while True:
-        mine = snapshots.look(folder, before=before, passed=passed, whole=whole, thorough=thorough, late=retry.over)
+        mine = look(
+            folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
+            thorough=thorough, late=retry.over,
+        )  # fmt: skip
         whole |= {step for step, seen in mine.snapshots.items() if seen.state == "whole"}
         views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]
         match decide(views, before=before, passed=passed, restarted=restarted):
-            case Take() | Begin() as decision:
+            case Begin() as decision:
                 return decision, passed
+            case Take(step):
+                return _Taken(step, mine.snapshots[step].path), passed
             case PassOver(step, why):
                 passed[step] = why
                 retry = Retry()
                 if exchange.rank == 0:
                     fault_guard.say(f"the snapshot of step {step} is passed over, it is damaged: {why}")
+            case PassParts(steps, ranks, older):
+                why = search_parts(folder, steps[0], ranks, exchange, older=older)
+                passed.update(dict.fromkeys(steps, why))
+                retry = Retry()
+                if exchange.rank == 0:
+                    fault_guard.say(why)
             case Refuse(why):
                 raise RollbackError(f"resume: {why}")
             case wait:
@@ -175,16 +211,18 @@ def _put_back(parts: Sequence[Part], named: Mapping[str, Any]) -> None:
 
 def _set_aside(folder: Path, after: int, passed: Mapping[int, str]) -> None:
     """Rename what is younger than the snapshot that the run goes on from. On rank 0, once all ranks have gone back."""
+    steps: set[int] = set()
     try:
-        steps = snapshots.set_aside(folder, after, passed)
+        for place in (folder, *(own for _, own in node_parts.list_places(folder))):
+            steps.update(snapshots.set_aside(place, after, passed))
     except OSError as error:
         # Harmless: the next snapshot names its parent, and these are off its line.
         fault_guard.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
         return
     if steps:
         fault_guard.say(
-            f"snapshots of steps {', '.join(map(str, steps))} are set aside as .void-*; they are deleted once newer "
-            "ones are there and were read back"
+            f"snapshots of steps {', '.join(map(str, sorted(steps)))} are set aside as .void-*; they are deleted once "
+            "newer ones are there and were read back"
         )
 
 

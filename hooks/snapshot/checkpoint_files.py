@@ -10,6 +10,9 @@ that dies leaves a folder that never gets its name.
 
 DTensors are under the same key on all ranks and are put together again over any number of them; the rest is a rank's
 own, and rank 0's for a rank that was not there then.
+
+Over several nodes each node's ranks do so among themselves, in a place of their own, the first of them as rank 0. Each
+finds there all that it needs, and is what it was: of a DTensor it writes its part, whoever else has the same.
 """
 
 from __future__ import annotations
@@ -54,15 +57,20 @@ class Reference:
     judged: bool
     placements: tuple[Any, ...] | None
     """How it lies over the ranks, where it is part of a DTensor."""
+    dtype: torch.dtype | None = None
+    shape: torch.Size | None = None
+    """Of the whole DTensor: no rank of a node may have a part of it that is not empty."""
 
 
 class Gone(Exception):
     """The run is over, or the snapshot is void: what is being written is not wanted."""
 
 
-def write(folder: Path, named: Mapping[str, Any], *, rank: int, world: int, wanted: Callable[[], bool]) -> int:
-    """Write this rank's part of a snapshot, from the state by names; how many bytes. Raises Gone as soon as it is not
-    `wanted`."""
+def write(
+    folder: Path, named: Mapping[str, Any], *, rank: int, ranks: Sequence[int], world: int, wanted: Callable[[], bool]
+) -> int:
+    """Write this rank's part of a snapshot, from the state by names; how many bytes. `ranks` write to `folder`, rising,
+    of the `world` that there are. Raises Gone as soon as it is not `wanted`."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -70,10 +78,13 @@ def write(folder: Path, named: Mapping[str, Any], *, rank: int, world: int, want
     cells: dict[str, Cell] = {}
     skeleton = _take_apart(dict(named), "", cells)
     own = {key: cell for key, cell in cells.items() if cell.spread is None}
-    if world > 1:
-        shared = _list_shared(folder, own, rank, wanted)
+    if len(ranks) > 1:
+        shared = _list_shared(folder, own, rank == ranks[0], wanted)
         own = {key: cell for key, cell in own.items() if key not in shared}
-    parts = {key: cell for key, cell in cells.items() if cell.spread is not None and cell.spread.written_here}
+    apart = len(ranks) < world
+    parts = {
+        key: cell for key, cell in cells.items() if cell.spread is not None and (apart or cell.spread.written_here)
+    }
     planner = _Saving(rank, skeleton, own, parts, wanted)
     writer = FileSystemWriter(folder, sync_files=True)
     writer.set_up_storage_writer(False)
@@ -84,12 +95,12 @@ def write(folder: Path, named: Mapping[str, Any], *, rank: int, world: int, want
     return sum(file.bytes for file in files.values())
 
 
-def assemble(folder: Path, world: int, wanted: Callable[[], bool]) -> dict[str, directory.File]:
-    """Rank 0: wait for the other ranks' parts and write the index; the snapshot's files. Raises Gone."""
+def assemble(folder: Path, ranks: Sequence[int], wanted: Callable[[], bool]) -> dict[str, directory.File]:
+    """The first of `ranks`: wait for the other ranks' parts and write the index; the snapshot's files. Raises Gone."""
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    parts = [folder / f"part-{rank}" for rank in range(world)]
+    parts = [folder / f"part-{rank}" for rank in ranks]
     _await(parts, wanted)
     plans, results, files = [], [], {}
     for part in parts:
@@ -107,17 +118,18 @@ def assemble(folder: Path, world: int, wanted: Callable[[], bool]) -> dict[str, 
     return files
 
 
-def load(path: Path, rank: int, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+def load(path: Path, rank: int, parameters: Mapping[str, Tensor], ranks: Sequence[int] = ()) -> dict[str, Any]:
     """The state by names, as `write` got it, for the rank that asks.
 
-    `parameters` are the live ones, by name: DTensors of the snapshot come to lie as they do. Raises RollbackError.
+    `parameters` are the live ones, by name: DTensors of the snapshot come to lie as they do. `ranks`: it is the part of
+    these, and each of them finds itself as it was. Raises RollbackError.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, False)
-    loading = _Loading(metadata.state_dict_metadata, rank, parameters)
+    loading = _Loading(metadata.state_dict_metadata, rank, parameters, ranks)
     loading.want_skeleton()
     loading.read(reader)
     state = _put_together(loading.skeleton, loading.cell)
@@ -132,8 +144,9 @@ def _take_apart(value: Any, path: str, cells: dict[str, Cell]) -> Any:
         while key in cells:  # "a/b" in one dictionary, and "b" in its "a"
             key += "'"
         cells[key] = value
-        placements = value.spread.placements if value.spread is not None else None
-        return Reference(key, value.name, value.judged, placements)
+        if (lies := value.spread) is None:
+            return Reference(key, value.name, value.judged, None)
+        return Reference(key, value.name, value.judged, lies.placements, value.kept.dtype, lies.shape)
     if isinstance(value, dict):
         kept = _like(value)
         for key, item in value.items():
@@ -164,11 +177,11 @@ def _like(value: dict[Any, Any]) -> dict[Any, Any]:
     return empty
 
 
-def _list_shared(folder: Path, own: Mapping[str, Cell], rank: int, wanted: Callable[[], bool]) -> set[str]:
-    """Keys of the tensors that rank 0 has just so. Rank 0 tells the others what it has."""
+def _list_shared(folder: Path, own: Mapping[str, Cell], leads: bool, wanted: Callable[[], bool]) -> set[str]:
+    """Keys of the tensors that the first rank has just so. It tells the others what it has."""
     digests = {key: _digest(cell.kept) for key, cell in own.items()}
     path = folder / _DIGESTS
-    if rank == 0:
+    if leads:
         directory.write_synced(path, msgspec.json.encode(digests))
         return set()
     _await([path], wanted)
@@ -239,9 +252,12 @@ class _Unpickler(pickle.Unpickler):
 class _Loading:
     """What torch.distributed.checkpoint asks while it reads (its LoadPlanner)."""
 
-    def __init__(self, known: Mapping[str, Any], rank: int, parameters: Mapping[str, Tensor]) -> None:
-        self._known, self._parameters = known, parameters
-        self._owner = rank if f"rank{rank}/{_SKELETON}" in known else 0
+    def __init__(
+        self, known: Mapping[str, Any], rank: int, parameters: Mapping[str, Tensor], ranks: Sequence[int]
+    ) -> None:
+        self._known, self._parameters, self._apart = known, parameters, bool(ranks)
+        self._first = ranks[0] if ranks else 0
+        self._owner = rank if f"rank{rank}/{_SKELETON}" in known else self._first
         self._items: list[Any] = []
         self._targets: dict[str, Tensor] = {}
         self._cells: dict[str, Cell] = {}
@@ -267,18 +283,33 @@ class _Loading:
         key = reference.key
         if reference.placements is None:
             mine = f"rank{self._owner}/{key}"
-            key = mine if mine in self._known else f"rank0/{key}"
+            key = mine if mine in self._known else f"rank{self._first}/{key}"
         if (known := self._known.get(key)) is None:
-            raise RollbackError(f"the snapshot has no {reference.name}")
+            return self._make_empty(reference)
         lies = None if reference.placements is None else self._spread(reference, known.size)
         offsets, shape = (
             (lies.offsets, lies.sizes) if lies is not None else (torch.Size([0] * len(known.size)), known.size)
         )
         target = torch.empty(shape, dtype=known.properties.dtype, device="cpu")
+        chunk = ChunkStorageMetadata(offsets, shape)
+        if target.numel() and self._apart and lies is not None and chunk not in known.chunks:
+            raise RollbackError(
+                f"{reference.name} is sharded otherwise than when several nodes wrote the snapshot: resume it with the "
+                "same sharding"
+            )
         if target.numel():
-            self._items += create_read_items_for_chunk_list(key, known, [ChunkStorageMetadata(offsets, shape)])
+            self._items += create_read_items_for_chunk_list(key, known, [chunk])
         self._targets[key] = target
         cell = Cell(reference.name, target, judged=reference.judged)
+        cell.spread = lies
+        return cell
+
+    def _make_empty(self, reference: Reference) -> Cell:
+        """Of a DTensor that no rank of this node has a part of. Raises RollbackError where this one is to have one."""
+        lies = self._spread(reference, reference.shape) if self._apart and reference.shape is not None else None
+        if lies is None or lies.sizes.numel():
+            raise RollbackError(f"the snapshot has no {reference.name}")
+        cell = Cell(reference.name, torch.empty(lies.sizes, dtype=reference.dtype), judged=reference.judged)
         cell.spread = lies
         return cell
 

@@ -4,6 +4,7 @@
     a rank has read it to its end, and it is damaged    passed over, and the next older one of its line is asked for
     a rank cannot read it, or does not see it           nothing is decided: ranks look again, and raise in the end
     it is of another format                             an error: it is whole, and not ours to pass over
+    only some nodes published their parts of it         after a while, the newest one of which all are there
 
 An older snapshot is never taken because a newer one could not be read: a file server that answers ESTALE, a directory
 that is mounted on rank 1 a moment later, a process out of descriptors say nothing about what is in the files.
@@ -14,14 +15,16 @@ older snapshot, and what was younger could not be set aside. The line that was w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-State = Literal["whole", "damaged", "incomplete", "unreadable", "foreign", "unchecked"]
+State = Literal["whole", "damaged", "incomplete", "unreadable", "foreign", "misfit", "unchecked"]
 """`damaged`: read to its end, and not what was written. `incomplete`: less than was written, which a network file
-system may show for a moment. `unreadable`: no answer. `foreign`: of another version. `unchecked`: an older one."""
+system may show for a moment. `unreadable`: no answer. `foreign`: of another version. `misfit`: parts of another number
+of ranks. `unchecked`: an older one."""
 
 
 UNKNOWN_TIME = 1e300
@@ -39,6 +42,10 @@ class Seen(msgspec.Struct, frozen=True):
     """Step of the one before it on its line; None: not known, take the next older one."""
     time: float = UNKNOWN_TIME
     """Unix seconds at publication."""
+    part: bool = False
+    """Of one node of several."""
+    lineage: str = ""
+    """Of a part: others belong to it only if it is theirs."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +84,15 @@ class PassOver(msgspec.Struct, frozen=True):
     why: str
 
 
+class PassParts(msgspec.Struct, frozen=True):
+    """Of these, the youngest first, not all ranks have a part. `older`: there is one of which they do."""
+
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Those that have none of the first."""
+    older: bool
+
+
 class KeepWaiting(msgspec.Struct, frozen=True):
     """Look again; it is an error if it stays so."""
 
@@ -89,7 +105,7 @@ class Refuse(msgspec.Struct, frozen=True):
     why: str
 
 
-Decision = Take | Begin | PassOver | KeepWaiting | Refuse
+Decision = Take | Begin | PassOver | PassParts | KeepWaiting | Refuse
 
 
 def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, str], restarted: bool) -> Decision:
@@ -103,6 +119,10 @@ def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, st
     line = follow_line(seen)
     candidates = [step for step in line if (before is None or step < before) and step not in passed]
     if candidates:
+        partial = tuple(itertools.takewhile(lambda step: _is_partial(step, views), candidates))
+        if partial and views[0].late:
+            without = (rank for rank, view in enumerate(views) if partial[0] not in view.snapshots)
+            return PassParts(partial, tuple(without), older=len(partial) < len(candidates))
         return _judge_snapshot(candidates[0], line, views)
     if passed:
         listed = "; ".join(why for _, why in sorted(passed.items(), reverse=True))
@@ -138,7 +158,8 @@ def _judge_directory(views: Sequence[View], *, restarted: bool) -> Decision | No
             return KeepWaiting(f"{_name(rank, views)}{view.trouble}")
     present = [rank for rank, view in enumerate(views) if view.present]
     absent = [rank for rank, view in enumerate(views) if not view.present]
-    if present and absent:
+    parts = any(seen.part for view in views for seen in view.snapshots.values())
+    if present and absent and not (parts and views[0].late):
         return KeepWaiting(
             f"rank {absent[0]} does not see {views[0].directory}, which is there for rank {present[0]}: is its file "
             "system mounted there?"
@@ -156,6 +177,11 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
     looks = [view.snapshots.get(step) for view in views]
     path = next(look.path for look in looks if look is not None)
     for look in looks:
+        if look is not None and look.state == "misfit":
+            return Refuse(
+                f"{look.why}. It is left as it is. Resume it with as many ranks, or pass resume(before={step}) to go "
+                "on from an older one"
+            )
         if look is not None and look.state == "foreign":
             return Refuse(
                 f"{look.why}. It is left as it is. Use the version that wrote it, or pass resume(before={step}) to go "
@@ -165,7 +191,9 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
         if look is not None and look.state == "damaged":
             return PassOver(step, look.why)
         if look is None:
-            return KeepWaiting(f"rank {rank} does not see {path}, which other ranks do")
+            return KeepWaiting(f"rank {rank} does not see {_name_whole(step, looks) or path}, which other ranks do")
+    if _is_partial(step, views):
+        return KeepWaiting(f"the parts of the snapshot of step {step} are of two pasts")
     states = {look.state for look in looks if look is not None}
     if states == {"whole"}:
         return Take(step, line)
@@ -175,6 +203,20 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
         if look is not None and look.state in ("incomplete", "unreadable"):
             return KeepWaiting(f"{_name(rank, views)}{look.why}")
     return KeepWaiting(f"{path} has not been looked at by every rank")
+
+
+def _is_partial(step: int, views: Sequence[View]) -> bool:
+    """Whether nodes published parts of it that do not make one whole."""
+    looks = [view.snapshots.get(step) for view in views]
+    there = [look for look in looks if look is not None]
+    if not any(look.part for look in there) or any(look.state in ("foreign", "misfit", "damaged") for look in there):
+        return False
+    return len(there) < len(looks) or len({(look.part, look.lineage) for look in there}) > 1
+
+
+def _name_whole(step: int, looks: Sequence[Seen | None]) -> str:
+    """What a rank lacks that has no part of it; empty where it is no matter of parts."""
+    return f"a part of the snapshot of step {step}" if any(look is not None and look.part for look in looks) else ""
 
 
 def _merge(views: Sequence[View]) -> dict[int, Seen]:

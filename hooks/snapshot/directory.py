@@ -9,6 +9,8 @@
                                    are kept were read back and found whole
       .removed-00000200-...        being deleted
 
+Over several nodes each has a folder of this layout inside DIRECTORY (`node_parts.py`).
+
 A snapshot is written under its temporary name and every file synced, the manifest last; then the folder is renamed and
 DIRECTORY synced. So there is no moment at which a `step-...` lacks anything; what a dying disk makes of it later, the
 checksums tell. They guard against accidents. Against people there is only this: what is not ours, or writable to
@@ -26,13 +28,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot.choice import Seen, State, View, follow_line
+from sentinel.hooks.snapshot.choice import Seen, State, follow_line
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -68,6 +70,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, File]
     parent: int | None = None
     """Step of the snapshot before it on its line; -1: it is the first; None: by a version that did not say."""
+    ranks: tuple[int, ...] = ()
+    """Those of one node of several, which alone are in it; (): all are."""
+    lineage: str = ""
+    """Changes when the run is resumed or rolled back. Parts of two nodes belong together only if it is the same."""
 
 
 class DiskSnapshot(msgspec.Struct, frozen=True):
@@ -99,7 +105,7 @@ class DiskSnapshot(msgspec.Struct, frozen=True):
                     if size == expected.bytes:
                         return "damaged", f"{path}: its checksum is not that of the manifest"
             except OSError as error:
-                return _classify(error), f"{path}: {error.strerror}"
+                return classify_error(error), f"{path}: {error.strerror}"
             if size != expected.bytes:
                 return "incomplete", f"{path}: {size} bytes and not {expected.bytes}"
         return "whole", ""
@@ -122,12 +128,12 @@ def directory(path: str | os.PathLike[str], *, make: bool = False) -> Path:
         status = place.stat()
     except OSError as error:
         raise RollbackError(f"{place}: no snapshots can be kept there ({error.strerror})") from None
-    if refusal := _refuse_directory(place, status):
+    if refusal := refuse_directory(place, status):
         raise RollbackError(refusal)
     return place
 
 
-def _refuse_directory(place: Path, status: os.stat_result) -> str:
+def refuse_directory(place: Path, status: os.stat_result) -> str:
     """Why snapshots are not read from there; empty: they are."""
     if not stat.S_ISDIR(status.st_mode):
         return f"{place}: is no directory; name one for the snapshots of this run"
@@ -141,56 +147,6 @@ def _refuse_directory(place: Path, status: os.stat_result) -> str:
             f"{place}: others may write to it; snapshots hold Python objects, and are only read from a directory that "
             f"is yours alone: chmod go-w {place}"
         )
-    return ""
-
-
-def look(
-    place: Path, *, before: int | None, passed: Collection[int], whole: Collection[int], thorough: bool, late: bool
-) -> View:
-    """What this process sees in `place`. Of the snapshots of its line before `before`, the newest that is not in
-    `passed` is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
-    try:
-        status = place.stat()
-    except FileNotFoundError:
-        return View(directory=str(place), present=False, empty_ancestor=_find_empty_ancestor(place), late=late)
-    except OSError as error:
-        return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
-    if refusal := _refuse_directory(place, status):
-        return View(directory=str(place), refusal=refusal, late=late)
-    seen: dict[int, Seen] = {}
-    manifests: dict[int, Manifest] = {}
-    try:
-        for step, path in list_snapshots(place):
-            found = read_manifest(path)
-            if isinstance(found, Manifest):
-                manifests[step] = found
-                seen[step] = _describe(path, found)
-            else:
-                seen[step] = found
-    except OSError as error:
-        return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
-    line = follow_line(seen) if seen else ()
-    first = next((step for step in line if (before is None or step < before) and step not in passed), None)
-    if first is not None and first in manifests:
-        known: tuple[State, str] = ("whole", "")
-        state, why = (
-            known
-            if first in whole
-            else DiskSnapshot(path_of(place, first), manifests[first]).examine(thorough=thorough)
-        )
-        seen[first] = msgspec.structs.replace(seen[first], state=state, why=why)
-    return View(directory=str(place), snapshots=seen, late=late)
-
-
-def _find_empty_ancestor(place: Path) -> str:
-    """The nearest directory above that is there, if nothing is in it."""
-    for ancestor in place.parents:
-        try:
-            return "" if any(ancestor.iterdir()) else str(ancestor)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            break
     return ""
 
 
@@ -215,7 +171,7 @@ def read_manifest(path: Path) -> Manifest | Seen:
             return Seen(str(path), "foreign", f"{path}: is a link, which is not followed")
         content = file.read_bytes()
     except OSError as error:
-        return Seen(str(path), _classify(error), f"{file}: {error.strerror}")
+        return Seen(str(path), classify_error(error), f"{file}: {error.strerror}")
     try:
         decoded = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -244,7 +200,7 @@ def _describe_foreign(file: Path, manifest: object) -> str:
     return f"{file}: is not in a form that this version of Sentinel knows (format {FORMAT})"
 
 
-def _classify(error: OSError) -> State:
+def classify_error(error: OSError) -> State:
     """What it says of a snapshot that a file of it could not be read: only that there is none says anything."""
     return "incomplete" if error.errno == errno.ENOENT else "unreadable"
 
@@ -332,14 +288,14 @@ def set_aside(place: Path, after: int, damaged: Collection[int] = ()) -> tuple[i
     return tuple(sorted(step for step, _ in younger))
 
 
-def retain(place: Path, keep: int) -> None:
+def retain(place: Path, keep: int, list_superfluous: Callable[[Sequence[int], int], list[int]] | None = None) -> None:
     """Delete all but the newest `keep` snapshots of the run's line, and what writing and deleting left behind. What was
     set aside, or is off the line, goes once `keep` snapshots of later steps were read back and are whole. Raises
-    OSError where `place` cannot be read."""
+    OSError where `place` cannot be read. `list_superfluous` chooses otherwise from the line, the youngest first."""
     ours = {snapshot.step: snapshot for snapshot in list_published(place)}
-    line = follow_line({step: _describe(one.path, one.manifest) for step, one in ours.items()}) if ours else ()
+    line = follow_line({step: describe(one.path, one.manifest) for step, one in ours.items()}) if ours else ()
     kept = line[:keep]
-    for step in line[keep:]:
+    for step in line[keep:] if list_superfluous is None else list_superfluous(line, keep):
         shutil.rmtree(_rename(ours[step].path, _REMOVED), ignore_errors=True)
     aside = [(step, ours[step].path) for step in ours.keys() - set(line)]
     for path in _list_folders(place):
@@ -353,8 +309,12 @@ def retain(place: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _describe(path: Path, manifest: Manifest) -> Seen:
-    return Seen(str(path), "unchecked", parent=manifest.parent, time=manifest.time)
+def describe(path: Path, manifest: Manifest) -> Seen:
+    """What a manifest says of the snapshot at `path`."""
+    return Seen(
+        str(path), "unchecked", parent=manifest.parent, time=manifest.time, part=bool(manifest.ranks),
+        lineage=manifest.lineage if manifest.ranks else "",
+    )  # fmt: skip
 
 
 def list_snapshots(place: Path) -> list[tuple[int, Path]]:

@@ -80,12 +80,10 @@ class HeldSnapshots:
         armed = [rank.hello.rollback for rank in self._ranks.live]
         return armed[0] if armed and all(terms is not None for terms in armed) else None
 
-    def newest_good(self, closed: int) -> int | None:
-        """The snapshot that would be gone back to for a fault whose first sign comes after step `closed`."""
+    def list_good(self, closed: int) -> set[int]:
+        """The snapshots that could be gone back to for a fault whose first sign comes after step `closed`."""
         terms = self.terms
-        if terms is None:
-            return None
-        return max((seq for seq in self.list_sound(terms) if seq + terms.margin <= closed), default=None)
+        return set() if terms is None else {seq for seq in self.list_sound(terms) if seq + terms.margin <= closed}
 
     def list_sound(self, terms: wire.RollbackTerms, besides: Case | None = None) -> set[int]:
         """List the snapshots of this stage that all ranks hold, except those taken during trouble or less than `margin`

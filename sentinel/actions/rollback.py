@@ -101,9 +101,9 @@ class RollbackAction:
         """What the user armed; None where not every rank did."""
         return self._snapshots.terms
 
-    def newest_good(self, closed: int) -> int | None:
-        """The snapshot that would be gone back to for a fault whose first sign comes after step `closed`."""
-        return self._snapshots.newest_good(closed)
+    def list_good(self, closed: int) -> set[int]:
+        """The snapshots that could be gone back to for a fault whose first sign comes after step `closed`."""
+        return self._snapshots.list_good(closed)
 
     @property
     def case(self) -> Case | None:

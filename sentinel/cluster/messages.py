@@ -78,6 +78,10 @@ class NodeRollback(msgspec.Struct, frozen=True, kw_only=True):
     """Cases for which all ranks are to leave now."""
     withholds: bool = False
     """Whether it sees signs for which no snapshot is to be taken."""
+    on_disk: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
+    """Steps of which it has a part on disk; and from which on it knows of enough that all nodes have, -1: it does not.
+    """
+    safe: Integer = -1
 
 
 class CaseWords(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +106,9 @@ class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):
     words: Annotated[tuple[CaseWords, ...], _CASES] = ()
     withholding: Annotated[tuple[Ordinal, ...], _NODES] = ()
     """Nodes that see signs for which no rank is to take a snapshot."""
+    on_all: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
+    """Steps whose snapshot all nodes have on disk; and before which none is needed, -1: that is not known."""
+    floor: Integer = -1
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from sentinel import wire
 from sentinel.actions.held_snapshots import ACTION, HeldSnapshots, RollbackCases
 from sentinel.actions.rollback import NO_SNAPSHOT, WAITS, explain_stopped
 from sentinel.actions.rollback_state import Outcome, Phase, Saved
+from sentinel.cluster.disk import NodeDisk
 from sentinel.cluster.messages import NodeRollback, RankReport, RollbackOrder, shorten_case
 from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt, Rank, RankLink
@@ -68,6 +69,7 @@ class RelayedRollback:
     def __init__(self, attempt: Attempt, link: RankLink, cases: RollbackCases, listener: RelayListener) -> None:
         self._attempt, self._link, self._cases, self._listener = attempt, link, cases, listener
         self._snapshots = HeldSnapshots(attempt, cases)
+        self.disk = NodeDisk()
         self.apart = APART
         """Why nothing can be asked of a coordinator; empty: it is heard."""
         self.pass_on: Callable[[], None] = lambda: None
@@ -108,9 +110,9 @@ class RelayedRollback:
         """The rollbacks of this attempt so far, all of them successful."""
         return tuple(self._done)
 
-    def newest_good(self, closed: int) -> int | None:
-        """The snapshot that would be gone back to, as far as this node knows, for a fault after step `closed`."""
-        return self._snapshots.newest_good(closed)
+    def list_good(self, closed: int) -> set[int]:
+        """The snapshots that could be gone back to, as far as this node knows, for a fault after step `closed`."""
+        return self._snapshots.list_good(closed)
 
     def fired(self, case: Case, now: float) -> None:
         """Ask for a rollback."""
@@ -166,6 +168,8 @@ class RelayedRollback:
             followed=tuple(identity for identity, case in rolls.items() if self.is_followed_by_stop(case)),
             stops=tuple(shorten_case(ask.case) for ask in self._asked.values() if ask.stops),
             withholds=self._withholds,
+            on_disk=self.disk.kept[-HELD:],
+            safe=self.disk.safe,
         )
 
     def take_order(self, order: RollbackOrder | None, now: float) -> None:
@@ -177,6 +181,8 @@ class RelayedRollback:
         message = self._message
         if isinstance(message, wire.Commit):
             self._stop_reason = message.reason
+        if order is not None:
+            self.disk.take_order(order)
         if message != before:
             if isinstance(before, wire.Prepare) and not _is_about(message, before.id):
                 self._broadcast(wire.Abort(id=before.id, reason="it is not asked for any more"))

@@ -22,6 +22,7 @@ from sentinel.actions.held_snapshots import ACTION
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stop import StopAction
+from sentinel.cluster.disk import find_floor, list_on_all
 from sentinel.cluster.messages import CaseWords, NodeRollback, NodeState, RankReport, RollbackOrder
 from sentinel.diagnose.case import Case
 from sentinel.runs import Ending, NoRanks, Rank, Stage
@@ -41,8 +42,9 @@ class JobRanks(RankSet):
     def __init__(self, identity: wire.Identity, nodes: int) -> None:
         """`identity`: of any rank. `nodes`: that the job has."""
         super().__init__()
-        self._identity, self._nodes = identity, nodes
-        self._reports: dict[int, NodeRollback] = {}
+        self._identity, self.nodes = identity, nodes
+        self.reports: dict[int, NodeRollback] = {}
+        """Node -> its last."""
         self._silent: dict[int, str] = {}
         """Node -> why it is not counted on."""
 
@@ -54,7 +56,7 @@ class JobRanks(RankSet):
                 self.ranks[number].state = "lost"
             return []
         before = {number for number in self._numbers(node) if self.ranks[number].state == "live"}
-        self._reports[node] = report
+        self.reports[node] = report
         self.ranks.update((one.rank, self._rank(node, one, report, now)) for one in report.ranks)
         return [number for number in sorted(before) if self.ranks[number].state != "live"]
 
@@ -62,7 +64,7 @@ class JobRanks(RankSet):
     def absence(self) -> str:
         """Which nodes are missing; empty where all ranks are here."""
         missing = [f"node {node} {why}" for node, why in sorted(self._silent.items()) if why]
-        if unheard := self._nodes - len(self._silent):
+        if unheard := self.nodes - len(self._silent):
             missing.append(f"{unheard} node{'s' if unheard > 1 else ''} never heard")
         return join_names(missing, NAMED) or super().absence
 
@@ -77,22 +79,22 @@ class JobRanks(RankSet):
     @property
     def stages(self) -> Sequence[Stage]:
         """The present one."""
-        latest = max(self._reports.values(), key=lambda report: report.stage_seq, default=None)
+        latest = max(self.reports.values(), key=lambda report: report.stage_seq, default=None)
         return [Stage(latest.stage_seq, latest.stage)] if latest is not None and latest.stage_seq else []
 
     @property
     def stage_seq(self) -> int:
         """Its first step."""
-        return max((report.stage_seq for report in self._reports.values()), default=0)
+        return max((report.stage_seq for report in self.reports.values()), default=0)
 
     @property
     def withholding(self) -> tuple[int, ...]:
         """Nodes that see signs for which no snapshot is to be taken."""
-        return tuple(node for node, report in sorted(self._reports.items()) if report.withholds)
+        return tuple(node for node, report in sorted(self.reports.items()) if report.withholds)
 
     def step_seconds(self) -> float:
         """Of the slowest node."""
-        return max((report.step_seconds for report in self._reports.values()), default=0.1)
+        return max((report.step_seconds for report in self.reports.values()), default=0.1)
 
     def _numbers(self, node: int) -> list[int]:
         return [number for number, rank in self.ranks.items() if rank.identity.node == node]
@@ -222,6 +224,8 @@ class JobRollbacks:
         return RollbackOrder(
             attempt=self.attempt, message=self._orders.last, alert=self._alert, sign=self._sign, words=words,
             withholding=self.ranks.withholding,
+            on_all=list_on_all(self.ranks.reports, self.ranks.nodes, self.attempt),
+            floor=find_floor(self.ranks.reports, self.ranks.nodes, self.attempt),
         )  # fmt: skip
 
     def _list_due(self, firing: dict[str, JobCase], now: float) -> list[JobCase]:

@@ -59,7 +59,7 @@ class RunActions:
         self.stop = StopAction(self.rollback, incidents)
         self.restart = RestartAction(attempt, incidents, stacks, self._supervisor)
         self.evidence = EvidenceRequests(attempt, link, incidents)
-        self.publishing = Publishing(self._context)
+        self.publishing = Publishing(self._context, relay.disk if (relay := self.find_relay()) is not None else None)
         self._attention, self._spacings = Attention(attempt, link), Spacings(attempt, link)
         context = Context(attempt, link.send, incidents.record_action)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
@@ -96,9 +96,9 @@ class RunActions:
             return
         if any(case.state == "firing" for case in self._incidents.list_asking(self.rollback.name)):
             return
-        newest = self._newest_good()
-        if newest is not None and newest >= due:
-            self.publishing.order(newest)
+        chosen = self.publishing.choose(self._list_good(), self.rollback.terms)
+        if chosen is not None and chosen >= due:
+            self.publishing.order(chosen)
 
     @property
     def snapshot_age(self) -> SnapshotAge | None:
@@ -106,7 +106,7 @@ class RunActions:
         judged_to = self._incidents.judged_to
         if self.rollback.terms is None or judged_to < 0:
             return None
-        newest = self._newest_good()
+        newest = max(self._list_good(), default=None)
         since = self._context.run.attempt.stage_seq if newest is None else newest
         return SnapshotAge(newest, max(judged_to - since, 0))
 
@@ -186,7 +186,7 @@ class RunActions:
     def _asks(self, case: Case, action: str) -> bool:
         return any(one is case for one in self._incidents.list_asking(action))
 
-    def _newest_good(self) -> int | None:
+    def _list_good(self) -> set[int]:
         """What is pending may turn out to be the first sign of a fault."""
         pending = self._incidents.find_asking(self.rollback.name).values()
-        return self.rollback.newest_good(min([self._incidents.judged_to, *pending]))
+        return self.rollback.list_good(min([self._incidents.judged_to, *pending]))

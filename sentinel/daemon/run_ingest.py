@@ -119,6 +119,7 @@ class RunIngest:
             case wire.Published():
                 if (written := self._actions.publishing.add_part(number, message)) is not None:
                     seq, seconds, nbytes = written
+                    self._actions.pass_on()
                     self._context.record_event(seq, "snapshot on disk", bytes=nbytes, seconds=seconds)
             case wire.PhaseChanged():
                 rank.phase = message.name

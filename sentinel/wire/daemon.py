@@ -129,6 +129,12 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     run: str
     run_id: str
     attempt: int
+    ranks: tuple[int, ...] = ()
+    """All ranks of this node, rising, where the run has others: these write a part. (): all are here."""
+    on_all: tuple[int, ...] = ()
+    """Steps whose snapshot all nodes are known to hold."""
+    floor: int = -1
+    """Steps before it are not needed by any node: all know that they hold enough later ones."""
 
 
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):

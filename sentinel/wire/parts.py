@@ -96,6 +96,7 @@ class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
     lr_factor: float = 1.0
     disk_every: Integer = 0
     """How many times `every` lie between two snapshots on disk; 0: none are written."""
+    disk_keep: Integer = 2
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -196,6 +196,10 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
     """That this rank wrote."""
     seconds: float = 0.0
     reason: str = ""
+    kept: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
+    """Over several nodes, from the first rank of each: steps of which the node has a part on disk."""
+    safe: Integer = -1
+    """From this one on it knows of enough that all nodes hold; -1: it does not."""
 
 
 class Reply(Message, frozen=True, kw_only=True, tag="reply"):

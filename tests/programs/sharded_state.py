@@ -74,10 +74,11 @@ def check(folder: Path, way: str) -> dict[str, Any]:
     seen = sorted({event.key for event in profile.key_averages() if any(name in event.key for name in NEVER)})
     place = folder / f"{way}-step"
     checkpoint_files.write(
-        place, snapshot.export_named(training.run.parts), rank=rank, world=world, wanted=lambda: True
-    )
+        place, snapshot.export_named(training.run.parts), rank=rank, ranks=range(world), world=world,
+        wanted=lambda: True,
+    )  # fmt: skip
     if rank == 0:
-        checkpoint_files.assemble(place, world, lambda: True)
+        checkpoint_files.assemble(place, range(world), lambda: True)
     training.steps(4, 8)
     expected = training.state()
     training.steps(8, 12)

@@ -25,7 +25,7 @@ from sentinel.errors import RollbackError
 from sentinel.hooks.core import unseen
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
-from sentinel.hooks.snapshot import choice, directory
+from sentinel.hooks.snapshot import choice, directory, view
 from sentinel.hooks.snapshot.choice import Seen, follow_line
 from tests.rollback.test_disk import DATA, again, armed, write, write_two
 from tests.rollback.training import Training, assert_same
@@ -392,7 +392,7 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
             shutil.copytree(place, tmp_path / "mount")
         return made
 
-    look, looked = directory.look, threading.Event()
+    look, looked = view.look, threading.Event()
 
     def look_once(*arguments: Any, **more: Any) -> Any:
         looked.set()
@@ -403,7 +403,7 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
             assert looked.wait(30)  # rank 0 has begun
             ahead[0] = 10.0
 
-    monkeypatch.setattr(directory, "look", look_once)
+    monkeypatch.setattr(resumption, "look", look_once)
     monkeypatch.setattr(resumption, "decide", decide)
     assert ranks.resume([place, tmp_path / "mount"], before_rank=be_late) == [11, 11]
 

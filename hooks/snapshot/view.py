@@ -1,0 +1,100 @@
+"""What one rank sees of the snapshots in a directory: its own part of each, where nodes wrote parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+
+from sentinel.hooks.snapshot import directory, node_parts
+from sentinel.hooks.snapshot.choice import Seen, State, View, follow_line
+from sentinel.hooks.snapshot.directory import DiskSnapshot, Manifest
+
+
+def look(
+    place: Path,
+    *,
+    rank: int,
+    world: int,
+    before: int | None,
+    passed: Collection[int],
+    whole: Collection[int],
+    thorough: bool,
+    late: bool,
+) -> View:
+    """What this rank sees in `place`. Of the snapshots of its line before `before`, the newest that is not in `passed`
+    is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
+    try:
+        status = place.stat()
+    except FileNotFoundError:
+        return View(directory=str(place), present=False, empty_ancestor=_find_empty_ancestor(place), late=late)
+    except OSError as error:
+        return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
+    if refusal := directory.refuse_directory(place, status):
+        return View(directory=str(place), refusal=refusal, late=late)
+    try:
+        found = list_own(place, rank)
+    except OSError as error:
+        return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
+    seen = {step: _describe(path, one, world) for step, (path, one) in found.items()}
+    line = follow_line(seen) if seen else ()
+    first = next((step for step in line if (before is None or step < before) and step not in passed), None)
+    if first is not None and seen[first].state == "unchecked":
+        seen[first] = _examine(seen[first], *found[first], known=first in whole, thorough=thorough, rank=rank)
+    return View(directory=str(place), snapshots=seen, late=late)
+
+
+def list_own(place: Path, rank: int) -> Mapping[int, tuple[Path, Manifest | Seen]]:
+    """Step -> where this rank finds itself in the snapshot of it, and its manifest, or what is seen without it. Raises
+    OSError."""
+    found: dict[int, tuple[Path, Manifest | Seen]] = {}
+    nearest = True  # the node that this rank is on, by its number: what cannot be read there is this rank's
+    for first, own in reversed(node_parts.list_places(place)):
+        if first > rank:
+            continue
+        for step, path in directory.list_snapshots(own):
+            if step in found:
+                continue
+            one = directory.read_manifest(path)
+            if rank in one.ranks if isinstance(one, Manifest) else nearest:
+                found[step] = path, one
+        nearest = False
+    for step, path in directory.list_snapshots(place):
+        one = directory.read_manifest(path)
+        part = found.get(step, (path, None))[1]
+        if not (isinstance(part, Manifest) and isinstance(one, Manifest) and part.time > one.time):
+            found[step] = path, one
+    return found
+
+
+def _describe(path: Path, one: Manifest | Seen, world: int) -> Seen:
+    if isinstance(one, Seen):
+        return one
+    seen = directory.describe(path, one)
+    if one.ranks and one.world_size != world:
+        why = f"{path}: was written by {one.world_size} ranks on several nodes, and this job has {world}"
+        return msgspec.structs.replace(seen, state="misfit", why=why)
+    return seen
+
+
+def _examine(seen: Seen, path: Path, one: Manifest | Seen, *, known: bool, thorough: bool, rank: int) -> Seen:
+    assert isinstance(one, Manifest)
+    state: State = "whole"
+    why = ""
+    if not known:
+        # The first rank of a part may be no node's first by now.
+        state, why = DiskSnapshot(path, one).examine(thorough=thorough or one.ranks[:1] == (rank,))
+    return msgspec.structs.replace(seen, state=state, why=why)
+
+
+def _find_empty_ancestor(place: Path) -> str:
+    """The nearest directory above that is there, if nothing is in it."""
+    for ancestor in place.parents:
+        try:
+            return "" if any(ancestor.iterdir()) else str(ancestor)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            break
+    return ""

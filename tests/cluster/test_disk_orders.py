@@ -1,0 +1,164 @@
+"""What all nodes have on disk is not deleted, whatever is late, lost or dead: the rules, without processes."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from sentinel.cluster.disk import NodeDisk, find_floor, list_on_all
+from sentinel.cluster.messages import NodeRollback, RollbackOrder
+from sentinel.hooks.snapshot.node_parts import AHEAD, CommonSnapshots
+
+KEEP = 2
+
+
+class Node:
+    """A node's daemon, and what its first rank does with the directory."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.begin_attempt(-1)
+
+    def begin_attempt(self, resumed: int) -> None:
+        self.steps = [step for step in self.steps if step <= resumed]
+        self.common = CommonSnapshots(resumed)
+        self.disk = NodeDisk()
+        self.unheard = 0
+        """Snapshots that were written since all nodes last heard what all have."""
+
+    def publish(self, step: int) -> None:
+        self.steps.append(step)
+        self.common.note(self.steps, self.disk.on_all, self.disk.floor)
+        for gone in self.common.list_superfluous(sorted(self.steps, reverse=True), KEEP):
+            self.steps.remove(gone)
+        self.disk.kept, self.disk.safe = tuple(self.steps), self.common.find_safe(KEEP)
+        self.unheard += 1
+
+    def rewind(self, to: int) -> None:
+        self.steps = [step for step in self.steps if step <= to]
+        self.common.rewind(to)
+        self.disk.rewind(to)
+
+    def report(self, attempt: int) -> NodeRollback:
+        return NodeRollback(
+            attempt=attempt, step_offset=0, step_seconds=0.1, ranks=(), on_disk=self.disk.kept, safe=self.disk.safe
+        )
+
+
+class Job:
+    """All that can happen, in an order by chance."""
+
+    def __init__(self, seed: int, nodes: int, talk: float, longest: float = math.inf) -> None:
+        """`talk`: how often nodes hear of each other, of ten times that they write. `longest`: snapshots that a node
+        writes between two moments in which all hear of all, at most."""
+        self.random = random.Random(seed)
+        self.nodes = [Node() for _ in range(nodes)]
+        self.talk, self.longest = talk, longest
+        self.restarts = 0.3 if longest == math.inf else 0.0
+        """Of daemons, which then do not know for a while what their node has."""
+        self.attempt = self.step = self.began = 0
+        self.reports: dict[int, NodeRollback] = {}
+        """What the coordinator heard last."""
+        self.orders: list[RollbackOrder] = []
+        """What it said: a late one may come after others."""
+        self.best: int | None = None
+        """The newest that all nodes had."""
+        self.floor = -1
+        """The highest that was said since the last rollback."""
+
+    def list_common(self) -> set[int]:
+        return set.intersection(*(set(node.steps) for node in self.nodes))
+
+    def train_on(self) -> None:
+        """All come to a step of which a snapshot is written. Some nodes cannot."""
+        self.step += 10
+        if any(node.unheard >= self.longest for node in self.nodes):
+            for node in (*self.nodes, *self.nodes):
+                self.hear(node, late=False)
+                node.unheard = 0
+        for node in self.nodes:
+            if self.random.random() < 0.7:
+                node.publish(self.step)
+
+    def hear(self, node: Node, *, late: bool) -> None:
+        """A report arrives, and a word of the coordinator: the last one, or an older one."""
+        self.reports[self.nodes.index(node)] = node.report(self.attempt)
+        count = len(self.nodes)
+        order = RollbackOrder(
+            attempt=self.attempt, on_all=list_on_all(self.reports, count, self.attempt),
+            floor=find_floor(self.reports, count, self.attempt),
+        )  # fmt: skip
+        self.floor = max(self.floor, order.floor)
+        self.orders.append(order)
+        node.disk.take_order(self.random.choice(self.orders) if late else order)
+
+    def go_back(self) -> None:
+        """All ranks of all nodes, by less than two snapshots, and not behind what they went on from."""
+        to = max(self.step - self.random.randrange(1, 15), self.began)
+        self.step = to - to % 10
+        self.reports.clear()
+        self.orders.clear()
+        for node in self.nodes:
+            node.rewind(to)
+        self.best, self.floor = max(self.list_common(), default=None), -1
+
+    def die(self) -> None:
+        """The job is started again, and goes on from the newest that all have."""
+        self.best, self.floor = max(self.list_common(), default=None), -1
+        self.attempt += 1
+        self.step = self.began = self.best or 0
+        self.reports.clear()
+        self.orders.clear()
+        for node in self.nodes:
+            node.begin_attempt(self.best if self.best is not None else -1)
+
+    def advance(self) -> None:
+        """One thing happens; and what was common is, or what is newer."""
+        kinds = ["train", "hear", "back", "die", "daemon", "coordinator"]
+        match self.random.choices(kinds, [10, self.talk, 0.5, 0.3, self.restarts, 0.3]):
+            case ["train"]:
+                self.train_on()
+            case ["hear"]:
+                self.hear(self.random.choice(self.nodes), late=self.random.random() < 0.3)
+            case ["back"]:
+                self.go_back()
+            case ["die"]:
+                self.die()
+            case ["daemon"]:
+                self.random.choice(self.nodes).disk = NodeDisk()
+            case ["coordinator"]:
+                self.reports.clear()
+        common = self.list_common()
+        newest = max(common, default=-1)
+        if self.longest < math.inf and self.best is not None:
+            assert newest >= self.best, [node.steps for node in self.nodes]
+        assert newest >= self.floor, [node.steps for node in self.nodes]
+        self.best = newest if common else None
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+@pytest.mark.parametrize("talk", [0.3, 3, 30])
+@pytest.mark.parametrize("longest", [1, AHEAD - 1, math.inf])
+def test_what_all_nodes_have_is_not_deleted(nodes: int, talk: float, longest: float) -> None:
+    """The newest of it, as long as they hear of each other now and then; and however long they do not, one of it."""
+    for seed in range(100):
+        job = Job(seed, nodes, talk, longest)
+        for _ in range(80):
+            job.advance()
+
+
+def test_a_node_keeps_no_more_than_it_must() -> None:
+    job = Job(0, 2, 0)
+    for _ in range(20):
+        job.step += 10
+        for node in job.nodes:
+            node.publish(job.step)
+        for node in (*job.nodes, *job.nodes):
+            job.hear(node, late=False)
+    assert all(len(node.steps) <= KEEP + 2 for node in job.nodes), [node.steps for node in job.nodes]
+    alone = Node()
+    for step in range(0, 300, 10):
+        alone.publish(step)
+    assert alone.steps == list(range(300 - 10 * (KEEP + AHEAD), 300, 10)), "cut off from the beginning"
