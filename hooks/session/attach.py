@@ -36,6 +36,7 @@ from sentinel.hooks.session import arguments, registry
 from sentinel.hooks.session.arguments import facts, gpus
 from sentinel.hooks.session.backward_passes import Succession
 from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.session.part_search import describe_sharing
 from sentinel.hooks.session.session import KINDS, RunSession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering, OptimizersInBackward, WholeStep
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
@@ -245,9 +246,12 @@ class _Setup:
         guard = streams[0].guard = restorer or StepGuard(
             session.send, step=step, find_directory=session.who.find_directory, ending=session
         )
+        description = facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps)
+        if restorer is not None and restorer.terms.directory is not None and spans_nodes():
+            description["parts_in"] = f"{restorer.terms.directory} ({describe_sharing()})"
         session.hello = {
             "step_offset": step,
-            "facts": facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps),
+            "facts": description,
             "unseen": (*self._unseen(streams, session), *session.hello.get("unseen", ())),
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None and restorer is not None else None,
@@ -413,6 +417,8 @@ def _announcement(run: str, hello: dict[str, Any], *, armed: bool, scaled: bool)
     )
     if armed:
         text += "; rollback is armed" + (" once all nodes have met" if spans_nodes() else "")
+        if "parts_in" in description:
+            text += f"; each node writes its part of snapshots to {description['parts_in']}"
     if description["kernel_missing"]:
         text += f"; gradients cost more to read, without the compiled kernel ({description['kernel_missing']})"
     return text + (f"; does not see {'; '.join(unseen)}" if unseen else "")

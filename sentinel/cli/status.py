@@ -160,6 +160,10 @@ def _show_rollback(rollback: dict[str, Any]) -> None:
     echo(f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done")
     if said := snapshot_age.in_words(rollback):
         echo(f"            {said}")
+    if disk := rollback.get("disk"):  # a daemon of an earlier version does not say
+        own = "none yet" if disk["newest"] is None else f"step {disk['newest']:,}"
+        common = "not known" if disk["newest_on_all"] is None else f"step {disk['newest_on_all']:,}"
+        echo(f"            on disk: this node's newest part {own}, newest of all nodes {common}, in {disk['where']}")
 
 
 def _silence(silence: dict[str, Any]) -> str:

@@ -51,6 +51,7 @@ def _run(watch: WatchedRun) -> dict[str, Any]:
             "newest_good": newest_good + attempt.step_offset if newest_good is not None else None,
             "age_steps": age.steps if age is not None else None,
             "withheld_by": list(attempt.withheld_by),
+            "disk": _disk(watch),
         },
         "job": watch.membership.status() if watch.membership else None,
         "silences": [msgspec.to_builtins(s) for s in watch.notifier.silences.of_run(watch.run.name, watch.run.run_id)],
@@ -60,6 +61,14 @@ def _run(watch: WatchedRun) -> dict[str, Any]:
         "history_dropped": dict(watch.store.dropped) if watch.store else {},
         "trouble": watch.store.trouble if watch.store else "no history is kept",
     }
+
+
+def _disk(watch: WatchedRun) -> dict[str, Any] | None:
+    """What is known of the parts of snapshots that the nodes of a job write; None: its ranks write none."""
+    disk, where = watch.actions.publishing.disk, watch.run.attempt.facts.get("parts_in", "")
+    if disk is None or not where:
+        return None
+    return {"where": where, "newest": max(disk.kept, default=None), "newest_on_all": max(disk.on_all, default=None)}
 
 
 def _opening(watch: WatchedRun) -> dict[str, Any] | None:
