@@ -35,6 +35,10 @@ def begin_line(name: str) -> None:
     _line = name
 
 
+def _is_of_this_start(manifest: snapshots.Manifest) -> bool:
+    return bool(_line) and manifest.lineage.startswith(f"{_line}.")
+
+
 class DiskWriter:
     """A rank's part in writing snapshots to `directory`. Rank 0 gives them their name, and deletes old ones; over
     several nodes the first rank of each does, in a place of the node's own."""
@@ -75,7 +79,7 @@ class DiskWriter:
         for step, seen in reversed(found):
             if step < first_step:
                 break
-            if isinstance(seen, snapshots.Manifest):
+            if isinstance(seen, snapshots.Manifest) and not _is_of_this_start(seen):  # another node may be ahead
                 raise RollbackError(
                     f"{self._directory}: holds a snapshot of step {step}, and this run begins at step {first_step}. "
                     "Go on from it, step = sentinel.resume(...) and attach(step=step), or name another directory"
@@ -120,18 +124,11 @@ class DiskWriter:
                 ok, reason = False, str(fault) if isinstance(fault, RollbackError) else repr(fault)
             self._writing = None
             seconds = time.perf_counter() - started
-            done(
-                wire.Published(
-                    id=message.id,
-                    ok=ok,
-                    seq=message.seq,
-                    nbytes=nbytes,
-                    seconds=seconds,
-                    reason=reason,
-                    kept=kept,
-                    safe=safe,
-                )
-            )
+            answer = wire.Published(
+                id=message.id, ok=ok, seq=message.seq, nbytes=nbytes, seconds=seconds, reason=reason, kept=kept,
+                safe=safe,
+            )  # fmt: skip
+            done(answer)
 
         try:
             self._written = self._worker.submit(run)
@@ -147,6 +144,8 @@ class DiskWriter:
         home = snapshots.directory(self._directory)
         if message.ranks:
             home = snapshots.directory(node_parts.place_of(home, ranks[0]))
+            if self._leads != (rank == ranks[0]):
+                raise RollbackError("LOCAL_RANK is not 0 on the first rank of this node alone")
         folder = snapshots.working(home, message.step, message.id)
 
         def is_wanted() -> bool:
@@ -183,8 +182,9 @@ class DiskWriter:
             return
         seen = node_parts.list_common(self._directory, world)
         with self._void:
-            self._common.note(self._list_kept(), message.on_all, message.floor)
-            self._common.note(self._list_kept(), seen, seen[self._keep - 1] if len(seen) >= self._keep else -1)
+            own = self._list_kept()
+            self._common.note(own, message.on_all, message.floor)
+            self._common.note(own, seen, seen[self._keep - 1] if len(seen) >= self._keep else -1)
         snapshots.retain(self._place, self._keep, self._common.list_superfluous)
 
     def _list_kept(self) -> tuple[int, ...]:

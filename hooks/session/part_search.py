@@ -30,6 +30,7 @@ class _Found(msgspec.Struct):
     """What one rank's node sees of a snapshot."""
 
     host: str
+    directory: str
     parts: list[_Part] = []
 
 
@@ -38,7 +39,7 @@ def search_parts(folder: Path, step: int, ranks: Sequence[int], exchange: RankEx
 
     Raises RollbackError where no older one is there, or the parts are on the disks of other nodes: they can be copied.
     """
-    mine = _Found(socket.gethostname(), _list_parts(folder, step) if leads_node() else [])
+    mine = _Found(socket.gethostname(), str(folder), _list_parts(folder, step) if leads_node() else [])
     found = [msgspec.json.decode(view, type=_Found) for view in exchange.gather(msgspec.json.encode(mine))]
     where = {rank: (one.host, part.path) for one in found for part in one.parts for rank in part.ranks}
     elsewhere = [rank for rank in ranks if rank in where]
@@ -56,10 +57,10 @@ def search_parts(folder: Path, step: int, ranks: Sequence[int], exchange: RankEx
         why = f"the parts of the snapshot of step {step} were written after different restarts or rollbacks"
     if older:
         return f"{why}: it is passed over, on all ranks"
+    here = found[ranks[0] if ranks else 0]
     raise RollbackError(
         f"resume: {why}, and no older one is there whole. Bring back the disk that has it, or copy node-of-rank-... "
-        f"from there to {folder} on {found[ranks[0] if ranks else 0].host}. To begin at step 0, name another "
-        "directory. Nothing was changed"
+        f"from there to {here.directory} on {here.host}. To begin at step 0, name another directory. Nothing was changed"
     )
 
 

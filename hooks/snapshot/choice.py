@@ -62,6 +62,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Why it is not read at all."""
     snapshots: dict[int, Seen] = {}
     """By step."""
+    elsewhere: dict[int, Seen] = {}
+    """By step, parts of other ranks, where none of this one's is seen."""
     late: bool = False
     """This rank has looked for as long as one looks. Rank 0's word counts."""
 
@@ -158,7 +160,7 @@ def _judge_directory(views: Sequence[View], *, restarted: bool) -> Decision | No
             return KeepWaiting(f"{_name(rank, views)}{view.trouble}")
     present = [rank for rank, view in enumerate(views) if view.present]
     absent = [rank for rank, view in enumerate(views) if not view.present]
-    parts = any(seen.part for view in views for seen in view.snapshots.values())
+    parts = any(seen.part for view in views for seen in (*view.snapshots.values(), *view.elsewhere.values()))
     if present and absent and not (parts and views[0].late):
         return KeepWaiting(
             f"rank {absent[0]} does not see {views[0].directory}, which is there for rank {present[0]}: is its file "
@@ -175,7 +177,7 @@ def _judge_directory(views: Sequence[View], *, restarted: bool) -> Decision | No
 
 def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> Decision:
     looks = [view.snapshots.get(step) for view in views]
-    path = next(look.path for look in looks if look is not None)
+    path = _merge(views)[step].path
     for look in looks:
         if look is not None and look.state == "misfit":
             return Refuse(
@@ -191,7 +193,9 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
         if look is not None and look.state == "damaged":
             return PassOver(step, look.why)
         if look is None:
-            return KeepWaiting(f"rank {rank} does not see {_name_whole(step, looks) or path}, which other ranks do")
+            return KeepWaiting(
+                f"rank {rank} does not see {_name_whole(step, looks) or path}, which is there for others"
+            )
     if _is_partial(step, views):
         return KeepWaiting(f"the parts of the snapshot of step {step} are of two pasts")
     states = {look.state for look in looks if look is not None}
@@ -209,6 +213,8 @@ def _is_partial(step: int, views: Sequence[View]) -> bool:
     """Whether nodes published parts of it that do not make one whole."""
     looks = [view.snapshots.get(step) for view in views]
     there = [look for look in looks if look is not None]
+    if not there:
+        return True
     if not any(look.part for look in there) or any(look.state in ("foreign", "misfit", "damaged") for look in there):
         return False
     return len(there) < len(looks) or len({(look.part, look.lineage) for look in there}) > 1
@@ -216,14 +222,15 @@ def _is_partial(step: int, views: Sequence[View]) -> bool:
 
 def _name_whole(step: int, looks: Sequence[Seen | None]) -> str:
     """What a rank lacks that has no part of it; empty where it is no matter of parts."""
-    return f"a part of the snapshot of step {step}" if any(look is not None and look.part for look in looks) else ""
+    parts = all(look is None or look.part for look in looks)
+    return f"its part of the snapshot of step {step}" if parts else ""
 
 
 def _merge(views: Sequence[View]) -> dict[int, Seen]:
     """Of each step, what the rank that knows most of it sees: all ranks come to the same."""
     merged: dict[int, Seen] = {}
     for view in views:
-        for step, seen in view.snapshots.items():
+        for step, seen in (*view.snapshots.items(), *view.elsewhere.items()):
             if step not in merged or seen.time < merged[step].time:
                 merged[step] = seen
     return merged

@@ -34,7 +34,7 @@ def look(
     if refusal := directory.refuse_directory(place, status):
         return View(directory=str(place), refusal=refusal, late=late)
     try:
-        found = list_own(place, rank)
+        found, elsewhere = list_seen(place, rank)
     except OSError as error:
         return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
     seen = {step: _describe(path, one, world) for step, (path, one) in found.items()}
@@ -42,30 +42,34 @@ def look(
     first = next((step for step in line if (before is None or step < before) and step not in passed), None)
     if first is not None and seen[first].state == "unchecked":
         seen[first] = _examine(seen[first], *found[first], known=first in whole, thorough=thorough, rank=rank)
-    return View(directory=str(place), snapshots=seen, late=late)
+    others = {step: directory.describe(path, one) for step, (path, one) in elsewhere.items()}
+    return View(directory=str(place), snapshots=seen, elsewhere=others, late=late)
 
 
-def list_own(place: Path, rank: int) -> Mapping[int, tuple[Path, Manifest | Seen]]:
-    """Step -> where this rank finds itself in the snapshot of it, and its manifest, or what is seen without it. Raises
-    OSError."""
+def list_seen(
+    place: Path, rank: int
+) -> tuple[Mapping[int, tuple[Path, Manifest | Seen]], Mapping[int, tuple[Path, Manifest]]]:
+    """Step -> where this rank finds itself in the snapshot of it, and its manifest, or what is seen without it; and
+    step -> a part of other ranks, of steps in which it finds itself nowhere. Raises OSError."""
     found: dict[int, tuple[Path, Manifest | Seen]] = {}
+    elsewhere: dict[int, tuple[Path, Manifest]] = {}
     nearest = True  # the node that this rank is on, by its number: what cannot be read there is this rank's
-    for first, own in reversed(node_parts.list_places(place)):
-        if first > rank:
-            continue
+    for first, own in sorted(node_parts.list_places(place), key=lambda one: (one[0] > rank, -one[0])):
         for step, path in directory.list_snapshots(own):
             if step in found:
                 continue
             one = directory.read_manifest(path)
-            if rank in one.ranks if isinstance(one, Manifest) else nearest:
+            if rank in one.ranks if isinstance(one, Manifest) else nearest and first <= rank:
                 found[step] = path, one
+            elif isinstance(one, Manifest):
+                elsewhere[step] = path, one
         nearest = False
     for step, path in directory.list_snapshots(place):
         one = directory.read_manifest(path)
         part = found.get(step, (path, None))[1]
         if not (isinstance(part, Manifest) and isinstance(one, Manifest) and part.time > one.time):
             found[step] = path, one
-    return found
+    return found, {step: other for step, other in elsewhere.items() if step not in found}
 
 
 def _describe(path: Path, one: Manifest | Seen, world: int) -> Seen:

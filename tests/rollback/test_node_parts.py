@@ -1,0 +1,158 @@
+"""Snapshots of which each node wrote a part: which step all ranks take, and what is said where parts are missing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from sentinel import wire
+from sentinel.errors import RollbackError
+from sentinel.hooks.rollback import disk_writer
+from sentinel.hooks.session import part_search
+from sentinel.hooks.snapshot import directory, node_parts
+from tests.rollback.test_disk import DATA, armed
+from tests.rollback.test_resume import Ranks, ranks, rewrite, short  # noqa: F401
+from tests.rollback.training import Training, of_type
+
+pytestmark = pytest.mark.usefixtures("short")
+KEEP = 2
+
+
+class Writer:
+    """One rank, on a node of its own, that writes its parts of snapshots."""
+
+    def __init__(self, place: Path, rank: int, world: int, monkeypatch: pytest.MonkeyPatch, *, step: int = 0) -> None:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", world), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+            monkeypatch.setenv(name, str(value))
+        self.rank, self.training, self.step = rank, Training(), step
+        self.restorer, self.sent = armed(self.training, place, step=step, disk_keep=KEEP)
+
+    def write(self, *steps: int, on_all: Sequence[int] = (), floor: int = -1) -> wire.Published:
+        """Train on to these steps, and write a snapshot of each."""
+        for step in steps:
+            while self.training.seq <= step - self.step:
+                self.training.step(DATA[self.training.seq % len(DATA)])
+            self.training.step(DATA[0])
+            self.restorer.receive(
+                wire.Publish(
+                    id=step + 1, seq=step - self.step, step=step, run="train", run_id="train-1", attempt=0,
+                    ranks=(self.rank,), on_all=tuple(on_all), floor=floor,
+                )
+            )  # fmt: skip
+            disk: Any = self.restorer._disk
+            assert disk._written.wait(30)
+        answer: wire.Published = of_type(self.sent, wire.Published)[-1]
+        assert answer.ok, answer.reason
+        return answer
+
+    def close(self) -> None:
+        self.restorer.close()
+
+
+@pytest.fixture
+def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list[Path]:  # noqa: F811
+    """Of two nodes of one rank each, which have written steps 5 and 10."""
+    monkeypatch.setattr(part_search.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
+    monkeypatch.setattr(disk_writer, "_line", "one start")
+    places = [tmp_path / "disk 0", tmp_path / "disk 1"]
+    for rank, place in enumerate(places):
+        writer = Writer(place, rank, 2, monkeypatch)
+        writer.write(5, 10)
+        writer.close()
+    return places
+
+
+def resume(ranks: Ranks, places: list[Path], **more: Any) -> list[int | Exception]:  # noqa: F811
+    """From which step each rank goes on, or why it does not."""
+    ranks.store = dist.HashStore()
+    return ranks.resume(places, **more)
+
+
+def part(place: Path, rank: int, step: int) -> Path:
+    return directory.path_of(node_parts.place_of(place, rank), step)
+
+
+def test_the_newest_of_which_all_parts_are_there(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+    assert resume(ranks, disks) == [11, 11]
+    shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
+    assert resume(ranks, [disks[0], disks[0]]) == [11, 11], "in a directory that nodes share"
+    assert resume(ranks, [disks[0], disks[0]], before=10) == [6, 6]
+
+
+def test_what_one_node_did_not_publish_is_passed_over_on_all(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+    shutil.rmtree(part(disks[1], 1, 10))
+    assert resume(ranks, disks) == [6, 6]
+
+
+def test_parts_on_another_host_are_named_and_no_older_ones_taken(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    shutil.rmtree(part(disks[1], 1, 5))
+    shutil.rmtree(part(disks[0], 0, 5))
+    one, other = resume(ranks, [disks[1], disks[0]])
+    assert str(one) == str(other)
+    path = part(disks[0], 0, 10)
+    assert f"rank 0's snapshot of step 10 is on host host1: {path}. Copy it to the same path on host0" in str(one)
+    assert path.exists()
+    shutil.copytree(node_parts.place_of(disks[1], 1), node_parts.place_of(disks[0], 1))
+    assert "rank 0's snapshot of step 10 is on host host1" in str(resume(ranks, [disks[1], disks[0]])[0])
+    shutil.copytree(node_parts.place_of(disks[0], 0), node_parts.place_of(disks[1], 0))
+    assert resume(ranks, [disks[1], disks[0]]) == [11, 11], "copied"
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_node_that_was_replaced_is_named(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+    tmp_path: Path,
+    made: bool,
+) -> None:
+    new = tmp_path / "disk of a new node"
+    if made:
+        new.mkdir(mode=0o700)
+    one, other = resume(ranks, [disks[0], new])
+    assert str(one) == str(other)
+    assert "no node here has rank 1's part of the snapshot of step 10" in str(one)
+    assert "Nothing was changed" in str(one)
+    assert part(disks[0], 0, 10).exists()
+
+
+def test_parts_of_two_starts_are_no_snapshot(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+    rewrite(part(disks[1], 1, 10), lineage="another start.0")
+    assert resume(ranks, disks) == [6, 6]
+
+
+def test_a_damaged_part_is_passed_over_on_all(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+    path = part(disks[1], 1, 10) / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert resume(ranks, disks) == [6, 6]
+
+
+def test_as_many_ranks_must_resume(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+    shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
+    failures = resume(ranks, [disks[0]] * 3)
+    assert all("was written by 2 ranks on several nodes, and this job has 3" in str(one) for one in failures)
+
+
+def test_a_run_does_not_begin_where_parts_are(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_writer, "_line", "another start")
+    with pytest.raises(RollbackError, match="holds a snapshot of step 10, and this run begins at step 0"):
+        Writer(disks[1], 1, 2, monkeypatch)
+
+
+def test_a_node_deletes_what_all_know_to_be_superfluous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path, 1, 2, monkeypatch)
+    steps = range(5, 5 * (KEEP + node_parts.AHEAD + 1), 5)
+    assert writer.write(*steps).kept == tuple(steps), "cut off"
+    assert writer.write(35, on_all=(5, 10)).kept == (5, 10, 15, 20, 25, 30, 35)
+    answer = writer.write(40, on_all=(10, 30, 35), floor=10)
+    assert answer.kept == (10, 15, 20, 25, 30, 35, 40)
+    assert answer.safe == 30, "the older of the two newest that all nodes have"
+    assert writer.write(45, floor=30).kept == (30, 35, 40, 45)
+    writer.close()
