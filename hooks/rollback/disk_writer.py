@@ -35,8 +35,10 @@ def begin_line(name: str) -> None:
     _line = name
 
 
-def _is_of_this_start(manifest: snapshots.Manifest) -> bool:
-    return bool(_line) and manifest.lineage.startswith(f"{_line}.")
+def _is_ahead(manifest: snapshots.Manifest) -> bool:
+    """Whether it is another node's that began with this one, and has come further already."""
+    others = bool(manifest.ranks) and place()[0] not in manifest.ranks
+    return others and bool(_line) and manifest.lineage.startswith(f"{_line}.")
 
 
 class DiskWriter:
@@ -79,7 +81,9 @@ class DiskWriter:
         for step, seen in reversed(found):
             if step < first_step:
                 break
-            if isinstance(seen, snapshots.Manifest) and not _is_of_this_start(seen):  # another node may be ahead
+            if isinstance(seen, snapshots.Manifest):
+                if _is_ahead(seen):
+                    continue
                 raise RollbackError(
                     f"{self._directory}: holds a snapshot of step {step}, and this run begins at step {first_step}. "
                     "Go on from it, step = sentinel.resume(...) and attach(step=step), or name another directory"

@@ -60,7 +60,8 @@ def search_parts(folder: Path, step: int, ranks: Sequence[int], exchange: RankEx
     here = found[ranks[0] if ranks else 0]
     raise RollbackError(
         f"resume: {why}, and no older one is there whole. Bring back the disk that has it, or copy node-of-rank-... "
-        f"from there to {here.directory} on {here.host}. To begin at step 0, name another directory. Nothing was changed"
+        f"from there to {here.directory} on {here.host}. To begin at step 0, name another directory. "
+        "Nothing was changed"
     )
 
 

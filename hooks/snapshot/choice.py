@@ -192,10 +192,10 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
     for rank, look in enumerate(looks):
         if look is not None and look.state == "damaged":
             return PassOver(step, look.why)
+        if look is None and all(other is None or other.part for other in looks):
+            return KeepWaiting(f"rank {rank} does not see its part of the snapshot of step {step}")
         if look is None:
-            return KeepWaiting(
-                f"rank {rank} does not see {_name_whole(step, looks) or path}, which is there for others"
-            )
+            return KeepWaiting(f"rank {rank} does not see {path}, which other ranks do")
     if _is_partial(step, views):
         return KeepWaiting(f"the parts of the snapshot of step {step} are of two pasts")
     states = {look.state for look in looks if look is not None}
@@ -218,12 +218,6 @@ def _is_partial(step: int, views: Sequence[View]) -> bool:
     if not any(look.part for look in there) or any(look.state in ("foreign", "misfit", "damaged") for look in there):
         return False
     return len(there) < len(looks) or len({(look.part, look.lineage) for look in there}) > 1
-
-
-def _name_whole(step: int, looks: Sequence[Seen | None]) -> str:
-    """What a rank lacks that has no part of it; empty where it is no matter of parts."""
-    parts = all(look is None or look.part for look in looks)
-    return f"its part of the snapshot of step {step}" if parts else ""
 
 
 def _merge(views: Sequence[View]) -> dict[int, Seen]:
