@@ -33,11 +33,12 @@ class Rollback:
     """Whatever else belongs to the run and has state_dict / load_state_dict: an EMA, a sampler."""
 
     directory: str | os.PathLike[str] | None = None
-    """Where snapshots are kept on disk too, for `sentinel.resume`. One directory a run, yours alone."""
+    """Where snapshots are kept on disk too, for `sentinel.resume`. One directory a run, yours alone. Over several nodes
+    one that all share, or a disk of each node's own."""
     disk_every: int = 5
     """Snapshots from one that is written to disk to the next. Only good ones are, `margin` steps after being taken."""
     disk_keep: int = 2
-    """Snapshots on disk."""
+    """Snapshots on disk. Over several nodes each keeps some more (docs/rollback.md)."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("keep", 2), ("margin", 0), ("skip_batches", 0), ("budget", 0),

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from sentinel import wire
+from sentinel.cluster.disk import NodeDisk
+from sentinel.cluster.messages import RollbackOrder
 from sentinel.daemon.publishing import Publishing
 from sentinel.daemon.run_context import RunContext
-from sentinel.runs import Run
+from sentinel.runs import Attempt, Run
 from tests.daemon.simulated import SimulatedRank, daemon_process
 
 TERMS = wire.RollbackTerms(every=10, keep=2, margin=10, budget=3, disk_every=2)
@@ -119,3 +121,58 @@ def test_ranks_are_told_of_a_snapshot_that_all_of_them_hold() -> None:
         for rank in (one, other):
             rank.say(taken[1])
         assert one.expect(wire.Held).seq == other.expect(wire.Held).seq == 20
+
+
+class Node(Ranks):
+    """The same two ranks, of four that are on two nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = Run("train", "train-1", 0.0)
+        for rank in (2, 3):
+            identity = wire.Identity(
+                run="train", run_id="train-1", rank=rank, world_size=4, local_world_size=2, node=1, session=f"s{rank}"
+            )
+            self.run.hello(wire.Hello(version="test", identity=identity, rollback=TERMS, step_offset=100), 0.0)
+        self.disk = NodeDisk()
+        self.publishing = Publishing(RunContext(self.run, None, self), self.disk)
+
+    def hold(self, *held: int, closed: int) -> int | None:
+        """These snapshots are held, and steps up to `closed` are judged: which is asked for."""
+        for rank in self.run.attempt.live:
+            rank.snapshots = set(held)
+        due = self.publishing.find_due(TERMS, closed)
+        chosen = self.publishing.choose([at for at in held if at + TERMS.margin <= closed], TERMS)
+        if due is None or chosen is None or chosen < due:
+            return None
+        self.publishing.order(chosen)
+        return chosen
+
+
+def test_nodes_write_the_same_steps_without_asking_each_other() -> None:
+    node = Node()
+    assert node.hold(10, closed=25) is None, "all nodes choose from every twentieth"
+    assert node.hold(10, 20, closed=30) == 20
+    assert {message.ranks for _, message in node.sent} == {(2, 3)}
+    message = node.sent[-1][1]
+    first = wire.Published(id=message.id, ok=True, seq=20, kept=(100, 120), safe=100)
+    assert node.publishing.add_part(2, first) is None
+    assert node.publishing.add_part(3, wire.Published(id=message.id, ok=True, seq=20)) is not None
+    assert (node.disk.kept, node.disk.safe) == ((100, 120), 100)
+    node.disk.take_order(RollbackOrder(attempt=0, on_all=(80, 100), floor=80))
+    assert node.hold(30, closed=45) is None
+    assert node.hold(40, closed=55) == 40
+    assert (node.sent[-1][1].on_all, node.sent[-1][1].floor) == ((100,), 80)
+    node.publishing.rewound(10)
+    assert (node.disk.kept, node.disk.on_all, node.disk.floor) == ((100,), (), -1), "what is younger is void"
+
+
+def test_a_node_that_writes_slowly_writes_every_second_or_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    assert node.hold(20, closed=30) == 20
+    monkeypatch.setattr(Attempt, "closed_to", 50)  # more than two were due meanwhile
+    message = node.sent[-1][1]
+    for rank in (2, 3):
+        node.publishing.add_part(rank, wire.Published(id=message.id, ok=True, seq=20))
+    assert node.hold(60, 70, closed=90) is None
+    assert node.hold(70, 80, closed=90) == 80

@@ -156,3 +156,15 @@ def test_a_node_deletes_what_all_know_to_be_superfluous(tmp_path: Path, monkeypa
     assert answer.safe == 30, "the older of the two newest that all nodes have"
     assert writer.write(45, floor=30).kept == (30, 35, 40, 45)
     writer.close()
+
+
+def test_a_newer_part_that_can_be_copied_is_named_although_an_older_one_is_whole(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    stray = part(disks[0], 1, 10)
+    stray.parent.mkdir(mode=0o700)
+    part(disks[1], 1, 10).rename(stray)
+    one, other = resume(ranks, disks)
+    assert str(one) == str(other)
+    assert f"rank 1's snapshot of step 10 is on host host0: {stray}" in str(one)
