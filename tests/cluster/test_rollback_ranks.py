@@ -143,7 +143,7 @@ def test_nodes_whose_secret_came_through_the_store_share_what_they_see_and_order
         assert f"they share what they see: {NO_ORDERS}" in job.said(0)
         (private_places / "break").touch()
         until(lambda: "Broken" in _list_alerts(job, 0), "node 0 to know the incident of node 1")
-        until(lambda: "not rolled back: orders need a secret" in job.said(1), "the alert")
+        until(lambda: "not rolled back: orders need TLS" in job.said(1), "the alert")
         shown = [job.status(node)["job"] for node in range(NODES)]
         (private_places / "stop").touch()
         ranks = job.finish()
