@@ -327,6 +327,8 @@ class Restorer(StepGuard):
         with self._room:
             snapshot = self._ring.pin(message.seq) if self._disk is not None else None
         if snapshot is None or self._disk is None:
+            if self._disk is not None:
+                self._disk.give_up()
             held = list(self.held)
             reason = self._fault or f"the snapshot of step {message.seq} is not held, but {held}, or one is written"
             self._send(wire.Published(id=message.id, ok=False, seq=message.seq, reason=reason))

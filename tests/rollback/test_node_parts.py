@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -168,3 +169,18 @@ def test_a_newer_part_that_can_be_copied_is_named_although_an_older_one_is_whole
     one, other = resume(ranks, disks)
     assert str(one) == str(other)
     assert f"rank 1's snapshot of step 10 is on host host0: {stray}" in str(one)
+
+
+def test_a_rank_does_not_wait_for_one_that_could_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon orders another one only if it waits no longer for the first."""
+    writer = Writer(tmp_path, 0, 2, monkeypatch)
+    for _ in range(7):
+        writer.training.step(DATA[0])
+    order = wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0, ranks=(0, 1))
+    writer.restorer.receive(order)
+    disk: Any = writer.restorer._disk
+    writer.restorer.receive(msgspec.structs.replace(order, id=2))
+    assert disk._written.wait(30)
+    reasons = [answer.reason for answer in of_type(writer.sent, wire.Published)]
+    assert reasons[-1] == "the snapshot is no longer wanted"
+    writer.close()
