@@ -13,19 +13,13 @@ from sentinel import wire
 from sentinel.node.question import ask_daemon
 from tests.cluster.job import NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import ended
-from tests.notify.consumer import Consumer, consumer
+from tests.notify.consumer import Consumer
 from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = pytest.mark.processes
 
 TIMES = {"step_seconds": 0.5, "forward_seconds": 0.1, "data_seconds": 0.01}
-
-
-@pytest.fixture
-def ops() -> Iterator[Consumer]:
-    with consumer() as made:
-        yield made
 
 
 @pytest.fixture

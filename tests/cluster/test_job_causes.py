@@ -33,7 +33,7 @@ from tests.cluster.test_views import WAITING, answering, issued, job
 from tests.daemon.test_stalls import BEAT
 from tests.diagnose.test_collectives import entry, upto
 from tests.hang.processes import SOON
-from tests.notify.consumer import Consumer, consumer
+from tests.notify.consumer import Consumer
 from tests.waiting import until
 
 EPOCH = next_epoch(0, 0)
@@ -234,12 +234,6 @@ def test_who_works_is_known_of_other_nodes_of_the_same_attempt() -> None:
     assert find_work_elsewhere(states, 0, 2, 50.0) == (47.0, 102.0)
     assert find_work_elsewhere(states, 2, 2, 50.0) == (50.0, 101.0)
     assert find_work_elsewhere(states[1:2], 0, 2, 50.0) == (-math.inf, 101.0)
-
-
-@pytest.fixture
-def ops() -> Iterator[Consumer]:
-    with consumer() as made:
-        yield made
 
 
 @pytest.fixture

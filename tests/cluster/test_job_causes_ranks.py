@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.job import SECRET, free_address
 from tests.hang.jobs import PROGRAM
 from tests.hang.processes import SOON
-from tests.notify.consumer import Consumer, consumer
+from tests.notify.consumer import Consumer
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,12 +60,6 @@ def waiting_ranks(kind: str, root: Path, ops: Consumer, ranks: int) -> Iterator[
                     each.kill()  # ranks are sessions of their own
             node.kill()
             node.wait()
-
-
-@pytest.fixture
-def ops() -> Iterator[Consumer]:
-    with consumer() as made:
-        yield made
 
 
 def collect_pages(ops: Consumer) -> list[dict[str, Any]]:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
-from tests.cluster.test_nodes import ops, options, received
+from tests.cluster.test_nodes import received
 from tests.notify.consumer import Consumer
 from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-__all__ = ["ops", "options"]
 
 
 def coordinates(daemon: NodeDaemon) -> bool:
