@@ -20,6 +20,7 @@ from sentinel.cluster.digest import DigestSender
 from sentinel.cluster.job_rules import find_signals, select_job_rules
 from sentinel.cluster.messages import Beat, Pulse, decode, encode
 from sentinel.cluster.node import Node
+from sentinel.cluster.seal import Seal
 from sentinel.cluster.session import open_session
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
@@ -130,6 +131,7 @@ class Line:
         self.payload = b""
         """The last beat that came."""
         self._session = open_session(Meeting((part.address,) * ADDRESSES, part.secret), nodes[0].number)
+        self._seal = Seal(part.secret)
         self._kept: list[Any] = [self._session.declare_subscriber(f"{self._root}/beat/*", self._take)]
         for number in self.nodes:
             self._kept.append(self._session.liveliness().declare_token(f"{self._root}/alive/{number}"))
@@ -137,14 +139,15 @@ class Line:
 
     def put(self, kind: str, node: int, payload: bytes) -> None:
         """Send a message of a node."""
-        self._session.put(f"{self._root}/{kind}/{node}", payload)
+        key = f"{self._root}/{kind}/{node}"
+        self._session.put(key, self._seal.sign(key, payload))
 
     def close(self) -> None:
         """End the session."""
         self._session.close()
 
     def _take(self, sample: Any) -> None:
-        self.payload = bytes(sample.payload)
+        self.payload = self._seal.check(str(sample.key_expr), bytes(sample.payload))
 
     def _answer(self, query: Any) -> None:
         node = self.nodes[int(str(query.key_expr).rpartition("/")[2])]

@@ -482,7 +482,7 @@ class Membership:
 
         return Session(
             meeting, self._run.run_id, self.node, receive=self._receive, answer=self._answer,
-            answer_view=self.inquiry.answer,
+            answer_view=self.inquiry.answer, refuse=lambda error: self._hand_over(self._refuse, error),
         )  # fmt: skip
 
     def _begin_session(self, session: Session) -> None:

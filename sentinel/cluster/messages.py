@@ -34,7 +34,7 @@ class ClusterMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages."""
 
     most_bytes: ClassVar[int] = MESSAGE_BYTES
-    """Of one that is not compressed."""
+    """Before compression."""
     protocol: int = PROTOCOL
 
 

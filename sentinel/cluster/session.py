@@ -26,7 +26,9 @@ import zenoh
 
 from sentinel.cluster.election import LEASE_SECONDS
 from sentinel.cluster.messages import MESSAGE_BYTES, MOST_NODES
+from sentinel.cluster.seal import Seal
 from sentinel.config.cluster import Meeting, TlsFiles
+from sentinel.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +43,29 @@ Answer = Callable[[int, Callable[[bytes], None]], None]
 """Gets the number of the event after which is asked, and what takes the answer."""
 AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
 """Gets a question, and what takes the parts of the answer."""
+Refuse = Callable[[ProtocolError], object]
+"""Gets why a message was not handed on."""
 
 
 class Session:
     """Connected for one run. Callbacks are called in threads of Zenoh's."""
 
     def __init__(
-        self, meeting: Meeting, run_id: str, node: int, *, receive: Receive, answer: Answer, answer_view: AnswerView
-    ) -> None:
+        self, meeting: Meeting, run_id: str, node: int, *, receive: Receive, answer: Answer, answer_view: AnswerView,
+        refuse: Refuse,
+    ) -> None:  # fmt: skip
         """Connect, and listen where the node has an address. Raises zenoh.ZError where that cannot be had now; blocks
         while it tries."""
         self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
+        self._refuse, self._seal = refuse, Seal(meeting.secret)
         self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
+        self._question_key = f"{self._root}/question"
         self._session: Any = open_session(meeting, node)
         self._views = self._session.declare_queryable(self._view_key, self._answer_question)
-        self._pulses, self._beats, self._events, self._digests = (
-            self._session.declare_publisher(f"{self._root}/{kind}/{node}")
+        self._publishers = {
+            kind: self._session.declare_publisher(f"{self._root}/{kind}/{node}")
             for kind in ("pulse", "beat", "event", "digest")
-        )
+        }
         self._subscribe("beat")
         self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._answer_query)
         self._token = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
@@ -72,35 +79,37 @@ class Session:
         self._led.append(alive.declare_subscriber(f"{self._root}/alive/*", self._note_liveliness))
 
     def follow(self) -> None:
-        """Hear it no more."""
+        """Hear it no longer."""
         led, self._led = self._led, []
         for subscriber in led:
             subscriber.undeclare()
 
     def publish_pulse(self, payload: bytes) -> None:
         """A pulse of this node. Lost where it cannot be sent now."""
-        self._pulses.put(payload)
+        self._publish("pulse", payload)
 
     def publish_beat(self, payload: bytes) -> None:
         """A beat of this node, the coordinator. Lost where it cannot be sent now."""
-        self._beats.put(payload)
+        self._publish("beat", payload)
 
     def publish_event(self, payload: bytes) -> None:
         """Events of this node."""
-        self._events.put(payload)
+        self._publish("event", payload)
 
     def publish_digest(self, payload: bytes) -> None:
         """A digest of this node. Lost where it cannot be sent now."""
-        self._digests.put(payload)
+        self._publish("digest", payload)
 
     def ask(self, node: int, after: int) -> None:
         """Ask a node for its events; they come as any others do."""
 
-        def take(reply: Any) -> None:
-            if reply.ok is not None:
-                self._receive("event", node, bytes(reply.ok.payload))
+        key = f"{self._root}/event/{node}"
 
-        self._session.get(f"{self._root}/event/{node}?after={after}", take, timeout=_QUERY_SECONDS)
+        def take(reply: Any) -> None:
+            if reply.ok is not None and (payload := self._open(key, reply.ok.payload)) is not None:
+                self._receive("event", node, payload)
+
+        self._session.get(f"{key}?after={after}", take, timeout=_QUERY_SECONDS)
 
     def ask_view(
         self, node: int | None, payload: bytes, take: Callable[[int, bytes], None], finish: Callable[[], None],
@@ -110,13 +119,16 @@ class Session:
         once all have answered, or time is up."""
 
         def take_reply(reply: Any) -> None:
-            if reply.ok is not None:
-                take(_number(str(reply.ok.key_expr)), bytes(reply.ok.payload))
+            if reply.ok is None:
+                return
+            key = str(reply.ok.key_expr)
+            if (part := self._open(key, reply.ok.payload)) is not None:
+                take(_number(key), part)
 
         self._session.get(
             f"{self._root}/view/{'*' if node is None else node}",
             zenoh.handlers.Callback(take_reply, finish),
-            payload=payload,
+            payload=self._seal.sign(self._question_key, payload),
             target=zenoh.QueryTarget.ALL,
             consolidation=zenoh.ConsolidationMode.NONE,
             allowed_destination=zenoh.Locality.REMOTE,
@@ -127,11 +139,25 @@ class Session:
         """Close the session: a process that does not, hangs at its end."""
         self._session.close()
 
+    def _publish(self, kind: str, payload: bytes) -> None:
+        publisher = self._publishers[kind]
+        publisher.put(self._seal.sign(str(publisher.key_expr), payload))
+
+    def _open(self, key: str, sealed: Any) -> bytes | None:
+        """What came under a key; None where it is none of the job's."""
+        try:
+            return self._seal.check(key, bytes(sealed) if sealed is not None else b"")
+        except ProtocolError as error:
+            self._refuse(error)
+            return None
+
     def _subscribe(self, kind: str) -> Any:
         return self._session.declare_subscriber(f"{self._root}/{kind}/*", lambda sample: self._take(kind, sample))
 
     def _take(self, kind: str, sample: Any) -> None:
-        self._receive(kind, _number(str(sample.key_expr)), bytes(sample.payload))
+        key = str(sample.key_expr)
+        if (payload := self._open(key, sample.payload)) is not None:
+            self._receive(kind, _number(key), payload)
 
     def _note_liveliness(self, sample: Any) -> None:
         if sample.kind == zenoh.SampleKind.DELETE:
@@ -144,7 +170,7 @@ class Session:
 
         def reply(payload: bytes) -> None:
             with query:
-                query.reply(query.key_expr, payload)
+                query.reply(query.key_expr, self._seal.sign(str(query.key_expr), payload))
 
         self._answer(int(after), reply)
 
@@ -152,9 +178,10 @@ class Session:
         def reply(parts: list[bytes]) -> None:
             with contextlib.suppress(zenoh.ZError), query:  # the session may be closed by now
                 for part in parts:
-                    query.reply(self._view_key, part)
+                    query.reply(self._view_key, self._seal.sign(self._view_key, part))
 
-        self._answer_view(bytes(query.payload) if query.payload is not None else b"", reply)
+        if (question := self._open(self._question_key, query.payload)) is not None:
+            self._answer_view(question, reply)
 
 
 def open_session(meeting: Meeting, node: int) -> Any:
@@ -179,7 +206,7 @@ def open_session(meeting: Meeting, node: int) -> Any:
         settings["transport/link/tls"] = _describe_tls(meeting.tls)
     if not meeting.secret:
         return _connect(settings)
-    # Both sides prove that they have the secret; it is not sent. Of any length and with any characters: its digest.
+    # The side that connects proves that it has the secret, which is not sent: its digest, of any length and characters.
     password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
     settings |= {"transport/auth/usrpwd/user": _USER, "transport/auth/usrpwd/password": password}
     if not listens:

@@ -227,7 +227,7 @@ def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
 
     session = Session(
         Meeting((address,), secret), RUN, 0, receive=lambda *_: None, answer=lambda *_: None,
-        answer_view=lambda *_: None,
+        answer_view=lambda *_: None, refuse=lambda _: None,
     )  # fmt: skip
     epoch = next_epoch(0, 0, int(time.time() * 1000))
 
@@ -308,7 +308,7 @@ def test_why_it_is_not_found_is_said(stores: list[Any], monkeypatch: pytest.Monk
     assert Found(1).find() == wire.MeetingFound(reason="there is no process group, in 0 s")
     stores.append(open_store())
     assert Found(1).find() == wire.MeetingFound(reason="rank 0 has not said where, in 0 s")
-    stores[-1].set(f"sentinel/meeting/{RUN}", "what somebody else wrote")
+    stores[-1].set(f"sentinel/meeting/{RUN}", "what another program wrote")
     word = Found(1).find()
     assert isinstance(word, wire.MeetingFound)
     assert word.reason.startswith("JSON is malformed")

@@ -17,6 +17,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.cluster.messages import MESSAGE_BYTES, Beat, Digest, Events, Pulse, RollbackOrder, decode, encode
+from sentinel.cluster.seal import Seal
 from sentinel.config.cluster import Meeting
 from tests.cluster.job import HIGH, LOW, RUN, SECRET, NodeDaemon, free_address, node_daemon
 from tests.notify.consumer import Consumer
@@ -36,17 +37,21 @@ class Attacker:
         from sentinel.cluster.session import open_session
 
         self._session: Any = open_session(Meeting((address,), SECRET), 1)
-        self._beats: queue.Queue[bytes] = queue.Queue()
-        self._kept = self._session.declare_subscriber(
-            f"sentinel/{RUN}/beat/*", lambda sample: self._beats.put(bytes(sample.payload))
-        )
+        self._seal = Seal(SECRET)
+        self._beats: queue.Queue[Any] = queue.Queue()
+        self._kept = self._session.declare_subscriber(f"sentinel/{RUN}/beat/*", self._beats.put)
 
     def put(self, key: str, payload: bytes) -> None:
+        """Signed, as nodes do."""
+        self.put_raw(key, self._seal.sign(f"sentinel/{RUN}/{key}", payload))
+
+    def put_raw(self, key: str, payload: bytes) -> None:
         self._session.put(f"sentinel/{RUN}/{key}", payload)
 
     def overhear(self) -> Beat:
         """The next beat of the coordinator."""
-        return decode(self._beats.get(timeout=60), Beat)
+        sample = self._beats.get(timeout=60)
+        return decode(self._seal.check(str(sample.key_expr), bytes(sample.payload)), Beat)
 
     def close(self) -> None:
         self._session.close()
@@ -159,7 +164,22 @@ def test_an_order_of_the_past_reaches_no_rank(options: tuple[str, ...], tmp_path
         assert node.rank.expect(wire.Prepare).id == 78
 
 
-def test_a_thousand_connections_keep_nobody_out(ops: Consumer, options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("secret", ["", "another secret of a stranger"])
+def test_an_order_without_the_secret_reaches_no_rank(secret: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """As of a router that lets everyone in, to which the nodes were led by a word in the process group's store."""
+    with attacked_job(tmp_path, options) as (_, node, attacker):
+        node.rank.hello(rollback=TERMS)
+        beat = attacker.overhear()
+        order = RollbackOrder(attempt=0, message=wire.Prepare(id=77, at=9, to=1))
+        forged = encode(msgspec.structs.replace(beat, stamp=beat.stamp + 0.1, rollback=order))
+        attacker.put_raw("beat/0", Seal(secret).sign(f"sentinel/{RUN}/beat/0", forged))
+        until(lambda: node.job()["refused"] == 1, "node 1 to refuse it")
+        later = msgspec.structs.replace(order, message=wire.Prepare(id=78, at=9, to=1))
+        attacker.put("beat/0", encode(msgspec.structs.replace(beat, stamp=beat.stamp + 0.2, rollback=later)))
+        assert node.rank.expect(wire.Prepare).id == 78
+
+
+def test_a_thousand_connections_keep_no_node_out(ops: Consumer, options: tuple[str, ...], tmp_path: Path) -> None:
     address = free_address()
     host, _, port = address.rpartition(":")
     with (

@@ -245,6 +245,7 @@ def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tm
         stranger = Session(
             Meeting((address,), SECRET), RUN, 7, receive=lambda kind, node, payload: None,
             answer=lambda after, reply: None, answer_view=lambda payload, reply: reply([]),
+            refuse=lambda _: None,
         )  # fmt: skip
 
         def ask(payload: bytes, node: int | None = None) -> None:
