@@ -1,4 +1,4 @@
-"""Cut the network of a job over four nodes, and see who orders, and what people are told.
+"""Cut the network of a job over four nodes, and see who orders, and which pages people get.
 
 Each trial has four network namespaces with a real daemon in each, three of them with an address, and a scripted rank on
 each that trains nothing. The network is cut for 5, 20 or 60 s: into 2 and 2 nodes, 3 and 1, in one direction, at a

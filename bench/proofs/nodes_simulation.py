@@ -2,7 +2,7 @@
 nodes and the coordinator die and come back.
 
 A trial is 100 simulations of one kind (tests/cluster/simulation.py). It fails where two coordinators act, where an
-order of an older coordinator or of a minority is carried out, where a case is told by no page or open in two, where a
+order of an older coordinator or of a minority is carried out, where a case is on no page or open in two, where a
 step is not judged, where one rank leaves without the others (tests/cluster/invariants.py). It names the seed of the
 first that fails: `Simulation(seed, ...)` plays it again, or `StopSimulation`.
 """

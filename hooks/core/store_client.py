@@ -1,4 +1,4 @@
-"""The process group's store, by a connection of our own: torch's is the user's, and busy while somebody waits in it."""
+"""The process group's store, by a connection of our own: torch's is the user's, and busy while a rank waits in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StoreLost(Exception):
 
 
 class StoreClient:
-    """Of the default process group, where its store is one that ranks of all nodes reach."""
+    """Of the default process group, where ranks of all nodes reach its store."""
 
     def __init__(self) -> None:
         """Raises ConfigError where the store is of another kind, StoreLost where it cannot be reached."""

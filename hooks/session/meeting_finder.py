@@ -43,7 +43,7 @@ class MeetingFinder:
             self._task = self._worker.submit(functools.partial(self._find, asked))
 
     def close(self) -> None:
-        """The run is over: look no more."""
+        """The run is over: stop looking."""
         self._closed.set()
 
     def _find(self, asked: wire.FindMeeting) -> None:
@@ -91,5 +91,5 @@ def _choose_address(client: StoreClient, port: int) -> str:
 
 
 def _read(written: Any) -> wire.MeetingFound:
-    """Raises msgspec.DecodeError: somebody else wrote it."""
+    """Raises msgspec.DecodeError: it was written by another program."""
     return msgspec.json.decode(bytes(written)[:_MOST_BYTES], type=wire.MeetingFound)

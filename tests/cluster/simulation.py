@@ -527,7 +527,7 @@ class Simulation:
         waits = {one.incident.id for one in lead.inquests if self.now < one.until}
         for case in changes:
             assert self.find_acting() is lead
-            assert case.id not in waits, "people are told before the cause is there"
+            assert case.id not in waits, "the page goes out before the cause is there"
             self.pages[case.id] = case
             node.outbox.pop(case.id, None)
             if case.state == "firing":

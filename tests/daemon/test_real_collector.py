@@ -105,7 +105,7 @@ def test_a_real_collector_takes_all_and_after_it_was_killed_nothing_is_missing_o
             receive(1, 1)
         rank.steps(21, HEALTHY[:5])
         rank.say(wire.SnapshotTaken(seq=25, seconds=0.1, nbytes=100, time=time.time()))
-        until(lambda: ask_daemon(path, "status")["otlp"]["traces"]["trouble"], "a request that nobody took")
+        until(lambda: ask_daemon(path, "status")["otlp"]["traces"]["trouble"], "a request that was not taken")
         with running(rotel, port, backend):
             receive(2, 2)
             rank.say(wire.Goodbye())
