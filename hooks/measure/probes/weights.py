@@ -134,43 +134,25 @@ class _Kept(NamedTuple):
     """Sum over its first elements."""
 
 
-class SecondMoments(Probe):
-    """`second_moment_kept`: whether Adam's second moments are what they can be after the steps since the last sample.
-
-    v <- beta2 v + (1 - beta2) g^2 leaves at least beta2 v (Kingma and Ba 2015, algorithm 1; RMSprop's alpha likewise):
-    after n steps no less than beta2^n. What is under it was changed by something else. Some elements of four parameters
-    are enough to see a state that was zeroed as a whole.
-    """
-
-    tier = 2
+class _MomentSamples:
+    """Second moments at a probe's last sample: some elements of four parameters are enough to see what befell all."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Kept] = {}
-        """By the row of the layer table."""
-        self._seq = 0
-        """Of the last sample."""
+        self.forget()
 
     def forget(self) -> None:
-        self._known = {}
+        """What is taken next has nothing before it."""
+        self._known: dict[int, _Kept] = {}
+        """By the row of the layer table."""
 
-    def after(self, step: Step) -> None:
-        known, steps = self._known, step.seq - self._seq
-        self._known, self._seq = self._sample(step), step.seq
-        pairs = [
+    def take(self, step: Step) -> list[tuple[_Kept, _Kept]]:
+        """The last sample and one of this step, of each parameter whose moments are in the same tensor still."""
+        known, self._known = self._known, self._sample(step)
+        return [
             (before, now)
             for row, now in self._known.items()
             if (before := known.get(row)) is not None and before.moment() is now.moment()
         ]
-        if pairs:
-            self._compare(step, pairs, steps)
-
-    def _compare(self, step: Step, pairs: list[tuple[_Kept, _Kept]], steps: int) -> None:
-        """The last sample and this one, `steps` after it."""
-        kept = [
-            (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
-            for before, now in pairs
-        ]
-        step.values["second_moment_kept"] = scalar(torch.stack(kept).min())
 
     def _sample(self, step: Step) -> dict[int, _Kept]:
         if step.parameters is None or not (measured := step.parameters.measured):
@@ -189,8 +171,35 @@ class SecondMoments(Probe):
         return found if len(devices) == 1 else {}
 
 
-class SecondMomentGrowth(SecondMoments):
-    """`second_moment_growth`: second moments over those at the last sample of weight updates.
+class SecondMoments(Probe):
+    """`second_moment_kept`: whether Adam's second moments are what they can be after the steps since the last sample.
+
+    v <- beta2 v + (1 - beta2) g^2 leaves at least beta2 v (Kingma and Ba 2015, algorithm 1; RMSprop's alpha likewise):
+    after n steps no less than beta2^n. What is under it was changed by something else.
+    """
+
+    tier = 2
+
+    def __init__(self) -> None:
+        self._samples = _MomentSamples()
+        self._seq = 0
+        """Of the last sample."""
+
+    def forget(self) -> None:
+        self._samples.forget()
+
+    def after(self, step: Step) -> None:
+        steps, self._seq = step.seq - self._seq, step.seq
+        kept = [
+            (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
+            for before, now in self._samples.take(step)
+        ]
+        if kept:
+            step.values["second_moment_kept"] = scalar(torch.stack(kept).min())
+
+
+class SecondMomentGrowth(Probe):
+    """`second_moment_growth`: Adam's second moments over those at the last sample of weight updates.
 
     One gradient of a thousand times the usual multiplies them by 1000 at a beta2 of 0.999, and updates are divided by
     the root of that until it has decayed.
@@ -198,9 +207,16 @@ class SecondMomentGrowth(SecondMoments):
 
     tier = 3
 
-    def _compare(self, step: Step, pairs: list[tuple[_Kept, _Kept]], steps: int) -> None:
-        grown = [(now.size + _SLACK) / (before.size + _SLACK) for before, now in pairs]
-        step.values["second_moment_growth"] = scalar(torch.stack(grown).min())
+    def __init__(self) -> None:
+        self._samples = _MomentSamples()
+
+    def forget(self) -> None:
+        self._samples.forget()
+
+    def after(self, step: Step) -> None:
+        grown = [(now.size + _SLACK) / (before.size + _SLACK) for before, now in self._samples.take(step)]
+        if grown:
+            step.values["second_moment_growth"] = scalar(torch.stack(grown).min())
 
 
 def second_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
