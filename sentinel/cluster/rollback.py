@@ -222,11 +222,17 @@ class JobRollbacks:
         if (case := self._action.case) is not None:
             self._alert, self._sign = case.alert, case.first_seq
         return RollbackOrder(
-            attempt=self.attempt, message=self._orders.last, alert=self._alert, sign=self._sign, words=words,
+            attempt=self.attempt, message=self._find_message(), alert=self._alert, sign=self._sign, words=words,
             withholding=self.ranks.withholding,
             on_all=list_on_all(self.ranks.reports, self.ranks.nodes, self.attempt),
             floor=find_floor(self.ranks.reports, self.ranks.nodes, self.attempt),
         )  # fmt: skip
+
+    def _find_message(self) -> wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None:
+        """What is said to the ranks now. A commit only until it is known what came of it: a daemon that starts later
+        would wait for answers that its ranks gave to the one before."""
+        last = self._orders.last
+        return None if isinstance(last, wire.Commit) and self._action.phase == "idle" else last
 
     def _list_due(self, firing: dict[str, JobCase], now: float) -> list[JobCase]:
         """Those whose turn has come. A node that is missing is waited for, for a while."""

@@ -9,6 +9,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
+from sentinel.actions.stop import StopAction
 from sentinel.cluster.relay import APART
 from sentinel.cluster.rollback import ARRIVAL_SECONDS
 from sentinel.diagnose.case import Case
@@ -30,6 +31,13 @@ def make_job(*, armed: bool = False) -> Job:
     return job
 
 
+def restart_daemon(job: Job) -> Node:
+    """Of the second node: another relay, which knows of no order and of no answer."""
+    restarted = make_job(armed=True).nodes[1]
+    job.nodes = (job.nodes[0], restarted)
+    return restarted
+
+
 def call_stop(node: Node, identity: str = "0.1") -> Case:
     """A rule of this node fires, and asks that all leave."""
     fired = msgspec.structs.replace(case("NonFiniteLoss"), id=identity, first_seq=SIGN)
@@ -47,7 +55,7 @@ def leave(job: Job) -> None:
         job.exchange()
 
 
-def test_a_job_in_which_nobody_asks_for_a_stop_reports_nothing() -> None:
+def test_a_job_in_which_no_node_asks_for_a_stop_reports_nothing() -> None:
     job = make_job()
     job.exchange()
     assert [node.relay.report() for node in job.nodes] == [None, None]
@@ -149,6 +157,45 @@ def test_a_rollback_that_is_possible_comes_first_and_a_spent_budget_ends_in_a_st
     assert broken.done[0].startswith("not rolled back: ")
     assert broken.done[-1].startswith("stopped: all ranks ended training")
     assert all(node.relay.stopped for node in job.nodes)
+
+
+def test_a_daemon_that_is_restarted_after_a_rollback_asks_for_a_stop() -> None:
+    job = make_job(armed=True)
+    job.nodes[0].break_down()
+    job.exchange()
+    leave(job)
+    assert [len(node.followed) for node in job.nodes] == [1, 1]
+    restarted = restart_daemon(job)
+    job.exchange()
+    assert [node.relay.phase for node in job.nodes] == ["idle", "idle"]
+    stop = StopAction(restarted.relay, restarted)
+    stop.fired(msgspec.structs.replace(case("NonFiniteLoss"), id="1.1"), 0.0)
+    job.exchange()
+    leave(job)
+    assert all(node.relay.stopped for node in job.nodes)
+
+
+def test_a_daemon_that_is_restarted_between_commit_and_step_waits_for_its_rank() -> None:
+    job = make_job(armed=True)
+    broken = job.nodes[0].break_down()
+    job.exchange()
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
+    promised = job.nodes[1].told(wire.Prepare)[0]
+    restarted = restart_daemon(job)
+    job.exchange()
+    assert restarted.relay.phase == "restoring"
+    for node in job.nodes:
+        answer = wire.RolledBack(id=promised.id, ok=True, to=promised.to, at=promised.at, seconds=0.1)
+        node.relay.rolled_back(node.number, answer, 0.0)
+    job.exchange()
+    assert [len(node.followed) for node in job.nodes] == [1, 1]
+    assert broken.state == "rolled_back"
+    order = job.exchange()
+    assert order is not None
+    assert order.message is None
+    assert [node.relay.phase for node in job.nodes] == ["idle", "idle"]
 
 
 def test_a_rollback_on_a_node_where_none_is_armed_is_refused_with_its_name() -> None:
