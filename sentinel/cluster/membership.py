@@ -52,7 +52,7 @@ other nodes to leave."""
 REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
-"""Rollback and restart of all nodes, where the secret came through the process group's store."""
+"""Rollback, stop and restart of all nodes, where the secret came through the process group's store."""
 
 
 class NodeSupervisor(NamedTuple):
@@ -425,7 +425,7 @@ class Membership:
             if report is not None and report.fault is not None:
                 self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
             if relay is not None:
-                relay.apart = NO_ORDERS
+                relay.no_orders = NO_ORDERS
             return
         if report is not None and order is not None and order.start == report.start:
             self._supervisor.give_order(order)

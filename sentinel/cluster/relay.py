@@ -18,7 +18,8 @@ from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt, Rank, RankLink
 
 ASK_SECONDS = 30.0
-"""How long a word of the coordinator is waited for, once a rollback was asked of it."""
+"""How long a word of the coordinator is waited for, once a rollback or a stop was asked of it, or since its last one:
+also while the nodes are apart, since they meet seconds after a start, and another coordinator takes over in ten."""
 ASKED = "asked of the job's coordinator"
 """What a case says until there is a word."""
 APART = "the nodes of this job do not meet (docs/cluster.md)"
@@ -39,18 +40,24 @@ class RelayListener(Protocol):
 class _Ask:
     """A case for which a rollback or a stop is asked of the coordinator."""
 
-    def __init__(self, case: Case, now: float, *, stops: bool) -> None:
+    def __init__(self, case: Case, now: float, apart: str, *, stops: bool) -> None:
+        """`apart`: why the coordinator is not heard now; empty: it is."""
         self.case, self.since, self.stops = case, now, stops
+        """`since`: when it was asked, or the coordinator's last word came."""
         self.words: tuple[str, ...] = ()
-        """The coordinator's."""
-        self.answered = False
-        """Whether there was a word of the coordinator."""
-        self.put(f"{'stopping' if stops else 'rolling back'}: {ASKED}")
+        """The coordinator's, or that they are awaited."""
+        self.await_words(apart)
 
     @property
     def refusal(self) -> str:
         """How words begin that say why it was not done."""
         return f"not {'stopped' if self.stops else 'rolled back'}: "
+
+    def await_words(self, apart: str) -> bool:
+        """Have the case say that there is no word yet; whether it said another thing before."""
+        self.answered = False
+        waits = f"waits while {apart}" if apart else ASKED
+        return self.put(f"{'stopping' if self.stops else 'rolling back'}: {waits}")
 
     def put(self, *words: str) -> bool:
         """Have the case say these; whether it said others before."""
@@ -71,7 +78,9 @@ class RelayedRollback:
         self._snapshots = HeldSnapshots(attempt, cases)
         self.disk = NodeDisk()
         self.apart = APART
-        """Why nothing can be asked of a coordinator; empty: it is heard."""
+        """Why no coordinator is heard now; empty: it is."""
+        self.no_orders = ""
+        """Why none may order anything in this job; empty: it may."""
         self.pass_on: Callable[[], None] = lambda: None
         """Called where there is more to report."""
         self._asked: dict[str, _Ask] = {}
@@ -118,20 +127,20 @@ class RelayedRollback:
         """Ask for a rollback."""
         if self.terms is None:
             return
-        if self.apart:
-            case.done += (f"not rolled back: {self.apart}",)
+        if self.no_orders:
+            case.done += (f"not rolled back: {self.no_orders}",)
             return
-        self._asked[case.id] = _Ask(case, now, stops=False)
+        self._asked[case.id] = _Ask(case, now, self.apart, stops=False)
         self.pass_on()
 
     def stop(self, case: Case, now: float) -> None:
         """Ask that all ranks leave the run for this case. Nothing is under way."""
         if self.stopped:
             case.done += (explain_stopped(self.stopped),)
-        elif self.apart:
-            case.done += (f"not stopped: {self.apart}",)
+        elif self.no_orders:
+            case.done += (f"not stopped: {self.no_orders}",)
         else:
-            self._asked[case.id] = _Ask(case, now, stops=True)
+            self._asked[case.id] = _Ask(case, now, self.apart, stops=True)
             self.pass_on()
 
     def withhold(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -190,7 +199,7 @@ class RelayedRollback:
                 self._broadcast(message)
         for words in order.words if order is not None else ():
             if words.node == self._node and words.case in self._asked:
-                self._take_words(words.case, words.done, over=words.over)
+                self._take_words(words.case, words.done, now, over=words.over)
         if called:  # where its ranks stand is wanted, though this node asks for nothing
             self.pass_on()
 
@@ -226,14 +235,14 @@ class RelayedRollback:
         if self.apart and isinstance(self._message, wire.Prepare):
             self.take_order(None, now)
         for identity, ask in list(self._asked.items()):
-            if self.apart:
-                self._take_words(identity, (ask.refusal + self.apart,), over=True)
-            elif not ask.answered and now - ask.since > ASK_SECONDS:
-                words = f"{ask.refusal}no word of the job's coordinator in {ASK_SECONDS:.0f} s"
-                self._take_words(identity, (words,), over=True)
+            if self.no_orders or now - ask.since > ASK_SECONDS:
+                reason = self.no_orders or self.apart or f"no word of the job's coordinator in {ASK_SECONDS:.0f} s"
+                self._take_words(identity, (ask.refusal + reason,), now, over=True)
+            elif (not ask.answered or (self.apart and self.phase != "restoring")) and ask.await_words(self.apart):
+                self._cases.record_action(ask.case)
 
     def save_state(self) -> Saved:
-        """For whoever comes after us."""
+        """What the next daemon of this node has to know."""
         return Saved(self.done)
 
     def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
@@ -264,10 +273,10 @@ class RelayedRollback:
             restored=restored if restored is not None and _is_about(self._message, restored.id) else None,
         )
 
-    def _take_words(self, identity: str, words: tuple[str, ...], *, over: bool) -> None:
+    def _take_words(self, identity: str, words: tuple[str, ...], now: float, *, over: bool) -> None:
         """What the coordinator does about a case of this node."""
         ask = self._asked[identity]
-        ask.answered = True
+        ask.answered, ask.since = True, now
         changed = ask.put(*words)
         if over:
             del self._asked[identity]

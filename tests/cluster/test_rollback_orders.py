@@ -12,6 +12,7 @@ import pytest
 from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.rollback_state import Outcome
+from sentinel.cluster.membership import NO_ORDERS
 from sentinel.cluster.messages import Beat, Pulse, RollbackOrder, decode, encode
 from sentinel.cluster.relay import APART, RelayedRollback
 from sentinel.cluster.rollback import ARRIVAL_SECONDS, JobRollbacks
@@ -146,12 +147,15 @@ def test_all_nodes_go_back_to_the_newest_snapshot_that_all_hold() -> None:
 def test_a_node_alone_orders_nothing() -> None:
     node = Node(1)
     node.relay.apart = APART
-    assert node.break_down().done == (f"not rolled back: {APART}",)
-    node.relay.apart = ""
-    asked = node.break_down(identity="0.2")
+    asked = node.break_down()
+    assert asked.done == (f"rolling back: waits while {APART}",)
     node.relay.apart = "the coordinator is not heard"
     node.relay.tick(1.0)
+    assert asked.done == ("rolling back: waits while the coordinator is not heard",)
+    node.relay.tick(31.0)
     assert asked.done == ("not rolled back: the coordinator is not heard",)
+    node.relay.no_orders = NO_ORDERS
+    assert node.break_down(identity="0.2").done == (f"not rolled back: {NO_ORDERS}",)
     unheard = Node(1)
     asked = unheard.break_down()
     unheard.relay.tick(31.0)

@@ -169,7 +169,7 @@ def test_nodes_that_do_not_meet_are_not_rolled_back_and_say_so(private_places: P
         until(lambda: "rollback is not armed: the nodes of this job do not meet" in job.said(0), "the line")
         until(job.judges, "steps to be judged")
         (private_places / "break").touch()
-        until(lambda: "not rolled back: the nodes of this job do not meet" in job.said(1), "the alert")
+        until(lambda: "not rolled back: the nodes of this job do not meet" in job.said(1), "the alert", LIMIT_SECONDS)
         (private_places / "stop").touch()
         ranks = job.finish()
     finally:

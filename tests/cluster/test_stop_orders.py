@@ -10,7 +10,8 @@ import pytest
 from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.relay import APART
+from sentinel.cluster.membership import NO_ORDERS
+from sentinel.cluster.relay import APART, ASK_SECONDS
 from sentinel.cluster.rollback import ARRIVAL_SECONDS
 from sentinel.diagnose.case import Case
 from tests.cluster.test_rollback_orders import SIGN, SILENT, TERMS, Job, Loop, Node, vote
@@ -38,10 +39,10 @@ def restart_daemon(job: Job) -> Node:
     return restarted
 
 
-def call_stop(node: Node, identity: str = "0.1") -> Case:
+def call_stop(node: Node, identity: str = "0.1", now: float = 0.0) -> Case:
     """A rule of this node fires, and asks that all leave."""
     fired = msgspec.structs.replace(case("NonFiniteLoss"), id=identity, first_seq=SIGN)
-    node.relay.stop(fired, 0.0)
+    node.relay.stop(fired, now)
     return fired
 
 
@@ -87,17 +88,62 @@ def test_all_nodes_leave_at_one_step_and_each_knows_why() -> None:
 def test_a_node_alone_stops_nothing() -> None:
     node = unarmed(1)
     node.relay.apart = APART
-    assert call_stop(node).done == (f"not stopped: {APART}",)
-    node.relay.apart = ""
-    asked = call_stop(node)
-    node.relay.apart = "the coordinator is not heard"
-    node.relay.tick(1.0)
-    assert asked.done == ("not stopped: the coordinator is not heard",)
+    asked = call_stop(node, now=3.0)
+    for now in (3.0, 30.0):
+        node.relay.tick(now)
+        assert asked.done == (f"stopping: waits while {APART}",)
+    assert node.failed == []
+    node.relay.tick(3.0 + ASK_SECONDS + 1)
+    assert asked.done == (f"not stopped: {APART}",)
+    assert node.failed == [APART]
     unheard = unarmed(1)
     asked = call_stop(unheard)
     unheard.relay.tick(31.0)
     assert asked.done == ("not stopped: no word of the job's coordinator in 30 s",)
     assert node.link.messages == unheard.link.messages == []
+
+
+def test_a_stop_that_is_asked_before_the_nodes_meet_is_done_once_they_do() -> None:
+    job = make_job()
+    for node in job.nodes:
+        node.relay.apart = APART
+    asked = call_stop(job.nodes[1], now=3.0)
+    job.nodes[1].relay.tick(4.0)
+    for node in job.nodes:
+        node.relay.apart = ""
+        node.relay.tick(7.0)
+    assert asked.done == ("stopping: asked of the job's coordinator",)
+    job.exchange(7.0)
+    job.exchange(7.0)
+    leave(job)
+    assert asked.done[-1].startswith("stopped: all ranks ended training")
+
+
+def test_a_stop_under_way_goes_on_after_another_coordinator_took_over() -> None:
+    """Its steps are long: it was asked for more than half a minute before."""
+    job = make_job()
+    asked = call_stop(job.nodes[1])
+    for now in (0.0, 1.0, 50.0):
+        job.exchange(now)
+    job.restart_coordinator()
+    for node in job.nodes:
+        node.relay.apart = "the coordinator is not heard"
+        node.relay.tick(55.0)
+    assert asked.done == ("stopping: waits while the coordinator is not heard",)
+    for node in job.nodes:
+        node.relay.apart = ""
+    job.exchange(60.0)
+    job.exchange(60.0)
+    leave(job)
+    assert asked.done[-1].startswith("stopped: all ranks ended training")
+
+
+def test_where_no_orders_are_taken_a_stop_is_refused_and_not_waited_for() -> None:
+    node = unarmed(1)
+    early = call_stop(node)
+    node.relay.no_orders = NO_ORDERS
+    node.relay.tick(0.1)
+    assert early.done == call_stop(node, "0.2").done == (f"not stopped: {NO_ORDERS}",)
 
 
 def test_a_missing_node_is_named_and_no_rank_is_asked() -> None:

@@ -164,7 +164,7 @@ def test_ranks_of_one_node_do_not_leave_alone(daemon: tuple[Path, Any]) -> None:
         rank.identity = msgspec.structs.replace(rank.identity, local_world_size=1)
         rank.greet()
         rank.train(0, 3.0, 101.0)
-        rank.await_done("not stopped: the nodes of this job do not meet (docs/cluster.md)")
+        rank.await_done("stopping: waits while the nodes of this job do not meet (docs/cluster.md)")
 
 
 def test_what_was_committed_is_known_to_the_next_daemon(tmp_path: Path) -> None:
