@@ -56,7 +56,8 @@ class NodeJudge:
         self._sender.add(step)
 
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """Nothing: the coordinator learns it from its own ranks."""
+        """All ranks went back for these cases. The coordinator learns it from its own ranks."""
+        self._incidents.end_former(done)
 
     def asking_for(self, action: str) -> dict[str, int]:
         """None: the coordinator knows."""
@@ -158,6 +159,7 @@ class CoordinatorJudge:
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
         """All ranks went back for these cases."""
         self._incidents.apply_rewind(self._job.rewind(outcome.to, outcome.at), self._log, cases, done)
+        self._incidents.end_former(done)
 
     def asking_for(self, action: str) -> dict[str, int]:
         """The job's rules that are pending or firing and ask for this action, and the first step of their condition."""

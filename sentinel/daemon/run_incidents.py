@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -220,11 +220,20 @@ class RunIncidents:
             elif incident.rule in names - before and case is not None and case.state == "firing":
                 self.end_case(case, why)
 
-    def end_case(self, case: Case, why: str) -> None:
+    def end_former(self, done: str) -> None:
+        """A rollback ended what is open of the job, too, which no evaluator here follows: an earlier coordinator here
+        opened it. Not what no rollback takes back. `done`: the rollback in words."""
+        undone = {rule.name for rule in self.rules if rule.undoable}
+        for case in self.log.present():
+            if case.of_job and case.state == "firing" and case.alert in undone:
+                self.end_case(case, done, "rolled_back")
+
+    def end_case(self, case: Case, why: str, state: Literal["resolved", "rolled_back"] = "resolved") -> None:
         """A case is over that no rule ends."""
-        case.state, case.resolved_time, case.done = "resolved", time.time(), (*case.done, why)
+        case.state, case.resolved_time = state, time.time()
+        case.done = (*(words for words in case.done if words != why), why)
         self._context.record_case(case)
-        self.notifier.tell("resolved", case)
+        self.notifier.tell(state, case)
 
     def apply(self, transitions: Sequence[Transition], now: float, log: IncidentLog | None = None) -> None:
         """See through what the rules found: first kept, then acted on, then told. `log`: where the cases are of what
