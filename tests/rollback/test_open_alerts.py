@@ -164,8 +164,8 @@ def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) ->
     watched.restorer.close()
     assert watched.taken == [0, 10, 20, 30]
     assert watched.watch.run.attempt.held == {10, 20, 30}
-    good = watched.watch.actions.rollback.newest_good
-    assert (good(34), good(35)) == (None, 30)
+    good = watched.watch.actions.rollback.list_good
+    assert (good(34), good(35)) == (set(), {30})
     assert steps(tmp_path / "disk") == []
 
 
