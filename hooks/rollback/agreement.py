@@ -1,6 +1,7 @@
 """The ranks' agreement to roll back, or to leave: all at the exit of one step, or none, whichever process ends then.
 
-    daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late
+    daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late; it
+                                      is silent while it is bound by another
     daemon -> Commit(id)              all did: restore, or leave
               Abort(id)               not all did: go on as if nothing had been asked
     rank r     each rank that has the commit writes what it is about to restore, and whether its snapshot is sound
@@ -10,14 +11,14 @@ The promise (`TwoPhaseCommit`) costs the loop one comparison a step. Without it,
 restore at different steps and then wait for each other without end in a collective.
 
 The daemon's commit goes out rank by rank, and the daemon may die between two of them. So neither it nor any process
-decides (`RankConsensus`): what is written is kept where it outlives whoever wrote it, on one node in the run's runtime
+decides (`RankConsensus`): what is written is kept where it outlives its writer, on one node in the run's runtime
 directory. No collective is used: it may end on one rank and time out on another, and making its group waits for each
 lost rank in turn. The ranks of several nodes share no such directory. They write into the process group's store, which
 ends with its host. Where that happens just after `go`, some ranks have read it, and others can never learn of it: these
 do not train on (`ballots.py`).
 
 A rank that has waited too long, for the verdict or for the others, writes why it did; if `go` was there before, it
-restores with the rest. `go` needs the word of every rank: one that could not write it cannot be left behind.
+restores with the rest. `go` needs the word of every rank: a rank that could not write it cannot be left behind.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ class TwoPhaseCommit:
         prepare = self._prepare
         return prepare.id if prepare is not None else 0
 
-    def prepare(self, message: wire.Prepare) -> wire.Prepared:
-        """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one."""
+    def prepare(self, message: wire.Prepare) -> wire.Prepared | None:
+        """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one. None:
+        it is bound by another order, of a coordinator that is no more. The daemon asks again after a time-out, and a
+        refusal would be final."""
         with self._changed:
             if self._prepare is not None:
-                reason = f"bound to order {self._prepare.id} already"
-                return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason=reason)
+                return None
             self._prepare, self._verdict, self._in_time = message, None, False
         # The order decides. Here the target is written and then `exited` is read; `reach_step` writes `exited` and then
         # reads the target. Whatever the interleaving, one of the two sees what the other wrote: a rank that hears

@@ -7,7 +7,7 @@ The daemon decides; the rank keeps snapshots, promises a step and restores. Ever
 does not rewind, and schedulers and loss scaler, whose turn comes after the step, find what they found then.
 
 Gradients of the step that is undone are set to zero in place. A loop that zeroes them, at the start or the end, does
-that anyway; one that accumulates goes on from zero; one that looks at them after the step finds tensors, not None. A
+that anyway; where they accumulate, it goes on from zero; what looks at them after the step finds tensors, not None. A
 second optimizer that steps later in the same iteration sees zeros too: it moves by its momentum and decay at most.
 
 Optimizers that step in the backward pass are noticed at their first such step; rollback is then disarmed, in a line on
@@ -311,7 +311,7 @@ class Restorer(StepGuard):
             case _:
                 super().receive(message)
 
-    def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared:
+    def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared | None:
         # Asked too late, it will be asked again: what is held must be held then.
         self._settled_at = time.monotonic() + SUSPICION_SECONDS
         with self._room:

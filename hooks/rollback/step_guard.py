@@ -187,13 +187,14 @@ class StepGuard:
         """Handle a message from the daemon, if it is for this part."""
         match message:
             case wire.Prepare():
-                self._send(self._prepare_answer(message))
+                if (answer := self._prepare_answer(message)) is not None:
+                    self._send(answer)
             case wire.Commit() | wire.Abort():
                 self._promise.decide(message)
             case wire.Stop():
                 self._stop = RunStopped(message.reason)
 
-    def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared:
+    def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared | None:
         reason = self._closed or self._find_hindrance(message) or self._consensus.impossible()
         if reason:
             return wire.Prepared(id=message.id, ok=False, seq=self._promise.exited, reason=reason)

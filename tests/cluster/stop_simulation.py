@@ -46,10 +46,12 @@ class RankMachine:
         at_step = self.bound is not None and self.bound.at <= self.exited
         return at_step or self.voting is not None or self.left is not None
 
-    def prepare(self, message: wire.Prepare) -> wire.Prepared:
-        """What it answers."""
-        if self.left is not None or self.voting is not None or self.bound is not None:
-            return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason="bound already")
+    def prepare(self, message: wire.Prepare) -> wire.Prepared | None:
+        """What it answers; None: nothing, as it is bound by another order."""
+        if self.left is not None:
+            return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason="the run is detached")
+        if self.voting is not None or self.bound is not None:
+            return None
         if message.at <= self.exited:
             return wire.Prepared(id=message.id, ok=False, seq=self.exited)
         self.bound, self.verdict, self._since = message, None, None
@@ -147,7 +149,8 @@ class StopMachine:
             return
         match message:
             case wire.Prepare():
-                self.relay.add_promise(rank, self._simulation.ranks[rank].prepare(message), 0.0)
+                if (answer := self._simulation.ranks[rank].prepare(message)) is not None:
+                    self.relay.add_promise(rank, answer, 0.0)
             case wire.Commit():
                 every = self._simulation.ranks
                 assert all(message.id in one.promised for one in every), "a commit without all promises"

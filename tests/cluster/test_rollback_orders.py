@@ -357,9 +357,7 @@ class Loop:
         """Take what the daemon said since the last."""
         for message in self.node.link.messages[self._read :]:
             match message:
-                case wire.Prepare() if self.bound is not None:
-                    self._answer(message, ok=False, reason="bound already")
-                case wire.Prepare():
+                case wire.Prepare() if self.bound is None:
                     late = self._chance.random() < 0.2
                     if not late:
                         self.bound, self._waited = message, 0

@@ -1,4 +1,4 @@
-"""All ranks roll back at the exit of the same step, or none: whatever the delays, whoever dies."""
+"""All ranks roll back at the exit of the same step, or none: whatever the delays, whichever process dies."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: in
         last = False
         while not last:
             collective.wait(timeout=60)
-            last = over.is_set() and rank.seq > 10  # one step more, so that whoever read it late is not left alone
+            last = over.is_set() and rank.seq > 10  # one step more, a rank that read it late is not left alone
             rank.step()
             if rank.seq == 2:
                 ready.wait(timeout=60)
@@ -153,7 +153,7 @@ def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: in
 
 
 def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
-    """The bare protocol against the fastest loop there can be: whoever is told `ok` finds the loop waiting there."""
+    """The bare protocol against the fastest loop there can be: where the answer was `ok`, the loop waits there."""
     promise = TwoPhaseCommit()
     kept: queue.Queue[tuple[int, int, int]] = queue.Queue()
     over = threading.Event()
@@ -256,14 +256,16 @@ def test_refused_when_the_snapshot_is_not_held(to: int) -> None:
     assert sent == [wire.Prepared(id=1, ok=False, seq=6, reason=f"no snapshot of step {to} is held, but [0, 5]")]
 
 
-def test_refused_while_bound_to_another() -> None:
+def test_a_rank_that_is_bound_answers_no_other_order_until_that_one_is_over() -> None:
+    """Of another coordinator, say, which asks again after a time-out. A refusal would be final."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=8, to=5))
     restorer.receive(wire.Prepare(id=2, at=9, to=0))
     restorer.receive(wire.Commit(id=1))
     for seq in range(7, 10):
         training.step(DATA[seq])
-    assert [m.ok for m in of_type(sent, wire.Prepared)] == [True, False]
+    restorer.receive(wire.Prepare(id=3, at=12, to=0))
+    assert [(m.id, m.ok) for m in of_type(sent, wire.Prepared)] == [(1, True), (3, True)]
     assert [(m.id, m.to, m.at) for m in of_type(sent, wire.RolledBack)] == [(1, 5, 8)]
 
 
