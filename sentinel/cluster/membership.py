@@ -260,7 +260,7 @@ class Membership:
 
     @property
     def leader(self) -> int:
-        """The coordinator's node; where none is known, the one that should be it."""
+        """The coordinator's node; where none is known, the node that should be it."""
         return self._node.election.leader or 0
 
     async def close(self) -> None:

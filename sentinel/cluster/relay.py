@@ -145,7 +145,7 @@ class RelayedRollback:
 
     def withhold(self, names: Sequence[str]) -> tuple[str, ...]:
         """`names`: rules of this node for which no snapshot is taken now. The same of the job: a snapshot that one
-        node's ranks take is of no use to the others', and may cost one that was."""
+        node's ranks take is of no use to the others', and may cost a snapshot that was."""
         if self._withholds != bool(names):
             self._withholds = bool(names)
             self.pass_on()

@@ -1,4 +1,4 @@
-"""What holds in the end of a simulated job over nodes, whatever was lost and whoever died."""
+"""What holds in the end of a simulated job over nodes, whatever was lost and whichever daemon died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATE = 10
 
 
 def check_all(simulation: Simulation) -> None:
-    """What holds of every simulation that was played, and more where nobody died."""
+    """What holds of every simulation that was played, and more where no daemon died."""
     check_incidents(simulation)
     check_jobs(simulation)
     check_steps(simulation)
@@ -24,7 +24,7 @@ def check_all(simulation: Simulation) -> None:
 
 
 def check_incidents(simulation: Simulation) -> None:
-    """All is told, and nothing is open that is over, or open twice."""
+    """People know of all, and nothing is open that is over, or open twice."""
     by_nodes = {(node.number, identity) for node in simulation.nodes for identity in node.self_told}
     firing = {
         (node.number, case.id) for node in simulation.nodes for case in node.history.values() if case.state == "firing"

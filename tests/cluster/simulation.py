@@ -275,7 +275,7 @@ class Simulation:
             supervisor.end(self.now, f"RankLost {self.faults_of_jobs}")
 
     def follow_jobs(self) -> None:
-        """Processes that are being ended, and starts that are alone, come to their end; nobody waits for ever."""
+        """Processes that are being ended, and starts that are alone, come to their end; none waits without end."""
         for one in self.supervisors:
             alone = any(other.gone for other in self.supervisors)
             if one.runs and one.ends_at is not None and self.now >= one.ends_at:

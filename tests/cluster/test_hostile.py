@@ -142,7 +142,7 @@ def test_nodes_that_are_made_up_are_limited(ops: Consumer, options: tuple[str, .
 
 
 def test_an_order_of_the_past_reaches_no_rank(options: tuple[str, ...], tmp_path: Path) -> None:
-    """Replayed, of another attempt, of a lower epoch, or under another node's key. One that the coordinator could have
+    """Replayed, of another attempt, of a lower epoch, or under another node's key. What the coordinator could have
     sent now does: those who have the secret can roll a job back."""
     with attacked_job(tmp_path, options) as (_, node, attacker):
         node.rank.hello(rollback=TERMS)
