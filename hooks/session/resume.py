@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,11 @@ def resume(
     folder = Path(directory).absolute()
     framework_checkpoints.asking()
     exchange = RankExchange("resume")
-    taken, passed = _choose(folder, framework_checkpoints.find_bound(before), exchange)
+    taken, damaged = _choose(folder, framework_checkpoints.find_bound(before), exchange)
     if isinstance(taken, Begin):
         if exchange.rank == 0 or (spans_nodes() and leads_node()):  # each node may have a disk of its own
             snapshots.directory(folder, make=True)
-        _begin_line(folder, -1, passed, exchange)
+        _begin_line(folder, -1, damaged, exchange)
         return 0
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     own = [*(state or {}).values()]
@@ -105,30 +105,30 @@ def resume(
     exchange.run_on_all(lambda: _put_back(parts, named))
     if unclaimed := [name for name in named if name not in {part.name for part in run.parts}]:
         AwaitedState(run, named, unclaimed).watch(models, optimizers[0])
-    _begin_line(folder, taken.step, passed, exchange)
+    _begin_line(folder, taken.step, damaged, exchange)
     if exchange.rank == 0:
         spread = f", written by {world_then} ranks" if world_then != exchange.world else ""
         fault_guard.say(f"going on after step {taken.step}, from {path}{spread}")
     return taken.step + 1
 
 
-def _begin_line(folder: Path, after: int, passed: Mapping[int, str], exchange: RankExchange) -> None:
+def _begin_line(folder: Path, after: int, damaged: Collection[int], exchange: RankExchange) -> None:
     """All ranks have gone back: what is younger is set aside, and what is written from now on belongs together."""
     if exchange.rank == 0:
-        _set_aside(folder, after, passed)
+        _set_aside(folder, after, damaged)
     name = exchange.gather(secrets.token_hex(4).encode())[0].decode()
     if spans_nodes():
         if leads_node():  # what rank 0 did not see
-            _set_aside(folder, after, passed)
+            _set_aside(folder, after, damaged)
         check_sharing(folder, name, exchange)
     begin_line(name)
 
 
-def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_Taken | Begin, dict[int, str]]:
-    """Where to go on from, the same step on all ranks; and which were passed over because they are damaged, or are not
-    there for all ranks, and why."""
+def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_Taken | Begin, set[int]]:
+    """Where to go on from, the same step on all ranks; and which steps were passed over because they are damaged."""
     thorough = leads_node()  # once a node is enough: what is damaged is so for all of it
-    passed: dict[int, str] = {}
+    passed: dict[int, str] = {}  # damaged, or not there for all ranks
+    damaged: set[int] = set()
     whole: set[int] = set()
     retry, told = Retry(), ""
     restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
@@ -141,11 +141,12 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
         views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]
         match decide(views, before=before, passed=passed, restarted=restarted):
             case Begin() as decision:
-                return decision, passed
+                return decision, damaged
             case Take(step):
-                return _Taken(step, mine.snapshots[step].path), passed
+                return _Taken(step, mine.snapshots[step].path), damaged
             case PassOver(step, why):
                 passed[step] = why
+                damaged.add(step)
                 retry = Retry()
                 if exchange.rank == 0:
                     fault_guard.say(f"the snapshot of step {step} is passed over, it is damaged: {why}")
@@ -209,12 +210,12 @@ def _put_back(parts: Sequence[Part], named: Mapping[str, Any]) -> None:
         raise RollbackError(f"{error}. The run is in no state to train: end it") from error
 
 
-def _set_aside(folder: Path, after: int, passed: Mapping[int, str]) -> None:
+def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> None:
     """Rename what is younger than the snapshot that the run goes on from. On rank 0, once all ranks have gone back."""
     steps: set[int] = set()
     try:
         for place in (folder, *(own for _, own in node_parts.list_places(folder))):
-            steps.update(snapshots.set_aside(place, after, passed))
+            steps.update(snapshots.set_aside(place, after, damaged))
     except OSError as error:
         # Harmless: the next snapshot names its parent, and these are off its line.
         fault_guard.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")

@@ -192,6 +192,9 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
     for rank, look in enumerate(looks):
         if look is not None and look.state == "damaged":
             return PassOver(step, look.why)
+        if look is not None and look.state == "unreadable":
+            return KeepWaiting(f"{_name(rank, views)}{look.why}")
+    for rank, look in enumerate(looks):
         if look is None and all(other is None or other.part for other in looks):
             return KeepWaiting(f"rank {rank} does not see its part of the snapshot of step {step}")
         if look is None:
@@ -204,7 +207,7 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
     if states == {"incomplete"} and views[0].late:  # for all ranks, and it stays so: no server's old answer
         return PassOver(step, next(look.why for look in looks if look is not None))
     for rank, look in enumerate(looks):
-        if look is not None and look.state in ("incomplete", "unreadable"):
+        if look is not None and look.state == "incomplete":
             return KeepWaiting(f"{_name(rank, views)}{look.why}")
     return KeepWaiting(f"{path} has not been looked at by every rank")
 
@@ -215,9 +218,10 @@ def _is_partial(step: int, views: Sequence[View]) -> bool:
     there = [look for look in looks if look is not None]
     if not there:
         return True
-    if not any(look.part for look in there) or any(look.state in ("foreign", "misfit", "damaged") for look in there):
+    decisive = ("foreign", "misfit", "damaged", "unreadable")
+    if not any(look.part for look in there) or any(look.state in decisive for look in there):
         return False
-    return len(there) < len(looks) or len({(look.part, look.lineage) for look in there}) > 1
+    return len(there) < len(looks) or len({(look.part, look.lineage) for look in there if look.time < UNKNOWN_TIME}) > 1
 
 
 def _merge(views: Sequence[View]) -> dict[int, Seen]:

@@ -59,9 +59,12 @@ def list_seen(
             if step in found:
                 continue
             one = directory.read_manifest(path)
-            if rank in one.ranks if isinstance(one, Manifest) else nearest and first <= rank:
+            if isinstance(one, Seen):  # unreadable: this rank may be in it, wherever it is
+                if first <= rank and (nearest or one.state == "unreadable"):
+                    found[step] = path, msgspec.structs.replace(one, part=True)
+            elif rank in one.ranks:
                 found[step] = path, one
-            elif isinstance(one, Manifest):
+            else:
                 elsewhere[step] = path, one
         nearest = False
     for step, path in directory.list_snapshots(place):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from sentinel.hooks.rollback import disk_writer
 from sentinel.hooks.session import part_search
 from sentinel.hooks.snapshot import directory, node_parts
 from tests.rollback.test_disk import DATA, armed
-from tests.rollback.test_resume import Ranks, ranks, rewrite, short  # noqa: F401
+from tests.rollback.test_resume import Ranks, files_of, ranks, rewrite, short  # noqa: F401
 from tests.rollback.training import Training, of_type
 
 pytestmark = pytest.mark.usefixtures("short")
@@ -129,10 +131,61 @@ def test_parts_of_two_starts_are_no_snapshot(disks: list[Path], ranks: Ranks) ->
     assert resume(ranks, disks) == [6, 6]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_part_that_cannot_be_read_is_an_error_and_stays(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    shared: bool,
+) -> None:
+    places = disks
+    if shared:
+        shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
+        places = [disks[0], disks[0]]
+    manifest = part(places[1], 1, 10) / "manifest.json"
+    before = [files_of(place) for place in places]
+    read = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == manifest:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fail)
+        one, other = resume(ranks, places)
+    assert str(one) == str(other)
+    assert f"{manifest}: {os.strerror(number)}" in str(one)
+    assert [files_of(place) for place in places] == before
+    assert resume(ranks, places) == [11, 11]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_part_whose_manifest_is_cut_short_or_gone_is_named(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+    cut: bool,
+) -> None:
+    manifest = part(disks[1], 1, 10) / "manifest.json"
+    if cut:
+        os.truncate(manifest, 20)
+    else:
+        manifest.unlink()
+    one, other = resume(ranks, disks)
+    assert str(one) == str(other)
+    assert str(manifest) in str(one)
+    shutil.rmtree(part(disks[0], 0, 10))
+    assert resume(ranks, disks) == [6, 6], "the other part is not there"
+    assert not ranks.damaged, "it is not known what it is"
+
+
 def test_a_damaged_part_is_passed_over_on_all(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
     path = part(disks[1], 1, 10) / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert resume(ranks, disks) == [6, 6]
+    assert ranks.damaged == {10}
 
 
 def test_as_many_ranks_must_resume(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811

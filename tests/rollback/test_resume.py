@@ -121,7 +121,7 @@ def test_a_read_that_goes_on_failing_is_an_error(place: Path, monkeypatch: pytes
 
 
 class Clock:
-    """Time that passes while somebody sleeps."""
+    """Time that passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -330,6 +330,8 @@ class Ranks:
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.here = threading.local()
+        self.damaged: set[int] = set()
+        """Steps that the last `resume` found damaged: they are set aside without another look."""
 
     def resume(self, places: list[Path], **more: Any) -> list[int | Exception]:
         results: list[int | Exception] = [0] * len(places)
@@ -339,7 +341,7 @@ class Ranks:
             more.get("before_rank", lambda _: None)(rank)
             try:
                 exchange = self.exchanges[rank]
-                taken, _ = resumption._choose(places[rank], more.get("before"), exchange)
+                taken, self.damaged = resumption._choose(places[rank], more.get("before"), exchange)
                 results[rank] = getattr(taken, "step", -1) + 1
             except RollbackError as error:
                 results[rank] = error
