@@ -17,16 +17,24 @@ from pathlib import Path
 from sentinel.hooks.snapshot import directory
 
 AHEAD = 4
-"""Parts that a node keeps beyond `disk_keep` as long as it does not know whether the others have theirs."""
+"""Parts that a node keeps beyond `disk_keep` as long as it does not know whether the others have theirs; and of older
+ones a few (`CommonSnapshots`)."""
 _PLACE = re.compile(r"node-of-rank-(\d+)")
 
 
 class CommonSnapshots:
-    """What the first rank of a node knows of the steps whose snapshot all nodes hold. Nothing that may be the newest of
-    them is deleted by it, as long as it misses no more than `AHEAD` of its own without hearing of the others."""
+    """What the first rank of a node knows of the steps whose snapshot all nodes hold, and which parts it keeps.
+
+    The newest common one stays as long as the node writes at most `AHEAD` parts without word of the others. Beyond that
+    parts are thinned out: of the attempt's steps it keeps the newest two multiples of each power of two, about log2 of
+    all that it wrote. So two nodes that write the same steps always have one in common. Of a node with every 2^k-th
+    step, its last one or the one before; of a node that stopped n steps ago, one at most 2n steps older than its last:
+    the least 2^j above n has a multiple among the stopped node's newest two that is still among the other's.
+    """
 
     def __init__(self, step: int) -> None:
         """`step`: what all ranks went on from; negative: from nothing."""
+        self._first = step + 1
         self._steps = {step}
         self._floor = -1
 
@@ -51,7 +59,16 @@ class CommonSnapshots:
         """The steps to delete of the node's own `line`, the youngest first, of which `keep` are wanted."""
         rest = line[keep:]
         unknown = [step for step in rest if step >= self._floor and step not in self._steps]
-        return [step for step in rest if step < self._floor] + unknown[AHEAD:]
+        spread = self._list_spread(line)
+        return [step for step in rest if step < self._floor] + [step for step in unknown[AHEAD:] if step not in spread]
+
+    def _list_spread(self, line: Sequence[int]) -> set[int]:
+        """The newest two multiples of each power of two, counted from the attempt's first step, as all nodes do."""
+        ordinals = [step - self._first for step in line if step >= self._first]
+        spread = set()
+        for bits in range(max(ordinals, default=0).bit_length() + 1):
+            spread.update([one for one in ordinals if one % (1 << bits) == 0][:2])
+        return {self._first + one for one in spread}
 
 
 def place_of(place: Path, first_rank: int) -> Path:

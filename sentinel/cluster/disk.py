@@ -4,7 +4,7 @@
     the coordinator     the steps that all have, and the least of what the nodes know: nothing older is needed
 
 Nodes write without it. They learn from it what may be deleted, and delete only what all know to be superfluous: so
-whatever is late, lost or said by a coordinator that is no more, there is one that all hold.
+whatever is late, lost or said by a coordinator that is gone, there is one that all hold.
 """
 
 from __future__ import annotations

@@ -161,4 +161,37 @@ def test_a_node_keeps_no_more_than_it_must() -> None:
     alone = Node()
     for step in range(0, 300, 10):
         alone.publish(step)
-    assert alone.steps == list(range(300 - 10 * (KEEP + AHEAD), 300, 10)), "cut off from the beginning"
+    newest = list(range(300 - 10 * (KEEP + AHEAD), 300, 10))
+    assert alone.steps == [0, 160, *newest], "cut off from the beginning: the older ones are thinned out"
+
+
+@pytest.mark.parametrize("spacing", [1, 10, 1000])
+@pytest.mark.parametrize("duration", range(9))
+def test_a_slow_node_always_shares_one_with_the_others_without_a_word(duration: int, spacing: int) -> None:
+    """Writing takes it so many times as long as the snapshots come."""
+    fast, slow = Node(), Node()
+    stride = 1 << duration.bit_length()
+    for now in range(200):
+        fast.publish(now * spacing)
+        begun = now - duration
+        if begun >= 0 and begun % stride == 0:
+            slow.publish(begun * spacing)
+        if now >= duration:
+            common = set(fast.steps) & set(slow.steps)
+            assert max(common, default=-1) >= (now - 2 * stride) * spacing, (now, fast.steps, slow.steps)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+@pytest.mark.parametrize("began", [0, 371])
+def test_a_node_that_stopped_writing_shares_one_with_the_others_however_long_ago(stride: int, began: int) -> None:
+    for last in range(0, 80, stride):
+        fast, stopped = Node(), Node()
+        for node in (fast, stopped):
+            node.begin_attempt(began - 1)
+        for now in range(600):
+            fast.publish(began + now)
+            if now <= last and now % stride == 0:
+                stopped.publish(began + now)
+            newest = max(set(fast.steps) & set(stopped.steps), default=-1) - began
+            assert newest >= max(0, min(now, last) - 2 * max(stride, now - last)), (now, last)
+            assert len(fast.steps) <= KEEP + AHEAD + now.bit_length()
