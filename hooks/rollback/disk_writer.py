@@ -195,9 +195,12 @@ class DiskWriter:
         """The steps of which this node has a part."""
         return tuple(sorted(snapshot.step for snapshot in snapshots.list_published(self._place)))
 
-    def give_up(self) -> None:
-        """Another one is ordered: of what is being written a rank has no part, which the others would wait for."""
-        self._writing = None
+    def give_up(self, order: int | None = None) -> None:
+        """A rank has no part of what is being written, which this one would wait for: that of the order with this id;
+        None: of any, since the daemon orders another."""
+        writing = self._writing
+        if writing is not None and order in (None, writing.id):
+            self._writing = None
 
     def rewound(self, to: int) -> None:
         """The run went back to `to`: what is younger is void. On the training thread; a rename each, on rank 0."""

@@ -304,6 +304,9 @@ class Restorer(StepGuard):
                     self._ring.shared.add(message.seq)
             case wire.Publish():
                 self._publish(message)
+            case wire.CancelPublish():
+                if self._disk is not None:
+                    self._disk.give_up(message.id)
             case wire.Withhold():
                 # Multiples of `every` and not "the next healthy step": ranks hear of it a few steps apart, and
                 # only a snapshot that all of them hold is of use to all.

@@ -72,6 +72,9 @@ class Publishing:
         failed = next((answer for answer in self._answers.values() if not answer.ok), None)
         if failed is not None:
             self._asked = None
+            for other in self._attempt.live:  # else it waits for that part, and cannot write the next snapshot
+                if other.identity.rank not in self._answers:
+                    self._context.link.send(other.identity.rank, wire.CancelPublish(id=answer.id))
             self.last = max(self.last, answer.seq)  # not at every step again
             if failed.reason not in self._told:
                 self._told.add(failed.reason)

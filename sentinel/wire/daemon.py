@@ -137,6 +137,13 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     """Steps before it are not needed by any node: all know that they hold enough later ones."""
 
 
+class CancelPublish(Message, frozen=True, kw_only=True, tag="cancel-publish"):
+    """A rank could not write its part of this `Publish`: the others need not wait for it. Earlier versions pass it
+    over, and wait."""
+
+    id: int
+
+
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):
     """On-demand evidence: stacks, a census, a provenance run."""
 

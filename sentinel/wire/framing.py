@@ -43,7 +43,8 @@ FromRank = (
 ToRank = (
     daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Closing | daemon.Attend | daemon.Withhold
     | daemon.DaemonCost | daemon.Spacing | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held
-    | daemon.Publish | daemon.Ask | daemon.FindMeeting | command.Answer | command.Standing | command.Order
+    | daemon.Publish | daemon.CancelPublish | daemon.Ask | daemon.FindMeeting | command.Answer | command.Standing
+    | command.Order
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

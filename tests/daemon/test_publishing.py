@@ -26,6 +26,7 @@ class Ranks:
             identity = wire.Identity(run="train", run_id="train-1", rank=rank, world_size=2, session=f"s{rank}")
             self.run.hello(wire.Hello(version="test", identity=identity, rollback=TERMS, step_offset=100), 0.0)
         self.sent: list[tuple[int, wire.Publish]] = []
+        self.cancelled: list[tuple[int, wire.CancelPublish]] = []
         self.told: list[str] = []
         self.healthy = True
         self.publishing = Publishing(RunContext(self.run, None, self))
@@ -33,6 +34,8 @@ class Ranks:
     def send(self, rank: int, message: wire.Message) -> None:
         if isinstance(message, wire.Notice):
             self.told.append(message.text.removeprefix("[sentinel] "))
+        elif isinstance(message, wire.CancelPublish):
+            self.cancelled.append((rank, message))
         else:
             assert isinstance(message, wire.Publish)
             self.sent.append((rank, message))
@@ -86,7 +89,7 @@ def test_none_that_a_rank_lacks_or_without_a_rank() -> None:
 
 
 @pytest.mark.parametrize("terms", [None, wire.RollbackTerms(every=10, keep=2, margin=10, budget=3)])
-def test_none_where_nobody_asked_for_it(terms: wire.RollbackTerms | None) -> None:
+def test_none_where_none_is_wanted(terms: wire.RollbackTerms | None) -> None:
     ranks = Ranks()
     ranks.run.attempt.ranks[0].snapshots = ranks.run.attempt.ranks[1].snapshots = {10}
     assert ranks.publishing.find_due(terms, 50) is None
@@ -101,6 +104,19 @@ def test_a_failure_is_told_once_and_not_tried_at_every_step() -> None:
     assert ranks.reach(30) == [20]
     ranks.answer(ok=False, reason="no space")
     assert len(ranks.told) == 1
+
+
+def test_ranks_do_not_wait_for_a_part_that_will_not_come() -> None:
+    ranks = Ranks()
+    ranks.reach(10)
+    order = ranks.sent[-1][1]
+    assert ranks.publishing.add_part(1, wire.Published(id=order.id, ok=False, seq=0, reason="not held")) is None
+    assert ranks.cancelled == [(0, wire.CancelPublish(id=order.id))]
+    assert ranks.publishing.add_part(0, wire.Published(id=order.id, ok=False, seq=0, reason="not wanted")) is None
+    assert len(ranks.cancelled) == 1
+    assert ranks.reach(30) == [20]
+    assert ranks.answer() is not None, "both write the next one"
+    assert len(ranks.cancelled) == 1
 
 
 def test_after_a_rollback_the_next_good_one_comes_at_its_time() -> None:

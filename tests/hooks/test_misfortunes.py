@@ -167,6 +167,7 @@ MESSAGES = st.one_of(
     st.builds(wire.Abort, id=NUMBERS),
     st.builds(wire.Held, seq=NUMBERS),
     st.builds(wire.Publish, id=NUMBERS, seq=NUMBERS, step=NUMBERS, run=TEXTS, run_id=TEXTS, attempt=NUMBERS),
+    st.builds(wire.CancelPublish, id=NUMBERS),
     st.builds(wire.Ask, id=NUMBERS, what=TEXTS),
     st.builds(wire.Notice, id=TEXTS, text=TEXTS),
 )

@@ -237,3 +237,22 @@ def test_a_rank_does_not_wait_for_one_that_could_not_write(tmp_path: Path, monke
     reasons = [answer.reason for answer in of_type(writer.sent, wire.Published)]
     assert reasons[-1] == "the snapshot is no longer wanted"
     writer.close()
+
+
+def test_a_rank_is_free_for_the_next_one_where_another_could_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path, 0, 2, monkeypatch)
+    for _ in range(7):
+        writer.training.step(DATA[0])
+    disk: Any = writer.restorer._disk
+    order = wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0, ranks=(0, 1))
+    writer.restorer.receive(order)
+    writer.restorer.receive(wire.CancelPublish(id=7))
+    assert disk.busy, "of another order"
+    writer.restorer.receive(wire.CancelPublish(id=1))
+    assert disk._written.wait(30)
+    assert of_type(writer.sent, wire.Published)[-1].reason == "the snapshot is no longer wanted"
+    writer.write(10)
+    assert directory.steps(node_parts.place_of(tmp_path, 0)) == [10]
+    writer.close()
