@@ -135,7 +135,7 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
     while True:
         mine = look(
             folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
-            thorough=thorough, late=retry.over,
+            thorough=thorough, late=retry.over, apart=spans_nodes(),
         )  # fmt: skip
         whole |= {step for step, seen in mine.snapshots.items() if seen.state == "whole"}
         views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]

@@ -65,7 +65,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: dict[int, Seen] = {}
     """By step, parts of other ranks, where none of this one's is seen."""
     late: bool = False
-    """This rank has looked for as long as one looks. Rank 0's word counts."""
+    """This rank has looked for as long as is waited. Rank 0's word counts."""
+    host: str = ""
+    apart: bool = False
+    """Ranks are on several nodes, each of which may have a disk of its own. Rank 0's word counts."""
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -162,9 +165,14 @@ def _judge_directory(views: Sequence[View], *, restarted: bool) -> Decision | No
     absent = [rank for rank, view in enumerate(views) if not view.present]
     parts = any(seen.part for view in views for seen in (*view.snapshots.values(), *view.elsewhere.values()))
     if present and absent and not (parts and views[0].late):
+        none = not any(view.snapshots or view.elsewhere for view in views)
+        if none and views[0].late and views[0].apart and not restarted:
+            return Begin()
+        lacking = views[absent[0]]
+        begin = f" To begin at step 0: mkdir -p {lacking.directory} on {lacking.host}" if none else ""
         return KeepWaiting(
-            f"rank {absent[0]} does not see {views[0].directory}, which is there for rank {present[0]}: is its file "
-            "system mounted there?"
+            f"rank {absent[0]} does not see {lacking.directory}, which is there for rank {present[0]}: is its file "
+            f"system mounted there?{begin}"
         )
     empty = next((view.empty_ancestor for view in views if view.empty_ancestor), "")
     if restarted and not present and empty:

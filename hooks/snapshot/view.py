@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -22,13 +23,17 @@ def look(
     whole: Collection[int],
     thorough: bool,
     late: bool,
+    apart: bool,
 ) -> View:
     """What this rank sees in `place`. Of the snapshots of its line before `before`, the newest that is not in `passed`
     is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
     try:
         status = place.stat()
     except FileNotFoundError:
-        return View(directory=str(place), present=False, empty_ancestor=_find_empty_ancestor(place), late=late)
+        return View(
+            directory=str(place), present=False, empty_ancestor=_find_empty_ancestor(place), late=late, apart=apart,
+            host=socket.gethostname(),
+        )  # fmt: skip
     except OSError as error:
         return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
     if refusal := directory.refuse_directory(place, status):
@@ -43,7 +48,7 @@ def look(
     if first is not None and seen[first].state == "unchecked":
         seen[first] = _examine(seen[first], *found[first], known=first in whole, thorough=thorough, rank=rank)
     others = {step: directory.describe(path, one) for step, (path, one) in elsewhere.items()}
-    return View(directory=str(place), snapshots=seen, elsewhere=others, late=late)
+    return View(directory=str(place), snapshots=seen, elsewhere=others, late=late, apart=apart)
 
 
 def list_seen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,13 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list
         writer.write(5, 10)
         writer.close()
     return places
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks are on two nodes."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        monkeypatch.setenv(name, str(value))
 
 
 def resume(ranks: Ranks, places: list[Path], **more: Any) -> list[int | Exception]:  # noqa: F811
@@ -256,3 +264,18 @@ def test_a_rank_is_free_for_the_next_one_where_another_could_not_write(
     writer.write(10)
     assert directory.steps(node_parts.place_of(tmp_path, 0)) == [10]
     writer.close()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_first_start_where_the_directory_of_one_node_is_there(
+    ranks: Ranks,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, absent = tmp_path / "disk 0", tmp_path / "disk 1"
+    made.mkdir(mode=0o700)
+    assert resume(ranks, [made, absent]) == [0, 0]
+    monkeypatch.setenv("SENTINEL_ATTEMPT", "1")
+    one, other = resume(ranks, [made, absent])
+    assert str(one) == str(other)
+    assert f"To begin at step 0: mkdir -p {absent} on {socket.gethostname()}" in str(one), "it may be not mounted"

@@ -334,24 +334,34 @@ class Ranks:
         """Steps that the last `resume` found damaged: they are set aside without another look."""
 
     def resume(self, places: list[Path], **more: Any) -> list[int | Exception]:
-        results: list[int | Exception] = [0] * len(places)
+        """From which step each rank goes on, or why it does not."""
+
+        def choose(rank: int, exchange: framework_checkpoints.RankExchange) -> int:
+            more.get("before_rank", lambda _: None)(rank)
+            taken, self.damaged = resumption._choose(places[rank], more.get("before"), exchange)
+            return getattr(taken, "step", -1) + 1
+
+        return self.run(len(places), choose)
+
+    def run(
+        self, count: int, action: Callable[[int, framework_checkpoints.RankExchange], int]
+    ) -> list[int | Exception]:
+        """What `action` returns on each rank, or the RollbackError that it raises."""
+        results: list[int | Exception] = [0] * count
 
         def run(rank: int) -> None:
-            self.here.place = rank, len(places)
-            more.get("before_rank", lambda _: None)(rank)
+            self.here.place = rank, count
             try:
-                exchange = self.exchanges[rank]
-                taken, self.damaged = resumption._choose(places[rank], more.get("before"), exchange)
-                results[rank] = getattr(taken, "step", -1) + 1
+                results[rank] = action(rank, exchanges[rank])
             except RollbackError as error:
                 results[rank] = error
 
-        self.exchanges = []
-        for rank in range(len(places)):
-            self.here.place = rank, len(places)
+        exchanges = []
+        for rank in range(count):
+            self.here.place = rank, count
             framework_checkpoints._made = 0
-            self.exchanges.append(framework_checkpoints.RankExchange("resume"))
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(places))]
+            exchanges.append(framework_checkpoints.RankExchange("resume"))
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
