@@ -84,14 +84,17 @@ def _name_more(ranks: Sequence[int]) -> str:
 
 
 def check_sharing(folder: Path, name: str, exchange: RankExchange) -> None:
-    """Find out whether all nodes see the same directory: by a file of rank 0's. All ranks call it."""
+    """Find out whether all nodes see the same directory: by a file of rank 0's. All ranks call it. A file that cannot
+    be looked for counts as not seen: this is for people to read."""
     global _sharing
     marker = folder / f".shared-{name}"
     if exchange.rank == 0:
         with contextlib.suppress(OSError):
             marker.touch()
     exchange.gather(b"")
-    seen = not leads_node() or marker.exists()
+    seen = not leads_node()
+    with contextlib.suppress(OSError):
+        seen = seen or marker.exists()
     _sharing = "a directory that all nodes share" if all(map(bool, exchange.gather(b"1" * seen))) else _OWN_DISKS
     if exchange.rank == 0:
         with contextlib.suppress(OSError):

@@ -82,8 +82,8 @@ def resume(
     exchange = RankExchange("resume")
     taken, damaged = _choose(folder, framework_checkpoints.find_bound(before), exchange)
     if isinstance(taken, Begin):
-        if exchange.rank == 0 or (spans_nodes() and leads_node()):  # each node may have a disk of its own
-            snapshots.directory(folder, make=True)
+        makes = exchange.rank == 0 or (spans_nodes() and leads_node())  # each node may have a disk of its own
+        exchange.run_on_all(lambda: snapshots.directory(folder, make=True) if makes else None)
         _begin_line(folder, -1, damaged, exchange)
         return 0
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from sentinel import wire
 from sentinel.errors import RollbackError
-from sentinel.hooks.rollback import disk_writer
+from sentinel.hooks.rollback import disk_writer, framework_checkpoints
 from sentinel.hooks.session import part_search
+from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import directory, node_parts
 from tests.rollback.test_disk import DATA, armed
 from tests.rollback.test_resume import Ranks, files_of, ranks, rewrite, short  # noqa: F401
@@ -279,3 +280,57 @@ def test_a_first_start_where_the_directory_of_one_node_is_there(
     one, other = resume(ranks, [made, absent])
     assert str(one) == str(other)
     assert f"To begin at step 0: mkdir -p {absent} on {socket.gethostname()}" in str(one), "it may be not mounted"
+
+
+def begin(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[int | Exception]:  # noqa: F811
+    """What `sentinel.resume` returns on each rank, or why it raises."""
+    monkeypatch.setattr(framework_checkpoints, "EXCHANGE_SECONDS", 5.0)
+    monkeypatch.setattr(disk_writer, "_line", "")
+    monkeypatch.setattr(part_search, "_sharing", "")
+
+    def resume(rank: int, exchange: framework_checkpoints.RankExchange) -> int:
+        ranks.here.exchange = exchange
+        training = Training()
+        return resumption.resume(training.model, training.optimizer, directory=places[rank])
+
+    monkeypatch.setattr(resumption, "RankExchange", lambda _: ranks.here.exchange)
+    return ranks.run(len(places), resume)
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_directory_that_one_node_cannot_make_is_an_error_on_all(
+    ranks: Ranks,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = [tmp_path / "disk 0", tmp_path / "disk 1"]
+    mkdir = Path.mkdir
+
+    def fill(path: Path, *arguments: Any, **more: Any) -> None:
+        if path == places[1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        mkdir(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "mkdir", fill)
+    one, other = begin(ranks, places, monkeypatch)
+    reason = f"{places[1]}: no snapshots can be kept there ({os.strerror(errno.ENOSPC)})"
+    assert str(one) == f"resume: failed on rank 1: {reason}"
+    assert str(other) == reason
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_file_that_shows_sharing_and_cannot_be_looked_for_counts_as_not_seen(
+    ranks: Ranks,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exists = Path.exists
+
+    def fail(path: Path) -> bool:
+        if path.name.startswith(".shared-") and ranks.here.place[0] == 1:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", fail)
+    assert begin(ranks, [tmp_path, tmp_path], monkeypatch) == [0, 0]
+    assert part_search.describe_sharing() == "a disk of each node's own"
