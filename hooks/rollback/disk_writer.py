@@ -20,8 +20,8 @@ from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot.capture import Part
 from sentinel.hooks.snapshot.snapshot import Snapshot
 
-_TOLD = 64
-"""Steps that the daemon is told of, at most."""
+_LISTED = 64
+"""Steps that an answer to the daemon lists, at most."""
 CLOSING_SECONDS = 5.0
 """How long the end of the run waits for a write to notice that it is no longer wanted."""
 
@@ -121,7 +121,7 @@ class DiskWriter:
             try:
                 nbytes = self._write_snapshot(message, snapshot, parts)
                 if message.ranks and self._leads:
-                    kept, safe = self._list_kept()[-_TOLD:], self._common.find_safe(self._keep)
+                    kept, safe = self._list_kept()[-_LISTED:], self._common.find_safe(self._keep)
             except checkpoint_files.Gone:
                 ok, reason = False, "the snapshot is no longer wanted"
             except Exception as fault:

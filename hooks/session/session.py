@@ -521,6 +521,7 @@ class RunSession:
             snapshots=restorer.held if restorer is not None else (),
             promise=guard.promised if guard is not None else 0,
             takes_stop=guard is not None,
+            writes_parts=restorer is not None,
             stop_on=self.stop_on,
             began=self._began,
             signals=dict(self._signals),

@@ -136,8 +136,8 @@ def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, st
 
 
 def follow_line(seen: Mapping[int, Seen]) -> tuple[int, ...]:
-    """The steps of the line that was written to last, the youngest first. What has no known parent, or one that is
-    gone, follows the next older one that is there."""
+    """The steps of the line that was written to last, the youngest first. What has no known parent, or one
+    that was deleted, follows the next older one there is."""
     falling = sorted(seen, reverse=True)
     older = {step: next((one for one in falling if one < step), None) for step in seen}
     parents: dict[int, int | None] = {}

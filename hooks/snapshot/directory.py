@@ -117,7 +117,7 @@ class _Envelope(msgspec.Struct):
 
 
 def directory(path: str | os.PathLike[str], *, make: bool = False) -> Path:
-    """The folder of snapshots, checked: it is ours, and nobody else may write to it. `make` it where it is missing.
+    """The folder of snapshots, checked: it is ours, and no other user may write to it. `make` it where it is missing.
 
     Raises RollbackError, with the fix.
     """

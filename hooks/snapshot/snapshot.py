@@ -282,7 +282,7 @@ class Ring:
         """Give up a snapshot for the one of `seq`, where that is needed; which one it was. None: none may be given up.
 
         The oldest, but never the newest of those that are old enough to be good, nor one that is pinned. Where ranks
-        took different ones, what is kept is the newest good one that all of them hold: nobody can go back to another.
+        took different ones, what is kept is the newest good one that all of them hold: no rank can go back to another.
         """
         self._replace_lost()
         if self._free:

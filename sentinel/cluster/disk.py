@@ -3,8 +3,8 @@
     a node reports      the steps of which it has a part, and from which of them on it knows of enough that all have
     the coordinator     the steps that all have, and the least of what the nodes know: nothing older is needed
 
-Nodes write without it. They learn from it what may be deleted, and delete only what all know to be superfluous: so
-whatever is late, lost or said by a coordinator that is gone, there is one that all hold.
+Nodes write without it. They learn from it what may be deleted, and delete only what all know to be superfluous; what
+they do not know of they thin out. So there is a step that all hold, whatever is late, lost or of a former coordinator.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A snapshot is good once the run stayed healthy for `margin` steps after it: what
 back to now, so that a job that is started again does not begin with the fault that ended it.
 
 Over several nodes each has its own ranks write, without asking the others: all choose from the same steps, and a
-snapshot counts once all nodes have theirs. So it is one that was good for the signs of every node.
+snapshot counts once all nodes have theirs. So it was good for the signs of every node.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Publishing:
         live = self._attempt.live
         if self.disk is None or not live:
             return self._attempt.complete
-        return len(live) == live[0].identity.local_world_size
+        return len(live) == live[0].identity.local_world_size and all(rank.hello.writes_parts for rank in live)
 
     def _waiting(self, closed: int) -> bool:
         return self._asked is not None and closed < self._asked.seq + PATIENCE_STEPS

@@ -58,6 +58,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Whether a `Closing` is understood: earlier versions would take it for damage."""
     takes_stop: bool = False
     """Whether a `Prepare` that stops is understood, and can be heeded."""
+    writes_parts: bool = False
+    """Whether a `Publish` to the ranks of one node of several is understood: earlier versions would wait for all."""
     stop_on: Annotated[tuple[Name, ...], COLUMNS] = ()
     """Alerts whose rules have the action `stop` in this run."""
     began: Moment = 0.0

@@ -142,14 +142,17 @@ def test_ranks_are_told_of_a_snapshot_that_all_of_them_hold() -> None:
 class Node(Ranks):
     """The same two ranks, of four that are on two nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, writes_parts: bool = True) -> None:
         super().__init__()
         self.run = Run("train", "train-1", 0.0)
         for rank in (2, 3):
             identity = wire.Identity(
                 run="train", run_id="train-1", rank=rank, world_size=4, local_world_size=2, node=1, session=f"s{rank}"
             )
-            self.run.hello(wire.Hello(version="test", identity=identity, rollback=TERMS, step_offset=100), 0.0)
+            hello = wire.Hello(
+                version="test", identity=identity, rollback=TERMS, step_offset=100, writes_parts=writes_parts
+            )
+            self.run.hello(hello, 0.0)
         self.disk = NodeDisk()
         self.publishing = Publishing(RunContext(self.run, None, self), self.disk)
 
@@ -181,6 +184,10 @@ def test_nodes_write_the_same_steps_without_asking_each_other() -> None:
     assert (node.sent[-1][1].on_all, node.sent[-1][1].floor) == ((100,), 80)
     node.publishing.rewound(10)
     assert (node.disk.kept, node.disk.on_all, node.disk.floor) == ((100,), (), -1), "what is younger is void"
+
+
+def test_hooks_of_a_version_without_parts_are_asked_for_none() -> None:
+    assert Node(writes_parts=False).hold(20, closed=30) is None
 
 
 def test_a_node_that_writes_slowly_writes_every_second_or_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
