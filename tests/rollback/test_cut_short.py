@@ -74,7 +74,7 @@ class Writer:
         publisher, snapshot = self.restorer._disk, self.restorer._ring.find(10)
         assert publisher is not None
         assert snapshot is not None
-        publisher._place = place
+        publisher._directory = publisher._place = place
         publisher._writing = message = wire.Publish(id=11, seq=10, step=10, run="train", run_id="r", attempt=0)
         publisher._write_snapshot(message, snapshot, self.restorer._run.parts)
 
