@@ -40,7 +40,7 @@ def main() -> None:
         if last:
             monitor.log(broken=float(wrecked))
         training.step(step, wrecked)
-        if (folder / "stop").exists():
+        if everywhere((folder / "stop").exists()):  # at one step: the others would wait
             break
         time.sleep(0.005)
         step += 1
