@@ -69,6 +69,9 @@ def optimizer_state(evidence: Evidence) -> Finding:
     now = [size for seq, size in sizes if seq >= evidence.since] or [size for _, size in sizes[-3:]]
     past = [size for seq, size in sizes if seq < evidence.since][-20:]
     if not past or not now or statistics.median(past) <= 0:
+        filled = _filled_moments(evidence)
+        if filled is not None:  # the samples before it are not in memory any more
+            return finding(evidence.alert, "filled-moments", effect="", **filled)
         return Finding(NOT_KNOWN, "none", missing=("the size of updates before it",))
     ratio = statistics.median(now) / statistics.median(past)
     layers = _odd_layers(evidence, ratio)
@@ -77,7 +80,8 @@ def optimizer_state(evidence: Evidence) -> Finding:
     if ratio < 1 and outlier is not None:
         return finding(evidence.alert, "huge-gradient", ratio=ratio, layers=told, **outlier)
     if ratio < 1 and (filled := _filled_moments(evidence)) is not None:
-        return finding(evidence.alert, "filled-moments", ratio=ratio, layers=told, **filled)
+        effect = f", and updates are {ratio:.2g} times what they were{told}"
+        return finding(evidence.alert, "filled-moments", effect=effect, **filled)
     if ratio > 1 and outlier is None and evidence.usual("grad_norm") is not None:
         return finding(evidence.alert, "lost-moments", ratio=ratio, layers=told)
     facts = (f"updates are {ratio:.3g} times what they were, for the rate",)
@@ -85,14 +89,18 @@ def optimizer_state(evidence: Evidence) -> Finding:
 
 
 def _filled_moments(evidence: Evidence) -> dict[str, Any] | None:
-    """The samples between which the second moments grew most, a hundredfold and more; in words' numbers."""
-    samples = evidence.series("second_moment_growth")
-    grown = [(growth, before, at) for (before, _), (at, growth) in itertools.pairwise(samples[-4:])]
-    growth, before, at = max(grown, default=(0.0, 0, 0))
+    """The sample by which the second moments grew most, a hundredfold and more; in words' numbers."""
+    samples = evidence.series("second_moment_growth")[-4:]
+    at, growth = max(samples, key=lambda sample: sample[1], default=(0, 0.0))
     if growth < _GROWN:
         return None
-    optimizer = str(evidence.facts.get("optimizer", ""))
-    return {"growth": growth, "before": evidence.step(before), "at": evidence.step(at), "optimizer": optimizer}
+    before = [seq for seq, _ in samples if seq < at]
+    when = f"by step {evidence.step(at)}"
+    if before:
+        when = f"between steps {evidence.step(before[-1])} and {evidence.step(at)}"
+    return {
+        "growth": growth, "when": when, "at": evidence.step(at), "optimizer": str(evidence.facts.get("optimizer", "")),
+    }  # fmt: skip
 
 
 @explains("OptimizerStateLost")

@@ -255,6 +255,8 @@ def test_second_moments_that_one_gradient_filled_unseen(growth: float, cause: st
         return {"loss": 1.0, "learning_rate": 1e-3} | rare | filled
 
     assert judged("OptimizerStateCorrupt", run_of(2049, values), since=2048, facts=ADAM).cause.startswith(cause)
+    alone = judged("OptimizerStateCorrupt", run_of(2049, values)[-2:], since=2048, facts=ADAM).cause
+    assert alone.startswith(cause.replace("between", "by step 2048"))
 
 
 @pytest.mark.parametrize(("share", "scale"), [(0.11, "1024"), (0.09, "64")])

@@ -255,7 +255,7 @@ FAULTS = (
     Fault(
         id="S4", what="one huge gradient", alert="OptimizerStateCorrupt", signal="update_ratio", delay=10,
         loop=one_huge_gradient, names=("second moment",),
-        cause="a gradient of norm .* at step 5060|second moments of Adam grew .*x between steps",
+        cause="a gradient of norm .* at step 5060|second moments of Adam grew .*x (between|by) step",
     ),
     Fault(
         id="C2", what="second moments that are zeroed", alert="OptimizerStateLost", signal="second_moment_kept",
