@@ -158,7 +158,8 @@ class _Trial:
         self.job.inbox.take()
         told = [message for message in self.job.inbox.messages if message.firing]
         for alert in ("High", "Broken"):
-            assert any(message.alert == alert for message in told), f"{alert} was lost"
+            # One that was over before a coordinator heard of it, with the daemon that had it, is sent as over alone.
+            assert any(message.alert == alert for message in self.job.inbox.messages), f"{alert} was lost"
         deaths = 1 + sum(kill.endswith(": rank") for kill in self.kills)
         for alert, most in {"High": 1, "Broken": 1, "RankLost": deaths}.items():
             keys = {message.key for message in told if message.alert == alert and message.run_id == RUN_ID}
