@@ -12,7 +12,7 @@ DTensors are under the same key on all ranks and are put together again over any
 own, and rank 0's for a rank that was not there then.
 
 Over several nodes each node's ranks do so among themselves, in a place of their own, the first of them as rank 0. Each
-finds there all that it needs, and is what it was: of a DTensor it writes its part, whoever else has the same.
+finds there all that it needs, and is what it was: of a DTensor it writes its part, also where others have the same.
 """
 
 from __future__ import annotations
