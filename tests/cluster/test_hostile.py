@@ -46,7 +46,8 @@ class Attacker:
         self.put_raw(key, self._seal.sign(f"sentinel/{RUN}/{key}", payload))
 
     def put_raw(self, key: str, payload: bytes) -> None:
-        self._session.put(f"sentinel/{RUN}/{key}", payload)
+        # Else Zenoh drops what a busy machine does not send within a millisecond.
+        self._session.put(f"sentinel/{RUN}/{key}", payload, congestion_control=zenoh.CongestionControl.BLOCK)
 
     def overhear(self) -> Beat:
         """The next beat of the coordinator."""
