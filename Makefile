@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or newer and nothing else: they make .venv by themselves.
 # WORKERS: two for a proof; four for the tests, also on two cores, as half of the time they wait for processes.
-# SEED: which cases of the tests marked `sampled` are run; `make proof PART=cases` runs all of them.
+# SEED: which cases of the tests marked `sampled` are run, and for CI which half of the slow tests. All of the former are
+# run by `make proof PART=cases`, all of the latter by `make slow`.
 PYTHON ?= python3
 BIN ?= .venv/bin
 READY ?= .venv/ready
@@ -27,9 +28,9 @@ test: $(READY)
 slow: $(READY)
 	$(PYTEST) -m slow
 
-# Both in one go, as CI runs them: collected once, and what waits stands beside what computes.
+# As CI runs them, in one go: collected once, and what waits stands beside what computes.
 all-tests: $(READY)
-	$(PYTEST)
+	$(PYTEST) --slow-share 2
 
 proof: $(READY)
 	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(or $(WORKERS),2) --first $(FIRST)

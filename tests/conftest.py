@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sentinel.web import charts, fetch_charts
-from tests.sampling import leave_out_cases
+from tests.sampling import leave_out_cases, leave_out_slow
 from tests.second_user import can
 
 REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
@@ -32,7 +32,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # no test has a GPU; read where 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample-seed", type=int, default=0, help="which cases of the tests marked `sampled` run")
+    parser.addoption("--sample-seed", type=int, default=0, help="which of the tests run of which a sample does")
+    parser.addoption("--slow-share", type=int, default=1, metavar="N", help="of the tests marked `slow` run an N-th")
     parser.addoption("--all-cases", action="store_true", help="run every case of the tests marked `sampled`")
 
 
@@ -93,7 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not charts.is_present():
         wanted = [item for item in wanted if "charts" not in item.keywords]
     if not config.getoption("--all-cases"):
-        wanted = leave_out_cases(wanted, config.getoption("--sample-seed"))
+        seed = config.getoption("--sample-seed")
+        wanted = leave_out_slow(leave_out_cases(wanted, seed), seed, config.getoption("--slow-share"))
     if len(wanted) < len(items):
         left = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in left])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from bench.proofs import cases
-from tests.sampling import choose_cases
+from tests.sampling import choose_cases, leave_out_slow
 
 CASES = [f"test[{number}]" for number in range(20)]
 
@@ -27,3 +29,29 @@ def test_the_proof_knows_each_test_that_is_sampled() -> None:
     """A marker that stands elsewhere than over a function would leave out cases that no proof runs."""
     marked = sum(path.read_text().count(cases.MARKED) for path in Path(__file__).parent.rglob("test_*.py"))
     assert len(cases.TESTS) == marked > 0
+
+
+def make_items(package: str, slow: int, quick: int) -> list[Any]:
+    return [
+        SimpleNamespace(
+            nodeid=f"{package}/test_a.py::test_{number}",
+            path=Path(package, "test_a.py"),
+            get_closest_marker=lambda name, is_slow=number < slow: name == "slow" and is_slow,
+        )
+        for number in range(slow + quick)
+    ]
+
+
+def test_of_the_slow_ones_of_each_package_a_half_runs_and_all_others() -> None:
+    items = make_items("one", 7, 3) + make_items("two", 1, 2)
+    left = leave_out_slow(items, 5, 2)
+    assert [item for item in items if not item.get_closest_marker("slow")] == [
+        item for item in left if not item.get_closest_marker("slow")
+    ]
+    assert [sum(item.nodeid.startswith(name) for item in left) for name in ("one", "two")] == [4 + 3, 1 + 2]
+    assert leave_out_slow(items, 5, 1) == items
+
+
+def test_each_slow_one_has_its_turn() -> None:
+    items = make_items("one", 7, 0)
+    assert {item.nodeid for seed in range(50) for item in leave_out_slow(items, seed, 2)} == {i.nodeid for i in items}
