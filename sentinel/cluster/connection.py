@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 CONNECT_AGAIN_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 SAY_SECONDS = 30.0
-"""After which it is said that node 0 is not reached: before, its daemon may not be there yet."""
+"""After which it is said that no other node is reached: before, its daemon may not be there yet."""
 NOT_INSTALLED = (
     "the nodes of this job cannot meet: pip install 'training-sentinel[cluster]'; each node is watched alone"
 )
@@ -126,6 +126,11 @@ class Connection:
 
 def _describe_trouble(meeting: Meeting, node: int) -> str:
     addresses = meeting.addresses
+    if meeting.routers:
+        return (
+            f"cannot reach {' or '.join(meeting.routers)}: no Zenoh router listens there, a firewall is between, or it "
+            "does not let this node in; tried again"
+        )
     if node < len(addresses):
         return f"cannot listen on {addresses[node]}: the port is taken, or the address is not of this node; tried again"
     proof = "the secret" if meeting.tls is None else "the secret or the certificates' authority"

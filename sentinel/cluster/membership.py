@@ -135,7 +135,8 @@ class Membership:
         self._steps: StepHandling | None = None
         self._reporter: StepReporter | None = None
         """None where this node judges those of the job."""
-        self._node = Node(identity.node, _read_clock(), now, len(meeting.addresses))
+        candidates = min(meeting.candidates, count_nodes(identity))
+        self._node = Node(identity.node, _read_clock(), now, candidates)
         self._lead: Lead | None = None
         """Where this node has the coordinator's role."""
         self._connection = Connection(
@@ -319,7 +320,7 @@ class Membership:
                 self._say, self.cause_finder,
             )  # fmt: skip
             self._session.lead()
-        elif self._lead is not None and self._lead.coordinator.has_failed(now) and len(self._meeting.addresses) > 1:
+        elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._meeting.candidates > 1:
             self._leave_role(now)
 
     def _begin_judging(self) -> JobJudge:
@@ -447,7 +448,10 @@ class Membership:
         return f"the coordinator at {self._find_address()} is not heard"
 
     def _find_address(self) -> str:
-        return self._meeting.addresses[min(self.leader, len(self._meeting.addresses) - 1)]
+        addresses, routers = self._meeting.addresses, self._meeting.routers
+        if routers:
+            return f"node {self.leader} by router {' or '.join(routers)}"
+        return addresses[min(self.leader, len(addresses) - 1)]
 
     def _report_rollback(self) -> NodeRollback | None:
         relay = self._find_ruled_relay()

@@ -9,6 +9,7 @@ sentinel/RUN/view/N     answers what other nodes ask on demand (`questions`)
 
 Nodes that have an address listen on it as routers, and connect to each other; the others are clients of one of them,
 and change to another when it goes. So whoever is the coordinator reaches all, and no connection depends on the role.
+Where the site has routers, all nodes are clients of those.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ class Session:
 
 def open_session(meeting: Meeting, node: int) -> Any:
     """A session of Zenoh's as a node has it. Raises zenoh.ZError where that cannot be had now."""
-    endpoints = [f"{'tcp' if meeting.tls is None else 'tls'}/{address}" for address in meeting.addresses]
+    protocol = "tcp" if meeting.tls is None else "tls"
+    endpoints = [f"{protocol}/{address}" for address in meeting.addresses]
     listens = node < len(endpoints)
     settings: dict[str, object] = {
         "mode": "router" if listens else "client",
@@ -197,14 +199,15 @@ def open_session(meeting: Meeting, node: int) -> Any:
         "transport/unicast/open_timeout": round(1000 * OPEN_SECONDS),
         "transport/link/rx/max_message_size": 2 * MESSAGE_BYTES,
         "transport/link/tx/lease": round(1000 * LEASE_SECONDS),  # a link that goes down closes no connection
-        "connect/endpoints": endpoints[:node],  # of two routers the later one connects
+        # Of two nodes that listen, the later one connects.
+        "connect/endpoints": endpoints[:node] or [f"{protocol}/{router}" for router in meeting.routers],
         "connect/retry": {"period_init_ms": 1000, "period_max_ms": 1000, "period_increase_factor": 1},
     }
     if listens:
         settings["listen/endpoints"] = [endpoints[node]]
     if meeting.tls is not None:
         settings["transport/link/tls"] = _describe_tls(meeting.tls)
-    if not meeting.secret:
+    if not meeting.secret or meeting.routers:  # of a router that knows no user, one is refused
         return _connect(settings)
     # The side that connects proves that it has the secret, which is not sent: its digest, of any length and characters.
     password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()

@@ -39,14 +39,22 @@ class Meeting(NamedTuple):
     """None: what is said is not encrypted."""
     is_public: bool = False
     """Whether the secret came through that store, which everyone can read who reaches it."""
+    routers: tuple[str, ...] = ()
+    """`host:port` of the site's Zenoh routers. Where there are any, all nodes connect to one of them, and none
+    listens."""
 
     @property
     def takes_orders(self) -> bool:
         """Whether those who are let in may end, begin and roll back, besides sharing what they see."""
         return not self.is_public
 
+    @property
+    def candidates(self) -> int:
+        """How many nodes may be the coordinator, from node 0 on."""
+        return MOST_ADDRESSES if self.routers else len(self.addresses)
+
     def __repr__(self) -> str:
-        return f"Meeting({','.join(self.addresses)})"  # no secret in a log
+        return f"Meeting({','.join(self.addresses or self.routers)})"  # no secret in a log
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,6 +68,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     listens."""
     port: int = 0
     """Without `address`: on which node 0 listens; 0: any free one."""
+    routers: tuple[str, ...] = ()
+    """In place of `address`: `host:port` of each Zenoh router of the site. All nodes connect to one of them, and none
+    listens. A secret is needed. $SENTINEL_CLUSTER, if it is set, goes before."""
     secret_file: Path | None = None
     """File with the secret, the same on all nodes; $SENTINEL_CLUSTER_SECRET replaces it."""
     tls_ca: Path | None = None
@@ -73,6 +84,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def __post_init__(self) -> None:
         if self.address:
             split_addresses(self.address, "address")
+        if self.routers:
+            split_addresses(",".join(self.routers), "routers")
+            if self.address:
+                raise ValueError("routers: is set beside address; remove one: nodes meet at either")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port: {self.port} is no port; write one from 1 to 65535, or 0 for any free one")
         files = {"tls_ca": self.tls_ca, "tls_certificate": self.tls_certificate, "tls_key": self.tls_key}
@@ -92,13 +107,19 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             addresses = split_addresses(address, place) if address else ()
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        routers = () if named else self.routers
         secret, tls = self._read_secret(environment), self._check_certificates()
+        if routers and not secret:
+            raise ConfigError(
+                "[cluster] routers: a router passes on what anyone says whom it lets in: set SENTINEL_CLUSTER_SECRET "
+                "or [cluster] secret_file, the same on all nodes"
+            )
         if addresses and not secret and tls is None:
             raise ConfigError(
                 "the address of a job's nodes is known and their secret is not: set SENTINEL_CLUSTER_SECRET or "
                 "[cluster] secret_file, the same on all nodes"
             )
-        return Meeting(addresses, secret, tls)
+        return Meeting(addresses, secret, tls, routers=routers)
 
     def _check_certificates(self) -> TlsFiles | None:
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:

@@ -51,7 +51,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
         watch.context.tell(f"this node is watched alone: {error}")
     if meeting is None:
         _tell_unarmed(watch, APART if armed else "")
-    elif meeting.addresses:
+    elif meeting.addresses or meeting.routers:
         _meet(watch, identity, supervision, meeting)
     else:
 

@@ -28,6 +28,9 @@ def read(text: str) -> ClusterSettings:
         ("[cluster]\naddress = 'node0:99999'", "is no host:port"),
         ("[cluster]\naddress = 5", "address: expected text in quotes"),
         ("[cluster]\ntls_key = 'node.key'", ":2: tls_key: is set without tls_ca and tls_certificate; set all three"),
+        ("[cluster]\nrouters = ['r:1', 'r']", ":2: routers: 'r' is no host:port"),
+        ("[cluster]\nrouters = ['r:1']\naddress = 'a:1'", "routers: is set beside address; remove one"),
+        ("[cluster]\nrouters = 'r:1'", "routers: expected a list"),
         ("[cluster]\nport = 70000", ":2: port: 70000 is no port"),
         ("[cluster]\nenabled = 'no'", "enabled: expected true or false"),
         ("[cluster]\nsecret = 'x'", "a secret is never written here"),
@@ -54,6 +57,17 @@ def test_the_environment_replaces_the_file(tmp_path: Path) -> None:
     assert ClusterSettings().find_meeting({}) == Meeting((), "")
     assert ClusterSettings().find_meeting({"SENTINEL_CLUSTER_SECRET": SECRET}) == Meeting((), SECRET)
     assert ClusterSettings(enabled=False, address="a:1").find_meeting({"SENTINEL_CLUSTER": "a:1"}) is None
+
+
+def test_routers_of_a_site_need_a_secret_and_the_environment_goes_before_them() -> None:
+    settings = read("[cluster]\nrouters = ['r1:7447', 'r2:7447']")
+    assert settings.find_meeting({"SENTINEL_CLUSTER_SECRET": SECRET}) == Meeting(
+        (), SECRET, routers=("r1:7447", "r2:7447")
+    )
+    named = {"SENTINEL_CLUSTER": "a:1", "SENTINEL_CLUSTER_SECRET": SECRET}
+    assert settings.find_meeting(named) == Meeting(("a:1",), SECRET)
+    with pytest.raises(ConfigError, match="whom it lets in: set SENTINEL_CLUSTER_SECRET"):
+        settings.find_meeting({})
 
 
 @pytest.mark.parametrize(
