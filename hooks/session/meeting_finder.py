@@ -1,5 +1,9 @@
 """Where the daemons of a job's nodes meet, in one key of the process group's store: rank 0 writes it, the first rank of
-each other node reads it. In a thread of its own, so that no loop and no heartbeat waits for it."""
+each other node reads it. In a thread of its own, so that no loop and no heartbeat waits for it.
+
+Node 1's daemon is to take over where node 0's dies. Its first rank offers an address under a key of its own, and rank 0
+puts it beside that of node 0: all nodes read the same, also where the offer comes too late, or never.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -20,6 +23,10 @@ from sentinel.hooks.core.worker import Task, Worker
 
 FIND_SECONDS = 300.0
 """How long a process group, and rank 0's word, are waited for."""
+OFFER_SECONDS = 30.0
+"""How long rank 0 waits for node 1's offer: its daemon may take that long to start on a busy node."""
+LEAST_NODES = 3
+"""Of a job in which one node can take over from another: of two, neither goes on without the other."""
 LOOK_SECONDS = 1.0
 LOST_SECONDS = 20.0
 """Between two connections to a store that gives no answer."""
@@ -48,13 +55,16 @@ class MeetingFinder:
 
     def _find(self, asked: wire.FindMeeting) -> None:
         until = time.monotonic() + FIND_SECONDS
+        offers_until = 0.0
         client: StoreClient | None = None
         reason, pause = "there is no process group", LOOK_SECONDS
         while not self._closed.is_set():
             try:
                 if client is None and group_store() is not None:
                     client = StoreClient()
-                found = self._look(client, asked) if client is not None else None
+                    self._offer(client, asked)
+                    offers_until = min(time.monotonic() + OFFER_SECONDS, until)
+                found = self._look(client, asked, offers_until) if client is not None else None
                 reason = "rank 0 has not said where" if client is not None else reason
             except StoreLost as error:
                 client, found, reason, pause = None, None, str(error), LOST_SECONDS
@@ -67,29 +77,56 @@ class MeetingFinder:
                 return
             self._closed.wait(pause)
 
-    def _look(self, client: StoreClient, asked: wire.FindMeeting) -> wire.MeetingFound | None:
+    def _offer(self, client: StoreClient, asked: wire.FindMeeting) -> None:
+        """As node 1, write where its daemon can listen. The last offer counts: that of an earlier attempt may be of a
+        daemon that is gone."""
+        identity = self._identify()
+        if identity is None or identity.node != 1 or asked.nodes < LEAST_NODES:
+            return
+        try:
+            offer = wire.MeetingFound(nodes=asked.nodes, address=_choose_address(client, asked))
+        except OSError:  # it can connect to node 0 all the same
+            return
+        key = _name_offer(identity)
+        client.ask(lambda store: store.set(key, msgspec.json.encode(offer).decode()))
+
+    def _look(self, client: StoreClient, asked: wire.FindMeeting, offers_until: float) -> wire.MeetingFound | None:
         """What is in the store; None: nothing yet."""
         identity = self._identify()
         if identity is None:
             return None
-        key = f"sentinel/meeting/{identity.run_id}"
-        if identity.rank == 0:
-            address = asked.address or _choose_address(client, asked.port)
-            word = wire.MeetingFound(nodes=asked.nodes, address=address, secret=asked.secret)
-            # A store that outlives the ranks has it already, with where the daemon of an earlier attempt listens.
-            written = client.ask(lambda store: store.compare_set(key, "", msgspec.json.encode(word).decode()))
-        elif client.ask(lambda store: store.check([key])):
-            written = client.ask(lambda store: store.get(key))
-        else:
+        key = _name_word(identity)
+        # A store that outlives the ranks has it already, with where the daemons of an earlier attempt listen.
+        if (word := _read(client, key)) is not None or identity.rank != 0:
+            return word
+        offer = _read(client, _name_offer(identity)) if asked.nodes >= LEAST_NODES else wire.MeetingFound()
+        if offer is None and time.monotonic() < offers_until:
             return None
-        return _read(written)
+        address = _choose_address(client, asked)
+        second = offer.address if offer is not None and offer.address != address else ""
+        word = wire.MeetingFound(nodes=asked.nodes, address=address, second=second, secret=asked.secret)
+        client.ask(lambda store: store.compare_set(key, "", msgspec.json.encode(word).decode()))
+        return _read(client, key)
 
 
-def _choose_address(client: StoreClient, port: int) -> str:
+def _name_word(identity: wire.Identity) -> str:
+    return f"sentinel/meeting/{identity.run_id}"
+
+
+def _name_offer(identity: wire.Identity) -> str:
+    return f"{_name_word(identity)}/offer"
+
+
+def _choose_address(client: StoreClient, asked: wire.FindMeeting) -> str:
+    """Where this node's daemon listens already, else where it can."""
+    if asked.address:
+        return asked.address
     host = find_own_address(client.host, client.port)
-    return f"{f'[{host}]' if ':' in host else host}:{port or find_free_port(host)}"
+    return f"{f'[{host}]' if ':' in host else host}:{asked.port or find_free_port(host)}"
 
 
-def _read(written: Any) -> wire.MeetingFound:
-    """Raises msgspec.DecodeError: it was written by another program."""
-    return msgspec.json.decode(bytes(written)[:_MOST_BYTES], type=wire.MeetingFound)
+def _read(client: StoreClient, key: str) -> wire.MeetingFound | None:
+    """What is under a key, if anything is. Raises msgspec.DecodeError: it was written by another program."""
+    if not client.ask(lambda store: store.check([key])):
+        return None
+    return msgspec.json.decode(client.ask(lambda store: store.get(key))[:_MOST_BYTES], type=wire.MeetingFound)

@@ -44,8 +44,8 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # tensorboard = false
 
 [cluster]                   # jobs over several nodes, the same on all of them: docs/cluster.md
-# address = "10.0.0.1:9478, 10.0.0.2:9478" # nodes 0, 1 ..., by global rank; without it they find node 0
-# port = 0                  # without an address: of node 0; 0: any free one
+# address = "10.0.0.1:9478, 10.0.0.2:9478" # nodes 0, 1 ..., by global rank; without it they are found
+# port = 0                  # without an address: of nodes 0 and 1; 0: any free one
 # routers = ["router1:7447"] # in place of an address: Zenoh routers of the site; no node listens
 # secret_file = "cluster.key" # 16 characters or more
 # tls_ca = "ca.pem"         # with tls_certificate and tls_key: mutual TLS

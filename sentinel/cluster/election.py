@@ -35,7 +35,7 @@ class Election:
 
     def __init__(self, node: int, candidates: int, now: float) -> None:
         """`candidates`: how many nodes may be the coordinator, from node 0 on."""
-        self._node, self._candidates = node, candidates
+        self._node, self.candidates = node, candidates
         self.leader: int | None = None
         """The node that is followed."""
         self.epoch, self.stamp = 0, 0.0
@@ -59,12 +59,12 @@ class Election:
 
     def is_due(self, now: float) -> bool:
         """Whether this node is to become the coordinator."""
-        return self._node < self._candidates and now >= self._due_at
+        return self._node < self.candidates and now >= self._due_at
 
     def release(self, now: float) -> None:
         """This node is the coordinator no more. All others get their turn first."""
         self.leader, self._free_at = None, now
-        self._due_at = now + LEASE_SECONDS + STAGGER_SECONDS * self._candidates
+        self._due_at = now + LEASE_SECONDS + STAGGER_SECONDS * self.candidates
 
 
 def next_epoch(epoch: int, node: int, milliseconds: int = 0) -> int:

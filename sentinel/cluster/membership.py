@@ -135,8 +135,7 @@ class Membership:
         self._steps: StepHandling | None = None
         self._reporter: StepReporter | None = None
         """None where this node judges those of the job."""
-        candidates = min(meeting.candidates, count_nodes(identity))
-        self._node = Node(identity.node, _read_clock(), now, candidates)
+        self._node = Node(identity.node, _read_clock(), now, _count_candidates(meeting, identity))
         self._lead: Lead | None = None
         """Where this node has the coordinator's role."""
         self._connection = Connection(
@@ -163,6 +162,7 @@ class Membership:
     def move(self, meeting: Meeting) -> None:
         """The nodes meet elsewhere: the job was started again, and what had been found out is lost."""
         self._connection.move(meeting)
+        self._node.election.candidates = _count_candidates(meeting, self._identity)
 
     # What the notifier and the daemon's end see of it: an outlet.
 
@@ -320,7 +320,7 @@ class Membership:
                 self._say, self.cause_finder,
             )  # fmt: skip
             self._session.lead()
-        elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._meeting.candidates > 1:
+        elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:
             self._leave_role(now)
 
     def _begin_judging(self) -> JobJudge:
@@ -566,6 +566,10 @@ class Membership:
             self._put_own(
                 msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=(*case.done, over))
             )
+
+
+def _count_candidates(meeting: Meeting, identity: wire.Identity) -> int:
+    return min(meeting.candidates, count_nodes(identity))
 
 
 def _read_clock() -> int:

@@ -31,7 +31,7 @@ class Node:
     def __init__(self, node: int, incarnation: int, now: float, candidates: int = 1) -> None:
         """`candidates`: how many nodes may be the coordinator, from node 0 on."""
         self.node, self.incarnation = node, incarnation
-        self._candidates, self.election = candidates, Election(node, candidates, now)
+        self.election = Election(node, candidates, now)
         self.last = self.applied = 0
         """Numbers of the last event, and of the last that the coordinator applied."""
         self.beat: Beat | None = None
@@ -149,7 +149,7 @@ class Node:
     def _is_replaceable(self, beat: Beat) -> bool:
         """Whether the nodes that are there can have another coordinator than the one that sent this."""
         left = [one.node for one in beat.nodes if one.state == "alive" and one.node != beat.node]
-        return 2 * len(left) > beat.expected and min(left) < self._candidates
+        return 2 * len(left) > beat.expected and min(left) < self.election.candidates
 
     def _find_incident(self, beat: Beat, case: Case) -> str:
         same = (one for one in beat.incidents if (one.attempt, one.alert) == (case.attempt, case.alert))

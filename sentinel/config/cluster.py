@@ -64,10 +64,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Whether nodes of a job meet."""
     address: str = ""
     """`host:port` on the node of global rank 0, which listens there; after commas, those of nodes 1, 2 ..., which take
-    over. $SENTINEL_CLUSTER replaces it. Without it the nodes find each other by the process group's store, and node 0
-    listens."""
+    over. $SENTINEL_CLUSTER replaces it. Without it the nodes find each other by the process group's store, and nodes 0
+    and 1 listen."""
     port: int = 0
-    """Without `address`: on which node 0 listens; 0: any free one."""
+    """Without `address`: on which nodes 0 and 1 listen; 0: any free one."""
     routers: tuple[str, ...] = ()
     """In place of `address`: `host:port` of each Zenoh router of the site. All nodes connect to one of them, and none
     listens. A secret is needed. $SENTINEL_CLUSTER, if it is set, goes before."""

@@ -76,6 +76,8 @@ def ask_for_meeting(watch: WatchedRun, hello: wire.Hello) -> None:
 
 def _announce(found: Meeting) -> str:
     words = f"the nodes of this job meet at {found.addresses[0]}, found by the process group's store"
+    if len(found.addresses) > 1:
+        words += f"; node 1 takes over, at {found.addresses[1]}"
     return words if found.takes_orders else f"{words}; they share what they see: {NO_ORDERS}"
 
 

@@ -1,8 +1,8 @@
 """How the nodes of a job find each other where no address is set: by the process group's store, which ranks reach.
 
 daemon       -> FindMeeting(port, secret) ->    the first rank of its node
-rank 0       writes address and secret into the store; the first ranks of other nodes read them
-daemon       <- MeetingFound(address, secret) <-    that rank; node 0's listens there, the others connect
+rank 0       writes node 0's address, node 1's and the secret into the store; the first ranks of other nodes read them
+daemon       <- MeetingFound(addresses, secret) <-    that rank; nodes 0 and 1 listen there, the others connect
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class MeetingSearch:
             if hello.identity.rank == 0:
                 self._fail(NOT_INSTALLED)
             return None
-        meeting = self._meeting
+        meeting, node = self._meeting, hello.identity.node
         return wire.FindMeeting(
             nodes=self._nodes,
-            address=meeting.addresses[0] if meeting.addresses else "",
+            address=meeting.addresses[node] if node < len(meeting.addresses) else "",
             port=self._port,
             secret=meeting.secret if meeting.is_public else "",
         )
@@ -52,7 +52,7 @@ class MeetingSearch:
             self._fail(f"the nodes of this job do not find each other: {why}; each is watched alone")
             return
         secret = found.secret if self._meeting.is_public else self._meeting.secret
-        meeting = self._meeting._replace(addresses=(found.address,), secret=secret)
+        meeting = self._meeting._replace(addresses=_list_addresses(found), secret=secret)
         if meeting != self._meeting:
             self._meeting = meeting
             self._join(meeting)
@@ -61,7 +61,7 @@ class MeetingSearch:
         if found.reason:
             return f"{found.reason}; {SET_ADDRESS}"
         try:
-            split_addresses(found.address, "the process group's store")
+            split_addresses(",".join(_list_addresses(found)), "the process group's store")
         except ValueError as error:
             return str(error)
         if found.nodes != self._nodes:
@@ -70,3 +70,7 @@ class MeetingSearch:
             return ""
         one, other = ("this node", "node 0") if found.secret else ("node 0", "this node")
         return f"{one} has a secret or a certificate and {other} has none: set SENTINEL_CLUSTER_SECRET on all nodes"
+
+
+def _list_addresses(found: wire.MeetingFound) -> tuple[str, ...]:
+    return (found.address, found.second) if found.second else (found.address,)

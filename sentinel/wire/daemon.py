@@ -153,8 +153,8 @@ class Ask(Message, frozen=True, kw_only=True, tag="ask"):
 
 
 class FindMeeting(Message, frozen=True, kw_only=True, tag="find-meeting"):
-    """Find out where the nodes of this job meet, by the process group's store: rank 0 writes it there, the first ranks
-    of the other nodes read it. Sent to those alone."""
+    """Find out where the nodes of this job meet, by the process group's store: rank 0 writes it there, with what the
+    first rank of node 1 wrote before; the first ranks of the other nodes read it. Sent to those alone."""
 
     nodes: int
     """Of the job."""

@@ -241,7 +241,10 @@ class MeetingFound(Message, frozen=True, kw_only=True, tag="meeting-found"):
     nodes: Integer = 0
     """Of the job, by rank 0."""
     address: Name = ""
-    """`host:port`; empty: it was not found."""
+    """`host:port`, where node 0's daemon listens; empty: it was not found."""
+    second: Name = ""
+    """`host:port`, where node 1's daemon listens and takes over; empty: it does not. Earlier versions do not read
+    it."""
     secret: Name = ""
     """That everyone in the store's reach can read; empty: each node has one of its own."""
     reason: Name = ""

@@ -249,10 +249,10 @@ def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
 
 
 class Found:
-    """What one rank sent."""
+    """What one rank sent, the only one of its node."""
 
     def __init__(self, rank: int) -> None:
-        identity = wire.Identity(run="train", run_id=RUN, rank=rank, world_size=2, local_world_size=1)
+        identity = wire.Identity(run="train", run_id=RUN, rank=rank, node=rank, world_size=3, local_world_size=1)
         self._sent: queue.Queue[wire.Message] = queue.Queue()
         self.finder = MeetingFinder(lambda: identity, self._sent.put)
 
@@ -301,6 +301,44 @@ def test_the_port_and_the_address_that_the_daemon_has_are_taken(stores: list[Any
     word = Found(0).find(msgspec.structs.replace(ASKED, port=9478, address="10.0.0.1:5"))
     assert isinstance(word, wire.MeetingFound)
     assert word.address == "10.0.0.1:5"
+
+
+def test_rank_0_puts_the_address_of_node_1_beside_its_own(stores: list[Any]) -> None:
+    stores.append(open_store())
+    asked, ranks = msgspec.structs.replace(ASKED, nodes=3), [Found(rank) for rank in range(3)]
+    for rank in reversed(ranks):
+        rank.finder.find(msgspec.structs.replace(asked, address="10.0.0.2:5") if rank is ranks[1] else asked)
+    words = [rank.wait() for rank in ranks]
+    assert words == [words[0]] * 3
+    assert isinstance(words[0], wire.MeetingFound)
+    assert (words[0].second, words[0].address[:10], words[0].secret) == ("10.0.0.2:5", "127.0.0.1:", ASKED.secret)
+
+
+@pytest.mark.parametrize("has_network", [True, False], ids=["late", "without a network"])
+def test_a_node_1_that_offers_nothing_in_time_is_not_waited_for(
+    has_network: bool, stores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_finder, "OFFER_SECONDS", 0.1)
+    stores.append(open_store())
+    asked = msgspec.structs.replace(ASKED, nodes=3, address="10.0.0.1:5")
+    word = Found(0).find(asked)
+    assert word == wire.MeetingFound(nodes=3, address="10.0.0.1:5", secret=ASKED.secret)
+    if not has_network:
+        monkeypatch.setattr(network_address, "_find_source", _find_no_route)
+    for rank in (1, 2):
+        assert Found(rank).find(msgspec.structs.replace(ASKED, nodes=3)) == word
+
+
+def test_two_nodes_with_one_address_have_it_once(stores: list[Any]) -> None:
+    stores.append(open_store())
+    asked, second = msgspec.structs.replace(ASKED, nodes=3, address="10.0.0.1:5"), Found(1)
+    second.finder.find(asked)
+    word = Found(0).find(asked)
+    assert word == second.wait() == wire.MeetingFound(nodes=3, address="10.0.0.1:5", secret=ASKED.secret)
+
+
+def _find_no_route(*_: object) -> str:
+    raise OSError("no route")
 
 
 def test_why_it_is_not_found_is_said(stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from sentinel.cluster.membership import NO_ORDERS
+from sentinel.errors import ConfigError
 from sentinel.node.question import ask_daemon
 from tests.cluster.job import SECRET, free_address
 from tests.programs import rolling
@@ -42,22 +43,23 @@ class Job:
         secret: str = SECRET,
         settings: str = "",
         master: str = "",
-        within: Sequence[Sequence[str]] = ((), ()),
+        within: Sequence[Sequence[str]] = (),
+        nodes: int = NODES,
         program: str = "rolling_nodes",
         text: str = rolling.RULES,
     ) -> None:
         """`ranks`: of each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's store;
         without `meeting` the daemons find each other. `settings`: the daemons' file. `within`: words before each
         node's command. `program` of tests/programs, and its first word: `way`. `text` of the rules."""
-        self.root, self.world = root, NODES * ranks
+        self.root, self.world = root, nodes * ranks
         rules = root / "rules.yaml"
         rules.write_text(text)
         (root / "sentinel.toml").write_text(settings)
         host, _, port = (master or free_address()).rpartition(":")
         self.nodes = []
-        for node in range(NODES):
+        for node in range(nodes):
             torchrun = (
-                f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
+                f"-m torch.distributed.run --nnodes {nodes} --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
                 f" --master-addr {host} --master-port {port} -m tests.programs.{program}"
             )
             environment = {
@@ -68,7 +70,7 @@ class Job:
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             }  # fmt: skip
             with (root / f"said{node}").open("w") as said:
-                command = [*within[node], sys.executable, *torchrun.split(), way, str(root)]
+                command = [*(within[node] if within else ()), sys.executable, *torchrun.split(), way, str(root)]
                 self.nodes.append(subprocess.Popen(command, env=environment, stderr=said))
 
     def status(self, node: int) -> dict[str, Any]:
@@ -78,6 +80,12 @@ class Job:
                 found: dict[str, Any] = run
                 return found
         return {}
+
+    def kill_daemon(self, node: int) -> None:
+        """That of a node, if there is one now: the ranks start another one."""
+        for socket in (self.root / f"run{node}").glob("*/*.sock"):
+            with contextlib.suppress(ConfigError, psutil.NoSuchProcess):
+                psutil.Process(ask_daemon(socket, "status")["pid"]).kill()
 
     def said(self, node: int) -> str:
         """On the terminal of a node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
 from tests.cluster.test_nodes import received
+from tests.cluster.test_rollback_ranks import LIMIT_SECONDS, Job
 from tests.notify.consumer import Consumer
 from tests.waiting import until
 
@@ -114,3 +116,40 @@ def test_one_node_of_three_takes_no_role_and_tells_of_itself_alone(
         assert page["alerts"][0]["labels"]["run_id"] == f"{RUN}@node-2"
         assert nodes[2].job()["view"] == "alone"
         assert received(ops) == []
+
+
+@pytest.mark.timeout(300)
+def test_node_1_takes_over_where_the_nodes_found_each_other_by_the_store(
+    ops: Consumer, private_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ranks of torchrun on three nodes, which start their daemons themselves."""
+    monkeypatch.setenv("OPS", ops.url)
+    settings = "[grouping]\nwait = '0s'\n[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'OPS'\n"
+    job = Job(private_places, nodes=3, settings=settings)
+
+    def views(node: int) -> tuple[str, str]:
+        known = job.status(node).get("job") or {}
+        return known.get("view", ""), known.get("address", "")
+
+    try:
+        until(lambda: "rollback is armed on all ranks" in job.said(0), "the nodes to meet", LIMIT_SECONDS)
+        found = re.search(
+            r"meet at (\S+), found by the process group's store; node 1 takes over, at (\S+)", job.said(0)
+        )
+        assert found is not None
+
+        def takes_over() -> bool:
+            job.kill_daemon(0)  # and the next one that its ranks start
+            return views(1) == ("coordinator", found[2]) and views(2) == ("joined", found[2])
+
+        until(takes_over, "node 1 to take over", LIMIT_SECONDS)
+        (private_places / "break").touch()
+        while (page := ops.next()["alerts"][0]["labels"])[
+            "alertname"
+        ] != "Broken":  # on a busy machine there are others
+            pass
+        assert page["run_id"] == "job-ddp"
+        until(lambda: views(0) == ("joined", found[2]), "node 0 to come back as a plain node", LIMIT_SECONDS)
+        assert "internal fault" not in "".join(job.said(node) for node in range(3))
+    finally:
+        job.close()
