@@ -15,9 +15,10 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.job_incident import CauseFinder, Page
-from sentinel.cluster.messages import Beat, Digest, Events, NodeState, OpenIncident, Pulse, RollbackOrder, decode
+from sentinel.cluster.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
 from sentinel.cluster.relay import RelayedRollback
 from sentinel.cluster.rollback import JobRollbacks
+from sentinel.cluster.silence_notices import SilenceNotices
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.errors import ProtocolError
@@ -69,6 +70,7 @@ class Lead:
         self._order: wire.Order | None = None
         self._rollback_order: RollbackOrder | None = None
         self._said = set[str]()
+        self._silences = SilenceNotices()
         self._silenced: dict[str, Case] = {}
         """The job's open incidents, as they were put."""
 
@@ -110,8 +112,8 @@ class Lead:
         if self.judge is not None:
             self.judge.tick(now)
         self.tell(now)
-        for state in self.coordinator.list_nodes(now):
-            self._say_silence(state)
+        for line in self._silences.describe_changes(self.coordinator.list_nodes(now)):
+            self._say(line)
 
     def tell(self, now: float, *, ending: bool = False) -> bool:
         """Tell people of the job's incidents that changed, and of those of which a silence began or ended. `ending`:
@@ -149,17 +151,6 @@ class Lead:
             self._said.add(key)
             self._say(f"all {nodes} nodes have met: rollback is armed on all ranks")
         self._rollback_order = job.make_order()
-
-    def _say_silence(self, state: NodeState) -> None:
-        key = f"node {state.node}"
-        if state.state == "silent" and key not in self._said:
-            self._said.add(key)
-            self._say(
-                f"{key} ({state.hostname}) is silent; its daemon or its link is down. Its last step: {state.step}"
-            )
-        elif state.state != "silent" and key in self._said:
-            self._said.discard(key)
-            self._say(f"{key} ({state.hostname}) is heard again" if state.state == "alive" else f"{key} has left")
 
 
 def restore_pages(incidents: Iterable[OpenIncident], run: str, run_id: str) -> list[Page]:
