@@ -51,7 +51,7 @@ def main() -> None:
                 monitor.log(**{signal: float(broken)})
             found["steps"] = step + 1
             training.step(step)
-            if (folder / "stop").exists():
+            if everywhere((folder / "stop").exists()):  # at one step: the others would wait
                 break
             time.sleep(0.005)
     except SystemExit as end:
