@@ -283,7 +283,7 @@ _ALL = (
         "no_gradient",
         "1",
         "min",
-        2,
+        1,
         "1 where backward passes ran and the optimizer's parameters got no gradient; absent otherwise",
     ),
     _rank(

@@ -2,7 +2,8 @@
 
 What is wrong from the start shows there: a layer that gets no gradient, weights that no step moves, a format that is
 too small. The examination has a limit of its own, and the limit wins: at most half of any 16 steps' time and 2 s in
-all; where the user gave `overhead`, at most that.
+all; where the user gave `overhead`, at most that. A sample counts as at most four times the shortest one of its tier:
+the rest was the turn of another process.
 
     steps 0 to 63       tiers 1 and 2 at each, tier 3 at every 8th
     steps 64 to 511     tiers 1 and 2 at every 4th, 8th, 16th (twice as far apart each time the step number doubles)

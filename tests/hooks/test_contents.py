@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel import wire
+from sentinel.hooks.core import governor
 from sentinel.hooks.loop import batches
 from sentinel.hooks.loop.batches import BURST, BatchFingerprints, identity_of
 from sentinel.signals import SIGNALS
@@ -203,6 +204,21 @@ def test_parameters_that_get_no_gradient_are_counted(daemon: FakeDaemon) -> None
     daemon.ended()
     assert daemon.series("parameters_without_gradient") == {0: 2.0}
     assert daemon.series("without_gradient_share") == {0: pytest.approx(12 / 19)}
+
+
+def test_that_none_gets_a_gradient_is_seen_wherever_the_norm_would_be(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(governor, "FIRST", {0: 1, 1: 1, 2: 256, 3: 256})
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        for _ in range(4):
+            loss_of(net, torch.randn(8, 6)).backward()
+            optimizer.step()
+    daemon.ended()
+    assert daemon.series("no_gradient") == dict.fromkeys(range(4), 1.0)
 
 
 def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon) -> None:

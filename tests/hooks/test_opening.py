@@ -77,6 +77,20 @@ def test_the_limit_wins(sample: float) -> None:
     assert sum(spent) <= SECONDS + 3 * sample
 
 
+def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at() -> None:
+    governor, taken = Governor(0.01, Opening()), []
+    for seq in range(STEPS):
+        if governor.due(2, seq):
+            taken.append(seq)
+            turn = 0.04 if seq % 12 == 11 else 0.0
+            for tier, seconds in ((1, 1e-4), (2, 1e-4 + turn)):
+                governor.record_sample(tier, seconds)
+            governor.record_step(seq, 2e-3 + turn, 2e-4 + turn)
+        else:
+            governor.record_step(seq, 2e-3, 0.0)
+    assert taken == list(range(STEPS))
+
+
 def test_what_the_user_gave_is_a_ceiling() -> None:
     _, free = look(Governor(0.01, Opening()), range(STEPS), step=0.01, sample=1e-4)
     _, held = look(Governor(0.001, Opening(0.001)), range(STEPS), step=0.01, sample=1e-4)

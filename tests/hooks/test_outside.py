@@ -9,7 +9,9 @@ from torch import nn
 import sentinel
 from sentinel import wire
 from sentinel.hooks.core import governor
+from sentinel.hooks.measure.probes.outside import SPACING
 from sentinel.hooks.torch_interop import discovery
+from sentinel.signals import OPENING_STEPS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -117,6 +119,21 @@ def test_other_optimizers_are_looked_for_at_first_and_before_it_is_said(
         loop.run(6)
     assert len(counted(daemon)) == 5
     assert walks == [1, 1]
+
+
+def test_looks_that_a_busy_machine_left_no_time_for_are_made_later(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(governor, "DECISIONS", (1 << 30,))
+    due, late = governor.Governor.due, OPENING_STEPS - 10
+    monkeypatch.setattr(governor.Governor, "due", lambda self, tier, seq: seq > late and due(self, tier, seq))
+    monkeypatch.setattr(governor.Governor, "rare", lambda self, seq: False)
+    net = model()
+    loop = Loop(net, sgd(net[3]))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(OPENING_STEPS + 60)
+    first = late // SPACING * SPACING + SPACING
+    assert counted(daemon) == dict.fromkeys(range(first + SPACING, first + 5 * SPACING, SPACING), 4.0)
 
 
 def test_a_gradient_that_an_earlier_stage_left_is_no_gradient(daemon: FakeDaemon) -> None:

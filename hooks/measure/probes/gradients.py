@@ -18,13 +18,17 @@ from sentinel.hooks.torch_interop.tensors import meeting_place, scalar, send_num
 
 
 class GradientNorm(Probe):
-    """L2 norm over all gradients of the optimizer, before and after clipping."""
+    """L2 norm over all gradients of the optimizer, before and after clipping; `no_gradient` where there are none."""
 
     tier = 1
 
     def before(self, step: Step) -> None:
         gradients = step.gradients
-        if gradients is None or not gradients.rows:
+        if gradients is None:
+            return
+        if not gradients.rows:
+            if step.totals.backwards and not gradients.left_out:
+                step.values["no_gradient"] = 1.0
             return
         step.values["grad_norm_applied"] = gradients.total
         if gradients.sharded is not None:
@@ -58,8 +62,6 @@ class LayerStatistics(Probe):
         step.values["parameters_without_gradient"] = float(gradients.absent)
         step.values["without_gradient_share"] = _share_without(gradients, step.parameters)
         if not gradients.rows:
-            if step.totals.backwards and not gradients.left_out:
-                step.values["no_gradient"] = 1.0
             return
         for signal, statistic in _COLUMNS.items():
             step.layers[signal] = gradients.column(statistic)

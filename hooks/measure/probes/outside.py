@@ -15,7 +15,8 @@ from sentinel.hooks.torch_interop.tensors import Sample, row_length, scalar, sen
 from sentinel.signals import OPENING_STEPS
 
 SPACING = 8
-"""Steps between two looks in the first `OPENING_STEPS`; from then on it looks where tier 3 does."""
+"""Steps between two looks in the first `OPENING_STEPS`, and until there were as many as the rule needs: a busy machine
+may leave no time for some. From then on it looks where tier 3 does."""
 CONFIRMING_LOOK = 4
 """At which other optimizers are looked for once more: one may be made after the first steps. The rule wants as many."""
 
@@ -37,7 +38,9 @@ class OutsideOptimizer(Probe):
         known = step.parameters
         if known is None or known.stream:  # the first one looks for all
             return
-        if not step.rare and (step.seq % SPACING or step.seq >= OPENING_STEPS):
+        # The first look has nothing to compare with.
+        close = step.seq < OPENING_STEPS or self._looks <= CONFIRMING_LOOK
+        if not step.rare and (step.seq % SPACING or not close):
             return
         outside, trained = known.list_outside()
         self._looks += 1
