@@ -16,7 +16,7 @@ HOOK = "[[receivers]]\nname = 'ops'\ntype = 'webhook'\n"
 TOKEN = "a1b2c3d4e5f6a7b8c9d0e1f2"
 
 
-def receiver(rest: str) -> config.Receiver:
+def receiver(rest: str) -> config.ReceiverSettings:
     return config.parse_settings(HOOK + rest, FILE).receivers[0]
 
 

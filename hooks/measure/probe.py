@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -132,6 +133,12 @@ class Probe:
     signals: ClassVar[Mapping[str, Scope]] = {}
     """What it measures that is not in `sentinel.signals`, with its scope."""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "over" in cls.__dict__ and "disarm" not in cls.__dict__:  # its name in 0.1, of which probes may be
+            warnings.warn(f"{cls.__name__}.over is called disarm now", DeprecationWarning, stacklevel=2)
+            cls.disarm = cls.__dict__["over"]  # type: ignore[method-assign]
+
     def arm(self, step: Step) -> None:
         """`step` is over, and the next one is an occasion: one of the first `EARLY`, or every 64th."""
 
@@ -142,8 +149,8 @@ class Probe:
     def pass_ended(self) -> None:
         """It is over."""
 
-    def over(self, step: Step) -> None:
-        """An occasion is over."""
+    def disarm(self, step: Step) -> None:
+        """`step` is over, for which it was armed."""
 
     def capturing(self) -> None:
         """A CUDA graph is about to be captured: what is held of autograd's graph would become part of it."""
@@ -193,7 +200,7 @@ class Probes:
         self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
         self._blind = _moments([probe for probe in probes if probe.blind], "after")
         self._enter = _moments(probes, "enter")
-        self._arm, self._over = _moments(probes, "arm", _OCCASIONS), _moments(probes, "over", _OCCASIONS)
+        self._arm, self._disarm = _moments(probes, "arm", _OCCASIONS), _moments(probes, "disarm", _OCCASIONS)
         self._begins, self._ended = (_moments(probes, name, _OCCASIONS) for name in ("pass_begins", "pass_ended"))
         self._capturing = _moments(probes, "capturing", _OCCASIONS)
         self._forget = _moments(probes, "forget", _OCCASIONS)
@@ -224,7 +231,7 @@ class Probes:
     def end_step(self, step: Step) -> None:
         """A step is over, and all else of it is measured: close an occasion, begin another."""
         if self.awake:
-            self._call(self._over, _OCCASIONS, step, always=True)
+            self._call(self._disarm, _OCCASIONS, step, always=True)
         if self._resting or self._trying:
             self._rouse()
         coming = step.seq + 1

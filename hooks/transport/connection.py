@@ -43,7 +43,7 @@ class QueuedFrame:
     seq: int | None = None
 
 
-class Connection:
+class DaemonConnection:
     """A non-blocking Unix socket. OSError: nothing listens at `path`; ProtocolError: another program does."""
 
     def __init__(self, path: Path) -> None:
@@ -189,7 +189,7 @@ NAMES = 1000
 """Files of one name: an older record is never written over."""
 
 
-class Recorder(Connection):
+class Recorder(DaemonConnection):
     """Stands where the connection to a daemon would. Raises ConfigError where the file cannot be written."""
 
     def _open_socket(self, path: Path) -> socket.socket:

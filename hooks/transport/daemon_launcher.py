@@ -20,7 +20,7 @@ from sentinel.errors import ConfigError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.transport import connection
-from sentinel.hooks.transport.connection import Connection, Recorder
+from sentinel.hooks.transport.connection import DaemonConnection, Recorder
 from sentinel.node import locks, paths
 
 LAUNCH_SECONDS = 1.0
@@ -250,7 +250,7 @@ class DaemonLocator:
         self._next = 0.0
         self._told: set[str] = set()
 
-    def dial(self, identity: wire.Identity, *, last: bool = False) -> Connection | None:
+    def dial(self, identity: wire.Identity, *, last: bool = False) -> DaemonConnection | None:
         """A connection, or None: not yet. Raises ConfigError or ProtocolError where there will be none, and why.
 
         `last`: the run is at its end, and there is no time for pauses.
@@ -263,7 +263,7 @@ class DaemonLocator:
             return self._recording(connection.name_file(record, identity), identity)
         path = self._path(identity.run_id)
         try:
-            return Connection(path)
+            return DaemonConnection(path)
         except OSError as error:
             if is_passing(error):
                 self._rest(error)
@@ -303,7 +303,7 @@ class DaemonLocator:
         if self._launcher is not None:
             self._launcher.abandon()
 
-    def _recording(self, path: Path, identity: wire.Identity) -> Connection:
+    def _recording(self, path: Path, identity: wire.Identity) -> DaemonConnection:
         made = connection.Recorder(path)
         if identity.rank == 0:
             fault_guard.say(f"recording to {made.path}; nobody watches. Afterwards: sentinel replay {made.path}")

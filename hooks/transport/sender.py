@@ -23,7 +23,7 @@ from sentinel.errors import ConfigError, ProtocolError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.unseen import Unseen, is_passing
-from sentinel.hooks.transport.connection import NO_SIGNAL, Connection, QueuedFrame, Recorder
+from sentinel.hooks.transport.connection import NO_SIGNAL, DaemonConnection, QueuedFrame, Recorder
 from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import LARGEST, Record, StepQueue, make_batch
@@ -79,7 +79,7 @@ class Sender(threading.Thread):
         self._make_heartbeat, self._heartbeat_writer = make_heartbeat, make_heartbeat()
         self._unseen = unseen or Unseen()
         self._daemon_locator = daemon_locator
-        self._connection: Connection | None = None
+        self._connection: DaemonConnection | None = None
         self._messages: deque[wire.Message] = deque(maxlen=1024)
         self._causes: deque[wire.Message] = deque(maxlen=64)
         self._stages: deque[wire.StageBegan] = deque(maxlen=64)
@@ -235,7 +235,7 @@ class Sender(threading.Thread):
                 if self._unseen.pausing:
                     self._unseen.restore(HANGS)
 
-    def _listen(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+    def _listen(self, selector: selectors.BaseSelector, connection: DaemonConnection) -> None:
         """Wake up when the daemon takes more, as long as there is more."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
         if selector.get_key(connection.socket).events != wanted:
@@ -262,7 +262,7 @@ class Sender(threading.Thread):
             connection.carry(self._heartbeat_writer.descriptors)
         self._begin(connection, identity)
 
-    def _begin(self, connection: Connection, identity: wire.Identity, *, ended: bool = False) -> None:
+    def _begin(self, connection: DaemonConnection, identity: wire.Identity, *, ended: bool = False) -> None:
         """The hello, and what an earlier connection did not get rid of."""
         self._tables.clear()
         self._pace_sent = None
@@ -270,7 +270,7 @@ class Sender(threading.Thread):
         connection.adopt(self._unsent)
         self._unsent = []
 
-    def _say_hello(self, connection: Connection, identity: wire.Identity, *, ended: bool = False) -> None:
+    def _say_hello(self, connection: DaemonConnection, identity: wire.Identity, *, ended: bool = False) -> None:
         self._greet_again, self._together = False, identity.world_size > 1
         for message in self._greet(identity, self._first_seq()):
             if isinstance(message, wire.LayerTable):
@@ -287,7 +287,7 @@ class Sender(threading.Thread):
         waiting = self.queue.head
         return waiting.seq if waiting is not None and waiting.stream == 0 else None
 
-    def _exchange(self, connection: Connection, heard: bool) -> None:
+    def _exchange(self, connection: DaemonConnection, heard: bool) -> None:
         if heard:
             for message in connection.receive():
                 self._take(message)
@@ -324,7 +324,7 @@ class Sender(threading.Thread):
             if self._unseen.pausing:
                 self._unseen.recover(f"receiving {type(message).__name__}")
 
-    def _encode(self, connection: Connection) -> None:
+    def _encode(self, connection: DaemonConnection) -> None:
         self._send_all(connection, self._causes)
         while connection.backlog < BACKLOG_BYTES and (records := self.queue.take(LARGEST)):
             for record in records:
@@ -344,7 +344,7 @@ class Sender(threading.Thread):
             self._goodbye_said = True
             connection.send(self._goodbye, lasting=False)  # said again where this connection breaks
 
-    def _by_stage(self, connection: Connection, records: list[Record]) -> Iterator[list[Record]]:
+    def _by_stage(self, connection: DaemonConnection, records: list[Record]) -> Iterator[list[Record]]:
         """`records`, cut where a stage begins; that goes out between the parts."""
         while self._stages:
             at = next((place for place, record in enumerate(records) if record.seq >= self._stages[0].seq), None)
@@ -356,7 +356,7 @@ class Sender(threading.Thread):
             records = records[at:]
         yield records
 
-    def _send_all(self, connection: Connection, messages: deque[Any]) -> None:
+    def _send_all(self, connection: DaemonConnection, messages: deque[Any]) -> None:
         while messages and connection.backlog < BACKLOG_BYTES:
             message = messages.popleft()
             try:

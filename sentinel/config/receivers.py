@@ -94,7 +94,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return where, found
 
 
-class Receiver(Endpoint, frozen=True, kw_only=True):
+class ReceiverSettings(Endpoint, frozen=True, kw_only=True):
     """`[[receivers]]`: a channel that gets alerts."""
 
     name: str
@@ -131,15 +131,15 @@ class Grouping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ReceiverKind:
     """What there is to know of one type of receivers; `KIND` in its file."""
 
-    make: Callable[[Receiver], Any] | None
+    make: Callable[[ReceiverSettings], Any] | None
     """Makes a `sentinel.notify.Receiver`; may raise ImportError. None: the run's own terminal, there is one."""
-    find_mistake: Callable[[Receiver], str] = lambda _: ""
+    find_mistake: Callable[[ReceiverSettings], str] = lambda _: ""
     """What is wrong with the settings of one, with the fix; empty where nothing is."""
     limit: tuple[int, float] | None = None
     """Messages in seconds that the vendor takes."""
     grouping: Grouping | None = None
     """Where it groups by itself, and the settings' grouping does not hold."""
-    edits: Callable[[Receiver], bool] = lambda _: False
+    edits: Callable[[ReceiverSettings], bool] = lambda _: False
     """Whether another message about a group edits the first one, without a second notification."""
     secret_url: bool = False
     """Whether a URL of its holds a secret in any case, and may have another scheme than http."""
@@ -147,7 +147,9 @@ class ReceiverKind:
     """How to get the package that it needs."""
 
 
-class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"go_on": "continue"}):
+class RouteSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"go_on": "continue"}
+):
     """`[[routes]]`: the first that matches an alert names its receivers. Without routes all receivers get it."""
 
     receivers: tuple[str, ...]
@@ -175,7 +177,7 @@ class HeartbeatSettings(Endpoint, frozen=True, kw_only=True):
     timeout: Duration = Duration(10)
 
 
-def select_receivers(routes: Sequence[Route], alert: str, severity: str, run: str, run_id: str) -> set[str]:
+def select_receivers(routes: Sequence[RouteSettings], alert: str, severity: str, run: str, run_id: str) -> set[str]:
     """Names of the receivers that routes give an alert to."""
     found = set[str]()
     for route in routes:
@@ -199,7 +201,7 @@ def find_kind(name: str) -> ReceiverKind | None:
     return kind
 
 
-def find_missing_address(receiver: Receiver) -> str:
+def find_missing_address(receiver: ReceiverSettings) -> str:
     """The mistake of a receiver that needs a URL, and names none."""
     return "" if receiver.has_address else f"{receiver.type} needs one of url, url_env and url_file, and has none"
 
@@ -214,8 +216,8 @@ class Mistake(NamedTuple):
 
 
 def mistakes(
-    receivers: Sequence[Receiver],
-    routes: Sequence[Route],
+    receivers: Sequence[ReceiverSettings],
+    routes: Sequence[RouteSettings],
     heartbeat: HeartbeatSettings | None,
     otlp: Endpoint | None = None,
 ) -> Iterator[Mistake]:
@@ -267,7 +269,9 @@ def _of_endpoint(endpoint: Endpoint, table: str, number: int, *, secret_type: st
         yield Mistake(table, number, "url", what)
 
 
-def _of_routes(routes: Sequence[Route], routed: Sequence[Receiver], receivers: Sequence[Receiver]) -> Iterator[Mistake]:
+def _of_routes(
+    routes: Sequence[RouteSettings], routed: Sequence[ReceiverSettings], receivers: Sequence[ReceiverSettings]
+) -> Iterator[Mistake]:
     names = {receiver.name for receiver in routed}
     for index, route in enumerate(routes):
         for name in sorted(set(route.receivers) - names):

@@ -17,9 +17,10 @@ import ipaddress
 import os
 import re
 import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,9 +33,9 @@ from sentinel.config.receivers import (
     SEVERITIES,
     Grouping,
     HeartbeatSettings,
-    Receiver,
     ReceiverKind,
-    Route,
+    ReceiverSettings,
+    RouteSettings,
     Severity,
     find_kind,
     find_missing_address,
@@ -47,9 +48,9 @@ from sentinel.node import small_files
 
 __all__ = [
     "RECEIVER_ENTRY_POINTS", "SEVERITIES", "ClusterSettings", "DaemonSettings", "Duration", "Grouping",
-    "HeartbeatSettings", "HistorySettings", "LinkSettings", "Receiver", "ReceiverKind", "Route", "Settings",
-    "Severity", "TrackerSettings", "duration", "find_kind", "find_missing_address", "home", "list_own_types",
-    "load", "parse_settings", "path", "size",
+    "HeartbeatSettings", "HistorySettings", "LinkSettings", "ReceiverKind", "ReceiverSettings", "RouteSettings",
+    "Settings", "Severity", "TrackerSettings", "duration", "find_kind", "find_missing_address", "home", 
+    "list_own_types", "load", "parse_settings", "path", "size",
 ]  # fmt: skip
 
 FILE = "sentinel.toml"
@@ -103,8 +104,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     cluster: ClusterSettings = ClusterSettings()
     history: HistorySettings = HistorySettings()
     trackers: TrackerSettings = TrackerSettings()
-    receivers: tuple[Receiver, ...] = ()
-    routes: tuple[Route, ...] = ()
+    receivers: tuple[ReceiverSettings, ...] = ()
+    routes: tuple[RouteSettings, ...] = ()
     heartbeat: HeartbeatSettings | None = None
     otlp: OtlpSettings | None = None
 
@@ -217,8 +218,8 @@ def _fields(table: str | None) -> tuple[str, ...]:
         "trackers": TrackerSettings,
         "heartbeat": HeartbeatSettings,
         "otlp": OtlpSettings,
-        "receivers": Receiver,
-        "routes": Route,
+        "receivers": ReceiverSettings,
+        "routes": RouteSettings,
     }
     return tables.get(table, Settings).__struct_encode_fields__
 
@@ -241,3 +242,14 @@ def _line(text: str, table: str, index: int, key: str | None) -> int:
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
     return str(error.strerror) if isinstance(error, OSError) else "not text in UTF-8"
+
+
+if not TYPE_CHECKING:  # to a type checker, any name would be one of this module's
+
+    def __getattr__(name: str) -> type[msgspec.Struct]:
+        """The names of 0.1, which receivers of other packages may import."""
+        renamed = {"Receiver": ReceiverSettings, "Route": RouteSettings}.get(name)
+        if renamed is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is called {renamed.__name__} now", DeprecationWarning, stacklevel=2)
+        return renamed

@@ -17,8 +17,8 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
     for (_, severity), number in watch.incidents.log.fired.items():
         counts[severity] = counts.get(severity, 0) + number
     cases = watch.incidents.log.cases
-    members = [folding.Member(case.id, case.parent, case.severity) for case in cases.values()]
-    worst = cases[folding.find_worst(members).id] if members else None
+    severities = [folding.IncidentSeverity(case.id, case.parent, case.severity) for case in cases.values()]
+    worst = cases[folding.find_worst(severities).id] if severities else None
     written = watch.actions.publishing.written
     return wire.RunSummary(
         steps=judged_to + 1,

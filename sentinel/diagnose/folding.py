@@ -63,7 +63,7 @@ def group_by_problem(cases: Iterable[Case]) -> list[list[Case]]:
     return [list(members) for _, members in groupby(folded, key=lambda case: case.problem_id)]
 
 
-class Member(NamedTuple):
+class IncidentSeverity(NamedTuple):
     """What decides which of several incidents is the worst."""
 
     id: str
@@ -71,11 +71,11 @@ class Member(NamedTuple):
     severity: str
 
 
-def find_worst(members: Iterable[Member]) -> Member:
+def find_worst(incidents: Iterable[IncidentSeverity]) -> IncidentSeverity:
     """The worst problem, of several the first: the incident that the others are consequences of, with the severity of
-    the worst of them. There is at least one member."""
-    known = {member.id: member for member in members}
-    worst = max(known.values(), key=lambda member: rank_severity(member.severity))
+    the worst of them. There is at least one incident."""
+    known = {incident.id: incident for incident in incidents}
+    worst = max(known.values(), key=lambda incident: rank_severity(incident.severity))
     return known.get(worst.parent, worst)._replace(severity=worst.severity)
 
 

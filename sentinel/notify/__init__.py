@@ -4,7 +4,7 @@
                                        -> Pipeline: one queue a receiver -> outbox -> Receiver.deliver
 
 One file a receiver, in `receivers/`. Other packages bring theirs under the entry point group `sentinel.receivers`: a
-callable that gets the `sentinel.config.settings.Receiver` of a settings file and returns a Receiver.
+callable that gets the `sentinel.config.settings.ReceiverSettings` of a settings file and returns a Receiver.
 """
 
 from __future__ import annotations

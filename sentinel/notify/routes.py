@@ -68,20 +68,20 @@ def _name_user(uid: int) -> str:
         return str(uid)
 
 
-def _wants(named: config.Receiver, routes: Sequence[config.Route], case: Case) -> bool:
+def _wants(named: config.ReceiverSettings, routes: Sequence[config.RouteSettings], case: Case) -> bool:
     if case.severity not in named.severities:
         return False
     return not routes or named.name in select_receivers(routes, case.alert, case.severity, case.run, case.run_id)
 
 
-def _limiter(named: config.Receiver, kind: config.ReceiverKind) -> Limiter:
+def _limiter(named: config.ReceiverSettings, kind: config.ReceiverKind) -> Limiter:
     limits = [kind.limit] if kind.limit is not None else []
     if named.rate_limit is not None:
         limits.append((named.rate_limit.most, named.rate_limit.seconds))
     return Limiter(limits)
 
 
-def _make_other(settings: config.Receiver) -> Receiver:
+def _make_other(settings: config.ReceiverSettings) -> Receiver:
     """Of a type that another package brings."""
     (entry,) = entry_points(group=config.RECEIVER_ENTRY_POINTS, name=settings.type)
     receiver: Receiver = entry.load()(settings)

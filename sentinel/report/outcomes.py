@@ -60,14 +60,14 @@ def describe_run(
 
 def _find_worst(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The incident that the worst problem began with; its severity is that of the problem."""
-    worst = folding.find_worst(make_members(cases))
+    worst = folding.find_worst(list_severities(cases))
     origin = next(case for case in cases if case["id"] == worst.id)
     return {key: origin[key] for key in ("id", "alert", "state", "step")} | {"severity": worst.severity}
 
 
-def make_members(cases: Iterable[Mapping[str, Any]]) -> Iterator[folding.Member]:
+def list_severities(cases: Iterable[Mapping[str, Any]]) -> Iterator[folding.IncidentSeverity]:
     """Of incidents as a history has them; those from before there were problems have no parent."""
-    return (folding.Member(case["id"], case.get("parent", ""), case["severity"]) for case in cases)
+    return (folding.IncidentSeverity(case["id"], case.get("parent", ""), case["severity"]) for case in cases)
 
 
 def list_going_on(runs: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from sentinel.diagnose import folding
 from sentinel.report.content import Report
 from sentinel.report.markup import escape
-from sentinel.report.outcomes import make_members
+from sentinel.report.outcomes import list_severities
 from sentinel.report.page import TITLES, format_number, is_shown, list_step_times
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
@@ -101,7 +101,7 @@ def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]], state: st
     when = " at the end" if state == "ended" else ""
     if not cases:
         return f"<p>No incident {'was' if when else 'is'} open{when}.</p>"
-    worst = folding.find_worst(make_members(sorted(cases, key=lambda case: float(case["time"]))))
+    worst = folding.find_worst(list_severities(sorted(cases, key=lambda case: float(case["time"]))))
     number, origin = next((at, case) for at, case in enumerate(report.incidents, 1) if case["id"] == worst.id)
     words = f"{origin['alert']}, {worst.severity}, step {origin['step']}"
     link = f'<a href="#case-{number}">{escape(words)}</a>' if is_shown(report, number) else escape(words)

@@ -9,7 +9,7 @@ import pytest
 
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
-from sentinel.diagnose.folding import REACH_STEPS, Member, find_parent, find_successor, find_worst, is_over
+from sentinel.diagnose.folding import REACH_STEPS, IncidentSeverity, find_parent, find_successor, find_worst, is_over
 from tests.notify.cases import case
 from tests.stock import RULES
 
@@ -40,7 +40,7 @@ def parent_of(new: Case, *others: Case, consequence_of: tuple[str, ...] = ()) ->
 
 
 @pytest.mark.parametrize(
-    ("members", "worst"),
+    ("incidents", "worst"),
     [
         ([("1", "", "warning"), ("2", "1", "critical"), ("3", "", "critical")], ("1", "", "critical")),
         ([("1", "", "info"), ("2", "", "warning"), ("3", "2", "info")], ("2", "", "warning")),
@@ -48,9 +48,9 @@ def parent_of(new: Case, *others: Case, consequence_of: tuple[str, ...] = ()) ->
     ],
 )
 def test_the_worst_problem_has_the_name_of_its_origin_and_the_severity_of_its_worst_member(
-    members: list[tuple[str, str, str]], worst: tuple[str, str, str]
+    incidents: list[tuple[str, str, str]], worst: tuple[str, str, str]
 ) -> None:
-    assert find_worst(Member(*one) for one in members) == worst
+    assert find_worst(IncidentSeverity(*one) for one in incidents) == worst
 
 
 def test_what_begins_close_to_one_on_the_same_problem_is_a_consequence() -> None:

@@ -298,7 +298,7 @@ def test_a_daemon_is_looked_for_every_few_seconds_however_long_there_is_no_descr
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(daemon_launcher, "time", clock)
-    monkeypatch.setattr(daemon_launcher, "Connection", exhausted)
+    monkeypatch.setattr(daemon_launcher, "DaemonConnection", exhausted)
     locator = DaemonLocator(tmp_path / "daemon.sock")
     while clock.now < 600:
         assert locator.dial(wire.Identity(run="r", run_id="r", session="s")) is None

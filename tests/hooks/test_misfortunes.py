@@ -80,11 +80,11 @@ import signal, socket, sys
 from pathlib import Path
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as scripts do that are piped into head
 from sentinel import wire
-from sentinel.hooks.transport.connection import Connection
+from sentinel.hooks.transport.connection import DaemonConnection
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
 listener.listen()
-connection = Connection(Path(sys.argv[1]))
+connection = DaemonConnection(Path(sys.argv[1]))
 connection.carry(tuple(map(int, sys.argv[2:])))
 listener.accept()[0].close()
 connection.send(wire.Goodbye())

@@ -73,7 +73,7 @@ def test_directions_of_the_spectrum(rank: int, used: float) -> None:
 
 def zero_after(seq: int, optimizer: Any, probe: LrSchedule) -> dict[str, float]:
     step: Any = SimpleNamespace(seq=seq, optimizer=optimizer, values={})
-    probe.over(step)
+    probe.disarm(step)
     values: dict[str, float] = step.values
     return values
 

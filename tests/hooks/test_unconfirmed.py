@@ -13,7 +13,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.hooks.core.host_memory import resident_bytes
-from sentinel.hooks.transport.connection import Connection
+from sentinel.hooks.transport.connection import DaemonConnection
 
 FRAMES, LETTERS = 35, 110_000
 TEXT = "x" * LETTERS
@@ -58,13 +58,13 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.close()
 
 
-def flushed(connection: Connection) -> None:
+def flushed(connection: DaemonConnection) -> None:
     while connection.backlog:
         select.select([], [connection.socket], [], 10)
         connection.flush()
 
 
-def handed_over(connection: Connection, frames: int) -> list[bytes]:
+def handed_over(connection: DaemonConnection, frames: int) -> list[bytes]:
     """Sends so many. What is returned lies between them in the heap, as a training loop's own small objects do."""
     between: list[bytes] = []
     for number in range(frames):
@@ -75,7 +75,7 @@ def handed_over(connection: Connection, frames: int) -> list[bytes]:
 
 
 def test_what_is_kept_is_given_back_to_the_system(reader: Reader) -> None:
-    connection = Connection(reader.path)
+    connection = DaemonConnection(reader.path)
     between = handed_over(connection, FRAMES)
     before = resident_bytes()
     connection.confirm(FRAMES)
@@ -85,10 +85,10 @@ def test_what_is_kept_is_given_back_to_the_system(reader: Reader) -> None:
 
 
 def test_what_was_not_kept_is_sent_on_the_next_connection(reader: Reader) -> None:
-    first = Connection(reader.path)
+    first = DaemonConnection(reader.path)
     handed_over(first, 3)
     first.confirm(1)
-    second = Connection(reader.path)
+    second = DaemonConnection(reader.path)
     second.adopt(first.close())
     flushed(second)
     assert [type(frame.data) for frame in second.close()] == [mmap.mmap, mmap.mmap]
@@ -102,6 +102,6 @@ def test_a_process_that_may_have_no_more_mappings(reader: Reader, monkeypatch: p
             raise OSError("Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", Refused)
-    connection = Connection(reader.path)
+    connection = DaemonConnection(reader.path)
     handed_over(connection, 2)
     assert [type(frame.data) for frame in connection.close()] == [bytes, bytes]

@@ -29,7 +29,7 @@ def main() -> None:
     """Until the end of the input."""
     database, url = Path(sys.argv[1]), sys.argv[2]
     receiver = pagerduty.PagerDuty(
-        settings.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url_env="PD_URL")
+        settings.ReceiverSettings(name="oncall", type="pagerduty", token_env="PD_KEY", url_env="PD_URL")
     )
     receiver._poster._client = receiver._poster._make_client()  # 50 ms that each child need not take
     for line in sys.stdin:

@@ -157,7 +157,7 @@ def test_a_real_alertmanager_takes_whatever_texts_there_are_and_ends_before_begi
 
 
 async def told(address: str, message: Message) -> Delivery:
-    receiver = Alertmanager(config.Receiver(name="am", type="alertmanager", url=address))
+    receiver = Alertmanager(config.ReceiverSettings(name="am", type="alertmanager", url=address))
     try:
         return await receiver.deliver(message)
     finally:

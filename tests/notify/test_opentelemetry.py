@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from sentinel.config.otlp import OtlpSettings, find_export
-from sentinel.config.settings import Duration, Receiver, parse_settings
+from sentinel.config.settings import Duration, ReceiverSettings, parse_settings
 from sentinel.daemon.telemetry import Telemetry
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
@@ -50,7 +50,7 @@ def collector() -> Iterator[Collector]:
 
 def deliver(url: str, message: Message) -> Delivery:
     async def scenario() -> Delivery:
-        receiver = opentelemetry.OpenTelemetry(Receiver(name="otel", type="opentelemetry", url=url))
+        receiver = opentelemetry.OpenTelemetry(ReceiverSettings(name="otel", type="opentelemetry", url=url))
         delivery = await receiver.deliver(message)
         await receiver.close()
         return delivery
@@ -105,7 +105,7 @@ def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector) -> None
         pipeline.put(made)
 
     async def scenario() -> None:
-        receiver = opentelemetry.OpenTelemetry(Receiver(name="otel", type="opentelemetry", url=collector.url))
+        receiver = opentelemetry.OpenTelemetry(ReceiverSettings(name="otel", type="opentelemetry", url=collector.url))
         grouping = opentelemetry.KIND.grouping
         assert grouping is not None
         route = Route("otel", receiver, lambda _: True, 30.0, grouping, Limiter(), edits=True)

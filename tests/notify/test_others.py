@@ -22,7 +22,7 @@ pytest.importorskip("apprise", reason="Apprise is not installed (pip install 'tr
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Apprise loads
 
 SECRET = "s3cr3ts3cr3ts3cr3ts3cr3t"
-MAIL = settings.Receiver(name="mail", type="apprise", url_env="MAIL_URL", timeout=Duration(20))
+MAIL = settings.ReceiverSettings(name="mail", type="apprise", url_env="MAIL_URL", timeout=Duration(20))
 
 
 class Service(Vendor):

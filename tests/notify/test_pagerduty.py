@@ -30,7 +30,7 @@ def message(*cases: object, **more: object) -> Message:
 def told(server: PagerDuty, *messages: Message) -> list[Delivery]:
     async def deliver() -> list[Delivery]:
         receiver = pagerduty.PagerDuty(
-            settings.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url=server.url)
+            settings.ReceiverSettings(name="oncall", type="pagerduty", token_env="PD_KEY", url=server.url)
         )
         try:
             return [await receiver.deliver(one) for one in messages]

@@ -31,18 +31,20 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slack]:
         yield vendor
 
 
-def bot(server: Slack, channel: str = "#training") -> config.Receiver:
-    return config.Receiver(name="team", type="slack", token_env="SLACK_TOKEN", url=f"{server.url}/api", channel=channel)
+def bot(server: Slack, channel: str = "#training") -> config.ReceiverSettings:
+    return config.ReceiverSettings(
+        name="team", type="slack", token_env="SLACK_TOKEN", url=f"{server.url}/api", channel=channel
+    )
 
 
-HOOK = config.Receiver(name="team", type="slack", url_env="SLACK_HOOK", timeout=Duration(5))
+HOOK = config.ReceiverSettings(name="team", type="slack", url_env="SLACK_HOOK", timeout=Duration(5))
 
 
 def message(*cases: object, **more: object) -> Message:
     return Message(run="train", run_id="r1", alert="LossSpike", cases=cases or (case(ranks=64),), **more)  # type: ignore[arg-type]
 
 
-def told(settings: config.Receiver, *messages: Message) -> list[Delivery]:
+def told(settings: config.ReceiverSettings, *messages: Message) -> list[Delivery]:
     async def deliver() -> list[Delivery]:
         receiver = slack.Slack(settings)
         try:

@@ -30,7 +30,9 @@ def message(*cases: object, **more: object) -> Message:
 
 def delivered(url: str, timeout: float = 5.0) -> Delivery:
     async def deliver() -> Delivery:
-        webhook = Webhook(settings.Receiver(name="ops", type="webhook", url=url, timeout=settings.Duration(timeout)))
+        webhook = Webhook(
+            settings.ReceiverSettings(name="ops", type="webhook", url=url, timeout=settings.Duration(timeout))
+        )
         try:
             return await webhook.deliver(message())
         finally:
@@ -99,7 +101,7 @@ def test_a_token_is_the_authorization_header(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OPS_TOKEN", SECRET)
 
     async def deliver(url: str) -> Delivery:
-        webhook = Webhook(settings.Receiver(name="ops", type="webhook", url=url, token_env="OPS_TOKEN"))
+        webhook = Webhook(settings.ReceiverSettings(name="ops", type="webhook", url=url, token_env="OPS_TOKEN"))
         try:
             return await webhook.deliver(message())
         finally:
@@ -163,7 +165,7 @@ def test_the_url_is_in_no_log_and_no_reason(
             monkeypatch.setenv("OPS", url)
 
             async def deliver() -> Delivery:
-                webhook = Webhook(settings.Receiver(name="ops", type="webhook", url_env="OPS"))
+                webhook = Webhook(settings.ReceiverSettings(name="ops", type="webhook", url_env="OPS"))
                 try:
                     return await webhook.deliver(message())
                 finally:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.config.settings import Receiver
+from sentinel.config import settings
+from sentinel.config.settings import ReceiverSettings
+from sentinel.hooks import Probe
 from sentinel.notify import Delivery, Message
 from sentinel.testing import FakeDaemon, deliver, make_case, make_message
 
@@ -67,7 +70,7 @@ def test_a_probe_streams_what_a_person_computes() -> None:
 class Diary:
     """A receiver that writes into a file."""
 
-    def __init__(self, settings: Receiver) -> None:
+    def __init__(self, settings: ReceiverSettings) -> None:
         self.path, self.closed = Path(settings.options["path"]), False
 
     async def deliver(self, message: Message) -> Delivery:
@@ -83,7 +86,7 @@ class Diary:
 
 
 def make_diary(path: Path) -> Diary:
-    return Diary(Receiver(name="diary", type="diary", options={"path": str(path)}))
+    return Diary(ReceiverSettings(name="diary", type="diary", options={"path": str(path)}))
 
 
 def test_a_receiver_takes_messages_and_says_how_it_went(tmp_path: Path) -> None:
@@ -96,6 +99,29 @@ def test_a_receiver_takes_messages_and_says_how_it_went(tmp_path: Path) -> None:
     assert second.startswith("r1/Divergence resolved: ")
     (refused,) = deliver(make_diary(tmp_path), firing)
     assert (refused.fault, refused.retry) == ("connection", True)
+
+
+def test_names_of_version_0_1_go_on_working() -> None:
+    with pytest.warns(DeprecationWarning, match="settings.Receiver is called ReceiverSettings now"):
+        from sentinel.config.settings import Receiver  # type: ignore[attr-defined]
+    assert Receiver is ReceiverSettings
+    with pytest.warns(DeprecationWarning, match="settings.Route is called RouteSettings now"):
+        assert settings.Route is settings.RouteSettings  # type: ignore[attr-defined]
+    assert not hasattr(settings, "Router")
+    with pytest.warns(DeprecationWarning, match="Former.over is called disarm now"):
+
+        class Former(Probe):
+            def over(self, step: Any) -> None:
+                step.values["over"] = 1.0
+
+    class Present(Former):
+        def disarm(self, step: Any) -> None:
+            super().disarm(step)
+            step.values["present"] = 2.0
+
+    step: Any = SimpleNamespace(values={})
+    Present().disarm(step)
+    assert step.values == {"over": 1.0, "present": 2.0}
 
 
 def test_a_message_is_about_ranks_and_of_any_attribute() -> None:

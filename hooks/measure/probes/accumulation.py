@@ -65,7 +65,7 @@ class ZeroGrad(Probe):
             marks = [(parameter, _mark(parameter)) for parameter, _ in self._noted]
             self._noted = [(parameter, mark) for parameter, mark in marks if mark is not None]
 
-    def over(self, step: Step) -> None:
+    def disarm(self, step: Step) -> None:
         if self._armed and self._passed:
             step.values["gradients_kept"] = self._size if self._noted and self._size is not None else 0.0
         self._armed, self._passed, self._noted = False, False, []
@@ -125,7 +125,7 @@ class LossReduction(Probe):
         if self._plain == self._seen - 1 and isinstance(roots, torch.Tensor):
             self._plain += is_plain_mean(roots.grad_fn, scaled=is_scaled(roots))
 
-    def over(self, step: Step) -> None:
+    def disarm(self, step: Step) -> None:
         totals = step.totals
         all_plain = totals.backwards == self._seen == self._plain
         loaded = totals.batches == self._seen if totals.batches else totals.forwards == self._seen >= BLIND_PASSES
@@ -221,7 +221,7 @@ class Bf16Accumulation(Probe):
         self._hooked: list[tuple[Any, Any]] = []
         """(node, handle). The node is held, as autograd would otherwise make a new one without the hook."""
 
-    def over(self, step: Step) -> None:
+    def disarm(self, step: Step) -> None:
         if self._sums:
             sums = self._sums
             self.capturing()

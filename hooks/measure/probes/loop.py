@@ -125,7 +125,7 @@ class LrSchedule(Probe):
         if step.seq == 0 and self._early:
             step.values["scheduler_first"] = max(self._planned, default=0.0)
 
-    def over(self, step: Step) -> None:
+    def disarm(self, step: Step) -> None:
         if step.seq == _LOOK:
             rates = [group["lr"] for group in step.optimizer.param_groups]
             if all(isinstance(rate, float | int) and rate == 0 for rate in rates):

@@ -26,7 +26,7 @@ _KINDS = {"critical": "failure", "warning": "warning", "info": "info"}
 class Apprise:
     """Hands messages to Apprise."""
 
-    def __init__(self, settings: config.Receiver) -> None:
+    def __init__(self, settings: config.ReceiverSettings) -> None:
         """Raises ImportError where Apprise is not installed. It is loaded in the thread: that takes half a second."""
         if importlib.util.find_spec("apprise") is None:
             raise ImportError(name="apprise")

@@ -28,7 +28,7 @@ EVENT = "sentinel.incident"
 class OpenTelemetry:
     """POSTs log records to a collector."""
 
-    def __init__(self, settings: config.Receiver) -> None:
+    def __init__(self, settings: config.ReceiverSettings) -> None:
         """Raises ImportError where the protocol's package is not installed."""
         self._protocol = importlib.import_module("sentinel.otlp.protocol")
         self._settings, self._poster = settings, Poster(settings.timeout)

@@ -30,7 +30,7 @@ SHOWN_OTHERS = 5
 SEVERITIES = {"critical": "critical", "warning": "warning", "info": "info"}
 
 
-def find_mistake(settings: config.Receiver) -> str:
+def find_mistake(settings: config.ReceiverSettings) -> str:
     """What its settings lack."""
     if settings.has_token:
         return ""
@@ -40,7 +40,7 @@ def find_mistake(settings: config.Receiver) -> str:
 class PagerDuty:
     """POSTs events. The routing key is the receiver's token."""
 
-    def __init__(self, settings: config.Receiver) -> None:
+    def __init__(self, settings: config.ReceiverSettings) -> None:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:

@@ -55,7 +55,7 @@ _BARE = {"unfurl_links": False, "unfurl_media": False}
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
-def find_mistake(settings: config.Receiver) -> str:
+def find_mistake(settings: config.ReceiverSettings) -> str:
     """What its settings lack, or have too much of."""
     if not settings.has_address and not settings.has_token:
         return "slack needs url_env or url_file (a webhook), or token_env or token_file (a bot) and channel"
@@ -69,7 +69,7 @@ def find_mistake(settings: config.Receiver) -> str:
 class Slack:
     """POSTs blocks to an incoming webhook, or to the Web API with a bot's token."""
 
-    def __init__(self, settings: config.Receiver) -> None:
+    def __init__(self, settings: config.ReceiverSettings) -> None:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:

@@ -29,7 +29,7 @@ LATEST = 253402300799.0
 class Webhook:
     """POSTs each message to a URL."""
 
-    def __init__(self, settings: config.Receiver) -> None:
+    def __init__(self, settings: config.ReceiverSettings) -> None:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:
