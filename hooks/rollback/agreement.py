@@ -12,10 +12,10 @@ restore at different steps and then wait for each other without end in a collect
 
 The daemon's commit goes out rank by rank, and the daemon may die between two of them. So neither it nor any process
 decides (`RankConsensus`): what is written is kept where it outlives its writer, on one node in the run's runtime
-directory. No collective is used: it may end on one rank and time out on another, and making its group waits for each
-lost rank in turn. The ranks of several nodes share no such directory. They write into the process group's store, which
-ends with its host. Where that happens just after `go`, some ranks have read it, and others can never learn of it: these
-do not train on (`ballots.py`).
+directory (`DirectoryBallot`). No collective is used: it may end on one rank and time out on another, and making its
+group waits for each lost rank in turn. The ranks of several nodes share no such directory. They write into the process
+group's store (`StoreBallot`), which ends with its host. Where that happens just after `go`, some ranks have read it,
+and others can never learn of it: these do not train on (`InDoubt`).
 
 A rank that has waited too long, for the verdict or for the others, writes why it did; if `go` was there before, it
 restores with the rest. `go` needs the word of every rank: a rank that could not write it cannot be left behind.
@@ -24,15 +24,18 @@ restores with the rest. `go` needs the word of every rank: a rank that could not
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from sentinel import wire
 from sentinel.errors import ConfigError
 from sentinel.hooks.core.identity import place, spans_nodes
-from sentinel.hooks.rollback.ballots import Ballot, DirectoryBallot, InDoubt, StoreBallot
+from sentinel.hooks.core.store_client import StoreClient, StoreLost
+from sentinel.node import locks, paths
 
 NOWHERE = -1
 
@@ -142,6 +145,116 @@ time-outs of process groups (NCCL 10 min, gloo 30 min): the ranks that go on wai
 _GO = "go"
 _DECIDED = "decided"
 _POLL_SECONDS_LATER = 0.02
+_MOST_CHARACTERS = 200
+_PREFIX = "sentinel/rollback/"
+
+
+class InDoubt(Exception):
+    """Whether the other ranks restore cannot be found out: this rank said that it is ready, and then lost the store."""
+
+
+class Ballot(Protocol):
+    """Words by name, which ranks write once and all can read. What is written stays."""
+
+    poll_seconds: float
+    """Between two looks, as long as the others are about to come."""
+
+    def write(self, name: str, text: str) -> str:
+        """Write it, unless it is there. Returns why it could not be written."""
+
+    def read_all(self, names: Sequence[str]) -> dict[str, str]:
+        """The ballots that are there."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class DirectoryBallot:
+    """In the run's runtime directory, which all ranks of a node share. It outlives its writers.
+
+    Each word is a symbolic link that points nowhere. Making one is atomic, fails where there is one, and carries the
+    text with it; neither making nor reading it takes a descriptor.
+    """
+
+    poll_seconds = 0.001
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError or OSError where it cannot be had."""
+        paths.private_directory(directory)
+        # As long as a rank holds it, no daemon takes the directory for a leftover.
+        self._directory, self._lock = directory, locks.hold(directory, locks.RUN, shared=True)
+        if self._lock is None:
+            raise ConfigError(f"{directory} is being cleared")
+
+    def write(self, name: str, text: str) -> str:
+        try:
+            os.symlink(text[:_MOST_CHARACTERS], self._path(name))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            return error.strerror or repr(error)
+        return ""
+
+    def read_all(self, names: Sequence[str]) -> dict[str, str]:
+        return {name: word for name in names if (word := self._read(name))}
+
+    def close(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _read(self, name: str) -> str:
+        try:
+            return os.readlink(self._path(name))
+        except OSError:
+            return ""
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{locks.AGREEMENT}{name}"
+
+
+class StoreBallot:
+    """In the store of the process group, which ranks of all nodes reach. It ends with its host."""
+
+    poll_seconds = 0.02
+
+    def __init__(self) -> None:
+        """Raises ConfigError where there is none that can be reached."""
+        try:
+            self._client = StoreClient()
+        except StoreLost as error:
+            raise ConfigError(str(error)) from None
+
+    def write(self, name: str, text: str) -> str:
+        """As of every ballot. Raises InDoubt where others may read it all the same."""
+        self._ask(lambda store: store.compare_set(_key(name), "", text[:_MOST_CHARACTERS]))
+        return ""
+
+    def read_all(self, names: Sequence[str]) -> dict[str, str]:
+        """As of every ballot. Raises InDoubt."""
+
+        def read(store: Any) -> dict[str, str]:
+            keys = [_key(name) for name in names]
+            if not store.check(keys):  # of all of them
+                keys = [key for key in keys if store.check([key])]
+            words = store.multi_get(keys) if keys else []
+            return {key.removeprefix(_PREFIX): word.decode() for key, word in zip(keys, words, strict=True)}
+
+        found: dict[str, str] = self._ask(read)
+        return found
+
+    def close(self) -> None:
+        del self._client
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        try:
+            return self._client.ask(question)
+        except StoreLost as error:
+            raise InDoubt(str(error)) from None
+
+
+def _key(name: str) -> str:
+    return _PREFIX + name
 
 
 class RankConsensus:

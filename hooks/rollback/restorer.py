@@ -31,8 +31,7 @@ from sentinel.errors import RollbackError, RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import neighbours
 from sentinel.hooks.core.unseen import Unseen, is_passing
-from sentinel.hooks.rollback.agreement import NOWHERE
-from sentinel.hooks.rollback.ballots import InDoubt
+from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt
 from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback

@@ -28,8 +28,7 @@ from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.fault_guard import defer_signals
 from sentinel.hooks.core.identity import place
 from sentinel.hooks.core.worker import start_thread
-from sentinel.hooks.rollback.agreement import NOWHERE, RankConsensus, TwoPhaseCommit
-from sentinel.hooks.rollback.ballots import InDoubt
+from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt, RankConsensus, TwoPhaseCommit
 from sentinel.text import write_lines
 
 logger = logging.getLogger(__name__)

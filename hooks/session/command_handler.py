@@ -13,7 +13,7 @@ from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core.worker import Task, Worker
 from sentinel.hooks.torch_interop import internals
-from sentinel.hooks.transport import stack_dumps
+from sentinel.hooks.transport.heartbeat_writer import format_stacks
 from sentinel.text import write_lines
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CommandHandler:
         session, collector = self._session, self._session.collector
         match message.what:
             case "stacks":
-                session.send(wire.Reply(id=message.id, ok=True, content={"text": stack_dumps.text()}))
+                session.send(wire.Reply(id=message.id, ok=True, content={"text": format_stacks()}))
             case "collectives":
                 self._tell_collectives(message)
             case "provenance" if collector is not None:

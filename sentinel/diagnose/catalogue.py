@@ -31,8 +31,7 @@ from sentinel.diagnose import (  # noqa: F401  # imported to register themselves
 )
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.explanations import find_explanation
-from sentinel.diagnose.gradient_facts import gradient_facts
-from sentinel.diagnose.moments import out_of_line
+from sentinel.diagnose.gradient_facts import describe_gradients, describe_second_moments
 from sentinel.diagnose.traced import add_origin
 
 
@@ -40,9 +39,9 @@ def diagnose(evidence: Evidence, remedy: str) -> Finding:
     """The diagnosis of an incident. `remedy` is what the rule itself says to do."""
     explain = find_explanation(evidence.alert)
     found = add_origin(evidence, explain(evidence) if explain else Finding(NOT_KNOWN, "none"))
-    facts, missing = found.evidence + out_of_line(evidence), found.missing
+    facts, missing = found.evidence + describe_second_moments(evidence), found.missing
     if evidence.about_layers:
-        facts += gradient_facts(evidence)
+        facts += describe_gradients(evidence)
         if not evidence.layers:
             missing += ("layer statistics of these steps: they are sampled, and none fell here",)
     return msgspec.structs.replace(found, evidence=facts, remedy=found.remedy or remedy, missing=missing)

@@ -1,14 +1,20 @@
-"""What the numbers say of the gradients, for rules to which layers matter."""
+"""What the numbers say of gradients and of the optimizer's second moments: facts that are added to a diagnosis."""
 
 from __future__ import annotations
 
 import math
 
 from sentinel.diagnose.evidence import Evidence, ratio_text
+from sentinel.text import join_names
+
+_OUT_OF_LINE = 10.0
+"""Times the median over layers: an order of magnitude, by judgement. The noise of batches alone makes no such ratio."""
+_SHOWN = 3
 
 
-def gradient_facts(evidence: Evidence) -> tuple[str, ...]:
-    """What left its past first, which layers grew or broke, how gradients are scaled and clipped."""
+def describe_gradients(evidence: Evidence) -> tuple[str, ...]:
+    """For rules to which layers matter: what left its past first, which layers grew or broke, how gradients are scaled
+    and clipped."""
     lines = [
         f"{sign.signal} left its past at step {evidence.step(sign.seq)}: {sign.value:.4g}, usually {sign.usual:.4g}"
         if not math.isnan(sign.usual)
@@ -27,4 +33,19 @@ def gradient_facts(evidence: Evidence) -> tuple[str, ...]:
         lines.append(f"loss scale {scale:g}")
     if "clip_limit" in evidence.last.run:
         lines.append(f"gradients are clipped to {evidence.last.run['clip_limit']:g}")
+    return tuple(lines)
+
+
+def describe_second_moments(evidence: Evidence) -> tuple[str, ...]:
+    """Layers whose second moment is out of line with the rest, or that those of all are with their gradients."""
+    lines = []
+    for rank, taken in sorted(evidence.moments.items())[:1]:
+        whose = f" on rank {rank}" if len(evidence.live) > 1 else ""
+        odd = [one for one in taken.layers if one.ratio > _OUT_OF_LINE * taken.usual > 0]
+        if odd:
+            names = join_names([f"{one.layer} ({one.ratio:.3g}x its gradient)" for one in odd], _SHOWN)
+            lines.append(f"second moments out of line at step {evidence.step(taken.seq)}{whose}: {names}")
+        elif taken.usual > _OUT_OF_LINE:
+            at = f"at step {evidence.step(taken.seq)}{whose}"
+            lines.append(f"second moments of all layers are {taken.usual:.3g}x their gradients {at}")
     return tuple(lines)

@@ -8,7 +8,7 @@ import math
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.signs import Sign
 from sentinel.notify import Message
-from sentinel.text import join_names
+from sentinel.text import drop_controls, join_names
 
 
 def rows(case: Case) -> list[tuple[str, str]]:
@@ -101,3 +101,11 @@ def describe_first_sign(case: Case) -> str:
 
 def _usually(sign: Sign) -> str:
     return "" if math.isnan(sign.usual) else f", usually {sign.usual:.3g}"
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, plain, in at most `limit` UTF-16 units, as JavaScript and Java count; an ellipsis where it was longer."""
+    units = drop_controls(text).encode("utf-16-le")
+    if len(units) <= 2 * limit:
+        return units.decode("utf-16-le")
+    return units[: 2 * (limit - 1)].decode("utf-16-le", "ignore") + "\u2026"  # half a pair is ignored

@@ -14,7 +14,7 @@ import pytest
 from sentinel import wire
 from sentinel.daemon.stalls import StallDetector
 from sentinel.diagnose.stacks import threads
-from sentinel.hooks.transport import stack_dumps
+from sentinel.hooks.transport.heartbeat_writer import format_stacks
 from sentinel.runs import Attempt
 from sentinel.wire.heartbeat_page import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, pack_heartbeat
 from tests.daemon.test_stalls import BEAT, hello
@@ -112,7 +112,7 @@ def test_stacks_are_written_without_the_sources(monkeypatch: pytest.MonkeyPatch)
     thread = threading.Thread(target=wait_here, name="waiter")
     thread.start()
     standing.wait()
-    text = stack_dumps.text()
+    text = format_stacks()
     stop.set()
     thread.join()
     (found,) = (each for each in threads(text) if each.name == "waiter")

@@ -17,8 +17,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.hooks.rollback import agreement
-from sentinel.hooks.rollback.agreement import RankConsensus
-from sentinel.hooks.rollback.ballots import InDoubt
+from sentinel.hooks.rollback.agreement import InDoubt, RankConsensus
 from sentinel.node import locks
 
 WORLD = 4

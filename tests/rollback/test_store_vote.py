@@ -16,8 +16,7 @@ from sentinel import wire
 from sentinel.errors import RunStopped
 from sentinel.hooks.core import store_client
 from sentinel.hooks.rollback import agreement
-from sentinel.hooks.rollback.agreement import RankConsensus
-from sentinel.hooks.rollback.ballots import InDoubt
+from sentinel.hooks.rollback.agreement import InDoubt, RankConsensus
 from sentinel.hooks.rollback.restorer import Restorer, Rollback
 
 WORLD = 3

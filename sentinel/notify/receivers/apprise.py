@@ -15,7 +15,6 @@ import threading
 from sentinel.config import settings as config
 from sentinel.errors import ConfigError
 from sentinel.notify import DELIVERED, Delivery, Message, wording
-from sentinel.notify.text import cut
 
 TITLE, BODY = 200, 3000
 """Characters. Apprise cuts further where a service takes less."""
@@ -73,7 +72,7 @@ class Apprise:
         if not all(services.add(url) for url in urls.split()):
             return Delivery(fault="settings", detail=f"{where} holds what is no Apprise URL", retry=True)
         kind = _KINDS.get(message.leading.severity, "info") if message.firing else "success"
-        if services.notify(title=cut(title(message), TITLE), body=body, notify_type=kind, body_format="text"):
+        if services.notify(title=wording.cut(title(message), TITLE), body=body, notify_type=kind, body_format="text"):
             return DELIVERED
         return Delivery(fault="rejected", detail="a service did not take it; Apprise does not say why", retry=True)
 
@@ -102,7 +101,7 @@ def text(message: Message) -> str:
         parts.append("\n".join([case.summary, *(f"{label}: {said}" for label, said in rows)]))
     foot = [*wording.notes(message), *wording.place(message), *wording.links(message)]
     parts += [f"{label}: {said}" for label, said in foot]
-    return cut("\n\n".join(parts), BODY)
+    return wording.cut("\n\n".join(parts), BODY)
 
 
 KIND = config.ReceiverKind(

@@ -15,7 +15,6 @@ from sentinel.errors import ConfigError
 from sentinel.notify import DELIVERED, Delivery, Message, wording
 from sentinel.notify.http import Poster
 from sentinel.notify.receivers.webhook import moment
-from sentinel.notify.text import cut
 from sentinel.text import join_names
 
 EVENTS = "https://events.pagerduty.com"
@@ -116,7 +115,7 @@ def _details(message: Message, case: Case) -> dict[str, str]:
     found["sentinel"] = __version__
     if case.runbook:
         found["runbook"] = wording.runbook(case, message)
-    return {label: cut(text, DETAIL) for label, text in found.items()}
+    return {label: wording.cut(text, DETAIL) for label, text in found.items()}
 
 
 def _links(message: Message) -> list[dict[str, str]]:
@@ -127,7 +126,7 @@ def _links(message: Message) -> list[dict[str, str]]:
 
 def _summary(text: str) -> str:
     """One line: it is read out on the phone."""
-    return cut(" ".join(text.split()), SUMMARY) or "-"
+    return wording.cut(" ".join(text.split()), SUMMARY) or "-"
 
 
 KIND = config.ReceiverKind(make=PagerDuty, find_mistake=find_mistake, limit=(100, 60.0), edits=lambda _: True)

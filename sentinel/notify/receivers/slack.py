@@ -18,7 +18,6 @@ from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
 from sentinel.notify import Delivery, Fault, Message, wording
 from sentinel.notify.http import Poster
-from sentinel.notify.text import cut
 
 API = "https://slack.com/api"
 HEADER, SECTION = 150, 3000
@@ -154,7 +153,10 @@ def payload(message: Message) -> dict[str, Any]:
     return {
         "text": escape_markup(text, TEXT),
         "blocks": [
-            {"type": "header", "text": {"type": "plain_text", "text": _fill_text(cut(title, HEADER)), "emoji": False}},
+            {
+                "type": "header",
+                "text": {"type": "plain_text", "text": _fill_text(wording.cut(title, HEADER)), "emoji": False},
+            },
             *(_section(_list_rows(case, message), room) for case in shown),
             _section(_foot(message, len(message.cases) - len(shown)), SECTION),
             *([_mark_up(links)] if links else []),
@@ -164,8 +166,8 @@ def payload(message: Message) -> dict[str, Any]:
 
 def escape_markup(text: str, limit: int) -> str:
     """Plain text as Slack's markup, in at most `limit` characters, no entity cut in two."""
-    whole = cut(text, limit).translate(_ENTITIES)
-    short = cut(whole, limit)
+    whole = wording.cut(text, limit).translate(_ENTITIES)
+    short = wording.cut(whole, limit)
     return _fill_text(short if short == whole else re.sub(r"&[a-z]{0,3}\u2026$", "\u2026", short))
 
 
@@ -215,7 +217,7 @@ def _fitting(rows: Sequence[tuple[str, str]], room: int, longest: int) -> str:
         f"*{label}*  {escape_markup(text, longest)}" if label else escape_markup(text, longest) for label, text in rows
     ]
     whole = "\n".join(lines[:SHOWN_ROWS])
-    return whole if whole == cut(whole, room) else ""
+    return whole if whole == wording.cut(whole, room) else ""
 
 
 def _fill_text(text: str) -> str:
