@@ -99,13 +99,10 @@ class RunSession:
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
         self.sender = Sender(
+            self,
             daemon_locator=daemon_locator,
-            identify=who.resolve,
-            greet=self._greet,
             receive=CommandHandler(self).receive,
-            farewell=self._farewell,
             governor=governor,
-            make_heartbeat=self._heartbeat_writer,
             unseen=accumulator.unseen,
         )
         self.meeting_finder = MeetingFinder(who.resolve, self.send)
@@ -486,7 +483,8 @@ class RunSession:
         if guard is not None:
             guard.pause()
 
-    def _heartbeat_writer(self) -> HeartbeatWriter | None:
+    def make_heartbeat_writer(self) -> HeartbeatWriter | None:
+        """None where there can be no heartbeat, which is said."""
         unseen = self.accumulator.unseen
         try:
             made = HeartbeatWriter(self.accumulator)
@@ -498,7 +496,11 @@ class RunSession:
 
     # For and from the daemon, on the sender's thread.
 
-    def _farewell(self) -> wire.Goodbye | None:
+    def identify(self) -> wire.Identity | None:
+        """Who this rank is; None as long as that is not known."""
+        return self.who.resolve()
+
+    def make_farewell(self) -> wire.Goodbye | None:
         """The goodbye of a run whose optimizers were deleted. `end` has its own goodbye."""
         if self.ended or any(stream.alive() for stream in self.streams):
             return None
@@ -509,7 +511,8 @@ class RunSession:
         self._last = _LastMoment(goodbye, self.sender.state)
         return goodbye
 
-    def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
+    def greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
+        """The hello and the layer tables. `first`: the first seq that is queued."""
         restorer, guard, streams = self.restorer, self.guard, self.streams
         self._run_id, self._rank = identity.run_id, identity.rank
         self._prints = self._prints and identity.rank == 0

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -48,24 +48,35 @@ BACKLOG_BYTES = 1024 * 1024
 """Of frames that wait for a slow reader; above it the steps wait in the queue."""
 
 
+class SenderSession(Protocol):
+    """What the sender asks the run that it sends for, on its own thread."""
+
+    def identify(self) -> wire.Identity | None:
+        """Who this rank is; None as long as that is not known."""
+
+    def greet(self, identity: wire.Identity, first: int | None) -> Iterable[wire.Message]:
+        """The hello and the layer tables. `first`: the first seq that is queued."""
+
+    def make_farewell(self) -> wire.Goodbye | None:
+        """The goodbye, once there is nothing left to watch."""
+
+    def make_heartbeat_writer(self) -> HeartbeatWriter | None:
+        """None where there is no heartbeat; asked again before each connection."""
+
+
 class Sender(threading.Thread):
     """`submit`, `post`, `wake`, `greet_again` and `stop` are for other threads, the rest is its own."""
 
     def __init__(
         self,
+        session: SenderSession,
         *,
         daemon_locator: DaemonLocator,
-        identify: Callable[[], wire.Identity | None],
-        greet: Callable[[wire.Identity, int | None], Iterable[wire.Message]],
         receive: Callable[[wire.ToRank], None],
-        farewell: Callable[[], wire.Goodbye | None],
         governor: Governor,
-        make_heartbeat: Callable[[], HeartbeatWriter | None] = lambda: None,
-        unseen: Unseen | None = None,
+        unseen: Unseen,
     ) -> None:
-        """`greet` makes the hello and the layer tables, given the first seq that is queued; `farewell` makes a goodbye
-        once there is nothing left to watch. `unseen` records what fails here.
-        `make_heartbeat` gives None where there is no heartbeat; it is asked again before each connection."""
+        """`receive` gets what the daemon sends; `unseen` records what fails here."""
         super().__init__(name="sentinel-sender", daemon=True)
         self.state = "looking for the daemon"
         """What it does, in words."""
@@ -74,10 +85,8 @@ class Sender(threading.Thread):
         self.left_record = False
         """Whether the last of the run is in a file for the daemon."""
         self.queue = StepQueue()
-        self._identify, self._greet, self._receive = identify, greet, receive
-        self._farewell, self._governor = farewell, governor
-        self._make_heartbeat, self._heartbeat_writer = make_heartbeat, make_heartbeat()
-        self._unseen = unseen or Unseen()
+        self._session, self._receive, self._governor, self._unseen = session, receive, governor, unseen
+        self._heartbeat_writer = session.make_heartbeat_writer()
         self._daemon_locator = daemon_locator
         self._connection: DaemonConnection | None = None
         self._messages: deque[wire.Message] = deque(maxlen=1024)
@@ -205,7 +214,7 @@ class Sender(threading.Thread):
     def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
         """One round, after the daemon was heard or not. False: that was the last."""
         self._beat()
-        if self._goodbye is None and (goodbye := self._farewell()) is not None:
+        if self._goodbye is None and (goodbye := self._session.make_farewell()) is not None:
             self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
         try:
             if self._connection is None:
@@ -248,10 +257,10 @@ class Sender(threading.Thread):
         return handed_over or time.monotonic() >= self._deadline
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
-        identity = self._identify()
+        identity = self._session.identify()
         last = self._goodbye is not None
         if self._heartbeat_writer is None:
-            self._heartbeat_writer = self._make_heartbeat()
+            self._heartbeat_writer = self._session.make_heartbeat_writer()
         connection = self._daemon_locator.dial(identity, last=last) if identity is not None else None
         if connection is None or identity is None:
             return
@@ -272,7 +281,7 @@ class Sender(threading.Thread):
 
     def _say_hello(self, connection: DaemonConnection, identity: wire.Identity, *, ended: bool = False) -> None:
         self._greet_again, self._together = False, identity.world_size > 1
-        for message in self._greet(identity, self._first_seq()):
+        for message in self._session.greet(identity, self._first_seq()):
             if isinstance(message, wire.LayerTable):
                 self._tables.add(message.digest)
             elif ended and isinstance(message, wire.Hello):
@@ -291,7 +300,7 @@ class Sender(threading.Thread):
         if heard:
             for message in connection.receive():
                 self._take(message)
-        if self._greet_again and (identity := self._identify()) is not None:
+        if self._greet_again and (identity := self._session.identify()) is not None:
             self._say_hello(connection, identity)
         now = time.monotonic()
         if self._urgent or self._goodbye is not None or now >= self._flush_at:
@@ -379,7 +388,7 @@ class Sender(threading.Thread):
     def _leave_record(self) -> None:
         """The run has ended before its daemon came, or before it took everything: what it lacks goes into a file, which
         it reads once it serves."""
-        goodbye, connection, identity = self._goodbye, self._connection, self._identify()
+        goodbye, connection, identity = self._goodbye, self._connection, self._session.identify()
         if goodbye is None or self.done or identity is None:
             return
         if connection is not None:

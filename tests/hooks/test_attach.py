@@ -221,7 +221,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     assert gone.ended, "at once, and not when the collector comes by"
     gone.sender.join(20)
     assert first.state == "detached"
-    assert gone._farewell() is None, "one goodbye is enough"
+    assert gone.make_farewell() is None, "one goodbye is enough"
     assert second.state != "detached"
     assert len(patches.list_installed()) == len(set(patches.list_installed())), "once, and not once a run"
 
