@@ -283,16 +283,8 @@ class _Setup:
         )  # an integration may have some
         session.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)
-        return OptimizerMonitor(
-            optimizer,
-            layers,
-            chosen,
-            accumulator=session.accumulator,
-            governor=session.governor,
-            submit=session.submit,
-            queued=session.sender.queue.records,
-            own_scale=scale if (scale := EngineLossScale(self.given[index])).found else None,
-        )
+        scale = EngineLossScale(self.given[index])
+        return OptimizerMonitor(session, optimizer, layers, chosen, own_scale=scale if scale.found else None)
 
     def _hand_over(self, session: RunSession, monitor: Monitor) -> Callable[[Any, int], None]:
         """Makes the session of an optimizer that trains the models in place of these. Holds none of them."""
@@ -395,15 +387,7 @@ def _whole(
         chosen = Probes([*probes.stock(), *probe.load_probes(points)], session.accumulator.unseen)
         layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
         session.gather()
-        return WholeStep(
-            optimizers,
-            layers,
-            chosen,
-            accumulator=session.accumulator,
-            governor=session.governor,
-            submit=session.submit,
-            queued=session.sender.queue.records,
-        )
+        return WholeStep(session, optimizers, layers, chosen)
 
     return make
 

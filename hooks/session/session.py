@@ -11,6 +11,7 @@ import functools
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -407,6 +408,11 @@ class RunSession:
         if text not in self._told and len(self._told) < LINES:
             self._told.add(text)
             fault_guard.say(text)
+
+    @property
+    def queued(self) -> deque[Record]:
+        """The records that wait to be sent."""
+        return self.sender.queue.records
 
     def submit(self, record: Record, urgent: bool) -> None:
         """A stream's step is over."""

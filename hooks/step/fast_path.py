@@ -14,10 +14,9 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.evidence.collector import EvidenceCollector
@@ -34,23 +33,25 @@ NOTE_SECONDS = 1.0
 run after a pause is known from its first step."""
 
 
+class MonitorSession(Protocol):
+    """What an optimizer's monitor has of the run that it belongs to."""
+
+    accumulator: StepAccumulator
+    governor: Governor
+
+    @property
+    def queued(self) -> deque[Record]:
+        """The records that wait to be sent. An ordinary one may be appended while there is room."""
+
+    def submit(self, record: Record, urgent: bool) -> None:
+        """Take a record; without delay, if it is urgent."""
+
+
 class FastPath(MonitorBase):
     """The part of a stream that the fast path needs. A base class and not a part of its own, to spare a call."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        layers: Layers,
-        probes: Probes,
-        *,
-        accumulator: StepAccumulator,
-        governor: Governor,
-        submit: Callable[[Record, bool], None],
-        queued: deque[Record],
-    ) -> None:
-        """`submit` takes a record, and whether it is urgent. `queued`: the records waiting to be sent; an ordinary one
-        may be appended while there is room."""
-        super().__init__(optimizer, accumulator.unseen)
+    def __init__(self, session: MonitorSession, optimizer: Any, layers: Layers, probes: Probes) -> None:
+        super().__init__(optimizer, session.accumulator.unseen)
         self.seq = 0
         """Of the next step."""
         self.layers = layers
@@ -59,10 +60,10 @@ class FastPath(MonitorBase):
         """Where the optimizer steps inside the backward pass."""
         self.alone = False
         """Whether this run has no other optimizer. Several that fill the same totals each take their part directly."""
-        self.probes, self._accumulator, self._governor = probes, accumulator, governor
-        self._submit, self._queued, self._append = submit, queued, queued.append
+        self.probes, self._accumulator, self._governor = probes, session.accumulator, session.governor
+        self._submit, self._queued, self._append = session.submit, session.queued, session.queued.append
         self._clipping = Clipping(lambda: layers.ids)
-        self._loss_outliers = LossOutlierResponse(governor, weakref.WeakMethod(self._suspect))
+        self._loss_outliers = LossOutlierResponse(session.governor, weakref.WeakMethod(self._suspect))
         self._losses = self._loss_outliers.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None

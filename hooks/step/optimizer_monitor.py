@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +19,19 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.loop.forward_passes import ORIGIN
 from sentinel.hooks.loop.grad_clipping import read_overflow, scale_left
-from sentinel.hooks.loop.step_accumulator import StepAccumulator, StepTotals
+from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probes, Step
-from sentinel.hooks.step.fast_path import FastPath
+from sentinel.hooks.step.fast_path import FastPath, MonitorSession
 from sentinel.hooks.step.monitor_base import AfterStep, BackwardGroup, BeforeStep
 from sentinel.hooks.torch_interop import internals, tensors
 from sentinel.hooks.torch_interop.internals import backward_pass_id, exclude_from_tracing
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 from sentinel.hooks.transport import records
-from sentinel.hooks.transport.records import Record, Transfers
+from sentinel.hooks.transport.records import Transfers
 
 GRADIENTS = "gradients, and what is computed of them"
 """What is not seen where that fails, in words."""
@@ -44,21 +42,15 @@ class OptimizerMonitor(FastPath):
 
     def __init__(
         self,
+        session: MonitorSession,
         optimizer: Any,
         layers: Layers,
         probes: Probes,
         *,
-        accumulator: StepAccumulator,
-        governor: Governor,
-        submit: Callable[[Record, bool], None],
-        queued: deque[Record],
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`submit` takes a record, and whether it is urgent. `queued`: the records waiting to be sent; an ordinary one
-        may be appended while there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
-        super().__init__(
-            optimizer, layers, probes, accumulator=accumulator, governor=governor, submit=submit, queued=queued
-        )
+        """`own_scale`: the loss scale of an optimizer that needs no GradScaler."""
+        super().__init__(session, optimizer, layers, probes)
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
