@@ -40,10 +40,11 @@ def test_what_init_writes_is_right_and_is_in_force() -> None:
 
 
 def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -> None:
-    """Uncommented, the file says what is so without it."""
+    """Uncommented, the file says what is so without it. Of two ways for nodes to meet it shows both, and takes one."""
     sentinel("init", str(tmp_path))
     text = (tmp_path / "sentinel.toml").read_text()
     lines = [line.removeprefix("# ") if " = " in line or "# [" in line else line for line in text.splitlines()]
+    lines = [line for line in lines if not line.startswith("routers")]
     said = config.parse_settings("\n".join(lines), tmp_path / "sentinel.toml")
     default = config.Settings()
     assert said.grouping == default.grouping
