@@ -37,19 +37,28 @@ def kept_done(job: Job, node: int) -> list[str]:
         return [text for case in history.incidents() for text in case["done"]]
 
 
+def begin_job(root: Path, way: str) -> Job:
+    """Whose nodes have met, and judge steps."""
+    job = Job(
+        root, way=way, meeting=free_address(), within=[RUN] * NODES, program="stopping_nodes", text=stopping.RULES
+    )  # fmt: skip
+    try:
+        until(lambda: meets(job), "the nodes to meet", LIMIT_SECONDS)
+        until(lambda: "loss" in job.status(1).get("values", {}), "steps to be judged", LIMIT_SECONDS)
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
 @pytest.mark.parametrize(("signal", "alert"), [("told", "Told"), ("bad", "Bad")])
 def test_a_rule_of_one_node_ends_the_ranks_of_all_at_one_step(
     signal: str, alert: str, private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `stop_on`, with a collective in `on_stop`; by the rule's action, with functions that do not come to an end."""
     monkeypatch.setenv("SENTINEL_STATE", "")
-    job = Job(
-        private_places, way=signal, meeting=free_address(), within=[RUN] * NODES, program="stopping_nodes",
-        text=stopping.RULES,
-    )  # fmt: skip
+    job = begin_job(private_places, signal)
     try:
-        until(lambda: meets(job), "the nodes to meet", LIMIT_SECONDS)
-        until(lambda: "loss" in job.status(1).get("values", {}), "steps to be judged", LIMIT_SECONDS)
         (job.root / "break").touch()
         statuses = [node.wait(LIMIT_SECONDS) for node in job.nodes]
     finally:
@@ -68,3 +77,35 @@ def test_a_rule_of_one_node_ends_the_ranks_of_all_at_one_step(
     else:
         assert "on_stop took over 1 s on rank 0" in said[0]
         assert "on_stop took over 1 s on rank 1" in said[1]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("moment", ["asked", "leaving"])
+def test_a_daemon_that_is_killed_meanwhile_leaves_all_ranks_stopped_at_one_step(
+    moment: str, private_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator's as soon as the alert fired; those of both nodes while `on_stop` runs."""
+    monkeypatch.setenv("SENTINEL_STATE", "")
+    job = begin_job(private_places, "told")
+    try:
+        (job.root / "hold").touch()
+        (job.root / "break").touch()
+        if moment == "asked":
+            until(
+                lambda: job.status(1).get("incidents") or (job.root / "leaving.1").exists(), "the alert", LIMIT_SECONDS
+            )
+            job.kill_daemon(0)
+        until(lambda: all((job.root / f"leaving.{rank}").exists() for rank in range(NODES)), "the stop", LIMIT_SECONDS)
+        if moment == "leaving":
+            for node in range(NODES):
+                job.kill_daemon(node)
+        (job.root / "hold").unlink()
+        statuses = [node.wait(LIMIT_SECONDS) for node in job.nodes]
+    finally:
+        job.close()
+    said = [" ".join(job.said(node).split()) for node in range(NODES)]
+    ranks = [json.loads((job.root / f"{rank}.json").read_text()) for rank in range(NODES)]
+    assert ranks[0] == ranks[1], said
+    assert (ranks[0]["status"], ranks[0]["sum"]) == (EXIT_BY_RULE, 3), said
+    assert statuses == [EXIT_BY_RULE] * NODES, said
+    assert "internal fault" not in "".join(said)

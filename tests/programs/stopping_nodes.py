@@ -3,9 +3,10 @@
     torchrun --nnodes N stopping_nodes.py SIGNAL FOLDER
 
 Only the last rank says that it broke, by SIGNAL: its node alone has an alert. `bad` has a rule that stops the run, the
-script names that of `told` in `stop_on`. What `monitor.on_stop` does is a collective over all ranks; of `bad`, nothing
-that ends, for which it has a second. Each rank leaves FOLDER/RANK.json: how many steps it did, the step that the
-function was given, the sum of all ranks' numbers, and the exit status that the loop saw.
+script names that of `told` in `stop_on`. What `monitor.on_stop` does is a collective over all ranks, and not before
+FOLDER/hold is gone; of `bad`, nothing that ends, for which it has a second. Each rank leaves FOLDER/RANK.json: how many
+steps it did, the step that the function was given, the sum of all ranks' numbers, and the exit status that the loop
+saw.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def main() -> None:
 
     def save(step: int) -> None:
         found["step"] = step
+        (folder / f"leaving.{training.rank}").touch()
+        while (folder / "hold").exists():
+            time.sleep(0.01)
         total = torch.tensor([training.rank + 1])
         dist.all_reduce(total)
         found["sum"] = int(total)
