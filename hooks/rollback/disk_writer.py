@@ -74,13 +74,15 @@ class DiskWriter:
         snapshots.directory(self._directory, make=True)
         snapshots.directory(self._place, make=True)
         try:
-            paths = sorted(one for each in self._list_places() for one in snapshots.list_snapshots(each))
-            found = [(step, snapshots.read_manifest(path)) for step, path in paths]
+            found = sorted(one for each in self._list_places() for one in snapshots.list_snapshots(each))
         except OSError as error:
             raise RollbackError(f"{self._directory}: cannot be read ({error.strerror})") from None
-        for step, seen in reversed(found):
+        for step, path in reversed(found):
+            seen = snapshots.read_manifest(path)
             if step < first_step:
-                break
+                if isinstance(seen, snapshots.Manifest):
+                    return step
+                continue
             if isinstance(seen, snapshots.Manifest):
                 if _is_ahead(seen):
                     continue
@@ -90,8 +92,7 @@ class DiskWriter:
                 )
             if seen.state == "unreadable":
                 raise RollbackError(f"{seen.why}: it is not known what is there; name another directory, or try again")
-        ours = [step for step, seen in found if step < first_step and isinstance(seen, snapshots.Manifest)]
-        return max(ours, default=-1)
+        return -1
 
     def _list_places(self) -> list[Path]:
         """The directory, and what nodes have in it, as far as it is seen here."""
@@ -184,7 +185,7 @@ class DiskWriter:
         if not message.ranks:
             snapshots.retain(self._place, self._keep)
             return
-        seen = node_parts.list_common(self._directory, world)
+        seen = node_parts.list_common(self._directory, world, self._keep)
         with self._void:
             own = self._list_kept()
             self._common.note(own, message.on_all, message.floor)

@@ -85,13 +85,21 @@ def list_places(place: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), place / name) for name in names if (match := _PLACE.fullmatch(name)))
 
 
-def list_common(place: Path, world: int) -> list[int]:
-    """The steps whose parts are all here, the newest first: of a directory that nodes share. Raises OSError."""
-    found: dict[int, list[directory.Manifest]] = {}
+def list_common(place: Path, world: int, most: int) -> list[int]:
+    """The newest `most` steps whose parts are all here, the newest first: of a directory that nodes share. Older ones
+    are not read: a file server has those of all nodes. Raises OSError."""
+    found: dict[int, list[Path]] = {}
     for _, own in list_places(place):
-        for snapshot in directory.list_published(own):
-            found.setdefault(snapshot.step, []).append(snapshot.manifest)
-    return sorted((step for step, parts in found.items() if _is_whole(parts, world)), reverse=True)
+        for step, path in directory.list_snapshots(own):
+            found.setdefault(step, []).append(path)
+    common: list[int] = []
+    for step in sorted(found, reverse=True):
+        if len(common) == most:
+            break
+        read = [directory.read_manifest(path) for path in found[step]]
+        if _is_whole([one for one in read if isinstance(one, directory.Manifest)], world):
+            common.append(step)
+    return common
 
 
 def _is_whole(parts: Sequence[directory.Manifest], world: int) -> bool:

@@ -221,6 +221,25 @@ def test_a_node_deletes_what_all_know_to_be_superfluous(tmp_path: Path, monkeypa
     writer.close()
 
 
+def test_of_the_snapshots_of_all_nodes_the_newest_alone_are_read(
+    disks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, read = disks[0], list[Path]()
+    shutil.copytree(disks[1], shared, dirs_exist_ok=True)
+    for rank in range(2):
+        for step in range(15, 60, 5):
+            shutil.copytree(part(shared, rank, 10), part(shared, rank, step))
+            rewrite(part(shared, rank, step), step=step)
+    shutil.rmtree(part(shared, 1, 55))
+    read_manifest = directory.read_manifest
+    monkeypatch.setattr(directory, "read_manifest", lambda path: read.append(path) or read_manifest(path))
+    assert node_parts.list_common(shared, 2, KEEP) == [50, 45]
+    assert len(read) == 5
+    read.clear()
+    Writer(shared, 0, 2, monkeypatch, step=60).close()
+    assert read == [part(shared, 0, 55)], "the newest that is there"
+
+
 def test_a_newer_part_that_can_be_copied_is_named_although_an_older_one_is_whole(
     disks: list[Path],
     ranks: Ranks,  # noqa: F811
