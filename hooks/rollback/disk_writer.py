@@ -14,6 +14,7 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.identity import leads_node, place, spans_nodes
+from sentinel.hooks.core.late_notice import say_if_late
 from sentinel.hooks.core.worker import Task, Worker
 from sentinel.hooks.snapshot import checkpoint_files, node_parts
 from sentinel.hooks.snapshot import directory as snapshots
@@ -61,7 +62,8 @@ class DiskWriter:
         """What is younger is to be set aside still: that failed when the run went back."""
         self._parent = -1
         if self._leads:
-            self._parent = self._check_directory(first_step)
+            with say_if_late(f"attach: reading {self._directory}"):
+                self._parent = self._check_directory(first_step)
         self._worker = Worker("sentinel-disk")
         self._written: Task | None = None
         self._worker.start()
@@ -205,7 +207,7 @@ class DiskWriter:
 
     def rewound(self, to: int) -> None:
         """The run went back to `to`: what is younger is void. On the training thread; a rename each, on rank 0."""
-        with self._void:
+        with say_if_late(f"rollback: setting aside what is younger in {self._place}"), self._void:
             if self._writing is not None and self._writing.seq > to:
                 self._writing = None
             self._rewinds += 1

@@ -24,6 +24,7 @@ from torch import nn
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import attempt, leads_node, spans_nodes
+from sentinel.hooks.core.late_notice import say_if_late
 from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.disk_writer import begin_line
@@ -133,10 +134,11 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
     retry, told = Retry(), ""
     restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
     while True:
-        mine = look(
-            folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
-            thorough=thorough, late=retry.over, apart=spans_nodes(),
-        )  # fmt: skip
+        with say_if_late(f"resume: reading {folder}"):
+            mine = look(
+                folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
+                thorough=thorough, late=retry.over, apart=spans_nodes(),
+            )  # fmt: skip
         whole |= {step for step, seen in mine.snapshots.items() if seen.state == "whole"}
         views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]
         match decide(views, before=before, passed=passed, restarted=restarted):

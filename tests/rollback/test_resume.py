@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import hashlib
@@ -22,13 +23,14 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import unseen
+from sentinel.hooks.core import late_notice, unseen
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import choice, directory, view
 from sentinel.hooks.snapshot.choice import Seen, follow_line
 from tests.rollback.test_disk import DATA, again, armed, write, write_two
 from tests.rollback.training import Training, assert_same
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +420,47 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
     monkeypatch.setattr(resumption, "look", look_once)
     monkeypatch.setattr(resumption, "decide", decide)
     assert ranks.resume([place, tmp_path / "mount"], before_rank=be_late) == [11, 11]
+
+
+def test_a_file_server_that_hangs_is_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe that has no writer stands for it."""
+    monkeypatch.setattr(late_notice, "LATE_SECONDS", 0.1)
+    with hanging(place, f"resume: reading {place} has taken 0.1 s", capsys):
+        assert again(Training(), place) == 11
+    training = Training()
+    restorer, _ = armed(training, place, step=11)
+    disk: Any = restorer._disk
+    with hanging(place, f"rollback: setting aside what is younger in {place} has taken 0.1 s", capsys):
+        disk.rewound(7 - 11)
+    assert directory.steps(place) == [5]
+    restorer.close()
+
+
+@contextlib.contextmanager
+def hanging(place: Path, words: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The manifest of step 10 is not to be read before these words are on the terminal."""
+    manifest = place / "step-00000010" / "manifest.json"
+    kept = manifest.rename(manifest.with_name("kept"))
+    os.mkfifo(manifest)
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(capsys.readouterr().err)
+        return words in "".join(said)
+
+    def answer() -> None:
+        until(is_said, "the line")
+        descriptor, content = os.open(manifest, os.O_WRONLY), kept.read_bytes()
+        kept.replace(manifest)
+        os.write(descriptor, content)
+        os.close(descriptor)
+
+    server = threading.Thread(target=answer)
+    server.start()
+    yield
+    server.join()
 
 
 @pytest.mark.usefixtures("short")
