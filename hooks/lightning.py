@@ -53,27 +53,27 @@ def checkpoint(directory: str | os.PathLike[str], *, before: int | None = None) 
     ones that will not do are renamed to `.ckpt.void`. Have it keep several: `save_top_k=-1`. Raises RollbackError where
     checkpoints are there and none can be used, or one cannot be read for 60 s.
     """
-    path = framework_checkpoints.choose(
-        directory, _steps_of, _flaw, before, lambda path: path.with_name(f"{path.name}.void")
-    )
-    return str(path) if path is not None else None
+    return framework_checkpoints.choose(directory, _LightningCheckpoints(), before)
 
 
-def _steps_of(path: Path) -> int | None:
-    named = _STEP.search(path.name) if path.suffix == ".ckpt" else None
-    return int(named[1]) if named and path.is_file() else None
+class _LightningCheckpoints:
+    """See `CheckpointFormat`: one file each."""
 
+    damage = framework_checkpoints.DAMAGE
 
-def _flaw(path: Path, steps: int) -> str:
-    try:
+    def read_steps(self, path: Path) -> int | None:
+        named = _STEP.search(path.name) if path.suffix == ".ckpt" else None
+        return int(named[1]) if named and path.is_file() else None
+
+    def find_flaw(self, path: Path, steps: int) -> str:
         framework_checkpoints.read_through(path)
         content = _read(path)
         if content["global_step"] != steps:
             return f"it is of step {content['global_step']}"
-        weights = content["state_dict"].items()
-        return next(filter(None, (framework_checkpoints.not_finite(name, tensor) for name, tensor in weights)), "")
-    except framework_checkpoints.DAMAGE as error:
-        raise framework_checkpoints.Incomplete(f"it cannot be read ({type(error).__name__}: {error})") from error
+        return framework_checkpoints.find_nonfinite(content["state_dict"].items())
+
+    def name_void(self, path: Path) -> Path:
+        return path.with_name(f"{path.name}.void")
 
 
 def _read(path: Path) -> Any:

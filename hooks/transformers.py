@@ -41,21 +41,23 @@ def checkpoint(output_dir: str | os.PathLike[str], *, before: int | None = None)
     will not do are renamed to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`. Raises
     RollbackError where checkpoints are there and none can be used, or one cannot be read for 60 s.
     """
-    path = framework_checkpoints.choose(
-        output_dir, _steps_of, _flaw, before, lambda path: path.with_name(f"void-{path.name}")
-    )
-    return str(path) if path is not None else None
+    return framework_checkpoints.choose(output_dir, _TrainerCheckpoints(), before)
 
 
-def _steps_of(path: Path) -> int | None:
-    named = _FOLDER.fullmatch(path.name)
-    return int(named[1]) if named and path.is_dir() else None
+class _TrainerCheckpoints:
+    """See `CheckpointFormat`: a folder each."""
 
+    @property
+    def damage(self) -> tuple[type[Exception], ...]:
+        from safetensors import SafetensorError
 
-def _flaw(path: Path, steps: int) -> str:
-    from safetensors import SafetensorError
+        return (*framework_checkpoints.DAMAGE, SafetensorError)
 
-    try:
+    def read_steps(self, path: Path) -> int | None:
+        named = _FOLDER.fullmatch(path.name)
+        return int(named[1]) if named and path.is_dir() else None
+
+    def find_flaw(self, path: Path, steps: int) -> str:
         for file in (path / "trainer_state.json", *path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.pt")):
             framework_checkpoints.read_through(file)
         # The Trainer writes it last: where it is, the rest is.
@@ -64,11 +66,10 @@ def _flaw(path: Path, steps: int) -> str:
         for archive in (path / "optimizer.pt", path / "pytorch_model.bin"):
             if archive.exists() and not zipfile.is_zipfile(archive):
                 raise framework_checkpoints.Incomplete(f"{archive.name} is cut short")
-        return next(
-            filter(None, (framework_checkpoints.not_finite(name, tensor) for name, tensor in _weights(path))), ""
-        )
-    except (*framework_checkpoints.DAMAGE, SafetensorError) as error:
-        raise framework_checkpoints.Incomplete(f"it cannot be read ({type(error).__name__}: {error})") from error
+        return framework_checkpoints.find_nonfinite(_weights(path))
+
+    def name_void(self, path: Path) -> Path:
+        return path.with_name(f"void-{path.name}")
 
 
 def _weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,9 +18,9 @@ import os
 import pickle
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -66,6 +66,23 @@ class Incomplete(Exception):
     """Files of a checkpoint are missing, cut short, or hold no checkpoint that can be read."""
 
 
+class CheckpointFormat(Protocol):
+    """How the checkpoints of one framework are read and named."""
+
+    @property
+    def damage(self) -> tuple[type[Exception], ...]:
+        """What reading a damaged one raises: `DAMAGE`, and what else this framework has."""
+
+    def read_steps(self, path: Path) -> int | None:
+        """How many steps what lies at a path has behind it, by its name; None: it is no checkpoint."""
+
+    def find_flaw(self, path: Path, steps: int) -> str:
+        """What is wrong with one, or nothing. Raises `damage`, Incomplete, and OSError where it cannot be read."""
+
+    def name_void(self, path: Path) -> Path:
+        """The place for one that is not to be used."""
+
+
 def asking() -> None:
     """The script asks where it goes on: started again, it does not begin at step 0."""
     global _asked
@@ -86,26 +103,15 @@ def find_bound(given: int | None) -> int | None:
     return min((each for each in (given, int(named) if named else None) if each is not None), default=None)
 
 
-def choose(
-    directory: str | os.PathLike[str],
-    steps_of: Callable[[Path], int | None],
-    flaw: Callable[[Path, int], str],
-    before: int | None,
-    aside: Callable[[Path], Path],
-) -> Path | None:
-    """The checkpoint to go on from; None: start from the beginning, there is none, or `before` rules out all.
-
-    `steps_of` says how many steps what lies at a path has behind it, None where it is no checkpoint. `flaw` says what
-    is wrong with one, or nothing, and raises OSError where it cannot be read, and Incomplete; `aside` names the place
-    for one that is not to be used. Raises RollbackError where checkpoints are there and none can be used, or one cannot
-    be read.
-    """
+def choose(directory: str | os.PathLike[str], kind: CheckpointFormat, before: int | None) -> str | None:
+    """The checkpoint to go on from; None: start from the beginning, there is none, or `before` rules out all. Raises
+    RollbackError where checkpoints are there and none can be used, or one cannot be read."""
     asking()
     folder, limit, retry = Path(directory).absolute(), find_bound(before), Retry()
     exchange = RankExchange("checkpoint") if group_store() is not None else None
     last = False
     while True:
-        mine = _look(folder, steps_of, flaw, limit, last=last)
+        mine = _look(folder, kind, limit, last=last)
         mine.late = retry.over
         views = [mine]
         if exchange is not None:
@@ -116,7 +122,7 @@ def choose(
             raise RollbackError(refusal)
         trouble = _find_trouble(folder, views)
         if not trouble:
-            return _conclude(folder, views[0], aside)
+            return _conclude(folder, views[0], kind)
         if last:
             raise RollbackError(f"{trouble} (for {RETRY_SECONDS:.0f} s). Nothing was changed")
         last = views[0].late
@@ -131,25 +137,20 @@ def read_through(path: Path) -> None:
             pass
 
 
-def not_finite(name: str, tensor: torch.Tensor) -> str:
-    """What is wrong with a weight, or nothing."""
-    odd = tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    return f"{name} has values that are not finite" if odd else ""
+def find_nonfinite(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The first weight that is not finite, as a flaw in words; empty where all are."""
+    for name, tensor in weights:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return f"{name} has values that are not finite"
+    return ""
 
 
-def _look(
-    folder: Path,
-    steps_of: Callable[[Path], int | None],
-    flaw: Callable[[Path, int], str],
-    limit: int | None,
-    *,
-    last: bool,
-) -> CheckpointView:
+def _look(folder: Path, kind: CheckpointFormat, limit: int | None, *, last: bool) -> CheckpointView:
     seen = CheckpointView()
     try:
         with os.scandir(folder) as entries:
             paths = [folder / entry.name for entry in entries]
-        found = {path: steps for path in paths if (steps := steps_of(path)) is not None}
+        found = {path: steps for path in paths if (steps := kind.read_steps(path)) is not None}
     except FileNotFoundError:
         return CheckpointView(absent=True)
     except OSError as error:
@@ -159,7 +160,7 @@ def _look(
             seen.unfit[path.name] = f"saved after step {limit}, the first sign of a fault"
             continue
         try:
-            why = flaw(path, steps)
+            why = _find_flaw(kind, path, steps)
         except (OSError, MemoryError) as error:
             return CheckpointView(trouble=f"{path}: cannot be read just now ({error})")
         except Incomplete as error:
@@ -177,6 +178,13 @@ def _look(
     return seen
 
 
+def _find_flaw(kind: CheckpointFormat, path: Path, steps: int) -> str:
+    try:
+        return kind.find_flaw(path, steps)
+    except kind.damage as error:
+        raise Incomplete(f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
 def _find_trouble(folder: Path, views: Sequence[CheckpointView]) -> str:
     """What keeps the ranks from a decision; empty if nothing does."""
     for rank, view in enumerate(views):
@@ -190,29 +198,29 @@ def _find_trouble(folder: Path, views: Sequence[CheckpointView]) -> str:
     return ""
 
 
-def _conclude(folder: Path, seen: CheckpointView, aside: Callable[[Path], Path]) -> Path | None:
+def _conclude(folder: Path, seen: CheckpointView, kind: CheckpointFormat) -> str | None:
     if not seen.chosen and seen.damaged:
         listed = "; ".join(f"{name}: {why}" for name, why in seen.unfit.items())
         raise RollbackError(
             f"{folder} holds checkpoints, and none can be used: {listed}. Nothing was changed. To begin at step 0, "
             "move them away"
         )
-    _set_aside(folder, seen, aside)
+    _set_aside(folder, seen, kind)
     if not seen.chosen:
         return None
     if _first():
         fault_guard.say(f"going on after {seen.steps} steps, from {folder / seen.chosen}")
-    return folder / seen.chosen
+    return str(folder / seen.chosen)
 
 
-def _set_aside(folder: Path, seen: CheckpointView, aside: Callable[[Path], Path]) -> None:
+def _set_aside(folder: Path, seen: CheckpointView, kind: CheckpointFormat) -> None:
     if not _first():
         return
     for name, why in seen.unfit.items():
-        path = folder / name
+        void = kind.name_void(folder / name)
         try:
-            path.rename(aside(path))
-            fault_guard.say(f"{name} is set aside as {aside(path).name}: {why}")
+            (folder / name).rename(void)
+            fault_guard.say(f"{name} is set aside as {void.name}: {why}")
         except OSError as error:
             fault_guard.say(f"{name} is passed over: {why}; it cannot be renamed ({error.strerror})")
 
