@@ -267,12 +267,7 @@ class _Setup:
         gathering = BackwardGathering(self.optimizers, _whole(self.models, session, points), session.governor)
         for stream in streams:
             stream.within, stream.collector = gathering, collector
-        succession = Succession(
-            self.models,
-            watches=session.watches,
-            hand_over=self._hand_over(session, monitor),
-            tell=session.tell_idle,
-        )
+        succession = Succession(session, self.models, self._hand_over(session, monitor))
         session.begin(streams, handles, guard, restorer, gathering, collector, succession)
 
     def _stream(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:

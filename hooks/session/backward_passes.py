@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -124,22 +124,29 @@ MANY_PASSES = 1024
 """The same where they are not, or where that is not known."""
 
 
+class SuccessionSession(Protocol):
+    """The run whose optimizers may have been replaced."""
+
+    def watches(self, optimizer: object) -> bool:
+        """Whether this optimizer is one of its own."""
+
+    def tell_idle(self, passes: int) -> None:
+        """So many passes, and no step of any optimizer: told once, and with 0 where one came after all."""
+
+
 class Succession:
     """Asked after each backward pass of the run, on the training thread, outside of any step."""
 
     def __init__(
         self,
+        session: SuccessionSession,
         models: Sequence[nn.Module],
-        *,
-        watches: Callable[[object], bool],
         hand_over: Callable[[Any, int], None],
-        tell: Callable[[int], None],
     ) -> None:
         """`hand_over` is called with an optimizer that trains the models in place of ours, and how many of its steps
-        were missed, as far as that is known; `tell` once with the number of passes after which there was no step of
-        any, and with 0 where one came after all."""
+        were missed, as far as that is known."""
         self._models = [weakref.ref(model) for model in models]
-        self._watches, self._hand_over, self._tell = watches, hand_over, tell
+        self._session, self._hand_over = session, hand_over
         self._handle: RemovableHandle | None = None
         self._heir: weakref.ref[Any] | None = None
         self._ids: frozenset[int] = frozenset()
@@ -166,7 +173,7 @@ class Succession:
             self._handle = register_optimizer_step_pre_hook(exclude_from_tracing(_Look(self)))
         elif not self._told and self._passes >= (TELL_PASSES if 2 * (clearings or 0) > self._passes else MANY_PASSES):
             self._told = True
-            self._tell(self._passes)
+            self._session.tell_idle(self._passes)
 
     def close(self) -> None:
         """Look at no other optimizer. Not inside a step: PyTorch iterates over such hooks while it calls them."""
@@ -175,12 +182,12 @@ class Succession:
             handle.remove()
             if self._told and self._steps:
                 self._told = False
-                self._tell(0)
+                self._session.tell_idle(0)
 
     def stepping(self, optimizer: Any) -> None:
         """An optimizer, any in this process, is about to step."""
         trained = (id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
-        if self._heir is None and not self._watches(optimizer) and any(trained):
+        if self._heir is None and not self._session.watches(optimizer) and any(trained):
             self._heir = weakref.ref(optimizer)
 
 

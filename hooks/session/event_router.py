@@ -6,19 +6,21 @@ The streams of a run. Held weakly: they die with their optimizers, whose hooks o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop import losses
-from sentinel.hooks.loop.batches import Batches
-from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.session.backward_passes import PassFilter, Succession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar, is_finite
+
+if TYPE_CHECKING:
+    from sentinel.hooks.session.session import RunSession
 
 
 class EventRouter:
@@ -26,19 +28,13 @@ class EventRouter:
 
     def __init__(
         self,
+        session: RunSession,
         streams: OptimizerMonitors,
-        *,
-        accumulator: StepAccumulator,
-        batches: Batches,
         collector: EvidenceCollector,
         succession: Succession,
-        failed: Callable[[BaseException], None],
-        capturing: Callable[[], None],
     ) -> None:
-        """`failed` and `capturing` are for the run as a whole: a pass raised, a CUDA graph is about to be captured."""
-        self._streams, self.accumulator, self.batches = streams, accumulator, batches
-        self._collector, self._failed, self.capturing = collector, failed, capturing
-        self._succession = succession
+        self.accumulator, self.batches = session.accumulator, session.batches
+        self._session, self._streams, self._collector, self._succession = session, streams, collector, succession
         self._scales = self._looked_at = False
         """A loss of this run was scaled; a probe looks at the present backward pass."""
         parts = streams.parts
@@ -97,7 +93,10 @@ class EventRouter:
             stream.start_over()
 
     def backward_failed(self, error: Exception) -> None:
-        self._failed(error)
+        self._session.report_failure(error)
+
+    def capturing(self) -> None:
+        self._session.prepare_capture()
 
     def loss_scaled(self, scaler: GradScaler) -> None:
         self._scales = True

@@ -157,15 +157,7 @@ class RunSession:
         self.accumulator.when_captured = self._announce_capture
         if len(streams) == 1:
             streams[0].alone = True
-        self._listening = EventRouter(
-            self._streams,
-            accumulator=self.accumulator,
-            batches=self.batches,
-            collector=collector,
-            succession=succession,
-            failed=self.report_failure,
-            capturing=self._capturing,
-        )
+        self._listening = EventRouter(self, self._streams, collector, succession)
         patches.listen(self._listening)
         start_thread(self.sender)
 
@@ -479,7 +471,7 @@ class RunSession:
                 content = msgspec.to_builtins(found)
                 self.send(wire.Collected(what="out_of_memory", seq=found.seq, content=content))
 
-    def _capturing(self) -> None:
+    def prepare_capture(self) -> None:
         """A CUDA graph is about to be captured: nothing of ours may be under way then."""
         if self.ended or not self.accumulator.is_training_thread():
             return
