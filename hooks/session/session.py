@@ -510,7 +510,7 @@ class RunSession:
         return goodbye
 
     def greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
-        """The hello and the layer tables. `first`: the first seq that is queued."""
+        """The hello and the layer tables. `first`: the first seq that is queued, if any is."""
         restorer, guard, streams = self.restorer, self.guard, self.streams
         self._run_id, self._rank = identity.run_id, identity.rank
         self._prints = self._prints and identity.rank == 0

@@ -55,7 +55,7 @@ class SenderSession(Protocol):
         """Who this rank is; None as long as that is not known."""
 
     def greet(self, identity: wire.Identity, first: int | None) -> Iterable[wire.Message]:
-        """The hello and the layer tables. `first`: the first seq that is queued."""
+        """The hello and the layer tables. `first`: the first seq that is queued, if any is."""
 
     def make_farewell(self) -> wire.Goodbye | None:
         """The goodbye, once there is nothing left to watch."""

@@ -49,7 +49,7 @@ from sentinel.node import small_files
 __all__ = [
     "RECEIVER_ENTRY_POINTS", "SEVERITIES", "ClusterSettings", "DaemonSettings", "Duration", "Grouping",
     "HeartbeatSettings", "HistorySettings", "LinkSettings", "ReceiverKind", "ReceiverSettings", "RouteSettings",
-    "Settings", "Severity", "TrackerSettings", "duration", "find_kind", "find_missing_address", "home", 
+    "Settings", "Severity", "TrackerSettings", "duration", "find_kind", "find_missing_address", "home",
     "list_own_types", "load", "parse_settings", "path", "size",
 ]  # fmt: skip
 
