@@ -239,27 +239,8 @@ class Daemon:
         if hello.stop_on != watch.incidents.stop_on and is_first:  # another start of the script
             watch.incidents.stop_on = hello.stop_on
             watch.incidents.replace_rules(self._rules, now)
-        # Before the old connection's end is seen: the rank lives on in this one.
-        self._peers[run.run_id, hello.identity.rank] = peer
-        self._ranks[peer] = (watch, rank)
-        self._acknowledgements.hello(peer, hello)
-        self._shutdown.served = True
-        if not hello.ended:
-            self._hold_process(peer)
-        if descriptors := peer.descriptors():
-            watch.ingest.stalls.add_rank(rank, descriptors)
-        notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
-        signals = self._processes.can_interrupt(peer.pid) and os.getuid() in (0, peer.uid)
-        peer.send(
-            wire.Welcome(
-                version=__version__,
-                notes=notes,
-                keeps=watch.store is not None,
-                signals=signals,
-                heeds_stop_on=True,
-                trackers=self._trackers.names,
-            )
-        )
+        self._connect_rank(peer, hello, watch, rank)
+        self._welcome(peer, watch)
         if unknown := explain_unknown(watch.incidents.rules, watch.incidents.stop_on):
             watch.context.tell_once(f"attach(stop_on=...): {unknown}")
         if began and run.run_id != theirs:
@@ -277,6 +258,31 @@ class Daemon:
             self._odd_versions.add((run.run_id, hello.version))
             log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
+
+    def _connect_rank(self, peer: Peer, hello: wire.Hello, watch: WatchedRun, rank: Rank) -> None:
+        """The rank lives on in this connection: to be called before the end of its old one is seen."""
+        self._peers[watch.run.run_id, hello.identity.rank] = peer
+        self._ranks[peer] = (watch, rank)
+        self._acknowledgements.hello(peer, hello)
+        self._shutdown.served = True
+        if not hello.ended:
+            self._hold_process(peer)
+        if descriptors := peer.descriptors():
+            watch.ingest.stalls.add_rank(rank, descriptors)
+
+    def _welcome(self, peer: Peer, watch: WatchedRun) -> None:
+        notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
+        signals = self._processes.can_interrupt(peer.pid) and os.getuid() in (0, peer.uid)
+        peer.send(
+            wire.Welcome(
+                version=__version__,
+                notes=notes,
+                keeps=watch.store is not None,
+                signals=signals,
+                heeds_stop_on=True,
+                trackers=self._trackers.names,
+            )
+        )
 
     def _check_room(self, run_id: str, uid: int) -> None:
         """Raises ProtocolError where a run would be one more than a user may have on a service."""
