@@ -20,6 +20,8 @@ EXIT_STOPPED = 86
 """Exit status of a run that Sentinel stopped: starting it again unchanged would meet the same fault."""
 EXIT_BY_RULE = 87
 """Exit status of a run that an alert with the action `stop` ended, on all ranks."""
+EXIT_LEFT_OUT = 88
+"""Exit status of `sentinel run` on a node without which the job goes on (`--allow-shrink`)."""
 EXIT_UNFINISHED = 85
 """Exit status of `sentinel run` where it ended the job, or has no restart left: elsewhere, or later, it may go on."""
 

@@ -21,6 +21,11 @@ def join_names(names: Sequence[str], most: int, total: int = 0) -> str:
     return ", ".join(names[:most]) + (f" and {total - most} more" if total > most else "")
 
 
+def name_nodes(nodes: Sequence[int]) -> str:
+    """`node 3`, `nodes 0, 2, 5`."""
+    return f"node{'s' if len(nodes) != 1 else ''} {join_names([str(node) for node in nodes], 8)}"
+
+
 _SHOWN_RANKS = 8
 
 

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sentinel import wire
 from sentinel.node import paths
 
@@ -65,6 +67,7 @@ class RunIdentity:
             local_rank=_number(os.environ, "LOCAL_RANK"),
             local_world_size=_number(os.environ, "LOCAL_WORLD_SIZE"),
             node=_find_node(os.environ, rank),
+            members=_read_members(os.environ),
             hostname=socket.gethostname(),
             pid=os.getpid(),
             session=self.session,
@@ -120,11 +123,19 @@ def place() -> tuple[int, int]:
 
 
 def _find_node(environment: Mapping[str, str], rank: int) -> int:
-    """Number of this node, by torchrun, by Slurm, else as if each had as many ranks."""
-    for name in ("GROUP_RANK", "SLURM_NODEID"):
+    """Number of this node, by `sentinel run`, by torchrun, by Slurm, else as if each had as many ranks."""
+    for name in ("SENTINEL_NODE", "GROUP_RANK", "SLURM_NODEID"):
         if name in environment:
             return _number(environment, name)
     return rank // neighbours() if "LOCAL_WORLD_SIZE" in environment else 0
+
+
+def _read_members(environment: Mapping[str, str]) -> wire.Members:
+    """The nodes of this attempt, where `sentinel run` may leave some out."""
+    try:
+        return msgspec.json.decode(environment.get("SENTINEL_MEMBERS", "{}"), type=wire.Members)
+    except msgspec.DecodeError:  # not of our `sentinel run`
+        return wire.Members()
 
 
 def neighbours() -> int:

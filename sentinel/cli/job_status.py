@@ -26,7 +26,7 @@ def lines(job: dict[str, Any]) -> list[str]:
 
 def is_stale(job: Mapping[str, Any]) -> bool:
     """Whether the coordinator is not heard, and what is known of other nodes is what it said last."""
-    return job["view"] in ("local view", "alone")
+    return job["view"] in ("local view", "alone", "left out")
 
 
 def describe_view(job: Mapping[str, Any]) -> str:
@@ -36,6 +36,7 @@ def describe_view(job: Mapping[str, Any]) -> str:
         "coordinator": f"coordinator, at {job['address']}",
         "joined": f"node {job['node']}, coordinator at {job['address']}",
         "local view": f"node {job['node']}, local view only: {silent}",
+        "left out": f"node {job['node']}, left out: the job goes on without it (--allow-shrink)",
         "alone": f"node {job['node']}, local view only, and tells people by itself: {silent}",
     }
     return views[job["view"]]

@@ -17,6 +17,7 @@ import sentinel
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, plain
+from sentinel.supervise.job_nodes import find_job_nodes
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
@@ -44,9 +45,23 @@ _BLIND = frozenset({"-I", "-E", "-S"})
     show_default=True,
     help="Seconds before the first restart; each further one waits twice as long.",
 )
+@click.option(
+    "--allow-shrink",
+    metavar="MIN",
+    type=click.IntRange(min=1),
+    help="Go on without nodes that are lost, with more than half of those before and at least MIN. The command needs "
+    "{nodes} and {node_rank} in it, and this node's number is $SENTINEL_NODE_RANK of $SENTINEL_NODES.",
+)
 @json_option("Report on stderr as JSON lines instead of sentences. Linux only.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-def run(name: str | None, restarts: int | None, pause: float, as_json: bool, command: tuple[str, ...]) -> None:
+def run(
+    name: str | None,
+    restarts: int | None,
+    pause: float,
+    allow_shrink: int | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
     """Run a training command under watch, without code changes, and start it again when it fails.
 
     Sentinel attaches at the first backward pass, in every process of the command that trains: ranks are one run. Where
@@ -62,6 +77,7 @@ def run(name: str | None, restarts: int | None, pause: float, as_json: bool, com
                  85  no restart is left, or it cannot be started again here:
                      elsewhere, or later, it may go on
                  86  do not requeue: the same fault came back at the same step
+                 88  the job goes on without this node (--allow-shrink)
 
     \b
     Example:  sentinel run -- python train.py --lr 3e-4
@@ -72,14 +88,15 @@ def run(name: str | None, restarts: int | None, pause: float, as_json: bool, com
     if Path(command[0]).name.startswith("python") and (blind := _BLIND.intersection(options)):
         echo(f"sentinel: with {min(blind)} Python does not see Sentinel: training is unmonitored", err=True)
     made = environment(os.environ, command, name)
+    nodes = find_job_nodes(allow_shrink, os.environ, command) if allow_shrink is not None else None
     if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # one inside another has nothing to do
-        execute(command, made)
+        execute(command if nodes is None else nodes.fill(command), made)
     from sentinel.supervise.supervisor import Supervisor, leave
 
     with _starting(command[0]):
         status = Supervisor(
             command, made, restarts=RESTARTS if restarts is None else restarts, always=restarts is not None,
-            pause=pause, over_nodes=_spread(os.environ, command), as_json=as_json,
+            pause=pause, over_nodes=nodes is not None or _spread(os.environ, command), nodes=nodes, as_json=as_json,
         ).run()  # fmt: skip
     leave(status)
 

@@ -9,7 +9,7 @@ from sentinel import wire
 from sentinel.cluster.election import COUNTED_SECONDS, TRIAL_SECONDS, find_leader, next_epoch
 from sentinel.cluster.job_incident import JobIncident, JobIncidents, Page
 from sentinel.cluster.messages import Beat, Events, NodeState, OpenIncident, Pulse, RollbackOrder
-from sentinel.cluster.restart import JobMember, RestartOrders
+from sentinel.cluster.restart import JobMember, RestartOrders, find_proposed
 from sentinel.diagnose.case import Case
 
 SILENT_SECONDS = 10.0
@@ -24,6 +24,7 @@ ORPHAN_SECONDS = 60.0
 ASK_SECONDS = 1.0
 """Between two questions for the same events."""
 BEAT_INCIDENTS = 1000
+_ALL = wire.Members()
 
 
 class KnownNode:
@@ -41,12 +42,29 @@ class KnownNode:
         self.asked = -ASK_SECONDS
         self.stamp = -math.inf
         """Of our last beat that it followed."""
+        self.bound: wire.JobReport | None = None
+        """The report that binds it furthest."""
+        self.completed = False
+        """Whether its command came to its end well."""
 
     @property
     def counted_stamp(self) -> float:
         """Of our last beat that it followed; without an end where it left in order and was counted on: it follows no
         other coordinator."""
         return math.inf if self.pulse.leaving and self.heard - self.stamp < COUNTED_SECONDS else self.stamp
+
+    def note_job(self, job: wire.JobReport | None) -> None:
+        """What its supervisor said last, be it gone; of an older pulse, maybe."""
+        if job is None:
+            return
+        self.completed = self.completed or job.status == 0
+        if self.bound is None or _order_job(job) >= _order_job(self.bound):
+            self.bound = job
+
+    def describe_job(self, now: float) -> JobMember:
+        """For orders."""
+        counted = now - self.stamp < COUNTED_SECONDS
+        return JobMember(self.state(now), self.pulse.job, is_counted=counted, completed=self.completed)
 
     def state(self, now: float) -> NodeState:
         """For the beat."""
@@ -69,13 +87,16 @@ class KnownNode:
 class Coordinator:
     """Applies each node's events once, in order, and makes the job's incidents of them."""
 
-    def __init__(self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Page] = ()) -> None:
-        """`node`: the one whose daemon has the role. `expected`: nodes of the job. `pages`: what an earlier one told
-        people of, and not that it is over."""
-        self.node, self.expected = node, expected
+    def __init__(
+        self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Page] = (),
+        members: wire.Members = _ALL,
+    ) -> None:  # fmt: skip
+        """`node`: the one whose daemon has the role. `expected`: nodes of the job, and `members`, which they are.
+        `pages`: what an earlier one told people of, and not that it is over."""
+        self.node, self.expected, self.members = node, expected, members
         self.epoch = self._first_epoch = epoch
         self.incidents = JobIncidents(pages)
-        self.orders = RestartOrders(expected)
+        self._orders = RestartOrders(expected)
         self.nodes: dict[int, KnownNode] = {}
         """By number, its own among them."""
         self._began = now
@@ -100,21 +121,45 @@ class Coordinator:
         return not self.is_acting(now) and (beat.acting or beat.node < self.node)
 
     def _find_acting_end(self) -> float:
-        stamps = sorted((known.counted_stamp for known in self.nodes.values()), reverse=True)
-        needed = self.expected // 2 + 1
+        """Until when it counts on more than half of the nodes; and of those that may have been agreed on to go on
+        without the others: it does not know whether another coordinator already counts on these alone."""
+        if not self.members.has(self.node):
+            return -math.inf
+        proposed = {find_proposed(known.bound) for known in self.nodes.values()}
+        return min(self._find_majority_end(nodes) for nodes in proposed | {self.members.nodes})
+
+    def _find_majority_end(self, nodes: tuple[int, ...]) -> float:
+        """`nodes`: (): all."""
+        among = (known.counted_stamp for node, known in self.nodes.items() if not nodes or node in nodes)
+        stamps = sorted(among, reverse=True)
+        needed = (len(nodes) or self.expected) // 2 + 1
         return stamps[needed - 1] + COUNTED_SECONDS if len(stamps) >= needed else -math.inf
+
+    def _adopt(self, members: wire.Members) -> None:
+        """A node has begun a start with these: all of them agreed to that before. Others count no more."""
+        self.members, self.expected = members, members.count(self.expected)
+        self._orders = RestartOrders(self.expected)
+        for node in [node for node in self.nodes if not members.has(node)]:
+            del self.nodes[node]
+            self.incidents.close_unknown(node, set(), f"node {node} was left out of the job")
 
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
         """A node is there. Returns whether its job, or a rollback, stands otherwise than before."""
+        if not self.members.has(pulse.node):
+            return False
+        if (job := pulse.job or pulse.last_job) is not None and job.members.start > self.members.start:
+            self._adopt(job.members)
         if pulse.epoch > self.epoch:  # it followed another one meanwhile: below that epoch it follows none
             self.epoch = next_epoch(pulse.epoch, self.node)
         known = self.nodes.get(pulse.node)
         before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:
-            self.nodes[pulse.node] = KnownNode(pulse, now)
+            self.nodes[pulse.node] = fresh = KnownNode(pulse, now)
+            fresh.note_job(known.bound if known is not None else None)
         elif pulse.incarnation == known.pulse.incarnation:
             newest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
             known.pulse, known.heard, known.gone = newest, now, False
+        self.nodes[pulse.node].note_job(job)
         latest = self.nodes[pulse.node].pulse
         follows = self._first_epoch <= pulse.epoch and find_leader(pulse.epoch) == self.node
         if follows and pulse.incarnation == latest.incarnation and pulse.stamp <= now:
@@ -137,7 +182,7 @@ class Coordinator:
                     known.known.add(given.case.id)
         known.applied = max(known.applied, events.upto)
         if known.known is not None and known.applied >= known.pulse.last:
-            self.incidents.close_unknown(events.node, known.known)
+            self.incidents.close_unknown(events.node, known.known, f"the daemon of node {events.node} was restarted")
             known.known = None
 
     def drop_node(self, node: int) -> None:
@@ -169,7 +214,7 @@ class Coordinator:
             for known in self.nodes.values():
                 known.handed_out = known.applied
         if self._has_caught_up() or now > self._close_pages_at:
-            changes += self.incidents.close_pages(self._list_caught_up())
+            changes += self.incidents.close_pages(self._list_caught_up().union(self.members.left_out))
         return changes
 
     def _has_settled(self, now: float) -> bool:
@@ -193,14 +238,14 @@ class Coordinator:
 
     def order_nodes(self, now: float) -> wire.Order | None:
         """What all nodes are to do now."""
-        return self.orders.decide(self._list_members(now), now) if self.is_acting(now) else None
+        return self._orders.decide(self._list_members(now), now, self.epoch) if self.is_acting(now) else None
 
     def name_missing(self, now: float) -> str:
         """The nodes that are not heard, or have not ended what another ended."""
-        return self.orders.name_missing(self._list_members(now))
+        return self._orders.name_missing(self._list_members(now))
 
     def _list_members(self, now: float) -> list[JobMember]:
-        return [JobMember(known.state(now), known.pulse.job) for known in self.nodes.values()]
+        return [known.describe_job(now) for known in self.nodes.values()]
 
     def make_beat(
         self, now: float, *, leaving: bool = False, order: wire.Order | None = None,
@@ -214,12 +259,17 @@ class Coordinator:
             stamp=now,
             acting=acting,
             expected=self.expected,
+            members=self.members,
             nodes=self.list_nodes(now),
             incidents=tuple(map(_outline, self.incidents.list_open()[-BEAT_INCIDENTS:])),
             leaving=leaving,
             order=order if acting else None,
             rollback=rollback if acting else None,
         )
+
+
+def _order_job(job: wire.JobReport) -> tuple[int, int, int]:
+    return job.start, job.promised, job.accepted.epoch if job.accepted is not None else 0
 
 
 def _outline(page: Page) -> OpenIncident:

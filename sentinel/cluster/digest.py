@@ -161,11 +161,11 @@ class JobSteps:
     fourth. Of the others what is rare stays. A node that said nothing for `PATIENCE_SECONDS` is not missed.
     """
 
-    def __init__(self, own: int, nodes: int) -> None:
-        """`own`: the coordinator's node. `nodes`: that the job has; each is waited for, for a while."""
+    def __init__(self, own: int, nodes: Iterable[int]) -> None:
+        """`own`: the coordinator's node. `nodes`: those of the job; each is waited for, for a while."""
         self._own = own
         self._alignment = Alignment[NodeStep](seconds=PATIENCE_SECONDS, steps=_NEVER)
-        self._alignment.join_all(range(nodes))
+        self._alignment.join_all(nodes)
         self.reached: dict[int, int] = {}
         """Node -> the last step that it need not send again."""
         self.nodes: dict[int, int] = {}

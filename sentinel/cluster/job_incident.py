@@ -167,14 +167,12 @@ class JobIncidents:
         else:
             self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))
 
-    def close_unknown(self, node: int, known: set[str]) -> None:
-        """The node's daemon was restarted, and handed in all that it knows: what else fires there is over."""
+    def close_unknown(self, node: int, known: set[str], why: str) -> None:
+        """What fires on the node, besides what is known there, is over: `why`."""
         for incident in self:
             for (where, identity), case in list(incident.cases.items()):
                 if where == node and case.state == "firing" and identity not in known:
-                    over = msgspec.structs.replace(
-                        case, state="resolved", done=(*case.done, f"over: the daemon of node {node} was restarted")
-                    )
+                    over = msgspec.structs.replace(case, state="resolved", done=(*case.done, f"over: {why}"))
                     incident.cases[where, identity] = over
                     self._changed[incident.id] = None
 

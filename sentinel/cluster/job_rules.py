@@ -46,8 +46,8 @@ def _is_timed(rule: Rule) -> bool:
 class JobRules:
     """Of one attempt."""
 
-    def __init__(self, rules: Sequence[Rule], run: str, own: int, nodes: int, *, incidents: int = 0) -> None:
-        """`rules`: those of the job. `own`: the coordinator's node. `nodes`: that the job has. `incidents`: how many
+    def __init__(self, rules: Sequence[Rule], run: str, own: int, nodes: Iterable[int], *, incidents: int = 0) -> None:
+        """`rules`: those of the job. `own`: the coordinator's node. `nodes`: those of the job. `incidents`: how many
         there were in this attempt, whose ids are taken."""
         self.steps = JobSteps(own, nodes)
         self.recent = deque[RunStep](maxlen=RECENT_STEPS)

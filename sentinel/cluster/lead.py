@@ -51,16 +51,17 @@ class Lead:
         self,
         run: Run,
         notifier: Notifier,
-        identity: wire.Identity,
+        find_identity: Callable[[], wire.Identity],
         coordinator: Coordinator,
         make_judge: Callable[[], JobJudge],
         find_relay: Callable[[], RelayedRollback | None],
         say: Callable[[str], None],
         cause_finder: CauseFinder | None = None,
     ) -> None:
-        """`find_relay` gives that of this node, in its present attempt. `say` prints one line on the training
-        terminal. `cause_finder` asks the ranks of all nodes for the cause of what stands."""
-        self._run, self._notifier, self._identity, self._say = run, notifier, identity, say
+        """`find_identity` gives that of any rank, and `find_relay` that of this node, in its present attempt.
+        `say` prints one line on the training terminal. `cause_finder` asks the ranks of all nodes for the cause of what
+        stands."""
+        self._run, self._notifier, self._find_identity, self._say = run, notifier, find_identity, say
         self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
         self._cause_finder = cause_finder
         self.judge: JobJudge | None = None
@@ -142,7 +143,7 @@ class Lead:
     def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
         number, nodes = self._run.attempt.number, self.coordinator.expected
         if self._rollbacks is None or self._rollbacks.attempt != number:
-            self._rollbacks = JobRollbacks(number, self._identity, nodes, relay.done, relay.stopped)
+            self._rollbacks = JobRollbacks(number, self._find_identity(), nodes, relay.done, relay.stopped)
         job = self._rollbacks
         for known in self.coordinator.nodes.values():
             job.take_node(known.state(now), known.pulse.rollback, now)

@@ -24,6 +24,7 @@ from sentinel.cluster.connection import Connection
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.election import next_epoch
 from sentinel.cluster.inquiry import Inquiry
+from sentinel.cluster.job_extent import count_nodes, explain_left_out
 from sentinel.cluster.job_incident import CauseFinder
 from sentinel.cluster.lead import JobJudge, Lead, restore_pages
 from sentinel.cluster.messages import Beat, Digest, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
@@ -89,11 +90,6 @@ class StepHandling(NamedTuple):
     """This node is the coordinator."""
 
 
-def count_nodes(identity: wire.Identity) -> int:
-    """Nodes that the job has ranks on, as far as the launcher says."""
-    return -(-identity.world_size // (identity.local_world_size or identity.world_size))
-
-
 def own_name(run_id: str, node: int) -> str:
     """Run id under which a node that hears no coordinator tells people: a page of its own, beside the job's."""
     return f"{run_id}@node-{node}"
@@ -128,7 +124,9 @@ class Membership:
         self._pipeline = notifier.pipeline
         self._withheld: list[Entry] = []
         """What people were told of the job from here, while another may tell them."""
-        self._identity, self.node = identity, identity.node
+        self._first_identity, self.node = identity, identity.node
+        self._last_report: wire.JobReport | None = None
+        """What the supervisor said last, be it gone."""
         self.work: WorkExchange | None = None
         self.cause_finder: CauseFinder | None = None
         """Used while this node is the coordinator."""
@@ -136,6 +134,7 @@ class Membership:
         self._reporter: StepReporter | None = None
         """None where this node judges those of the job."""
         self._node = Node(identity.node, _read_clock(), now, _count_candidates(meeting, identity))
+        self._node.note_members(identity.members)
         self._lead: Lead | None = None
         """Where this node has the coordinator's role."""
         self._connection = Connection(
@@ -230,8 +229,8 @@ class Membership:
     def status(self) -> dict[str, Any]:
         """For `sentinel status`."""
         now = time.monotonic()
-        view: str = self._node.find_view(now)
-        beat = self._node.beat
+        view: str = "left out" if self._node.is_left_out else self._node.find_view(now)
+        beat, members = self._node.beat, self._node.members
         if self._lead is not None and self._lead.coordinator.is_acting(now):
             view, beat = "coordinator", self._lead.make_beat(now)
         return {
@@ -241,6 +240,9 @@ class Membership:
             "no_orders": "" if self._meeting.takes_orders else NO_ORDERS,
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
             "expected": beat.expected if beat else count_nodes(self._identity),
+            "members": list(members.nodes) or list(range(beat.expected if beat else count_nodes(self._identity))),
+            "left_out": list(members.left_out),
+            "world_size": self._identity.world_size,
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
             "refused": self._refused,
@@ -255,9 +257,7 @@ class Membership:
         """The other nodes, as the coordinator knows them; none on a node that is not the coordinator."""
         if self._lead is None:
             return ()
-        return tuple(
-            one for one in self._lead.coordinator.list_nodes(time.monotonic()) if one.node != self._identity.node
-        )
+        return tuple(one for one in self._lead.coordinator.list_nodes(time.monotonic()) if one.node != self.node)
 
     @property
     def leader(self) -> int:
@@ -310,14 +310,20 @@ class Membership:
 
     def _change_role(self, now: float) -> None:
         """Become the coordinator where none is heard, and leave it to others where that leads to nothing."""
-        if self._lead is None and self._session is not None and self._node.election.is_due(now):
+        if self._lead is not None:
+            self._node.note_members(self._lead.coordinator.members)
+        if self._node.is_left_out:
+            if self._lead is not None:
+                self._leave_role(now)
+        elif self._lead is None and self._session is not None and self._node.election.is_due(now):
             epoch = next_epoch(self._node.election.epoch, self.node, _read_clock())
             beat = self._node.beat
             pages = restore_pages(beat.incidents, self._run.name, self._run.run_id) if beat is not None else []
-            coordinator = Coordinator(self.node, count_nodes(self._identity), epoch, now, pages)
+            members, count = self._node.members, count_nodes(self._first_identity)
+            coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members)
             self._lead = Lead(
-                self._run, self._notifier, self._identity, coordinator, self._begin_judging, self._find_ruled_relay,
-                self._say, self.cause_finder,
+                self._run, self._notifier, lambda: self._identity, coordinator, self._begin_judging,
+                self._find_ruled_relay, self._say, self.cause_finder,
             )  # fmt: skip
             self._session.lead()
         elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:
@@ -358,12 +364,13 @@ class Membership:
 
     def _send_pulse(self, now: float, *, leaving: bool = False) -> None:
         attempt, election = self._run.attempt, self._node.election
+        report = self._find_report()
         pulse = Pulse(
             node=self.node, incarnation=self._node.incarnation, hostname=self._identity.hostname,
             attempt=attempt.number, step=attempt.last_seq + attempt.step_offset,
             ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
             last=self._node.last, epoch=election.epoch, stamp=election.stamp, leaving=leaving,
-            job=self._supervisor.find_report() if self._meeting.takes_orders else None,
+            job=report, last_job=self._last_report if report is None else None,
             rollback=self._report_rollback(),
             work=self.work.report(now) if self.work is not None else WorkReport(),
         )  # fmt: skip
@@ -372,6 +379,14 @@ class Membership:
         if self._session is not None:
             with contextlib.suppress(Exception):  # the next one repeats it
                 self._session.publish_pulse(encode(pulse))
+
+    def _find_report(self) -> wire.JobReport | None:
+        """How the job stands here, for those who may give orders."""
+        report = self._supervisor.find_report() if self._meeting.takes_orders else None
+        if report is not None:
+            self._last_report = report
+            self._node.note_members(report.members)
+        return report
 
     def _send_beat(self, now: float, *, leaving: bool = False) -> None:
         """As the coordinator, to all nodes and this one."""
@@ -428,6 +443,15 @@ class Membership:
             if relay is not None:
                 relay.no_orders = NO_ORDERS
             return
+        if self._node.is_left_out:
+            why = explain_left_out(self._node.members)
+            if report is not None:
+                self._supervisor.give_order(
+                    wire.Order(start=report.start, does="stop", why=why, nodes=self._node.members.nodes)
+                )
+            if relay is not None:
+                relay.apart = why
+            return
         if report is not None and order is not None and order.start == report.start:
             self._supervisor.give_order(order)
         elif report is not None and report.fault is not None:
@@ -471,6 +495,12 @@ class Membership:
     def _say(self, text: str) -> None:
         log.warning("run %s: %s", self._run.name, text)
         self._tell(text)
+
+    @property
+    def _identity(self) -> wire.Identity:
+        """Of any rank of this node, in the present attempt."""
+        ranks = self._run.attempt.ranks.values()
+        return next((rank.identity for rank in ranks), self._first_identity)
 
     @property
     def _session(self) -> Session | None:
@@ -523,6 +553,8 @@ class Membership:
     def _take(self, kind: str, node: int, payload: bytes) -> None:
         now = time.monotonic()
         if node == self.node:  # our own, or of a node that has our number: its events would be taken for ours
+            return
+        if not self._node.members.has(node):
             return
         try:
             if kind == "beat":

@@ -140,6 +140,8 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     """Its ranks are gone, and its daemon goes."""
     job: wire.JobReport | None = None
     """How the job stands there, which is the answer to an order; None: no supervisor says."""
+    last_job: wire.JobReport | None = None
+    """Where none says any more, what was said last: what was agreed to then still binds the node."""
     rollback: NodeRollback | None = None
     work: WorkReport = WorkReport()
 
@@ -221,6 +223,8 @@ class Beat(ClusterMessage, frozen=True, kw_only=True):
     """Whether it counts on more than half of the nodes. Else it tells nobody and orders nothing."""
     expected: World
     """Nodes of the job."""
+    members: wire.Members = wire.Members()
+    """Which they are."""
     nodes: Annotated[tuple[NodeState, ...], _NODES]
     incidents: Annotated[tuple[OpenIncident, ...], _CASES] = ()
     leaving: bool = False

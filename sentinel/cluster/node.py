@@ -36,6 +36,8 @@ class Node:
         """Numbers of the last event, and of the last that the coordinator applied."""
         self.beat: Beat | None = None
         """The last that was followed."""
+        self.members = wire.Members()
+        """The nodes of the job, as far as this one knows."""
         self.heard = now
         """When the last one came of a coordinator that acts."""
         self._joined = self._coordinator_left = False
@@ -49,6 +51,16 @@ class Node:
     def unapplied(self) -> int:
         """Cases of which the coordinator does not know all."""
         return sum(given.number > self.applied for given in self._kept.values())
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the job goes on without this node."""
+        return not self.members.has(self.node)
+
+    def note_members(self, members: wire.Members) -> None:
+        """What its supervisor, its ranks or a coordinator say of the nodes of the job."""
+        if members.start > self.members.start or not self.members.nodes:
+            self.members = members
 
     def find_view(self, now: float) -> View:
         """Whether the coordinator is heard."""
@@ -95,8 +107,9 @@ class Node:
 
     def take_beat(self, beat: Beat, now: float) -> list[str]:
         """The coordinator is there. Returns the ids of the cases that it knows by now: it tells people of them."""
-        if not self.election.follow(beat, now):
+        if not (self.members.has(beat.node) and self.election.follow(beat, now)):
             return []
+        self.note_members(beat.members)
         if self.beat is None or beat.epoch > self.beat.epoch:
             self.applied = 0
         self.beat = beat

@@ -2,25 +2,37 @@
 
     on one node a fault ended a start of the job     end: the others end it, too
     it has ended on all nodes                        begin: the next one, or what the policy says of the fault
-    not on all within `PATIENCE_SECONDS`             stop: none begins again
+    not on all within `PATIENCE_SECONDS`             stop: none begins again; with `--allow-shrink`, begin without them
 
 Every node has the same policy decide the same fault, so that they come to the same: one attempt, one budget. An order
 names the start that it is about and is repeated; who has carried it out says so in the report that comes with each
 pulse, and no repetition concerns it any more. While the coordinator does not hear more than half of the nodes, it
 orders nothing.
+
+Where nodes may be left out, coordinators that follow on each other must not come to different nodes for one start. The
+supervisors, which outlive daemons, agree as in Paxos (Lamport, "Paxos made simple", 2001), with the coordinator's epoch
+as the ballot:
+
+    end, of epoch e             a supervisor that has ended promises to accept nothing of a lower epoch
+    all that ended promised     end, with the nodes that are to go on: what was accepted under the highest epoch, if
+                                anything was; else those that have ended
+    all of these accepted it    begin, with these nodes: it is decided, and stays so for every later coordinator
+
+Those that go on are more than half of the nodes of the start that ended: any two decisions have a node in common, and
+so has each with the nodes that a coordinator counts on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from sentinel import wire
 from sentinel.cluster.messages import NodeState
-from sentinel.text import join_names
+from sentinel.text import join_names, name_nodes
 
 PATIENCE_SECONDS = 60.0
 """From the first node's end to the last one's: to end a start of the job takes up to half a minute."""
@@ -33,10 +45,14 @@ class JobMember(NamedTuple):
 
     state: NodeState
     job: wire.JobReport | None
+    is_counted: bool = False
+    """Whether the node follows this coordinator, and no other."""
+    completed: bool = False
+    """Whether its command came to its end well."""
 
 
 class RestartOrders:
-    """Of one job. What it decided on a start stays as it is."""
+    """Of one job, as long as its nodes are the same. What it decided on a start stays as it is."""
 
     def __init__(self, expected: int) -> None:
         """`expected`: nodes of the job."""
@@ -44,14 +60,18 @@ class RestartOrders:
         self._order: wire.Order | None = None
         self._since = 0.0
         """When the first node ended what the order is about."""
+        self._proposal: wire.Order | None = None
+        """Of the present epoch."""
 
-    def decide(self, members: Sequence[JobMember], now: float) -> wire.Order | None:
-        """What all nodes are to do; None: nothing."""
+    def decide(self, members: Sequence[JobMember], now: float, epoch: int = 0) -> wire.Order | None:
+        """What all nodes are to do; None: nothing. `epoch`: the coordinator's."""
         heard = [member for member in members if member.state.state == "alive"]
         jobs = [member.job for member in heard if member.job is not None]
         if 2 * len(heard) <= self._expected or not jobs:
             return None
         start = min(job.start for job in jobs)  # who is behind has not carried out the last order yet
+        if (begun := _find_begun(jobs, start)) is not None:  # by an order of this coordinator, or an earlier one
+            return msgspec.structs.replace(begun, does="begin", epoch=epoch)
         before = self._order if self._order is not None and self._order.start == start else None
         if before is not None and before.does != "end":
             return before
@@ -60,7 +80,11 @@ class RestartOrders:
             return None
         if before is None:
             self._since = now
-        self._order = self._follow_end(start, ended, members, now)
+        order = wire.Order(
+            start=start, does="begin", fault=combine_faults(ended), epoch=epoch,
+            attempt=max(m.job.attempt for m in ended if m.job is not None),
+        )  # fmt: skip
+        self._order = self._follow_end(order, ended, members, now)
         return self._order
 
     def name_missing(self, members: Sequence[JobMember]) -> str:
@@ -76,22 +100,51 @@ class RestartOrders:
         return join_names(absent, NAMED)
 
     def _follow_end(
-        self, start: int, ended: Sequence[JobMember], members: Sequence[JobMember], now: float
+        self, order: wire.Order, ended: Sequence[JobMember], members: Sequence[JobMember], now: float
     ) -> wire.Order:
-        fault = combine_faults(ended)
-        order = wire.Order(
-            start=start, does="begin", fault=fault, attempt=max(m.job.attempt for m in ended if m.job is not None)
-        )
-        if len(ended) < self._expected:
+        """`order`: to begin with all."""
+        if len(ended) < self._expected and not _list_accepted(ended, order.start):
             missing = self.name_missing(members)
             if now - self._since <= PATIENCE_SECONDS:
                 return msgspec.structs.replace(order, does="end", why=f"waits for {missing}"[:_WORDS])
-            why = f"it ended ({fault.words}), and cannot begin again without {missing}"
-            return msgspec.structs.replace(order, does="stop", why=why[:_WORDS])
-        if len(allowed := {m.job.restarts for m in ended if m.job is not None}) > 1:
-            why = f"the nodes have different --restarts: {join_names([str(n) for n in sorted(allowed)], NAMED)}"
-            return msgspec.structs.replace(order, does="stop", why=why)
-        return order
+            if (hindrance := self._find_hindrance(ended, members)) is not None:
+                words = order.fault.words if order.fault is not None else ""
+                why = f"it ended ({words}), and cannot begin again without {missing}"
+                why = f"{why}: {hindrance}" if hindrance else why
+                return msgspec.structs.replace(order, does="stop", why=why[:_WORDS])
+        for option, field in (("--restarts", "restarts"), ("--allow-shrink", "allow_shrink")):
+            if len(given := {getattr(m.job, field) for m in ended}) > 1:
+                why = f"the nodes have different {option}: {join_names([str(n) for n in sorted(given)], NAMED)}"
+                return msgspec.structs.replace(order, does="stop", why=why)
+        return self._agree(order, ended) if given != {0} else order
+
+    def _find_hindrance(self, ended: Sequence[JobMember], members: Sequence[JobMember]) -> str | None:
+        """Why the job cannot go on with those that ended alone; empty: it was not allowed. None: it can."""
+        least = max(m.job.allow_shrink for m in ended if m.job is not None)
+        if not least:
+            return ""
+        if 0 not in {m.state.node for m in ended}:
+            return "node 0, where the ranks meet, cannot be left out"
+        if complete := [m.state.node for m in members if m.completed]:
+            return f"{name_nodes(complete)} completed the run"
+        if 2 * len(ended) <= self._expected:
+            return f"{len(ended)} of {self._expected} nodes are not more than half"
+        return f"--allow-shrink {least} wants more than {len(ended)}" if len(ended) < least else None
+
+    def _agree(self, order: wire.Order, ended: Sequence[JobMember]) -> wire.Order:
+        """What is proposed to those that ended; to begin, once all have accepted it that are to."""
+        proposal = self._proposal
+        if proposal is None or (proposal.start, proposal.epoch) != (order.start, order.epoch):
+            promised = sum(m.job.promised == order.epoch for m in ended if m.job is not None)
+            if promised < len(ended) or 2 * promised <= self._expected:
+                return msgspec.structs.replace(order, does="end", why="waits for the nodes to agree")
+            nodes = tuple(sorted(m.state.node for m in ended))
+            fresh = msgspec.structs.replace(order, nodes=nodes, why=f"waits for {name_nodes(nodes)} to agree")
+            chosen = max(_list_accepted(ended, order.start), key=lambda one: one.epoch, default=fresh)
+            self._proposal = proposal = msgspec.structs.replace(chosen, does="end", epoch=order.epoch)
+        agreed = {m.state.node for m in ended if m.is_counted and m.job is not None and m.job.accepted == proposal}
+        decided = agreed.issuperset(proposal.nodes)
+        return msgspec.structs.replace(proposal, does="begin") if decided else proposal
 
 
 def combine_faults(ended: Sequence[JobMember]) -> wire.JobFault:
@@ -104,6 +157,24 @@ def combine_faults(ended: Sequence[JobMember]) -> wire.JobFault:
         step=max((fault.step for _, fault in faults if fault.step is not None), default=None),
         sign=min((fault.sign for _, fault in faults if fault.sign is not None), default=None),
     )
+
+
+def find_proposed(job: wire.JobReport | None) -> tuple[int, ...]:
+    """The nodes that a node agreed to go on with, as far as it has not begun with them; (): with none."""
+    if job is None or job.accepted is None or job.accepted.start != job.start:
+        return ()
+    return job.accepted.nodes
+
+
+def _list_accepted(members: Iterable[JobMember], start: int) -> list[wire.Order]:
+    accepted = (member.job.accepted for member in members if member.job is not None)
+    return [one for one in accepted if one is not None and one.start == start]
+
+
+def _find_begun(jobs: Iterable[wire.JobReport], start: int) -> wire.Order | None:
+    """That by which a node began the start after this one, where nodes agree on that."""
+    later = (job.accepted for job in jobs if job.start > start)
+    return next((one for one in later if one is not None and one.start == start), None)
 
 
 def _order_fault(member: JobMember, fault: wire.JobFault) -> tuple[bool, float, int]:

@@ -15,8 +15,8 @@ import msgspec
 
 from sentinel.actions.rollback_state import Outcome
 from sentinel.cluster.digest import DigestSender, NodeStep
+from sentinel.cluster.job_extent import list_job_nodes
 from sentinel.cluster.job_rules import JobRules, find_signals, select_job_rules
-from sentinel.cluster.membership import count_nodes
 from sentinel.cluster.messages import Digest, NodeState
 from sentinel.daemon.incident_log import JobIncidentLog
 from sentinel.daemon.run_context import RunContext
@@ -128,8 +128,9 @@ class CoordinatorJudge:
         self._rules, rules = incidents.rules, select_job_rules(incidents.rules)
         present = [case for case in incidents.log.present() if case.of_job]
         numbers = [int(case.id.rpartition(".")[2]) for case in present]
+        identity = next((rank.identity for rank in context.run.attempt.ranks.values()), self._identity)
         self._job = JobRules(
-            rules, context.run.name, self._identity.node, count_nodes(self._identity), incidents=max(numbers, default=0)
+            rules, context.run.name, identity.node, list_job_nodes(identity), incidents=max(numbers, default=0)
         )
         self._log = JobIncidentLog(
             context, incidents.notifier, incidents.log, self._view_attempt, self._job.steps.nodes

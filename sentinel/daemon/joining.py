@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from sentinel import wire
-from sentinel.cluster.membership import NO_ORDERS, Membership, NodeSupervisor, StepHandling, count_nodes
+from sentinel.cluster.job_extent import count_nodes
+from sentinel.cluster.membership import NO_ORDERS, Membership, NodeSupervisor, StepHandling
 from sentinel.cluster.messages import NodeState, WorkReport
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings, Meeting

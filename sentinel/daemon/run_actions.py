@@ -14,7 +14,7 @@ from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stacks import StacksAction
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.membership import count_nodes
+from sentinel.cluster.job_extent import count_nodes
 from sentinel.cluster.relay import RelayedRollback
 from sentinel.daemon.attention import Attention
 from sentinel.daemon.publishing import Publishing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sentinel import wire
-from sentinel.cluster.membership import count_nodes
+from sentinel.cluster.job_extent import count_nodes
 from sentinel.daemon.peer import Peer
 from sentinel.daemon.run_summary import summarize_run
 from sentinel.daemon.tenants import Tenants

@@ -17,7 +17,7 @@ def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[in
     if job["view"] in ("local view", "alone"):
         silent = f"not heard for {job['coordinator_silent_seconds']:.0f} s"
         return [f"the other nodes: the coordinator at {job['address']} is {silent}; this is what this node sees alone"]
-    nodes = range(job["expected"]) if wanted is None else wanted
+    nodes = job["members"] if wanted is None else wanted
     missing = [pair for pair in _list_missing(job, answered) if pair[0] in nodes]
     words = [_explain_silence(node, known) for node, known in missing[:NAMED]]
     return words + ([f"{len(missing) - NAMED} more nodes"] if len(missing) > NAMED else [])
@@ -38,8 +38,7 @@ def find_unasked_ranks(membership: Membership, answered: set[int]) -> dict[int, 
 def _list_missing(job: dict[str, Any], answered: set[int]) -> list[tuple[int, dict[str, Any] | None]]:
     """The job's nodes that gave no answer, but this one, and what is known of each."""
     known = {node["node"]: node for node in job["nodes"]}
-    nodes = range(job["expected"])
-    return [(node, known.get(node)) for node in nodes if node not in answered and node != job["node"]]
+    return [(node, known.get(node)) for node in job["members"] if node not in answered and node != job["node"]]
 
 
 def _explain_silence(node: int, known: dict[str, Any] | None) -> str:

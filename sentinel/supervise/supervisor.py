@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sentinel import wire
-from sentinel.errors import EXIT_BY_RULE, EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.errors import EXIT_BY_RULE, EXIT_LEFT_OUT, EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.supervise.job import Job
+from sentinel.supervise.job_nodes import JobNodes
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Over, Policy
 from sentinel.supervise.telling import Telling, ending, signal_name
 from sentinel.supervise.words import Words
-from sentinel.text import close_run, format_duration, name_reached
+from sentinel.text import close_run, format_duration, name_nodes, name_reached
 
 MARK = "SENTINEL_SUPERVISOR"
 """In the environment of the job: whose it is."""
@@ -58,14 +59,15 @@ class Supervisor:
         always: bool = False,
         pause: float = PAUSE_SECONDS,
         over_nodes: bool = False,
+        nodes: JobNodes | None = None,
         as_json: bool = False,
     ) -> None:
         """`restarts` that may be made. `always`: also of a script that does not say that it goes on from what it saved,
         which else is watched and left alone. `pause` in seconds, before the first restart. `over_nodes`: other nodes
-        have ranks of the job, too, as the command says; its daemon may say so as well. `as_json`: what is said, is said
-        as JSON lines."""
+        have ranks of the job, too, as the command says; its daemon may say so as well. `nodes`: of a job that may go on
+        without some of them. `as_json`: what is said, is said as JSON lines."""
         self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
-        self._always, self._over_nodes = always, over_nodes
+        self._always, self._over_nodes, self._nodes = always, over_nodes, nodes
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
@@ -98,7 +100,7 @@ class Supervisor:
         while True:
             self._status = None
             self._report(None)
-            job = Job(self._command, self._environment, mask)
+            job = self._start_job(mask)
             self._status = status = self._follow_job(job, awaited)
             if status is None:
                 standing = self._words.standing
@@ -117,6 +119,11 @@ class Supervisor:
                 return -number
             self._prepare(verdict, standing)
 
+    def _start_job(self, mask: set[int]) -> Job:
+        if self._nodes is None:
+            return Job(self._command, self._environment, mask)
+        return Job(self._nodes.fill(self._command), {**self._environment, **self._nodes.list_environment()}, mask)
+
     def _follow_job(self, job: Job, awaited: set[int]) -> int | None:
         """Until the command has ended: its status. None: it is to be ended."""
         while True:
@@ -126,7 +133,8 @@ class Supervisor:
             if (status := job.reap()) is not None:
                 return status
             standing, order = self._words.read(), self._words.order
-            if (standing is not None and standing.ends) or (order is not None and order.does == "end"):
+            ends = order is not None and (order.does == "end" or self._is_left_out(order))
+            if ends or (standing is not None and standing.ends):
                 return None
 
     def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:
@@ -176,24 +184,42 @@ class Supervisor:
         while self._ended_by is None and time.monotonic() < until:
             self._words.read()
             order = self._words.order
+            if order is not None and self._is_left_out(order):
+                return Over(EXIT_LEFT_OUT, f"the job goes on with {name_nodes(order.nodes)}, without this one")
             if order is not None and order.does == "stop":
                 return Over(EXIT_UNFINISHED, order.why)
             if order is not None and order.does == "begin" and order.fault is not None:
                 self._attempt = order.attempt
-                self._telling.say("nodes", f"all nodes have ended: {order.fault.words}", kind=order.fault.kind)
+                self._say_nodes(order, order.fault)
                 return self._policy.decide(order.fault)
+            if order is not None and self._nodes is not None and self._nodes.hear(order):
+                self._report(fault)
             self._pause(ORDER_LOOK_SECONDS, awaited)
         why = self._words.order.why if self._words.order is not None else "no daemon of this node is there"
         return Over(EXIT_UNFINISHED, f"no order came from the job's coordinator within {ORDER_SECONDS:g} s: {why}")
+
+    def _is_left_out(self, order: wire.Order) -> bool:
+        return self._nodes is not None and self._nodes.is_left_out(order)
+
+    def _say_nodes(self, order: wire.Order, fault: wire.JobFault) -> None:
+        """Which nodes go on after this fault."""
+        lost = self._nodes.begin(order) if self._nodes is not None else ()
+        if self._nodes is None or not lost:
+            self._telling.say("nodes", f"all nodes have ended: {fault.words}", kind=fault.kind)
+            return
+        members = self._nodes.members
+        left = f"{len(members.nodes)} of {members.whole} nodes"
+        said = f"{fault.words}. {name_nodes(lost).capitalize()} cannot be waited for: the job goes on with {left}, and "
+        said += "with as much less in each global batch, unless the script makes up for it"
+        self._telling.say("nodes", said, kind=fault.kind, nodes=members.nodes, left_out=lost)
 
     def _report(self, fault: wire.JobFault | None) -> None:
         """Tell the daemon how the job stands here: for the history, and for the other nodes."""
         standing = self._words.standing
         attempt = max(self._attempt, standing.attempt if standing is not None else 0)
         start, restarts = self._policy.made, self._policy.restarts
-        self._words.report(
-            wire.JobReport(start=start, attempt=attempt, restarts=restarts, fault=fault, status=self._status)
-        )
+        report = wire.JobReport(start=start, attempt=attempt, restarts=restarts, fault=fault, status=self._status)
+        self._words.report(self._nodes.add_to(report) if self._nodes is not None else report)
 
     def _pause(self, seconds: float, awaited: set[int]) -> int | None:
         """Wait, unless a signal that means the end comes: which."""

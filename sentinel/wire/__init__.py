@@ -52,7 +52,7 @@ from sentinel.wire.framing import (
     to_rank,
     unpack_column,
 )
-from sentinel.wire.parts import PROTOCOL, Identity, Layer, Message, RollbackTerms, RuleText, RunSummary
+from sentinel.wire.parts import PROTOCOL, Identity, Layer, Members, Message, RollbackTerms, RuleText, RunSummary
 from sentinel.wire.rank import (
     Batch,
     Collected,
@@ -101,6 +101,7 @@ __all__ = [
     "LayerBlock",
     "LayerTable",
     "MeetingFound",
+    "Members",
     "Message",
     "Notice",
     "Order",

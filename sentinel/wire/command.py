@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sentinel.wire.parts import PROTOCOL, Integer, Message, Name, Ordinal, RunSummary
+from sentinel.wire.parts import PROTOCOL, Integer, Members, Message, Name, Ordinal, RunSummary
 
 
 class Query(Message, frozen=True, kw_only=True, tag="query"):
@@ -55,6 +55,14 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     status: Annotated[int, msgspec.Meta(ge=-64, le=255)] | None = None
     """The exit status of this start's command, as `subprocess` has it: a signal is negative. None: it runs, or its
     supervisor ended it."""
+    allow_shrink: Ordinal = 0
+    """The least nodes that the job may go on with; 0: it needs all."""
+    members: Members = Members()
+    """The nodes of this start."""
+    promised: Integer = 0
+    """The highest epoch of an order that was heard: it accepts none of a lower one. With `allow_shrink`."""
+    accepted: Order | None = None
+    """The last proposal that it agreed to. As long as it is about this start it may have been decided."""
 
 
 class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
@@ -84,6 +92,11 @@ class Order(Message, frozen=True, kw_only=True, tag="order"):
     """Why the start ended: the same for all nodes."""
     why: Name = ""
     """Who is waited for, or why the job is stopped."""
+    epoch: Integer = 0
+    """Of the coordinator."""
+    nodes: Annotated[tuple[Ordinal, ...], msgspec.Meta(max_length=4096)] = ()
+    """With `begin`, those that go on; with `end`, those that are proposed to; with `stop`, those that went on without
+    this one. (): all."""
 
 
 class Standing(Message, frozen=True, kw_only=True, tag="standing"):

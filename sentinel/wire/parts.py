@@ -26,6 +26,29 @@ class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
     """Base of all messages."""
 
 
+class Members(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that a job has since one of its starts. Later ones are a part of those before."""
+
+    start: Ordinal = 0
+    nodes: Annotated[tuple[Ordinal, ...], msgspec.Meta(max_length=4096)] = ()
+    """(): all that the launcher started; none can be left out."""
+    whole: Ordinal = 0
+    """How many the job began with, where `nodes` says which are left."""
+
+    def has(self, node: int) -> bool:
+        """Whether a node is one of them."""
+        return not self.nodes or node in self.nodes
+
+    def count(self, launched: int) -> int:
+        """How many they are; `launched`: by the launcher, where all are in."""
+        return len(self.nodes) or launched
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Nodes that the job began with, and goes on without."""
+        return tuple(node for node in range(self.whole) if not self.has(node))
+
+
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Who a rank is."""
 
@@ -40,7 +63,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: Annotated[int, msgspec.Meta(ge=0, le=2**18)] = 0
     """Ranks on this node; 0: the launcher does not say."""
     node: Ordinal = 0
-    """Number of the node in the job. Rank 0 is on node 0."""
+    """Number of the node in the job. Rank 0 is on node 0. It stays where nodes are left out."""
+    members: Members = Members()
+    """The nodes of this attempt."""
     hostname: Name = ""
     pid: Integer = 0
     session: Name = ""

@@ -114,7 +114,7 @@ class LeadMachine:
         self.order: wire.Order | None = None
         self.heard: dict[int, float] = {}
         """Node -> when its pulse came last."""
-        self.steps = JobSteps(coordinator.node, nodes)
+        self.steps = JobSteps(coordinator.node, range(nodes))
         self.judged: list[RunStep] = []
         self.inquests: list[Inquest] = []
         self.acts_since = 0.0
@@ -140,6 +140,8 @@ class NodeMachine:
         self.outbox: dict[str, Case] = {}
         """What it told people of the job, and not that it is over."""
         self.starts = 0
+        self.last_job: wire.JobReport | None = None
+        """What the supervisor told this daemon last."""
         self.sender: DigestSender
 
     def clock(self, now: float) -> float:
@@ -148,6 +150,7 @@ class NodeMachine:
 
     def start(self, now: float) -> None:
         self.starts += 1
+        self.last_job = None
         self.sender = DigestSender(self.number, 0, {"loss"})
         self.daemon = Node(self.number, self.starts, self.clock(now), self._candidates)
         for case in self.outbox.values():
@@ -303,7 +306,7 @@ class Simulation:
         fresh = sum(self.now - heard <= SILENT_SECONDS + 1.0 for heard in lead.heard.values())
         if lead.order is not None:
             assert self.find_acting() is lead
-            assert 2 * fresh > self.expected, "an order of a minority"
+            assert 2 * fresh > lead.coordinator.expected, "an order of a minority"
             decided = (lead.coordinator.epoch, lead.order.start)
             if lead.order.does == "begin" and decided not in self.decided:
                 self.decided.add(decided)
@@ -391,7 +394,12 @@ class Simulation:
     def serve(self, node: NodeMachine, daemon: Node) -> None:
         """What a daemon does once a second."""
         now = node.clock(self.now)
-        if node.lead is None and daemon.election.is_due(now):
+        if node.lead is not None:
+            daemon.note_members(node.lead.coordinator.members)
+        if daemon.is_left_out:
+            if node.lead is not None:
+                self.leave_role(node, daemon)
+        elif node.lead is None and daemon.election.is_due(now):
             self.take_role(node, daemon)
         elif node.lead is not None and node.lead.coordinator.has_failed(now):
             self.leave_role(node, daemon)
@@ -414,7 +422,9 @@ class Simulation:
         pages = restore_pages(daemon.beat.incidents if daemon.beat else (), "r", "r")
         epoch = next_epoch(daemon.election.epoch, node.number, int(1000 * (self.now + 1)))
         node.lead = LeadMachine(
-            Coordinator(node.number, self.expected, epoch, node.clock(self.now), pages),
+            Coordinator(
+                node.number, daemon.members.count(self.expected), epoch, node.clock(self.now), pages, daemon.members
+            ),
             self.expected,
         )
         node.lead.steps.take_own(node.sender.list_unconfirmed(), self.now)
@@ -457,9 +467,14 @@ class Simulation:
             lead.judged.append(step)
 
     def pulse(self, node: NodeMachine, daemon: Node) -> Pulse:
+        job = self.supervisors[node.number].report
+        node.last_job = job or node.last_job
+        if job is not None:
+            daemon.note_members(job.members)
         return Pulse(
             node=daemon.node, incarnation=daemon.incarnation, hostname="h", attempt=0, step=0, last=daemon.last,
-            epoch=daemon.election.epoch, stamp=daemon.election.stamp, job=self.supervisors[node.number].report,
+            epoch=daemon.election.epoch, stamp=daemon.election.stamp, job=job,
+            last_job=node.last_job if job is None else None,
         )  # fmt: skip
 
     def ask(self, sender: int, number: int, after: int) -> None:
@@ -476,6 +491,8 @@ class Simulation:
 
     def arrive(self, node: NodeMachine, daemon: Node, packet: Packet) -> None:
         message, now = decode(packet.payload, packet.kind), node.clock(self.now)
+        if not daemon.members.has(packet.sender):
+            return
         if isinstance(message, Beat):
             if node.lead is not None and node.lead.coordinator.yields_to(message, now):
                 self.leave_role(node, daemon)

@@ -115,7 +115,7 @@ class NodesOfJob:
         ranks = [*names, *(self.random.choice(names) for _ in range(run.ranks - len(names)))]
         self.random.shuffle(ranks)
         self.ranks = {node: [rank for rank, on in enumerate(ranks) if on == node] for node in names}
-        self.rules = JobRules(RULES, "r", 0, len(names))
+        self.rules = JobRules(RULES, "r", 0, range(len(names)))
         self.senders = {node: DigestSender(node, 0, NAMES) for node in names[1:]}
         self.closed = dict.fromkeys(names, 0)
         self.loss = self.random.choice([0.0, 0.1, 0.3])
@@ -189,7 +189,7 @@ def closed_at(job: JobSteps, now: float) -> list[tuple[int, list[int]]]:
 
 
 def test_a_node_that_falls_silent_is_waited_for_and_then_not_missed() -> None:
-    job, sender = JobSteps(0, 2), DigestSender(1, 0, {"loss"})
+    job, sender = JobSteps(0, range(2)), DigestSender(1, 0, {"loss"})
     for step in steps_of(4, 0):
         job.add_own(step, 0.0)
     for step in steps_of(2, 1):
@@ -210,7 +210,7 @@ def test_a_node_that_falls_silent_is_waited_for_and_then_not_missed() -> None:
 
 
 def test_a_fast_loop_is_thinned_to_the_budget_and_nodes_agree_on_which_steps() -> None:
-    job, senders = JobSteps(0, 3), {node: DigestSender(node, 0, {"loss"}) for node in (1, 2)}
+    job, senders = JobSteps(0, range(3)), {node: DigestSender(node, 0, {"loss"}) for node in (1, 2)}
     judged: list[RunStep] = []
     sent, coarsest = dict.fromkeys(senders, 0), dict.fromkeys(senders, 1)
     for second in range(60):
@@ -236,7 +236,7 @@ def test_a_fast_loop_is_thinned_to_the_budget_and_nodes_agree_on_which_steps() -
 
 def test_what_is_rare_and_what_is_not_finite_is_not_thinned_away() -> None:
     names = ("loss", "replica_checksum")
-    job, senders = JobSteps(0, 3), [DigestSender(1, 0, names), DigestSender(2, 0, names)]
+    job, senders = JobSteps(0, range(3)), [DigestSender(1, 0, names), DigestSender(2, 0, names)]
     for seq in range(3999):
         rare = {"replica_checksum": 5.0} if seq % 500 == 499 else {}
         job.add_own(RunStep(seq, 1e9 + seq, {0: {"loss": 1.0, **rare}}, {}), 0.0)
@@ -262,7 +262,7 @@ def test_what_is_rare_and_what_is_not_finite_is_not_thinned_away() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"no digest", digest.zlib.compress(b"\x93\x01\x02\x03")])
 def test_what_is_no_digest_is_refused(body: bytes) -> None:
-    job = JobSteps(0, 2)
+    job = JobSteps(0, range(2))
     with pytest.raises(ProtocolError):
         job.take(Digest(node=1, attempt=0, after=-1, upto=3, body=body), 0.0)
 

@@ -34,7 +34,7 @@ class NodeSupervisor(SimulatedRank):
     def __init__(self, daemon: NodeDaemon) -> None:
         super().__init__(daemon.path)
         self.job = wire.JobReport(restarts=3)
-        self._rank = daemon.rank
+        self.daemon = daemon
         self.report()
 
     def report(self, **changes: object) -> None:
@@ -51,11 +51,11 @@ class NodeSupervisor(SimulatedRank):
 
 @contextlib.contextmanager
 def supervised_nodes(folder: Path, *secrets: str) -> Iterator[list[NodeSupervisor]]:
-    """Two nodes, whose daemons and supervisors know of each other."""
+    """Nodes whose daemons and supervisors know of each other."""
     address = free_address()
     with contextlib.ExitStack() as stack:
         daemons = [
-            stack.enter_context(node_daemon(node, 2, address, folder, secret=secret, supervisor=MARK))
+            stack.enter_context(node_daemon(node, len(secrets), address, folder, secret=secret, supervisor=MARK))
             for node, secret in enumerate(secrets)
         ]
         yield [stack.enter_context(NodeSupervisor(daemon)) for daemon in daemons]
@@ -95,6 +95,23 @@ def test_nodes_that_do_not_meet_are_stopped_at_once(tmp_path: Path) -> None:
     ):
         supervisor.report(fault=LOST)
         assert "the nodes of this job do not meet" in supervisor.await_order("stop").why
+
+
+def test_a_node_that_comes_back_after_it_was_left_out_is_ended_and_counts_for_nothing(tmp_path: Path) -> None:
+    with supervised_nodes(tmp_path, SECRET, SECRET, SECRET) as (zero, back, two):
+        members = wire.Members(start=1, nodes=(0, 2), whole=3)
+        for supervisor in (zero, two):
+            supervisor.report(start=1, allow_shrink=2, members=members)
+        out = back.await_order("stop")
+        assert out.nodes == (0, 2)
+        assert out.why == "left out by --allow-shrink: the job goes on with 2 of 3 nodes"
+        job = until(lambda: (job := zero.daemon.job())["view"] == "coordinator" and job, "node 0 to lead")
+        assert (job["expected"], job["left_out"]) == (2, [1])
+        assert {node["node"] for node in job["nodes"]} <= {0, 2}
+        assert back.daemon.job()["view"] == "left out"
+        two.report(fault=LOST)
+        back.report(fault=LOST)
+        assert zero.await_order("end").why == "waits for node 0 (host0: its ranks have not ended)"
 
 
 class Job:

@@ -1,0 +1,20 @@
+"""Which nodes a job has, and how many."""
+
+from __future__ import annotations
+
+from sentinel import wire
+
+
+def count_nodes(identity: wire.Identity) -> int:
+    """Nodes that the job has ranks on, as far as the launcher says."""
+    return -(-identity.world_size // (identity.local_world_size or identity.world_size))
+
+
+def list_job_nodes(identity: wire.Identity) -> tuple[int, ...]:
+    """These nodes, by number."""
+    return identity.members.nodes or tuple(range(count_nodes(identity)))
+
+
+def explain_left_out(members: wire.Members) -> str:
+    """What a node is to say without which the job goes on."""
+    return f"left out by --allow-shrink: the job goes on with {len(members.nodes)} of {members.whole} nodes"

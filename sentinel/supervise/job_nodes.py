@@ -1,0 +1,101 @@
+"""Which nodes a job goes on with where some may be left out, as one of its supervisors knows it. Pure.
+
+Sentinel's number of a node stays what it was at the first start. The launcher gets ranks without gaps:
+
+    nodes 0, 1, 2, 3; node 2 is left out      0 -> 0   1 -> 1   3 -> 2      {nodes} is 3, {node_rank} of node 3 is 2
+
+A supervisor is what remembers an agreement (`cluster/restart.py`): it outlives the daemon of its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from sentinel import wire
+from sentinel.errors import ConfigError
+
+NODES, NODE_RANK = "SENTINEL_NODES", "SENTINEL_NODE_RANK"
+"""In the environment of `sentinel run`, which of how many nodes this is; in that of the job, the launcher's numbers."""
+NODE, MEMBERS = "SENTINEL_NODE", "SENTINEL_MEMBERS"
+"""What the job's ranks say of it: Sentinel's number of the node, and `wire.Members` in JSON."""
+_PLACES = ((NODES, NODE_RANK), ("SLURM_NNODES", "SLURM_NODEID"))
+_NODES_WORD, _RANK_WORD = "{nodes}", "{node_rank}"
+
+
+class JobNodes:
+    """Of one job, as one of its nodes has it."""
+
+    def __init__(self, least: int, node: int, whole: int) -> None:
+        """`least`: nodes that the job may go on with. `node`: this one, of `whole`."""
+        self.least, self.node = least, node
+        self.members = wire.Members(nodes=tuple(range(whole)), whole=whole)
+        """Of the present start."""
+        self.promised = 0
+        self.accepted: wire.Order | None = None
+
+    def hear(self, order: wire.Order) -> bool:
+        """An order about the present start, which has ended here. Returns whether the coordinator is to know more."""
+        if order.does != "end" or order.epoch < self.promised:
+            return False
+        before = self.promised, self.accepted
+        self.promised = order.epoch
+        if self.node in order.nodes:
+            self.accepted = order
+        return before != (self.promised, self.accepted)
+
+    def is_left_out(self, order: wire.Order) -> bool:
+        """Whether the job goes on without this node."""
+        return order.does in ("begin", "stop") and bool(order.nodes) and self.node not in order.nodes
+
+    def begin(self, order: wire.Order) -> tuple[int, ...]:
+        """The next start has the nodes of this order, this one among them. Returns those that it has no more."""
+        before, nodes = self.members.nodes, order.nodes or self.members.nodes
+        self.members = msgspec.structs.replace(self.members, start=order.start + 1, nodes=nodes)
+        return tuple(node for node in before if node not in nodes)
+
+    def add_to(self, report: wire.JobReport) -> wire.JobReport:
+        """The report with what a coordinator is to know of it."""
+        return msgspec.structs.replace(
+            report, allow_shrink=self.least, members=self.members, promised=self.promised, accepted=self.accepted
+        )
+
+    def fill(self, command: Sequence[str]) -> list[str]:
+        """The command with the launcher's numbers of this start."""
+        nodes, rank = str(len(self.members.nodes)), str(self.members.nodes.index(self.node))
+        return [word.replace(_NODES_WORD, nodes).replace(_RANK_WORD, rank) for word in command]
+
+    def list_environment(self) -> dict[str, str]:
+        """What ranks and scripts of this start find in theirs."""
+        nodes = self.members.nodes
+        return {
+            NODES: str(len(nodes)),
+            NODE_RANK: str(nodes.index(self.node)),
+            NODE: str(self.node),
+            MEMBERS: msgspec.json.encode(self.members).decode(),
+        }
+
+
+def find_job_nodes(least: int, given: Mapping[str, str], command: Sequence[str]) -> JobNodes:
+    """What `--allow-shrink` needs to know. `given`: the environment. Raises ConfigError."""
+    words = " ".join(command)
+    if lacking := [word for word in (_NODES_WORD, _RANK_WORD) if word not in words]:
+        raise ConfigError(
+            f"--allow-shrink: the command has no {' and no '.join(lacking)}: it would wait for the nodes left out; "
+            "write torchrun --nnodes={nodes} --node-rank={node_rank} --master-addr=... (docs/cluster.md)"
+        )
+    named = next((pair for pair in _PLACES if all(name in given for name in pair)), None)
+    if named is None:
+        raise ConfigError(
+            f"--allow-shrink: which node is this? set {NODES} to how many there are, and {NODE_RANK} to the number of "
+            "this one, from 0 (Slurm's SLURM_NNODES and SLURM_NODEID do as well)"
+        )
+    numbers = [given[name] for name in named]
+    if not all(number.isdecimal() for number in numbers) or not int(numbers[1]) < int(numbers[0]):
+        shown = ", ".join(f"{name}={number}" for name, number in zip(named, numbers, strict=True))
+        raise ConfigError(f"--allow-shrink: {shown}: expected a number of nodes, and one below it")
+    whole, node = map(int, numbers)
+    if not 1 <= least <= whole:
+        raise ConfigError(f"--allow-shrink {least}: the job has {whole} nodes")
+    return JobNodes(least, node, whole)

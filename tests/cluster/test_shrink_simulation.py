@@ -1,0 +1,19 @@
+"""Whatever is lost and whoever dies, a job goes on with one group of nodes, which only gets smaller."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.shrink_simulation import ShrinkSimulation
+
+SEEDS = 100
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_nodes_go_on_as_one_group_or_not_at_all(seed: int) -> None:
+    simulation = ShrinkSimulation(seed, nodes=3 + seed % 3)
+    simulation.play()
+    there = [machine for machine in simulation.machines if not machine.gone]
+    assert len({(machine.start, machine.nodes.members.nodes) for machine in there}) <= 1, "two groups are there"
+    assert all(set(there[0].nodes.members.nodes) >= {machine.number for machine in there} for _ in there[:1])
