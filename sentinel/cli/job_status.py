@@ -9,6 +9,8 @@ from typing import Any
 def lines(job: dict[str, Any]) -> list[str]:
     """Who is there, who could not be asked, and which incidents are open."""
     found = [f"  job       {describe_view(job)}"]
+    if shrunk := describe_shrink(job):
+        found.append(f"            {shrunk}")
     if job["no_orders"]:
         found.append(f"            no rollback, stop or restart of all nodes: {job['no_orders']}")
     if job["trouble"]:
@@ -40,6 +42,11 @@ def describe_view(job: Mapping[str, Any]) -> str:
         "alone": f"node {job['node']}, local view only, and tells people by itself: {silent}",
     }
     return views[job["view"]]
+
+
+def describe_shrink(job: Mapping[str, Any]) -> str:
+    """What is left of the job, where it went on without some of its nodes."""
+    return str(job.get("shrunk", ""))  # a daemon of an earlier version does not say
 
 
 def describe_node(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from sentinel._version import __version__
 from sentinel.cli.client import list_runs
 from sentinel.cli.history import find_history
 from sentinel.cli.incidents import collect_live_incidents
-from sentinel.cli.job_status import describe_node
+from sentinel.cli.job_status import describe_node, describe_shrink
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.node import small_files
@@ -71,6 +71,7 @@ def _add_job(one: Report, run: dict[str, Any]) -> Report:
     said = [
         f"this is node {job['node']} of {job['expected']}: curves and ranks are its own; `sentinel report` on another "
         "node has those of its ranks",
+        *filter(None, [describe_shrink(job)]),
         *others,
         *unasked,
     ]

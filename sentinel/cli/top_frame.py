@@ -197,6 +197,8 @@ def _job(job: Mapping[str, Any]) -> list[TopLine]:
     """The nodes of the run's job, with their ranks: first those that are not heard, then those that are behind."""
     stale = job_status.is_stale(job)
     lines = [TopLine(f"{'job':<{_LABEL}}{job_status.describe_view(job)}", "yellow" if stale else "")]
+    if shrunk := job_status.describe_shrink(job):
+        lines.append(TopLine(f"{'':<{_LABEL}}{shrunk}", "yellow"))
     nodes = sorted(job["nodes"], key=lambda node: (node["state"] == "alive", node["step"], node["node"]))
     for node in nodes[:_NODES]:
         ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else "no ranks"

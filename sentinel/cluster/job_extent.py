@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sentinel import wire
+from sentinel.text import name_nodes
 
 
 def count_nodes(identity: wire.Identity) -> int:
@@ -13,6 +14,15 @@ def count_nodes(identity: wire.Identity) -> int:
 def list_job_nodes(identity: wire.Identity) -> tuple[int, ...]:
     """These nodes, by number."""
     return identity.members.nodes or tuple(range(count_nodes(identity)))
+
+
+def describe_shrink(members: wire.Members, world_size: int) -> str:
+    """What is left of a job that began with more nodes; empty: all is. `world_size`: of the present attempt."""
+    if not members.left_out:
+        return ""
+    left, whole = len(members.nodes), members.whole
+    ranks = f"world size {world_size} of {world_size * whole // left}, and as much less in each global batch"
+    return f"{left} of {whole} nodes: without {name_nodes(members.left_out)} (--allow-shrink); {ranks}"
 
 
 def explain_left_out(members: wire.Members) -> str:

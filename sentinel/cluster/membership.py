@@ -24,7 +24,7 @@ from sentinel.cluster.connection import Connection
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.election import next_epoch
 from sentinel.cluster.inquiry import Inquiry
-from sentinel.cluster.job_extent import count_nodes, explain_left_out
+from sentinel.cluster.job_extent import count_nodes, describe_shrink, explain_left_out
 from sentinel.cluster.job_incident import CauseFinder
 from sentinel.cluster.lead import JobJudge, Lead, restore_pages
 from sentinel.cluster.messages import Beat, Digest, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
@@ -242,7 +242,7 @@ class Membership:
             "expected": beat.expected if beat else count_nodes(self._identity),
             "members": list(members.nodes) or list(range(beat.expected if beat else count_nodes(self._identity))),
             "left_out": list(members.left_out),
-            "world_size": self._identity.world_size,
+            "shrunk": describe_shrink(members, self._identity.world_size),
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
             "refused": self._refused,

@@ -173,7 +173,7 @@ class Daemon:
                     watch.ingest.announce_end(message.ending, now)
                 if self._supervision.is_of(watch, message.mark):
                     self._supervision.take_report(watch, peer, message.job)
-                    watch.ingest.record_command_end(message.job.status)
+                    watch.ingest.record_job(message.job)
                 watch.actions.add_supervisor(now)
             self._shutdown.end_if_done()
         elif isinstance(message, wire.Hello):

@@ -225,6 +225,7 @@ def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
         for state in ("alive", "silent", "left")
     ]
     states += [((run, "never_heard"), float(job["expected"] - len(job["nodes"]))) for run, job in led]
+    states += [((run, "left_out"), float(len(job["left_out"]))) for run, job in led]
     yield _gauge("job_nodes", "Nodes of the job by state; from its coordinator.", ("run", "state"), states)
     firing = Counter((run, incident["alert"]) for run, job in led for incident in job["incidents"])
     what = "Incidents of the job that are open; from its coordinator. Those of one node are in incidents_firing, too."

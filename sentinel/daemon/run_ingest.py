@@ -43,6 +43,7 @@ class RunIngest:
         self._ending = False
         """No rank is left, and what follows from that is done once all steps are judged."""
         self._command_status: int | None = None
+        self._left_out: tuple[int, ...] = ()
         self._keep_device_at: dict[str, float] = {}
         self.stalls = StallDetector(self._run.attempt, context.link, incidents)
         self.begin_attempt()
@@ -202,11 +203,14 @@ class RunIngest:
             if status is not None:
                 self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
 
-    def record_command_end(self, status: int | None) -> None:
-        """The job's supervisor says how its command ended; None: it runs. It says so more than once."""
-        if status is not None and status != self._command_status:
-            self._context.record_event(self._run.attempt.last_seq, "command ended", status=status)
-        self._command_status = status
+    def record_job(self, job: wire.JobReport) -> None:
+        """The job's supervisor says how its command ended, and which nodes it goes on without. It says so more than
+        once."""
+        if job.status is not None and job.status != self._command_status:
+            self._context.record_event(self._run.attempt.last_seq, "command ended", status=job.status)
+        if job.members.left_out != self._left_out:
+            self._context.record_event(self._run.attempt.last_seq, "nodes left out", nodes=job.members.left_out)
+        self._command_status, self._left_out = job.status, job.members.left_out
 
     def announce_end(self, number: int, now: float) -> None:
         """The job's supervisor is about to send it this signal: ranks that end by it are not lost."""

@@ -61,6 +61,7 @@ def _nodes(job: Mapping[str, Any] | None) -> str:
     missing = job["expected"] - len(job["nodes"])
     notes = [f"{silent}what other nodes do is not known."] if stale else []
     notes += [f"{missing} of {format_count(job['expected'], 'node')} not heard yet."] if missing > 0 else []
+    notes += [f"{escape(job['shrunk'])}."] if job.get("shrunk") else []
     order = sorted(job["nodes"], key=lambda node: (node["state"] != "silent", node["node"]))
     rows = "".join(_node(node, stale and node["node"] != job["node"]) for node in order)
     head = "<tr><th>node</th><th>host</th><th>state</th><th>step</th><th>ranks</th></tr>"

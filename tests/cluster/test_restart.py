@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
+from sentinel.cli import job_status
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from tests.cluster.job import SECRET, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank
@@ -107,6 +108,9 @@ def test_a_node_that_comes_back_after_it_was_left_out_is_ended_and_counts_for_no
         assert out.why == "left out by --allow-shrink: the job goes on with 2 of 3 nodes"
         job = until(lambda: (job := zero.daemon.job())["view"] == "coordinator" and job, "node 0 to lead")
         assert (job["expected"], job["left_out"]) == (2, [1])
+        assert job["shrunk"].startswith("2 of 3 nodes: without node 1 (--allow-shrink); world size ")
+        assert any(job["shrunk"] in line for line in job_status.lines(job))
+        assert "left out: the job goes on without it" in job_status.lines(back.daemon.job())[0]
         assert {node["node"] for node in job["nodes"]} <= {0, 2}
         assert back.daemon.job()["view"] == "left out"
         two.report(fault=LOST)

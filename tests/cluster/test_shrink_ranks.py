@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sentinel.store import History
 from tests.cluster.job import SECRET, free_address
 from tests.supervise.test_supervised import PROGRAM, RUN
 from tests.waiting import until
@@ -79,6 +80,10 @@ def test_two_of_three_nodes_complete_the_job_when_one_is_lost_for_good(private_p
     assert [start[::2] for start in starts] == [["0", "1"], ["0", "1"], ["0"]], "ranks have no gaps"
     assert starts[0] == starts[1]
     assert int(starts[0][-1]) >= 50, "it goes on from what it saved"
+    (history,) = (private_places / "state0").rglob("*.sqlite")
+    with History(history) as kept:
+        assert [event.detail["nodes"] for event in kept.events("nodes left out")] == [[LOST]]
+        assert [number for number, *_ in kept.attempts()] == [0, 1]
     for words in said:
         assert "Node 1 cannot be waited for: the job goes on with 2 of 3 nodes" in words
         assert re.search(r"the run is complete, after 1 restart", words)

@@ -82,6 +82,8 @@ def test_nodes_of_a_job_are_shown_with_their_ranks_first_those_that_are_not_hear
            "nodes": nodes}  # fmt: skip
     lines = text([run(job=job)], [], width=100, height=40).splitlines()
     first = lines.index("job        node 3, coordinator at host0:9478")
+    shrunk = text([run(job=job | {"shrunk": "65 of 66 nodes: without node 65"})], [], width=100, height=40).splitlines()
+    assert shrunk[first + 1].strip() == "65 of 66 nodes: without node 65"
     assert lines[first + 1] == "node 40    host40, silent for 12 s, step 120, ranks 320 to 327"
     assert lines[first + 2] == "node 7     host7, alive, step 90, ranks 56 to 63"
     assert lines[first + 9].strip() == "and 56 more nodes, alive, at steps 120 to 120"
