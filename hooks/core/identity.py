@@ -64,10 +64,10 @@ class RunIdentity:
             attempt=attempt(os.environ),
             rank=rank,
             world_size=world_size,
-            local_rank=_number(os.environ, "LOCAL_RANK"),
+            local_rank=local_rank(),
             local_world_size=_number(os.environ, "LOCAL_WORLD_SIZE"),
             node=_find_node(os.environ, rank),
-            members=_read_members(os.environ),
+            members=members(),
             hostname=socket.gethostname(),
             pid=os.getpid(),
             session=self.session,
@@ -130,10 +130,10 @@ def _find_node(environment: Mapping[str, str], rank: int) -> int:
     return rank // neighbours() if "LOCAL_WORLD_SIZE" in environment else 0
 
 
-def _read_members(environment: Mapping[str, str]) -> wire.Members:
+def members() -> wire.Members:
     """The nodes of this attempt, where `sentinel run` may leave some out."""
     try:
-        return msgspec.json.decode(environment.get("SENTINEL_MEMBERS", "{}"), type=wire.Members)
+        return msgspec.json.decode(os.environ.get("SENTINEL_MEMBERS", "{}"), type=wire.Members)
     except msgspec.DecodeError:  # not of our `sentinel run`
         return wire.Members()
 
@@ -150,7 +150,12 @@ def spans_nodes() -> bool:
 
 def leads_node() -> bool:
     """Whether this is the first rank of its node, as far as the launcher says."""
-    return _number(os.environ, "LOCAL_RANK") == 0
+    return local_rank() == 0
+
+
+def local_rank() -> int:
+    """Number of this rank on its node, as far as the launcher says."""
+    return _number(os.environ, "LOCAL_RANK")
 
 
 def attempt(environment: Mapping[str, str]) -> int:

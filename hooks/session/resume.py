@@ -23,7 +23,7 @@ from torch import nn
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.identity import attempt, leads_node, spans_nodes
+from sentinel.hooks.core.identity import attempt, leads_node, local_rank, members, spans_nodes
 from sentinel.hooks.core.late_notice import say_if_late
 from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
@@ -31,6 +31,7 @@ from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.session import arguments
 from sentinel.hooks.session.part_search import check_sharing, search_parts
+from sentinel.hooks.session.shrunk_state import check_replicas, refuse_sharded
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot import node_parts
 from sentinel.hooks.snapshot.capture import Part, Stateful
@@ -51,6 +52,8 @@ class _Taken(msgspec.Struct, frozen=True):
 
     step: int
     path: str
+    rank: int
+    """Whose part of it this rank takes, where fewer ranks go on than nodes wrote it; -1: its own."""
 
 
 def resume(
@@ -97,11 +100,17 @@ def resume(
         manifest = snapshots.read_manifest(path)
         if not isinstance(manifest, snapshots.Manifest):
             raise OSError(manifest.why)
-        return load(path, exchange.rank, run.weights.by_name(), manifest.ranks), manifest.world_size
+        rank = taken.rank if taken.rank >= 0 else exchange.rank
+        if taken.rank >= 0:
+            refuse_sharded(path, run, manifest.world_size)
+        return load(path, rank, run.weights.by_name(), manifest.ranks), manifest.world_size
 
     named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
     parts = list(run.parts)
-    if exchange.rank >= world_then:  # it was not there then, and would draw what rank 0 draws
+    is_alone = exchange.rank < world_then  # else it was not there then, and would draw what rank 0 draws
+    if taken.rank >= 0:
+        is_alone = check_replicas(path, named, taken.rank, world_then, exchange)
+    if not is_alone:
         parts = [part for part in parts if not isinstance(part, RngPart)]
     exchange.run_on_all(lambda: _put_back(parts, named))
     if unclaimed := [name for name in named if name not in {part.name for part in run.parts}]:
@@ -132,12 +141,13 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
     damaged: set[int] = set()
     whole: set[int] = set()
     retry, told = Retry(), ""
+    stand_in = local_rank() if members().left_out else None
     restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
     while True:
         with say_if_late(f"resume: reading {folder}"):
             mine = look(
                 folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
-                thorough=thorough, late=retry.over, apart=spans_nodes(),
+                thorough=thorough, late=retry.over, apart=spans_nodes(), stand_in=stand_in,
             )  # fmt: skip
         whole |= {step for step, seen in mine.snapshots.items() if seen.state == "whole"}
         views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]
@@ -145,7 +155,7 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
             case Begin() as decision:
                 return decision, damaged
             case Take(step):
-                return _Taken(step, mine.snapshots[step].path), damaged
+                return _Taken(step, mine.snapshots[step].path, mine.snapshots[step].rank), damaged
             case PassOver(step, why):
                 passed[step] = why
                 damaged.add(step)

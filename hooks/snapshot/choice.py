@@ -46,6 +46,8 @@ class Seen(msgspec.Struct, frozen=True):
     """Of one node of several."""
     lineage: str = ""
     """Of a part: others belong to it only if it is theirs."""
+    rank: int = -1
+    """Of a part: the rank that is taken from it, which is another one where the job goes on without some nodes."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,9 +24,12 @@ def look(
     thorough: bool,
     late: bool,
     apart: bool,
+    stand_in: int | None = None,
 ) -> View:
     """What this rank sees in `place`. Of the snapshots of its line before `before`, the newest that is not in `passed`
-    is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
+    is read, unless it is known to be `whole`; of the others only the manifests are. `stand_in`: the job goes on without
+    some of its nodes, and where this rank finds no part with its number, it takes that of the rank with this number
+    among those of a part. Raises nothing."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -42,7 +45,10 @@ def look(
         found, elsewhere = list_seen(place, rank)
     except OSError as error:
         return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
-    seen = {step: _describe(path, one, world) for step, (path, one) in found.items()}
+    if stand_in is not None:
+        found = {step: one for step, one in elsewhere.items() if one[1].world_size > world} | dict(found)
+        elsewhere = {step: one for step, one in elsewhere.items() if step not in found}
+    seen = {step: _describe(path, one, rank, world, stand_in) for step, (path, one) in found.items()}
     line = follow_line(seen) if seen else ()
     first = next((step for step in line if (before is None or step < before) and step not in passed), None)
     if first is not None and seen[first].state == "unchecked":
@@ -80,10 +86,13 @@ def list_seen(
     return found, {step: other for step, other in elsewhere.items() if step not in found}
 
 
-def _describe(path: Path, one: Manifest | Seen, world: int) -> Seen:
+def _describe(path: Path, one: Manifest | Seen, rank: int, world: int, stand_in: int | None) -> Seen:
     if isinstance(one, Seen):
         return one
     seen = directory.describe(path, one)
+    if one.ranks and stand_in is not None and one.world_size > world:
+        taken = rank if rank in one.ranks else one.ranks[stand_in % len(one.ranks)]
+        return msgspec.structs.replace(seen, rank=taken)
     if one.ranks and one.world_size != world:
         why = f"{path}: was written by {one.world_size} ranks on several nodes, and this job has {world}"
         return msgspec.structs.replace(seen, state="misfit", why=why)

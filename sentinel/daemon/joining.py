@@ -42,8 +42,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
     """Join a run that is new here to the other nodes of its job, if it has any; or have it found out where they
     meet."""
     identity, meeting = hello.identity, None
-    nodes = count_nodes(identity)
-    if nodes == 1:
+    if count_nodes(identity) == 1:
         return
     armed = hello.rollback is not None and identity.rank == 0
     try:
@@ -66,7 +65,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
                 _tell_unarmed(watch, NO_ORDERS if armed and not found.takes_orders else "")
             _meet(watch, identity, supervision, found)
 
-        watch.search = MeetingSearch(meeting, settings.port, nodes, join, fail)
+        watch.search = MeetingSearch(meeting, settings.port, join, fail)
 
 
 def ask_for_meeting(watch: WatchedRun, hello: wire.Hello) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
+from sentinel.cluster.job_extent import count_nodes
 from sentinel.config.cluster import Meeting, split_addresses
 
 SECRET_BYTES = 32
@@ -23,10 +24,12 @@ class MeetingSearch:
     """Of one run, on one node."""
 
     def __init__(
-        self, meeting: Meeting, port: int, nodes: int, join: Callable[[Meeting], None], fail: Callable[[str], None]
+        self, meeting: Meeting, port: int, join: Callable[[Meeting], None], fail: Callable[[str], None]
     ) -> None:
         """`meeting`: as far as the settings know it. `join` gets the whole of it; `fail`, why it cannot be known."""
-        self._meeting, self._port, self._nodes, self._join, self._fail = meeting, port, nodes, join, fail
+        self._meeting, self._port, self._join, self._fail = meeting, port, join, fail
+        self._nodes = 0
+        """Of the job, as the rank said that was asked last."""
         if not meeting.secret and meeting.tls is None:
             self._meeting = meeting._replace(secret=secrets.token_hex(SECRET_BYTES), is_public=True)
 
@@ -34,6 +37,7 @@ class MeetingSearch:
         """For a rank that says hello; None: it is not the one to be asked."""
         if hello.ended or hello.identity.local_rank:
             return None
+        self._nodes = count_nodes(hello.identity)  # a later attempt may have fewer
         if importlib.util.find_spec("zenoh") is None:
             if hello.identity.rank == 0:
                 self._fail(NOT_INSTALLED)

@@ -22,6 +22,7 @@ from sentinel.cluster.election import next_epoch
 from sentinel.cluster.membership import NO_ORDERS
 from sentinel.cluster.messages import Beat, RollbackOrder, encode
 from sentinel.config.cluster import Meeting
+from sentinel.daemon.meeting_search import MeetingSearch
 from sentinel.hooks.core import network_address, store_client
 from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
@@ -403,3 +404,12 @@ def test_a_name_that_means_loopback_here_is_not_taken_where_there_is_a_network(m
     )
     assert network_address.find_own_address("node0", 1) == own
     assert network_address.find_own_address("localhost", 1) == "127.0.0.1"
+
+
+def test_a_later_attempt_with_fewer_nodes_is_asked_for_as_many() -> None:
+    search = MeetingSearch(Meeting((), SECRET), 0, lambda _: None, lambda _: None)
+    for nodes in (4, 3):
+        identity = wire.Identity(run="r", run_id="r", world_size=2 * nodes, local_world_size=2)
+        question = search.ask(wire.Hello(version="t", identity=identity))
+        assert question is not None
+        assert question.nodes == nodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 
 from sentinel.store import History
 from tests.cluster.job import SECRET, free_address
-from tests.supervise.test_supervised import PROGRAM, RUN
+from tests.programs.saving_nodes import list_written
+from tests.programs.shrinking_nodes import EVERY
+from tests.supervise.test_supervised import RUN
 from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
@@ -28,17 +31,15 @@ def start_node(root: Path, node: int, master: str, meeting: str) -> subprocess.P
     """`sentinel run -- torchrun` of one node, each with a runtime directory and a history of its own."""
     torchrun = (
         "-m torch.distributed.run --nnodes {nodes} --node-rank {node_rank} --nproc-per-node 1 --rdzv-id job"
-        f" --master-addr 127.0.0.1 --master-port {master.rpartition(':')[2]}"
+        f" --master-addr 127.0.0.1 --master-port {master.rpartition(':')[2]} -m tests.programs.shrinking_nodes"
     )
-    command = [*RUN, "--restarts", "3", "--allow-shrink", "2", "--", sys.executable, *torchrun.split()]
+    command = [*RUN, "--restarts", "3", "--allow-shrink", "2", "--", sys.executable, *torchrun.split(), str(root)]
     environment = {
         **os.environ, "SENTINEL_NODES": str(NODES), "SENTINEL_NODE_RANK": str(node), "OMP_NUM_THREADS": "1",
         "SENTINEL_RUNTIME": str(root / f"run{node}"), "SENTINEL_STATE": str(root / f"state{node}"),
-        "SENTINEL_CLUSTER": meeting, "SENTINEL_CLUSTER_SECRET": SECRET,
+        "SENTINEL_CLUSTER": meeting, "SENTINEL_CLUSTER_SECRET": SECRET, "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    return subprocess.Popen(
-        [*command, str(PROGRAM), str(root / "saved"), "none"], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def lose_node(root: Path, node: int, supervisor: subprocess.Popen[str]) -> None:
@@ -64,26 +65,30 @@ def _find_runtime(process: psutil.Process) -> str:
 
 
 def test_two_of_three_nodes_complete_the_job_when_one_is_lost_for_good(private_places: Path) -> None:
-    folder = private_places / "saved"
-    folder.mkdir()
     master, meeting = free_address(), free_address()
+    snapshots = private_places / "snapshots"
     nodes = [start_node(private_places, node, master, meeting) for node in range(NODES)]
     try:
-        until((folder / "50.pt").exists, "the job to train", seconds=START_SECONDS)
+        until(lambda: list_written({snapshots}, NODES), "a snapshot of all nodes", seconds=START_SECONDS)
         lose_node(private_places, LOST, nodes[LOST])
         said = [node.communicate(timeout=LIMIT_SECONDS)[1] for number, node in enumerate(nodes) if number != LOST]
     finally:
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, -9, 0], said
-    starts = [(folder / f"starts.{rank}").read_text().split() for rank in range(NODES)]
-    assert [start[::2] for start in starts] == [["0", "1"], ["0", "1"], ["0"]], "ranks have no gaps"
-    assert starts[0] == starts[1]
-    assert int(starts[0][-1]) >= 50, "it goes on from what it saved"
+    ranks = [json.loads((private_places / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["node"] for rank in ranks] == [["2", "0", "0"], ["2", "1", "2"]], "no gap in ranks"
+    weights = (private_places / "weights.0").read_text().split()
+    before = dict(zip(weights[::2], weights[1::2], strict=True))
+    for rank in ranks:
+        assert rank["start"] > EVERY
+        assert rank["began"] == before[str(rank["start"] - 1)], "what all three had after that step"
+        assert rank["ended"] == ranks[0]["ended"]
+    assert [(rank["world"], rank["start"]) for rank in ranks] == [(2, ranks[0]["start"])] * 2
+    for words in said:
+        assert "Node 1 cannot be waited for: the job goes on with 2 of 3 nodes" in words
+        assert re.search(r"the run is complete, after 1 restart", words)
     (history,) = (private_places / "state0").rglob("*.sqlite")
     with History(history) as kept:
         assert [event.detail["nodes"] for event in kept.events("nodes left out")] == [[LOST]]
         assert [number for number, *_ in kept.attempts()] == [0, 1]
-    for words in said:
-        assert "Node 1 cannot be waited for: the job goes on with 2 of 3 nodes" in words
-        assert re.search(r"the run is complete, after 1 restart", words)

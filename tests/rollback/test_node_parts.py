@@ -12,15 +12,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.rollback import disk_writer, framework_checkpoints
-from sentinel.hooks.session import part_search
+from sentinel.hooks.session import part_search, shrunk_state
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import directory, node_parts
-from tests.rollback.test_disk import DATA, armed
+from sentinel.hooks.snapshot.parts import RunState
+from sentinel.hooks.snapshot.state_owners import Owners
+from tests.rollback.test_disk import DATA, again, armed
 from tests.rollback.test_resume import Ranks, files_of, ranks, rewrite, short  # noqa: F401
 from tests.rollback.training import Training, of_type
 
@@ -203,6 +206,80 @@ def test_as_many_ranks_must_resume(disks: list[Path], ranks: Ranks) -> None:  # 
     assert all("was written by 2 ranks on several nodes, and this job has 3" in str(one) for one in failures)
 
 
+@pytest.fixture
+def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three nodes of one rank each, node 1 is left out."""
+    members = wire.Members(start=1, nodes=(0, 2), whole=3)
+    monkeypatch.setenv("SENTINEL_MEMBERS", msgspec.json.encode(members).decode())
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Disks of these nodes, which have written steps 5 and 10, and of node 1 which came no further than 5."""
+    monkeypatch.setattr(disk_writer, "_line", "one start")
+    places = [tmp_path / f"disk {rank}" for rank in range(3)]
+    for rank, place in enumerate(places):
+        writer = Writer(place, rank, 3, monkeypatch)
+        writer.write(*((5,) if rank == 1 else (5, 10)))
+        writer.close()
+    return places
+
+
+def go_on(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[int | Exception]:  # noqa: F811
+    """What `sentinel.resume` returns on each rank, a node each, or why it raises."""
+    ranks.store = dist.HashStore()
+    monkeypatch.setattr(disk_writer, "_line", "")
+    monkeypatch.setattr(part_search, "_sharing", "")
+    trainings = [Training() for _ in places]
+
+    def resume(rank: int, exchange: framework_checkpoints.RankExchange) -> int:
+        ranks.here.exchange = exchange
+        return again(trainings[rank], places[rank])
+
+    monkeypatch.setattr(resumption, "RankExchange", lambda _: ranks.here.exchange)
+    return ranks.run(len(places), resume)
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_fewer_ranks_go_on_from_replicas_and_need_no_part_of_the_node_that_is_lost(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert go_on(ranks, [three[0], three[2]], monkeypatch) == [11, 11], "on disks of their own: rank 1 was rank 2"
+    for place in three[1:]:
+        shutil.copytree(place, three[0], dirs_exist_ok=True)
+    assert go_on(ranks, [three[0], three[0]], monkeypatch) == [11, 11], "in a directory that nodes share"
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_fewer_ranks_do_not_go_on_where_ranks_held_parts_of_the_state(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.rmtree(three[2])
+    writer = Writer(three[2], 2, 3, monkeypatch)
+    with torch.no_grad():
+        next(writer.training.model.parameters()).add_(1.0)
+    writer.write(5, 10)
+    writer.close()
+    before = [files_of(place) for place in three]
+    one, other = go_on(ranks, [three[0], three[2]], monkeypatch)
+    for error in (one, other):
+        assert "was written by 3 ranks, and ranks 0 and 1 have other weights" in str(error)
+        assert "the parts of node 1 are missing, which the job goes on without" in str(error)
+    assert [files_of(place) for place in three] == before, "nor an older one"
+
+
+def test_fewer_ranks_go_on_only_where_the_job_went_on_without_a_node(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    failures = resume(ranks, [three[0], three[0]])
+    assert all("was written by 3 ranks on several nodes, and this job has 2" in str(one) for one in failures)
+
+
 def test_a_run_does_not_begin_where_parts_are(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_writer, "_line", "another start")
     with pytest.raises(RollbackError, match="holds a snapshot of step 10, and this run begins at step 0"):
@@ -353,3 +430,14 @@ def test_a_file_that_shows_sharing_and_cannot_be_looked_for_counts_as_not_seen(
     monkeypatch.setattr(Path, "exists", fail)
     assert begin(ranks, [tmp_path, tmp_path], monkeypatch) == [0, 0]
     assert part_search.describe_sharing() == "a disk of each node's own"
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_sharded_state_of_a_node_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    owners = Owners([training.model], [training.optimizer], given=[], scaler=None, scheduler=None, taken=[], call="r")
+    run = RunState([training.model], [training.optimizer], owners, {})
+    shrunk_state.refuse_sharded(Path("step-10"), run, 3)
+    monkeypatch.setattr(shrunk_state, "spread", lambda _: "a DTensor's place")
+    with pytest.raises(RollbackError, match=r"0\.weight is sharded over them: the parts of node 1 are missing"):
+        shrunk_state.refuse_sharded(Path("step-10"), run, 3)

@@ -1,0 +1,62 @@
+"""Ranks on several nodes that train until a node is lost, and go on from disk with those that are left.
+
+    sentinel run --allow-shrink MIN -- torchrun --nnodes={nodes} ... shrinking_nodes.py FOLDER
+
+Each rank adds to FOLDER/weights.RANK what its weights are after each step, and leaves FOLDER/RANK.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import sentinel
+from tests.programs.rolling import Training
+
+EVERY, AFTER = 10, 30
+LIMIT = 10_000
+"""Steps of the first start, which does not come to its end by itself."""
+
+
+def digest(training: Training) -> str:
+    """Of the weights' bits."""
+    bits = b"".join(one.detach().numpy().tobytes() for one in training.net.parameters())
+    return hashlib.sha256(bits).hexdigest()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank, place = dist.get_rank(), folder / "snapshots"
+    training = Training("ddp")
+    start = sentinel.resume(training.net, training.optimizer, directory=place)
+    began = digest(training)
+    terms = sentinel.Rollback(every=EVERY, keep=4, margin=5, directory=place, disk_every=1)
+    monitor = sentinel.attach(training.net, training.optimizer, run="shrinking", rollback=terms, step=start)
+    end = start + AFTER if start else LIMIT
+    with (folder / f"weights.{rank}").open("a", buffering=1) as log:
+        for step in range(start, end):
+            training.step(step)
+            log.write(f"{step} {digest(training)}\n")
+            time.sleep(0.05)  # a snapshot is written before it is overwritten
+    said = {
+        "start": start, "began": began, "end": end, "world": dist.get_world_size(), "ended": digest(training),
+        "node": [os.environ[name] for name in ("SENTINEL_NODES", "SENTINEL_NODE_RANK", "SENTINEL_NODE")],
+    }  # fmt: skip
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    monitor.detach()
+    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
