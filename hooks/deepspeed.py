@@ -104,7 +104,7 @@ class Steps(torch.optim.Optimizer):
         return _Handle(super().register_step_post_hook(hook), self)
 
     def unpatch(self) -> None:
-        """Take the patches away, if no hook is left. Where somebody patched over one, it stays, and calls nobody."""
+        """Take the patches away, if no hook is left. One that other code has patched over stays, and does nothing."""
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return
         for owner, name, wrapper in self._patched:

@@ -96,7 +96,7 @@ def keep(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, autocast: bool = True
 ) -> CapturedCall | None:
     """A call that begins now. `draws`, `autocast`: whether the model may draw random numbers, and autocast be on. None:
-    its batch is too large, or was made in inference mode, where nobody counts the writes into a tensor."""
+    its batch is too large, or was made in inference mode, where writes into a tensor are not counted."""
     inputs: Sequence[Tensor]
     try:
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass

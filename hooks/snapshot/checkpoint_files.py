@@ -5,7 +5,7 @@
     rank 0    once all have written: the index, the manifest, and the snapshot's name  (hooks/snapshot/directory.py)
 
 What replicas share is so kept once, whoever replicates it, and what they do not share is not lost: BatchNorm's
-statistics, generators, a sampler of each rank. Ranks wait for nobody but rank 0's checksums, and rank 0 for files: one
+statistics, generators, a sampler of each rank. Ranks wait for rank 0's checksums alone, and rank 0 for files: one
 that dies leaves a folder that never gets its name.
 
 DTensors are under the same key on all ranks and are put together again over any number of them; the rest is a rank's
