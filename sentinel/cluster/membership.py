@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,8 +27,9 @@ from sentinel.cluster.inquiry import Inquiry
 from sentinel.cluster.job_extent import count_nodes, describe_shrink, explain_left_out
 from sentinel.cluster.job_incident import CauseFinder
 from sentinel.cluster.lead import JobJudge, Lead, restore_pages
-from sentinel.cluster.messages import Beat, Digest, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
+from sentinel.cluster.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
 from sentinel.cluster.node import Node
+from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
 from sentinel.cluster.questions import IncidentView
 from sentinel.cluster.relay import RelayedRollback
 from sentinel.cluster.work import WorkExchange, find_work_elsewhere
@@ -54,40 +55,6 @@ REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
 """Rollback, stop and restart of all nodes, where the secret came through the process group's store."""
-
-
-class NodeSupervisor(NamedTuple):
-    """The `sentinel run` that has the job's ranks on this node."""
-
-    find_report: Callable[[], wire.JobReport | None]
-    """How the job stands here; None: no supervisor says."""
-    give_order: Callable[[wire.Order], None]
-
-
-class StepReporter(Protocol):
-    """Has the coordinator judge this node's steps, as long as it is heard."""
-
-    @property
-    def unconfirmed(self) -> bool:
-        """Whether the coordinator does not have all steps yet."""
-
-    def make_digest(self, now: float) -> Digest | None:
-        """What is to be sent now."""
-
-    def confirm(self, upto: int, now: float) -> None:
-        """The coordinator has all up to this step; -1: nothing."""
-
-    def tick(self, now: float, *, joined: bool) -> None:
-        """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
-
-
-class StepHandling(NamedTuple):
-    """What becomes of this node's steps. Each call begins it, and ends what was done before."""
-
-    report: Callable[[], StepReporter]
-    """They are sent to the coordinator."""
-    judge: Callable[[], JobJudge]
-    """This node is the coordinator."""
 
 
 def own_name(run_id: str, node: int) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 from sentinel import wire
 from sentinel.cluster.job_extent import count_nodes
-from sentinel.cluster.membership import NO_ORDERS, Membership, NodeSupervisor, StepHandling
+from sentinel.cluster.membership import NO_ORDERS, Membership
 from sentinel.cluster.messages import NodeState, WorkReport
+from sentinel.cluster.node_parts import NodeSupervisor, StepHandling
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings, Meeting
 from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
