@@ -210,15 +210,12 @@ class Governor:
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
         self.account(1, loop, own)
-        lost = 0.0
         for tier, seconds in self._samples.items():
             self._tiers[tier].add(seconds)
             self._beside -= seconds
-            # Another process's turn of 40 ms would keep the opening examination from the next 15 steps of 2 ms.
-            lost += max(seconds - _OUTLIER * self._tiers[tier].least, 0.0)
         self._samples.clear()
         if self._opening is not None:
-            self._opening.record_step(seq, max(loop, own) - lost, own - lost)
+            self._opening.record_step(seq, loop, own)
         if self._counted >= self._next:
             self._next = next((n for n in DECISIONS if n > self._counted), self._counted + DECIDE_EVERY)
             self._decide()

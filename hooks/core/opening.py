@@ -2,8 +2,8 @@
 
 What is wrong from the start shows there: a layer that gets no gradient, weights that no step moves, a format that is
 too small. The examination has a limit of its own, and the limit wins: at most half of any 16 steps' time and 2 s in
-all; where the user gave `overhead`, at most that. A sample counts as at most four times the shortest one of its tier:
-the rest was the turn of another process.
+all; where the user gave `overhead`, at most that. What is ours of a step counts as at most the processor's time that
+the thread had in it: the rest was the turn of another process.
 
     steps 0 to 63       tiers 1 and 2 at each, tier 3 at every 8th
     steps 64 to 511     tiers 1 and 2 at every 4th, 8th, 16th (twice as far apart each time the step number doubles)
@@ -13,7 +13,7 @@ the rest was the turn of another process.
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic
+from time import monotonic, thread_time
 
 from sentinel.signals import OPENING_STEPS
 
@@ -48,6 +48,8 @@ class Opening:
         self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW - 1)
         """(seconds of a step, seconds of that which were ours)."""
         self._spent = 0.0
+        self._used = 0.0
+        """Of the processor's time, by the thread that trains, up to the last step."""
         self._stage_at = -STAGE_SECONDS
         self._taken, self._unmarked = -1, 0
 
@@ -86,10 +88,13 @@ class Opening:
         return float(self._share > 0.0 and (seq - self._first < self._whole or seq == self._taken))
 
     def record_step(self, seq: int, seconds: float, own: float) -> None:
-        """Step `seq` took `seconds`, `own` of them ours."""
-        if not self.is_over(seq):
-            self._window.append((seconds, own))
-            self._spent += own
+        """Step `seq` took `seconds`, `own` of them ours. Called by the thread that trains."""
+        if self.is_over(seq):
+            return
+        before, self._used = self._used, thread_time()
+        waited = max(own - (self._used - before), 0.0)
+        self._window.append((max(seconds, own) - waited, own - waited))
+        self._spent += own - waited
 
     def _affords(self, expected: float, share: float) -> bool:
         if self._spent + expected > SECONDS:

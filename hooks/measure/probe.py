@@ -135,9 +135,13 @@ class Probe:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if "over" in cls.__dict__ and "disarm" not in cls.__dict__:  # its name in 0.1, of which probes may be
-            warnings.warn(f"{cls.__name__}.over is called disarm now", DeprecationWarning, stacklevel=2)
-            cls.disarm = cls.__dict__["over"]  # type: ignore[method-assign]
+        # In 0.1 `disarm` was called `over`, and probes may define it, or call it of the class above.
+        defining = next(base for base in cls.__mro__ if {"over", "disarm"} & vars(base).keys())
+        if "disarm" not in vars(defining):
+            warnings.warn(f"{defining.__name__}.over is called disarm now", DeprecationWarning, stacklevel=2)
+            cls.disarm = vars(defining)["over"]  # type: ignore[method-assign]
+        elif "over" not in vars(defining):
+            cls.over = vars(defining)["disarm"]
 
     def arm(self, step: Step) -> None:
         """`step` is over, and the next one is an occasion: one of the first `EARLY`, or every 64th."""
@@ -151,6 +155,8 @@ class Probe:
 
     def disarm(self, step: Step) -> None:
         """`step` is over, for which it was armed."""
+
+    over = disarm
 
     def capturing(self) -> None:
         """A CUDA graph is about to be captured: what is held of autograd's graph would become part of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -25,6 +26,12 @@ from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, model
 
 pytestmark = pytest.mark.governed
+
+
+@pytest.fixture(autouse=True)
+def own_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process has a turn in the times that are made up here."""
+    monkeypatch.setattr(opening, "thread_time", itertools.count(0.0, 1e6).__next__)
 
 
 def look(governor: Governor, seqs: range, *, step: float, sample: float) -> tuple[dict[int, list[int]], list[float]]:
@@ -77,7 +84,8 @@ def test_the_limit_wins(sample: float) -> None:
     assert sum(spent) <= SECONDS + 3 * sample
 
 
-def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at() -> None:
+def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "thread_time", itertools.count(0.0, 2.2e-3).__next__)
     governor, taken = Governor(0.01, Opening()), []
     for seq in range(STEPS):
         if governor.due(2, seq):
@@ -89,6 +97,18 @@ def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at() -
         else:
             governor.record_step(seq, 2e-3, 0.0)
     assert taken == list(range(STEPS))
+
+
+def test_samples_that_grow_count_as_what_they_are() -> None:
+    """As where an optimizer begins with a part of the model, or gradients come late."""
+    examination, spent = Opening(), 0.0
+    for seq in range(STEPS):
+        own = 0.0
+        if examination.wants(2, seq, expected=1e-5):  # by the shortest sample
+            own = 1e-5 if seq < 2 else 0.3
+        examination.record_step(seq, 0.01 + own, own)
+        spent += own
+    assert 0.3 <= spent <= SECONDS
 
 
 def test_what_the_user_gave_is_a_ceiling() -> None:

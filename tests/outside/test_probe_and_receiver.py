@@ -108,20 +108,41 @@ def test_names_of_version_0_1_go_on_working() -> None:
     with pytest.warns(DeprecationWarning, match="settings.Route is called RouteSettings now"):
         assert settings.Route is settings.RouteSettings  # type: ignore[attr-defined]
     assert not hasattr(settings, "Router")
+
+
+def test_a_probe_that_defines_what_disarm_was_called_in_version_0_1_is_called() -> None:
+    class Mixin:
+        def over(self, step: Any) -> None:
+            step.values["mixin"] = 0.0
+
     with pytest.warns(DeprecationWarning, match="Former.over is called disarm now"):
 
         class Former(Probe):
             def over(self, step: Any) -> None:
+                super().over(step)
                 step.values["over"] = 1.0
+
+    with pytest.warns(DeprecationWarning, match="Mixin.over is called disarm now"):
+
+        class Mixed(Mixin, Probe):
+            pass
 
     class Present(Former):
         def disarm(self, step: Any) -> None:
             super().disarm(step)
             step.values["present"] = 2.0
 
+    with pytest.warns(DeprecationWarning, match="OfPresent.over is called disarm now"):
+
+        class OfPresent(Present):
+            def over(self, step: Any) -> None:
+                super().over(step)
+
     step: Any = SimpleNamespace(values={})
-    Present().disarm(step)
+    OfPresent().disarm(step)
     assert step.values == {"over": 1.0, "present": 2.0}
+    Mixed().disarm(step)
+    assert step.values["mixin"] == 0.0
 
 
 def test_a_message_is_about_ranks_and_of_any_attribute() -> None:
