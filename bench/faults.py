@@ -1,12 +1,14 @@
-"""Train every fault beside its healthy twin, at default settings over several seeds; write docs/detection.md's table.
+"""Train every fault beside its healthy twin, at default settings over several seeds; write docs/detection.md's tables.
 
     python -m bench.faults                      # 8 minutes a seed on two idle cores; goes on where it was stopped
     python -m bench.faults --seeds 1 --family bugs
+    python -m bench.faults --seeds 1 --pace 20 --workers 4      # steps of 20 ms, for the second table
     python -m bench.faults --late               # those that can begin at any step, at a random one from 2,000 to 5,000
-    python -m bench.faults --table              # only write the table, from what was kept
+    python -m bench.faults --table              # only write the tables, from what was kept
 
-Each family is one process that trains, against one daemon. What was found is kept in build/faults.jsonl, beside a
-digest of the code that it depends on.
+A family is one process that trains, against one daemon; at a pace each fault is, and `--workers` of them train at a
+time, as they sleep most of it. What was found is kept in build/faults.jsonl, beside a digest of the code that it
+depends on.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, NamedTuple
 
 from bench.pages import BUILD, DOCS, ROOT, make_table, write_section
 from tests.faults.fault import Fault
 from tests.faults.train import FAMILIES, faults
-from tests.faults.verdict import OF_THE_MACHINE, TIMED, verdicts
+from tests.faults.verdict import OF_THE_MACHINE, TIMED, Verdict, verdicts
 
 KEPT = BUILD / "faults.jsonl"
 MARKS = "<!-- trained -->", "<!-- end of trained -->"
@@ -30,7 +33,18 @@ HEAD = (
     "row", "fault", "alert", "in time", "delay in steps", "allowed", "right cause", "one page",
     "false alarms of the twin",
 )  # fmt: skip
+PACED_MARKS = "<!-- paced -->", "<!-- end of paced -->"
 SEEDS = 5
+
+
+class Training(NamedTuple):
+    """How a fault was trained. Of each the newest verdict counts."""
+
+    id: str
+    seed: int
+    late: bool
+    pace: int
+    """Milliseconds that a step takes at least; 0: the loop's own speed."""
 
 
 def find_digest(family: str) -> str:
@@ -45,69 +59,132 @@ def find_digest(family: str) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
-def read_kept() -> dict[tuple[str, int, bool, str], dict[str, Any]]:
-    """(family, seed, whether the faults began late, digest) -> its verdicts, as plain values."""
-    if not KEPT.exists():
-        return {}
-    entries = map(json.loads, KEPT.read_text().splitlines())
-    return {(entry["family"], entry["seed"], entry["late"], entry["digest"]): entry for entry in entries}
+def read_kept() -> dict[Training, dict[str, Any]]:
+    """`digest` and `verdict`, as plain values."""
+    entries = map(json.loads, KEPT.read_text().splitlines()) if KEPT.exists() else ()
+    return {Training(*entry["training"]): entry for entry in entries}
 
 
-def train_missing(families: Sequence[str], seeds: int, *, late: bool) -> None:
-    """Train what is missing, seed by seed."""
-    KEPT.parent.mkdir(exist_ok=True)
+def list_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int) -> list[tuple[str, int, list[str]]]:
+    """What was not trained with the present code, seed by seed: (family, seed, faults that one process trains)."""
+    kept, missing = read_kept(), []
     for seed in range(seeds):
         for family in families:
-            if (family, seed, late, find_digest(family)) in read_kept():
-                continue
+            digest = find_digest(family)
+            able = [one for one in faults(family) if (one.begins or not late) and not (pace and one.own_pace)]
+            ids = [one.id for one in able if kept.get(Training(one.id, seed, late, pace), {}).get("digest") != digest]
+            missing += [(family, seed, [name]) for name in ids] if pace else [(family, seed, ids)] * bool(ids)
+    return missing
+
+
+def train_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int, workers: int) -> None:
+    """Train what is missing, and keep what was found."""
+    KEPT.parent.mkdir(exist_ok=True)
+    with ProcessPoolExecutor(workers) as pool:
+        begun = {
+            pool.submit(verdicts, family, seed, ids, late=late, pace=pace): (family, seed, ids)
+            for family, seed, ids in list_missing(families, seeds, late=late, pace=pace)
+        }
+        for future in as_completed(begun):
+            family, seed, ids = begun[future]
             try:
-                found = verdicts(family, seed, late=late)
+                keep_verdicts(family, future.result(), late=late, pace=pace)
             except (AssertionError, subprocess.SubprocessError) as error:  # the others are still of use
-                print(f"{family} {seed}: not trained, start again to do so: {str(error)[-500:]}", flush=True)
-                continue
-            entry = {"family": family, "seed": seed, "late": late, "digest": find_digest(family)}
-            with KEPT.open("a") as file:
-                print(json.dumps(entry | {"verdicts": [dataclasses.asdict(one) for one in found]}), file=file)
-            for one in found:
-                print(f"{family} {seed}: {one.id}: {'; '.join(one.notes) or 'found'}", flush=True)
+                print(
+                    f"{', '.join(ids)}, seed {seed}: not trained, start again to do so: {str(error)[-500:]}", flush=True
+                )
 
 
-def tabulate_faults() -> str:
-    """A row a fault, or two where it was planted late as well, over all seeds that are kept, each as it was trained
-    last."""
-    rows, results, stale = list[Iterator[str]](), read_kept(), list[str]()
-    for family in FAMILIES:
-        mine = {(late, seed): entry for (name, seed, late, _), entry in results.items() if name == family}
-        stale += [family] if any(entry["digest"] != find_digest(family) for entry in mine.values()) else []
-        for fault in faults(family):
-            for late in (False, True):
-                found = [find_verdict(entry, fault) for (kind, _), entry in mine.items() if kind is late]
-                rows += [row(fault, found, timed=family in TIMED, late=late)] if any(found) or not late else []
-    note = f"\n\nTrained with an earlier state of the code: {', '.join(stale)}." if stale else ""
-    return make_table(HEAD, rows) + note
+def keep_verdicts(family: str, found: Sequence[Verdict], *, late: bool, pace: int) -> None:
+    digest = find_digest(family)
+    with KEPT.open("a") as file:
+        for one in found:
+            training = Training(one.id, one.seed, late, pace)
+            print(json.dumps({"training": training, "digest": digest, "verdict": dataclasses.asdict(one)}), file=file)
+            print(f"{family} {one.seed}: {one.id}: {'; '.join(one.notes) or 'found'}", flush=True)
 
 
-def row(fault: Fault, found: Sequence[dict[str, Any] | None], *, timed: bool, late: bool = False) -> Iterator[str]:
+def find_verdicts(kept: dict[Training, dict[str, Any]], fault: Fault, late: bool, pace: int) -> list[dict[str, Any]]:
+    """Of all seeds."""
+    return [
+        entry["verdict"]
+        for training, entry in kept.items()
+        if (training.id, training.late, training.pace) == (fault.id, late, pace)
+    ]
+
+
+def tabulate_faults(kept: dict[Training, dict[str, Any]]) -> str:
+    """A row a fault, or two where it was planted late as well, over all seeds that are kept."""
+    rows = [
+        row(fault, found, timed=family in TIMED, late=late)
+        for family in FAMILIES
+        for fault in faults(family)
+        for late in (False, True)
+        if (found := find_verdicts(kept, fault, late, 0)) or not late
+    ]
+    return make_table(HEAD, rows) + note_stale({key: entry for key, entry in kept.items() if not key.pace})
+
+
+def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
+    """A row a fault, with a column for each pace at which faults were trained."""
+    kept = {key: entry for key, entry in kept.items() if key.pace}
+    paces = sorted({key.pace for key in kept})
+    head = ("row", "alert", "allowed", *(f"in time at {pace} ms (delay in steps)" for pace in paces))
+    rows = [
+        paced_row(fault, [find_verdicts(kept, fault, False, pace) for pace in paces])
+        for family in FAMILIES
+        for fault in faults(family)
+        if not fault.own_pace
+    ]
+    return make_table((*head, "right cause", "one page", "false alarms of the twin"), rows) + note_stale(kept)
+
+
+def note_stale(kept: dict[Training, dict[str, Any]]) -> str:
+    """What was trained with another state of the code than the present one."""
+    digests = {fault.id: find_digest(family) for family in FAMILIES for fault in faults(family)}
+    stale = dict.fromkeys(key.id for key, entry in kept.items() if entry["digest"] != digests.get(key.id))
+    which = "all" if {key.id for key in kept} == stale.keys() else ", ".join(stale)
+    return f"\n\nTrained with an earlier state of the code: {which}." if stale else ""
+
+
+def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool, late: bool = False) -> Iterator[str]:
     """One fault, over its seeds. `timed`: its family is about time."""
-    known = [one for one in found if one is not None]
-    count = len(known)
-    delays = sorted(one["delay"] for one in known if one["delay"] is not None)
     yield fault.id + (", late" if late else "")
     yield fault.what + (f" ({fault.synthetic}: made up)" if fault.synthetic else "")
     yield fault.alert
-    yield f"{sum(one['delay'] is not None and one['delay'] <= one['allowed'] for one in known)} of {count}"
+    yield count_in_time(found)
     unit = {"seconds": " s", "readings": " readings"}.get(fault.signal, "")
+    delays = list_delays(found)
     yield f"{delays[0]} to {delays[-1]}{unit}" if delays else "-"
     yield f"{fault.delay}{unit}"
-    yield f"{sum(one['right'] for one in known)} of {count}"
-    yield f"{sum(set(one['pages'].values()) == {1} for one in known)} of {count}"
+    yield from count_rest(found, timed=timed)
+
+
+def paced_row(fault: Fault, by_pace: Sequence[Sequence[dict[str, Any]]]) -> Iterator[str]:
+    """One fault: its verdicts at each pace, in the order of the columns."""
+    yield from (fault.id, fault.alert, f"{fault.delay}")
+    for found in by_pace:
+        delays = " to ".join(map(str, sorted({*list_delays(found)[:1], *list_delays(found)[-1:]})))
+        yield f"{count_in_time(found)} ({delays or '-'})" if found else "-"
+    yield from count_rest([one for found in by_pace for one in found], timed=False)
+
+
+def list_delays(found: Sequence[dict[str, Any]]) -> list[int]:
+    """In order, of those that have one."""
+    return sorted(one["delay"] for one in found if one["delay"] is not None)
+
+
+def count_in_time(found: Sequence[dict[str, Any]]) -> str:
+    count = sum(one["delay"] is not None and one["delay"] <= one["allowed"] for one in found)
+    return f"{count} of {len(found)}"
+
+
+def count_rest(found: Sequence[dict[str, Any]], *, timed: bool) -> Iterator[str]:
+    """Right causes, single pages, false alarms."""
+    yield f"{sum(one['right'] for one in found)} of {len(found)}"
+    yield f"{sum(one['one_page'] for one in found)} of {len(found)}"
     excused = () if timed else OF_THE_MACHINE
-    yield f"{sum(bool(set(one['false_alarms']) - set(excused)) for one in known)} of {count}"
-
-
-def find_verdict(entry: dict[str, Any], fault: Fault) -> dict[str, Any] | None:
-    """Its verdict in one seed of its family."""
-    return next((one for one in entry["verdicts"] if one["id"] == fault.id), None)
+    yield f"{sum(bool(set(one['false_alarms']) - set(excused)) for one in found)} of {len(found)}"
 
 
 def main() -> None:
@@ -115,14 +192,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--late", action="store_true", help="faults begin at a random step, where they can")
-    parser.add_argument("--table", action="store_true", help="train nothing, write the table")
+    parser.add_argument("--pace", type=int, default=0, metavar="MS", help="a step takes so many milliseconds at least")
+    parser.add_argument("--workers", type=int, default=1, help="how many train at a time")
+    parser.add_argument("--table", action="store_true", help="train nothing, write the tables")
     options = parser.parse_args()
+    if options.late and options.pace:
+        parser.error("--late is for the loops' own speed: 5,000 steps of 200 ms are 17 minutes")
     if not options.table:
         families = options.family or FAMILIES
-        if options.late:
-            families = [family for family in families if any(fault.begins for fault in faults(family))]
-        train_missing(families, options.seeds, late=options.late)
-    write_section(DOCS / "detection.md", MARKS, tabulate_faults())
+        train_missing(families, options.seeds, late=options.late, pace=options.pace, workers=options.workers)
+    kept, page = read_kept(), DOCS / "detection.md"
+    if any(not training.pace for training in kept):
+        write_section(page, MARKS, tabulate_faults(kept))
+    if any(training.pace for training in kept):
+        write_section(page, PACED_MARKS, tabulate_paces(kept))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class Fault:
     loop: Callable[[Trial], None]
     begins: bool = False
     """Whether it can begin at any step of a run, and is trained so too (`Trial.steps`)."""
+    own_pace: bool = False
+    """Whether the time of its steps is part of it: it is trained at no other pace."""
     every_step: bool = False
     """Whether it is told in time, and with its cause, only where everything is sampled at every step."""
     synthetic: str = ""
@@ -52,12 +54,21 @@ class Trial:
     """One run of a loop. The loop says from which step on the fault has an effect (`onset`)."""
 
     def __init__(
-        self, fault: Fault, *, faulty: bool, seed: int, address: str, every_step: bool = False, late: bool = False
+        self,
+        fault: Fault,
+        *,
+        faulty: bool,
+        seed: int,
+        address: str,
+        every_step: bool = False,
+        late: bool = False,
+        pace: int = 0,
     ) -> None:
         """`every_step`: everything is sampled at every step; else as the default settings have it. `late`: the fault
-        begins at a random step of `LATE_STEPS`."""
+        begins at a random step of `LATE_STEPS`. `pace`: milliseconds that a step takes at least."""
         self.fault, self.faulty, self.seed, self.every_step = fault, faulty, seed, every_step
         self.run = f"{fault.id} {'faulty' if faulty else 'healthy'} {seed}"
+        self._step_seconds = pace / 1000
         self._late = random.Random(f"{fault.id} {seed}").randint(*LATE_STEPS) if late else 0
         self.onset = self.trained = self.dropped = 0
         self.onset_time = 0.0
@@ -85,9 +96,11 @@ class Trial:
         for step in itertools.count(-ahead):
             if step >= count and (not ahead or time.time() > self.onset_time + LATE_SECONDS):
                 return
+            began = time.monotonic()
             self.onset_time = time.time() if step == onset else self.onset_time
             yield step, self.faulty and step >= onset
             self.trained += 1
+            time.sleep(max(began + self._step_seconds - time.monotonic(), 0.0))
             while len(sender.queue.records) > AHEAD_STEPS and not sender.done:
                 sender.wake()
                 time.sleep(0.005)

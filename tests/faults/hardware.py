@@ -56,9 +56,11 @@ FAULTS = (
     Fault(
         id="H1", what="a double-bit error", alert="GpuFault", signal="seconds", delay=5, loop=broken_memory,
         cause="GPU 0: XID 48, double-bit ECC error", names=("on it rank 0", "drain node"), synthetic=_MADE_UP,
+        own_pace=True,
     ),
     Fault(
         id="H2", what="heat", alert="GpuThrottled", signal="seconds", delay=60, loop=hot,
         cause="clocks of GPU 0 are held down by heat", names=("on it rank 0", "MHz"), synthetic=_MADE_UP,
+        own_pace=True,
     ),
 )  # fmt: skip

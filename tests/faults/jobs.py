@@ -80,10 +80,12 @@ FAULTS = (
         signal="communication_seconds", delay=50, loop=slow_network,
         cause="\\d\\d% of each step .* is the reduction of gradients .* among 2 ranks, at 1 pass",
         names=("no_sync\\(\\)", "larger batch"), synthetic="the network's time",
+        own_pace=True,
     ),
     Fault(
         id="T5", what="a rank that is 40 ms late", alert="Straggler", signal="step_seconds", delay=30, loop=slow_rank,
         cause="rank 1, on \\S+, takes \\d+ ms a step longer than the quickest rank, mostly for its forward pass, since",
         names=("clocks",),
+        own_pace=True,
     ),
 )  # fmt: skip

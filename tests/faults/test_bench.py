@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import faults
+from tests.faults import bugs
 from tests.faults.throughput import FAULTS
+from tests.faults.verdict import Verdict, hold_pages
+
+THROUGHPUT = {fault.id: fault for fault in FAULTS}
 
 
 def judge(delay: int | None, *, right: bool = True, twin: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"delay": delay, "allowed": 50, "right": right, "pages": {"Slack": 1}, "false_alarms": twin}
+    return {"delay": delay, "allowed": 50, "right": right, "one_page": right, "false_alarms": twin}
 
 
 @pytest.mark.parametrize(("timed", "alarms"), [(True, "2 of 4"), (False, "1 of 4")])
 def test_a_row_counts_what_was_in_time_and_what_was_not(timed: bool, alarms: str) -> None:
-    fault = next(fault for fault in FAULTS if fault.id == "T1")
+    fault = THROUGHPUT["T1"]
     found = [judge(20), judge(60), judge(None, right=False, twin=("SlowStep",)), judge(25, twin=("LossSpike",))]
     cells = list(faults.row(fault, found, timed=timed))
-    assert cells[3:] == ["2 of 4", "20 to 60", "50", "3 of 4", "4 of 4", alarms]
+    assert cells[3:] == ["2 of 4", "20 to 60", "50", "3 of 4", "3 of 4", alarms]
+
+
+def test_a_row_of_paces_has_a_column_for_each_and_adds_up_the_rest() -> None:
+    cells = list(faults.paced_row(THROUGHPUT["T6"], [[judge(0), judge(60)], [], [judge(None, right=False)]]))
+    assert cells[2:] == ["1", "1 of 2 (0 to 60)", "-", "0 of 1 (-)", "2 of 3", "2 of 3", "0 of 3"]
+
+
+def test_a_busy_machine_has_a_page_of_its_own_where_the_fault_is_not_about_time() -> None:
+    pages = {"Slack": 2, "PagerDuty": 2}
+    assert hold_pages(pages, 1, ["SlowStep"])
+    assert hold_pages(pages, 2, [])
+    assert not hold_pages(pages, 1, ["Divergence"])
+    assert not hold_pages({"Slack": 0, "PagerDuty": 1}, 1, ["SlowStep"])
+
+
+def test_what_is_kept_is_not_trained_again_but_with_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
+    for fault in bugs.FAULTS:
+        faults.keep_verdicts("bugs", [Verdict(fault.id, 0, fault.alert)], late=False, pace=20)
+    assert faults.list_missing(["bugs"], 1, late=False, pace=20) == []
+    ids = [fault.id for fault in bugs.FAULTS]
+    assert faults.list_missing(["bugs"], 1, late=False, pace=200) == [("bugs", 0, [name]) for name in ids]
+    assert faults.list_missing(["bugs"], 1, late=False, pace=0) == [("bugs", 0, ids)]
+    monkeypatch.setattr(faults, "find_digest", lambda family: "other code")
+    assert len(faults.list_missing(["bugs"], 1, late=False, pace=20)) == len(ids)
+    assert faults.tabulate_paces(faults.read_kept()).endswith("an earlier state of the code: all.")
+
+
+def test_what_is_about_time_is_trained_at_its_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
+    assert faults.list_missing(["throughput", "hardware"], 1, late=False, pace=20) == [("throughput", 0, ["T6"])]

@@ -23,7 +23,8 @@ def test_found_in_time_with_its_cause_and_the_twin_is_silent(family: str, fault:
     assert verdict.notes == []
 
 
-def test_one_that_takes_no_time() -> None:
-    (verdict,) = verdicts("bugs", 0, ["B5"])
+def test_one_that_takes_no_time_at_a_pace() -> None:
+    (verdict,) = verdicts("bugs", 0, ["B5"], pace=2)
     assert verdict.notes == []
     assert verdict.right
+    assert verdict.seconds > 2 * 200 * 0.002, "200 steps of 2 ms, and the twin's"

@@ -69,10 +69,12 @@ FAULTS = (
     Fault(
         id="T1", what="decoding in the training process", alert="InputBound", signal="data_seconds", delay=50,
         loop=waiting, cause="waiting for data.*no workers", names=("num_workers", "CPUs of the host"),
+        own_pace=True,
     ),
     Fault(
         id="T4", what="80 ms more in the loop", alert="SlowStep", signal="step_seconds", delay=50,
         loop=held_up, cause="the loop's own code", names=("grew from",),
+        own_pace=True,
     ),
     Fault(
         id="T6", what="nn.DataParallel", alert="DataParallelInUse", signal="data_parallel_devices", delay=1,

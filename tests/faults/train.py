@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from tests.faults.fault import Fault, Trial
 
 FAMILIES = ("memory", "precision", "stability", "throughput", "bugs", "hardware", "utilization", "jobs")
+PAIRS = "pairs"
+"""Of two faults each, for bench/proofs/pairs.py."""
 
 
 def faults(family: str) -> Sequence[Fault]:
@@ -28,12 +30,13 @@ def faults(family: str) -> Sequence[Fault]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("family", choices=(*FAMILIES, PAIRS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--address", required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--every-step", action="store_true", help="sample everything at every step")
     parser.add_argument("--late", action="store_true", help="faults begin at a random step")
+    parser.add_argument("--pace", type=int, default=0, help="milliseconds that a step takes at least")
     asked = parser.parse_args()
     only = asked.only.split(",") if asked.only else []
     import torch
@@ -49,7 +52,7 @@ def main() -> None:
     for fault in faults(asked.family):
         for faulty in (True, False) if not only or fault.id in only else ():
             began = time.monotonic()
-            how = {"every_step": asked.every_step, "late": asked.late}
+            how = {"every_step": asked.every_step, "late": asked.late, "pace": asked.pace}
             trial = Trial(fault, faulty=faulty, seed=asked.seed, address=asked.address, **how)
             trial.train()
             told = {

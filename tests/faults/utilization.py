@@ -74,6 +74,7 @@ FAULTS = (
     Fault(
         id="T2", what="a batch of four", alert="LowUtilization", signal="readings", delay=100, loop=hardly_used,
         cause="the batch is too small", names=("the GPU is busy for 12%", "larger batch"), synthetic="NVML's answers",
+        own_pace=True,
     ),
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +28,16 @@ from tests.zygote import RANKS, TORCHRUN, run_fork
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
+PACED_SECONDS = 7200.0
+"""9,000 steps of 200 ms are half an hour, and so is the twin."""
 
 FIRST_STEPS = 64
 """Within so many an alert may come at default settings, of a fault that is there from the start."""
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
 OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow")
-"""True of a machine that does something else meanwhile, and then no false alarm, where the fault is not about time."""
+"""True of a machine that does something else meanwhile, and then no false alarm and a page of its own, where the fault
+is not about time."""
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Verdict:
     """What fired for the healthy twin."""
     pages: dict[str, int] = field(default_factory=dict)
     """How often each receiver was paged for the faulty run."""
+    one_page: bool = False
+    """Whether that is once, but for what is true of a busy machine."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     """What is not as it must be, in words."""
@@ -68,23 +73,21 @@ class Verdict:
 
 
 def verdicts(
-    family: str, seed: int, only: Sequence[str] = (), *, every_step: bool = False, late: bool = False
+    family: str, seed: int, only: Sequence[str] = (), *, every_step: bool = False, late: bool = False, pace: int = 0
 ) -> list[Verdict]:
     """Train a family, or some of its faults, and judge. `every_step`: everything is sampled at every step, and delays
     are counted in samples; else the settings are the default ones, and delays are counted in steps. `late`: those that
-    can begin late do."""
+    can begin late do. `pace`: milliseconds that a step takes at least."""
     wanted = [fault for fault in faults(family) if (not only or fault.id in only) and (fault.begins or not late)]
     with tempfile.TemporaryDirectory(prefix="f") as folder:
         with (
             paged(Path(folder, "config/sentinel")) as people,
             daemon(Path(folder), family) as (address, environment),
         ):
-            how = [*(["--every-step"] if every_step else []), *(["--late"] if late else [])]
-            runs = trained(family, seed, [fault.id for fault in wanted], address, environment, how)
-        with_run = {}
-        for path in Path(folder, "state").rglob("*.sqlite"):
-            with History(path) as history:
-                with_run[history.run] = path
+            how = [*["--every-step"] * every_step, *["--late"] * late, "--pace", str(pace)]
+            seconds = PACED_SECONDS if pace else TRAIN_SECONDS
+            runs = trained(family, seed, [fault.id for fault in wanted], address, environment, how, seconds)
+        with_run = find_histories(Path(folder))
         return [_judged(family, fault, seed, runs, with_run, people, every_step=every_step) for fault in wanted]
 
 
@@ -121,15 +124,30 @@ def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
         process.wait()
 
 
+def find_histories(folder: Path) -> dict[str, Path]:
+    """By the name of the run."""
+    found = {}
+    for path in (folder / "state").rglob("*.sqlite"):
+        with History(path) as history:
+            found[history.run] = path
+    return found
+
+
 def trained(
-    family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str], how: Sequence[str]
+    family: str,
+    seed: int,
+    ids: Sequence[str],
+    address: str,
+    environment: dict[str, str],
+    how: Sequence[str],
+    seconds: float,
 ) -> dict[str, dict[str, Any]]:
     """What the training process says of each run, by the run's name."""
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if family == "jobs" else [sys.executable]
     command = [*launch, "-m", "tests.faults.train", family, "--seed", str(seed)]
     command += ["--address", address, "--only", ",".join(ids), *how]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
-    done = run_fork(command, RANKS, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
+    done = run_fork(command, RANKS, env=environment, cwd=ROOT, timeout=seconds)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "internal fault" not in done.stderr, done.stderr[-4000:]
     return {run["run"]: run for run in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.M))}
@@ -163,11 +181,19 @@ def _judged(
                     case["alert"] for case in cases if about_it or case["alert"] not in OF_THE_MACHINE
                 )
     verdict.pages = people.count(f"{fault.id} faulty {seed}")
-    if verdict.delay is not None and set(verdict.pages.values()) != {1}:
+    verdict.one_page = hold_pages(verdict.pages, 1, () if family in TIMED else verdict.also)
+    if verdict.delay is not None and not verdict.one_page:
         verdict.notes.append(f"one page for one fault: {verdict.pages}, {fault.alert} and {', '.join(verdict.also)}")
     if verdict.false_alarms:
         verdict.notes.append(f"the healthy twin raised {', '.join(verdict.false_alarms)}")
     return verdict
+
+
+def hold_pages(pages: dict[str, int], expected: int, alerts: Iterable[str]) -> bool:
+    """Whether each receiver was sent so many pages. Those `alerts` that are true of a busy machine may have one more
+    each."""
+    excused = sum(alert in OF_THE_MACHINE for alert in alerts)
+    return all(expected <= count <= expected + excused for count in pages.values())
 
 
 def _hold_against(
@@ -206,8 +232,8 @@ def _hold_against(
         unit = "samples" if every_step else "steps"
         verdict.notes.append(f"{fault.alert} after {verdict.delay} {unit}, {verdict.allowed} are allowed")
     text = json.dumps(case, ensure_ascii=False)
-    unsaid = [pattern for pattern in fault.names if not re.search(_fill(pattern, onset), text)]
-    known = bool(re.search(_fill(fault.cause, onset), verdict.cause))
+    unsaid = [pattern for pattern in fault.names if not re.search(fill_steps(pattern, onset), text)]
+    known = bool(re.search(fill_steps(fault.cause, onset), verdict.cause))
     verdict.right = known and not unsaid
     if not known:
         verdict.notes.append(f"cause {verdict.cause!r} is not {fault.cause!r}")
@@ -220,7 +246,7 @@ def _samples(history: History, signal: str) -> Sequence[int]:
     return history.series(signal).seqs
 
 
-def _fill(pattern: str, onset: int) -> str:
-    """A pattern with the steps of this run."""
+def fill_steps(pattern: str, onset: int) -> str:
+    """A pattern of `Fault` with the steps of this run."""
     near = "|".join(map(str, range(onset - 1, onset + 9)))
     return pattern.replace("ONSET", rf"{onset}\b").replace("NEAR", f"({near})")
