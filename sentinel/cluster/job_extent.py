@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sentinel import wire
+from sentinel.config.cluster import Meeting
 from sentinel.text import name_nodes
 
 
@@ -14,6 +15,11 @@ def count_nodes(identity: wire.Identity) -> int:
 def list_job_nodes(identity: wire.Identity) -> tuple[int, ...]:
     """These nodes, by number."""
     return identity.members.nodes or tuple(range(count_nodes(identity)))
+
+
+def count_candidates(meeting: Meeting, identity: wire.Identity) -> int:
+    """How many nodes may be the coordinator, from node 0 on; some of them may be left out."""
+    return min(meeting.candidates, identity.members.whole or count_nodes(identity))
 
 
 def describe_shrink(members: wire.Members, world_size: int) -> str:

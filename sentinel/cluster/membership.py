@@ -24,7 +24,7 @@ from sentinel.cluster.connection import Connection
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.election import next_epoch
 from sentinel.cluster.inquiry import Inquiry
-from sentinel.cluster.job_extent import count_nodes, describe_shrink, explain_left_out
+from sentinel.cluster.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
 from sentinel.cluster.job_incident import CauseFinder
 from sentinel.cluster.lead import JobJudge, Lead, restore_pages
 from sentinel.cluster.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
@@ -100,7 +100,7 @@ class Membership:
         self._steps: StepHandling | None = None
         self._reporter: StepReporter | None = None
         """None where this node judges those of the job."""
-        self._node = Node(identity.node, _read_clock(), now, _count_candidates(meeting, identity))
+        self._node = Node(identity.node, _read_clock(), now, count_candidates(meeting, identity))
         self._node.note_members(identity.members)
         self._lead: Lead | None = None
         """Where this node has the coordinator's role."""
@@ -128,7 +128,7 @@ class Membership:
     def move(self, meeting: Meeting) -> None:
         """The nodes meet elsewhere: the job was started again, and what had been found out is lost."""
         self._connection.move(meeting)
-        self._node.election.candidates = _count_candidates(meeting, self._identity)
+        self._node.election.candidates = count_candidates(meeting, self._identity)
 
     # What the notifier and the daemon's end see of it: an outlet.
 
@@ -207,7 +207,7 @@ class Membership:
             "no_orders": "" if self._meeting.takes_orders else NO_ORDERS,
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
             "expected": beat.expected if beat else count_nodes(self._identity),
-            "members": list(members.nodes) or list(range(beat.expected if beat else count_nodes(self._identity))),
+            "members": list(members.nodes or range(count_nodes(self._identity))),
             "left_out": list(members.left_out),
             "shrunk": describe_shrink(members, self._identity.world_size),
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
@@ -330,8 +330,7 @@ class Membership:
             self._node.record_page(case)
 
     def _send_pulse(self, now: float, *, leaving: bool = False) -> None:
-        attempt, election = self._run.attempt, self._node.election
-        report = self._find_report()
+        attempt, election, report = self._run.attempt, self._node.election, self._find_report()
         pulse = Pulse(
             node=self.node, incarnation=self._node.incarnation, hostname=self._identity.hostname,
             attempt=attempt.number, step=attempt.last_seq + attempt.step_offset,
@@ -411,11 +410,9 @@ class Membership:
                 relay.no_orders = NO_ORDERS
             return
         if self._node.is_left_out:
-            why = explain_left_out(self._node.members)
+            why, nodes = explain_left_out(self._node.members), self._node.members.nodes
             if report is not None:
-                self._supervisor.give_order(
-                    wire.Order(start=report.start, does="stop", why=why, nodes=self._node.members.nodes)
-                )
+                self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=why, nodes=nodes))
             if relay is not None:
                 relay.apart = why
             return
@@ -519,9 +516,8 @@ class Membership:
 
     def _take(self, kind: str, node: int, payload: bytes) -> None:
         now = time.monotonic()
-        if node == self.node:  # our own, or of a node that has our number: its events would be taken for ours
-            return
-        if not self._node.members.has(node):
+        # Our own, or of a node that has our number, whose events would be taken for ours; or of one that was left out.
+        if node == self.node or not self._node.members.has(node):
             return
         try:
             if kind == "beat":
@@ -565,10 +561,6 @@ class Membership:
             self._put_own(
                 msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=(*case.done, over))
             )
-
-
-def _count_candidates(meeting: Meeting, identity: wire.Identity) -> int:
-    return min(meeting.candidates, count_nodes(identity))
 
 
 def _read_clock() -> int:

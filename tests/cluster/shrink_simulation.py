@@ -49,6 +49,8 @@ class ShrinkSimulation(Simulation):
         self.lost_at = self.random.uniform(20.0, 60.0)
         self.decisions: dict[int, tuple[int, ...]] = {0: tuple(range(nodes))}
         """Start -> its nodes."""
+        self.falls: list[tuple[float, int]] = []
+        """When the daemon of a node dies which has just proposed something, or decided."""
         self.apart: tuple[int, float] | None = None
         """A node that is cut off for long, and until when."""
 
@@ -81,6 +83,9 @@ class ShrinkSimulation(Simulation):
                 node.die()
         if chance() < 0.005 and (acting := self.find_acting()) is not None:
             self.nodes[acting.coordinator.node].die()
+        for fall in [fall for fall in self.falls if fall[0] <= self.now]:
+            self.falls.remove(fall)
+            self.nodes[fall[1]].die()
         if self.now > self.lost_at:
             self.lost_at = self.now + self.random.uniform(PATIENCE_SECONDS, 3 * PATIENCE_SECONDS)
             self.lose(self.random.choice(self.nodes[1:]))
@@ -141,8 +146,10 @@ class ShrinkSimulation(Simulation):
         assert not [one for one in others if one.runs and one.start < machine.start], "begun while another node runs"
 
     def order_nodes(self, node: NodeMachine, lead: LeadMachine) -> None:
-        lead.order = lead.coordinator.order_nodes(node.clock(self.now))
+        before, lead.order = lead.order, lead.coordinator.order_nodes(node.clock(self.now))
         assert lead.order is None or self.find_acting() is lead
+        if lead.order is not None and lead.order.nodes and lead.order != before and self.random.random() < 0.5:
+            self.falls.append((self.now + self.random.uniform(0.0, 4.0), node.number))
 
     def judge_steps(self, lead: LeadMachine) -> None:
         """Not of interest here."""
