@@ -85,7 +85,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if self.address:
             split_addresses(self.address, "address")
         if self.routers:
-            split_addresses(",".join(self.routers), "routers")
+            self._check_routers()
             if self.address:
                 raise ValueError("routers: is set beside address; remove one: nodes meet at either")
         if not 0 <= self.port < 65536:
@@ -95,6 +95,13 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if 0 < len(lacking) < len(files):
             given = next(name for name, file in files.items() if file is not None)
             raise ValueError(f"{given}: is set without {' and '.join(lacking)}; set all three")
+
+    def _check_routers(self) -> None:
+        for router in self.routers:
+            if split_addresses(router, "routers") != (router,):
+                raise ValueError(f"routers: {router!r} is not one host:port; write one an entry, without blanks")
+        if len(self.routers) > MOST_ADDRESSES or len(set(self.routers)) < len(self.routers):
+            raise ValueError(f"routers: at most {MOST_ADDRESSES}, each once")
 
     def find_meeting(self, environment: Mapping[str, str] = os.environ) -> Meeting | None:
         """Where to meet; None where it is turned off. Raises ConfigError."""
