@@ -106,7 +106,7 @@ class RunSession:
             governor=governor,
             unseen=accumulator.unseen,
         )
-        self.meeting_finder = MeetingFinder(who.resolve, self.send)
+        self.meeting_finder = MeetingFinder(self.identify, self.send)
         accumulator.unseen.changed = self.sender.greet_again
         self._streams = OptimizerMonitors()
         self._listening: EventRouter | None = None
