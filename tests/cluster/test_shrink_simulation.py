@@ -1,4 +1,4 @@
-"""Whatever is lost and whoever dies, a job goes on with one group of nodes, which only gets smaller."""
+"""Whatever is lost, and whichever daemon dies, a job goes on with one group of nodes, which only gets smaller."""
 
 from __future__ import annotations
 
