@@ -3,15 +3,17 @@ nodes and the coordinator die and come back.
 
 A trial is 100 simulations of one kind (tests/cluster/simulation.py). It fails where two coordinators act, where an
 order of an older coordinator or of a minority is carried out, where a case is on no page or open in two, where a
-step is not judged, where one rank leaves without the others (tests/cluster/invariants.py). It names the seed of the
-first that fails: `Simulation(seed, ...)` plays it again, or `StopSimulation`.
+step is not judged, where one rank leaves without the others, where a job that may shrink goes on as two groups
+(tests/cluster/invariants.py). It names the seed of the first that fails: `Simulation(seed, ...)` plays it again, or
+`StopSimulation`, or `ShrinkSimulation`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.cluster.invariants import check_all, check_stop
+from tests.cluster.invariants import check_all, check_shrink, check_stop
+from tests.cluster.shrink_simulation import ShrinkSimulation
 from tests.cluster.simulation import Simulation
 from tests.cluster.stop_simulation import StopSimulation
 
@@ -24,6 +26,7 @@ class Kind(NamedTuple):
     deaths: bool = True
     cuts: bool = True
     stops: bool = False
+    shrinks: bool = False
 
     def play(self, seed: int) -> Simulation:
         """One simulation, and what must hold of it."""
@@ -32,6 +35,11 @@ class Kind(NamedTuple):
             stopping.play()
             check_stop(stopping)
             return stopping
+        if self.shrinks:
+            shrinking = ShrinkSimulation(seed, nodes=self.nodes)
+            shrinking.play()
+            check_shrink(shrinking)
+            return shrinking
         simulation = Simulation(seed, nodes=self.nodes, deaths=self.deaths, cuts=self.cuts)
         simulation.play()
         check_all(simulation)
@@ -45,6 +53,8 @@ KINDS = {
     "cuts": Kind(4, deaths=False),
     "losses": Kind(4, deaths=False, cuts=False),
     "stops": Kind(4, stops=True),
+    "shrinks, 3 nodes": Kind(3, shrinks=True),
+    "shrinks, 5 nodes": Kind(5, shrinks=True),
 }
 
 

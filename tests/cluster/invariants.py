@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.cluster.shrink_simulation import ShrinkSimulation
 from tests.cluster.simulation import Simulation
 from tests.cluster.stop_simulation import StopSimulation
 
@@ -21,6 +22,15 @@ def check_all(simulation: Simulation) -> None:
     if not simulation.deaths and not simulation.cuts:
         check_restarts(simulation)
         check_all_steps(simulation)
+
+
+def check_shrink(simulation: ShrinkSimulation) -> None:
+    """The nodes that are there are one group, at one start."""
+    there = [machine for machine in simulation.machines if not machine.gone]
+    groups = {(machine.start, machine.nodes.members.nodes) for machine in there}
+    assert len(groups) <= 1, f"two groups are there: {groups}"
+    for _, members in groups:
+        assert {machine.number for machine in there} <= set(members), "a node runs that is not of the group"
 
 
 def check_incidents(simulation: Simulation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cluster.invariants import check_shrink
 from tests.cluster.shrink_simulation import ShrinkSimulation
 
 SEEDS = 100
@@ -14,6 +15,4 @@ SEEDS = 100
 def test_nodes_go_on_as_one_group_or_not_at_all(seed: int) -> None:
     simulation = ShrinkSimulation(seed, nodes=3 + seed % 3)
     simulation.play()
-    there = [machine for machine in simulation.machines if not machine.gone]
-    assert len({(machine.start, machine.nodes.members.nodes) for machine in there}) <= 1, "two groups are there"
-    assert all(set(there[0].nodes.members.nodes) >= {machine.number for machine in there} for _ in there[:1])
+    check_shrink(simulation)
