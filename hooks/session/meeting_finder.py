@@ -20,6 +20,7 @@ from sentinel.hooks.core.identity import group_store
 from sentinel.hooks.core.network_address import find_free_port, find_own_address
 from sentinel.hooks.core.store_client import StoreClient, StoreLost
 from sentinel.hooks.core.worker import Task, Worker
+from sentinel.node.addresses import split_addresses
 
 FIND_SECONDS = 300.0
 """How long a process group, and rank 0's word, are waited for."""
@@ -81,7 +82,7 @@ class MeetingFinder:
         """As node 1, write where its daemon can listen. The last offer counts: that of an earlier attempt may be of a
         daemon that is gone."""
         identity = self._identify()
-        if identity is None or identity.node != 1 or asked.nodes < LEAST_NODES:
+        if identity is None or identity.node != 1 or not _has_second(asked):
             return
         try:
             offer = wire.MeetingFound(nodes=asked.nodes, address=_choose_address(client, asked))
@@ -99,14 +100,19 @@ class MeetingFinder:
         # A store that outlives the ranks has it already, with where the daemons of an earlier attempt listen.
         if (word := _read(client, key)) is not None or identity.rank != 0:
             return word
-        offer = _read(client, _name_offer(identity)) if asked.nodes >= LEAST_NODES else wire.MeetingFound()
-        if offer is None and time.monotonic() < offers_until:
+        offered = _read_offer(client, _name_offer(identity)) if _has_second(asked) else ""
+        if offered is None and time.monotonic() < offers_until:
             return None
         address = _choose_address(client, asked)
-        second = offer.address if offer is not None and offer.address != address else ""
+        second = offered if offered and offered != address else ""
         word = wire.MeetingFound(nodes=asked.nodes, address=address, second=second, secret=asked.secret)
         client.ask(lambda store: store.compare_set(key, "", msgspec.json.encode(word).decode()))
         return _read(client, key)
+
+
+def _has_second(asked: wire.FindMeeting) -> bool:
+    """Whether node 1 may take over: its daemon, of this version, would listen."""
+    return asked.offers and asked.nodes >= LEAST_NODES
 
 
 def _name_word(identity: wire.Identity) -> str:
@@ -123,6 +129,16 @@ def _choose_address(client: StoreClient, asked: wire.FindMeeting) -> str:
         return asked.address
     host = find_own_address(client.host, client.port)
     return f"{f'[{host}]' if ':' in host else host}:{asked.port or find_free_port(host)}"
+
+
+def _read_offer(client: StoreClient, key: str) -> str | None:
+    """Node 1's address; None: it has offered none, or something that is no address, as another program might."""
+    try:
+        offer = _read(client, key)
+        is_address = offer is not None and split_addresses(offer.address, key) == (offer.address,)
+    except ValueError:  # msgspec.DecodeError is one, too
+        return None
+    return offer.address if offer is not None and is_address else None
 
 
 def _read(client: StoreClient, key: str) -> wire.MeetingFound | None:

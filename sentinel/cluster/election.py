@@ -16,7 +16,7 @@ counted: a coordinator whose nodes have all ended well still tells people how it
 from __future__ import annotations
 
 from sentinel.cluster.messages import Beat
-from sentinel.config.cluster import MOST_ADDRESSES
+from sentinel.node.addresses import MOST_ADDRESSES
 
 LEASE_SECONDS = 5.0
 """Without a beat, after which a node is free to follow another coordinator, or to become one."""

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
 from sentinel.cluster.job_extent import count_nodes
-from sentinel.config.cluster import Meeting, split_addresses
+from sentinel.config.cluster import Meeting
+from sentinel.node.addresses import split_addresses
 
 SECRET_BYTES = 32
 SET_ADDRESS = "set SENTINEL_CLUSTER (docs/cluster.md)"
@@ -48,6 +49,7 @@ class MeetingSearch:
             address=meeting.addresses[node] if node < len(meeting.addresses) else "",
             port=self._port,
             secret=meeting.secret if meeting.is_public else "",
+            offers=True,
         )
 
     def take(self, found: wire.MeetingFound) -> None:

@@ -164,3 +164,5 @@ class FindMeeting(Message, frozen=True, kw_only=True, tag="find-meeting"):
     """For it to listen on, else; 0: any free one."""
     secret: str = ""
     """For the other nodes; empty: all have one of their own."""
+    offers: bool = False
+    """Whether it would listen at a second address, of node 1. An earlier version does not say, and does not."""

@@ -34,7 +34,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 dist: Any = torch.distributed
-ASKED = wire.FindMeeting(nodes=2, secret="of the store, 32 bytes")
+ASKED = wire.FindMeeting(nodes=2, secret="of the store, 32 bytes", offers=True)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def test_the_store_carries_what_the_nodes_need_and_no_order(tmp_path: Path) -> N
         assert f"no rollback, stop or restart of all nodes: {NO_ORDERS}" in sentinel("status").stdout
 
         first.hello()  # the next start of the ranks, whose store has nothing yet
-        assert first.expect(wire.FindMeeting) == wire.FindMeeting(nodes=2, address=found.address, secret=asked.secret)
+        assert first.expect(wire.FindMeeting) == msgspec.structs.replace(asked, address=found.address)
         moved = wire.MeetingFound(nodes=2, address=free_address(), secret="another, of a store begun again")
         for rank in (first, second):
             rank.say(moved)
@@ -102,7 +102,7 @@ def test_with_a_secret_of_their_own_nodes_take_orders_and_none_is_in_the_store(t
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     (tmp_path / "sentinel.toml").write_text("[daemon]\nhttp = 'off'\n[cluster]\nport = 9478\n")
     with waiting_daemon(0, tmp_path, SENTINEL_CLUSTER_SECRET=SECRET) as rank:
-        assert rank.expect(wire.FindMeeting) == wire.FindMeeting(nodes=2, port=9478)
+        assert rank.expect(wire.FindMeeting) == wire.FindMeeting(nodes=2, port=9478, offers=True)
         rank.say(wire.MeetingFound(nodes=2, address=free_address()))
         until(lambda: describe_job(rank), "the node to join")
         assert describe_job(rank)["no_orders"] == ""
@@ -336,6 +336,28 @@ def test_two_nodes_with_one_address_have_it_once(stores: list[Any]) -> None:
     second.finder.find(asked)
     word = Found(0).find(asked)
     assert word == second.wait() == wire.MeetingFound(nodes=3, address="10.0.0.1:5", secret=ASKED.secret)
+
+
+@pytest.mark.parametrize("offer", ["of another program", '{"type":"meeting-found","address":"a:1,b:2"}', "{}"])
+def test_what_is_no_offer_is_none(offer: str, stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_finder, "OFFER_SECONDS", 0.1)
+    stores.append(open_store())
+    stores[-1].set(f"sentinel/meeting/{RUN}/offer", offer)
+    word = Found(0).find(msgspec.structs.replace(ASKED, nodes=3, address="10.0.0.1:5"))
+    assert word == wire.MeetingFound(nodes=3, address="10.0.0.1:5", secret=ASKED.secret)
+
+
+def test_a_daemon_that_would_not_listen_there_offers_nothing(
+    stores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an earlier version, beside hooks of this one."""
+    monkeypatch.setattr(meeting_finder, "OFFER_SECONDS", 0.1)
+    stores.append(open_store())
+    asked, second = msgspec.structs.replace(ASKED, nodes=3, address="10.0.0.2:5"), Found(1)
+    second.finder.find(msgspec.structs.replace(asked, offers=False))
+    word = Found(0).find(msgspec.structs.replace(asked, address="10.0.0.1:5"))
+    assert word == second.wait() == wire.MeetingFound(nodes=3, address="10.0.0.1:5", secret=ASKED.secret)
+    assert not stores[-1].check([f"sentinel/meeting/{RUN}/offer"])
 
 
 def _find_no_route(*_: object) -> str:
