@@ -46,6 +46,8 @@ class Connection:
         self.trouble = ""
         """Why there is none."""
         self._thread: threading.Thread | None = None
+        self._closing: threading.Thread | None = None
+        """Of a session that is no longer wanted; it has the port as long as this runs."""
         self._again_at = 0.0
         self._since: float | None = None
         """When it was tried first."""
@@ -60,7 +62,7 @@ class Connection:
             return
         if now - self._since > SAY_SECONDS:
             self._say_once(self.trouble or _describe_trouble(self.meeting, self._node))
-        if now >= self._again_at and (self._thread is None or not self._thread.is_alive()):
+        if now >= self._again_at and not _is_alive(self._thread) and not _is_alive(self._closing):
             self._again_at = now + CONNECT_AGAIN_SECONDS
             self._thread = threading.Thread(target=self._open, args=(self.meeting,), daemon=True, name="cluster")
             self._thread.start()
@@ -69,7 +71,7 @@ class Connection:
         """The nodes meet elsewhere."""
         self.meeting, session, self.session = meeting, self.session, None
         if session is not None:
-            threading.Thread(target=session.close, daemon=True).start()
+            self._drop(session)
 
     async def finish_trying(self) -> None:
         """A thread that is inside Zenoh when the interpreter ends aborts the process."""
@@ -106,10 +108,14 @@ class Connection:
 
     def _take(self, session: Session, meeting: Meeting) -> None:
         if self._closed or meeting != self.meeting:
-            threading.Thread(target=session.close, daemon=True).start()
+            self._drop(session)
             return
         self.session, self.trouble = session, ""
         self._begin(session)
+
+    def _drop(self, session: Session) -> None:
+        self._closing = threading.Thread(target=session.close, daemon=True)
+        self._closing.start()
 
     def _fail(self, trouble: str) -> None:
         self.trouble = trouble
@@ -122,6 +128,10 @@ class Connection:
         if trouble not in self._said:
             self._said.add(trouble)
             self._say(trouble)
+
+
+def _is_alive(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
 
 
 def _describe_trouble(meeting: Meeting, node: int) -> str:

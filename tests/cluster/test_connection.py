@@ -1,0 +1,67 @@
+"""A node's connection to the others, without a network: what is tried, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sentinel.cluster.connection import CONNECT_AGAIN_SECONDS, Connection
+from sentinel.config.cluster import Meeting
+from tests.waiting import until
+
+MEETING = Meeting(("10.0.0.1:1", "10.0.0.2:1"), "", is_public=True)
+
+
+class Opened:
+    """A session; it is closed once `may_close` is set."""
+
+    def __init__(self) -> None:
+        self.may_close, self.closing = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.closing.set()
+        assert self.may_close.wait(60)
+
+
+class Node:
+    """Node 1, in a loop that hands over at once."""
+
+    def __init__(self, open_session: Callable[[Meeting], Any], meeting: Meeting = MEETING) -> None:
+        self.said: list[str] = []
+        self.connection = Connection(meeting, 1, open_session, lambda _: None, self._hand_over, self.said.append)
+        self._now = 0.0
+
+    def tick(self) -> None:
+        """One try, be it that none is made; returns once it is over."""
+        self._now += CONNECT_AGAIN_SECONDS
+        self.connection.tick(self._now)
+        if (thread := self.connection._thread) is not None:
+            thread.join(60)
+
+    def _hand_over(self, function: Callable[..., None], *arguments: object) -> bool:
+        function(*arguments)
+        return True
+
+
+def test_an_address_is_listened_on_again_once_the_session_before_is_closed() -> None:
+    opened: list[Opened] = []
+
+    def open_session(_: Meeting) -> Opened:
+        opened.append(Opened())
+        return opened[-1]
+
+    node = Node(open_session)
+    node.tick()
+    node.connection.move(MEETING._replace(secret="of another start"))
+    assert opened[0].closing.wait(60)
+    node.tick()
+    assert len(opened) == 1, "the port is taken by the one before"
+    opened[0].may_close.set()
+
+    def is_open() -> bool:
+        node.tick()
+        return node.connection.session is not None
+
+    until(is_open, "the next session")
+    assert len(opened) == 2
