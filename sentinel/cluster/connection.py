@@ -98,10 +98,10 @@ class Connection:
         try:
             session = self._open_session(meeting)
         except ImportError:
-            self._hand_over(self._fail, NOT_INSTALLED)
+            self._hand_over(self._fail, NOT_INSTALLED, meeting)
         except Exception as error:
             log.info("the nodes of a job: %s", error)
-            self._hand_over(self._fail, _describe_trouble(meeting, self._node))
+            self._hand_over(self._fail, _describe_trouble(meeting, self._node), meeting)
         else:
             if not self._hand_over(self._take, session, meeting):
                 session.close()
@@ -117,8 +117,13 @@ class Connection:
         self._closing = threading.Thread(target=session.close, daemon=True)
         self._closing.start()
 
-    def _fail(self, trouble: str) -> None:
-        self.trouble = trouble
+    def _fail(self, trouble: str, meeting: Meeting) -> None:
+        self.trouble, addresses = trouble, meeting.addresses
+        if trouble != NOT_INSTALLED and meeting.is_found and 0 < self._node < len(addresses):
+            if meeting == self.meeting:  # go on as those that have no address
+                self.meeting, self.trouble = meeting._replace(addresses=addresses[: self._node]), ""
+                self._say_once(f"node {self._node} cannot listen at {addresses[self._node]}: it does not take over")
+            return
         if trouble == NOT_INSTALLED or self._node < len(self.meeting.addresses):
             self._say_once(trouble)
         if trouble == NOT_INSTALLED:

@@ -38,6 +38,8 @@ class Meeting(NamedTuple):
     """None: what is said is not encrypted."""
     is_public: bool = False
     """Whether the secret came through that store, which everyone can read who reaches it."""
+    is_found: bool = False
+    """Whether the addresses came through it: one may be taken, or of another network, by the time it is needed."""
     routers: tuple[str, ...] = ()
     """`host:port` of the site's Zenoh routers. Where there are any, all nodes connect to one of them, and none
     listens."""

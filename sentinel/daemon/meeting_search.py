@@ -58,7 +58,7 @@ class MeetingSearch:
             self._fail(f"the nodes of this job do not find each other: {why}; each is watched alone")
             return
         secret = found.secret if self._meeting.is_public else self._meeting.secret
-        meeting = self._meeting._replace(addresses=_list_addresses(found), secret=secret)
+        meeting = self._meeting._replace(addresses=_list_addresses(found), secret=secret, is_found=True)
         if meeting != self._meeting:
             self._meeting = meeting
             self._join(meeting)

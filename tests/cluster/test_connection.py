@@ -65,3 +65,34 @@ def test_an_address_is_listened_on_again_once_the_session_before_is_closed() -> 
 
     until(is_open, "the next session")
     assert len(opened) == 2
+
+
+def refuse_to_listen(tried: list[Meeting]) -> Callable[[Meeting], Opened]:
+    """Of a node 1 whose address is taken."""
+
+    def open_session(meeting: Meeting) -> Opened:
+        tried.append(meeting)
+        if len(meeting.addresses) > 1:
+            raise OSError("address in use")
+        return Opened()
+
+    return open_session
+
+
+def test_a_node_that_cannot_listen_at_a_found_address_connects_and_does_not_take_over() -> None:
+    tried: list[Meeting] = []
+    node = Node(refuse_to_listen(tried), MEETING._replace(is_found=True))
+    node.tick()
+    node.tick()
+    assert node.connection.session is not None
+    assert [meeting.addresses for meeting in tried] == [MEETING.addresses, MEETING.addresses[:1]]
+    assert node.said == ["node 1 cannot listen at 10.0.0.2:1: it does not take over"]
+
+
+def test_an_address_of_the_settings_is_tried_again() -> None:
+    tried: list[Meeting] = []
+    node = Node(refuse_to_listen(tried))
+    node.tick()
+    node.tick()
+    assert tried == [MEETING, MEETING]
+    assert [line.partition(":")[0] for line in node.said] == ["cannot listen on 10.0.0.2"]
