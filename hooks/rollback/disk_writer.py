@@ -62,7 +62,7 @@ class DiskWriter:
         """What is younger is to be set aside still: that failed when the run went back."""
         self._parent = -1
         if self._leads:
-            with say_if_late(f"attach: reading {self._directory}"):
+            with say_if_late(f"attach: reading {self._directory}", speaks=True):
                 self._parent = self._check_directory(first_step)
         self._worker = Worker("sentinel-disk")
         self._written: Task | None = None
@@ -207,7 +207,8 @@ class DiskWriter:
 
     def rewound(self, to: int) -> None:
         """The run went back to `to`: what is younger is void. On the training thread; a rename each, on rank 0."""
-        with say_if_late(f"rollback: setting aside what is younger in {self._place}"), self._void:
+        doing = f"rollback: setting aside what is younger in {self._place}"
+        with say_if_late(doing, speaks=self._leads), self._void:
             if self._writing is not None and self._writing.seq > to:
                 self._writing = None
             self._rewinds += 1

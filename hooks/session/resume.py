@@ -105,7 +105,8 @@ def resume(
             refuse_sharded(path, run, manifest.world_size)
         return load(path, rank, run.weights.by_name(), manifest.ranks), manifest.world_size
 
-    named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
+    with say_if_late(f"resume: reading {path}", speaks=leads_node()):
+        named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
     parts = list(run.parts)
     is_alone = exchange.rank < world_then  # else it was not there then, and would draw what rank 0 draws
     if taken.rank >= 0:
@@ -144,7 +145,7 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
     stand_in = local_rank() if members().left_out else None
     restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
     while True:
-        with say_if_late(f"resume: reading {folder}"):
+        with say_if_late(f"resume: reading {folder}", speaks=thorough):
             mine = look(
                 folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
                 thorough=thorough, late=retry.over, apart=spans_nodes(), stand_in=stand_in,
@@ -226,8 +227,9 @@ def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> None:
     """Rename what is younger than the snapshot that the run goes on from. On rank 0, once all ranks have gone back."""
     steps: set[int] = set()
     try:
-        for place in (folder, *(own for _, own in node_parts.list_places(folder))):
-            steps.update(snapshots.set_aside(place, after, damaged))
+        with say_if_late(f"resume: setting aside what is younger in {folder}", speaks=True):
+            for place in (folder, *(own for _, own in node_parts.list_places(folder))):
+                steps.update(snapshots.set_aside(place, after, damaged))
     except OSError as error:
         # Harmless: the next snapshot names its parent, and these are off its line.
         fault_guard.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")

@@ -438,6 +438,50 @@ def test_a_file_server_that_hangs_is_said(
     restorer.close()
 
 
+def test_a_state_that_is_long_in_coming_is_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(late_notice, "LATE_SECONDS", 0.1)
+    load, said = resumption.load, [""]
+
+    def is_said() -> bool:
+        said[0] += capsys.readouterr().err
+        return f"resume: reading {place / 'step-00000010'} has taken 0.1 s" in said[0]
+
+    def load_late(*arguments: Any) -> Any:
+        until(is_said, "the line")
+        return load(*arguments)
+
+    monkeypatch.setattr(resumption, "load", load_late)
+    assert again(Training(), place) == 11
+
+
+def test_without_memory_for_the_line_a_rollback_is_finished_all_the_same(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    assert again(training, place) == 11
+    restorer, _ = armed(training, place, step=11)
+    disk: Any = restorer._disk
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading, "Timer", fail)
+    disk.rewound(7 - 11)
+    assert directory.steps(place) == [5]
+    restorer.close()
+
+
+def test_one_rank_of_a_node_says_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("another rank of the node says it")
+
+    monkeypatch.setattr(threading, "Timer", fail)
+    with late_notice.say_if_late("resume: reading", speaks=False):
+        pass
+
+
 @contextlib.contextmanager
 def hanging(place: Path, words: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     """The manifest of step 10 is not to be read before these words are on the terminal."""
