@@ -28,7 +28,7 @@ _forked = False
 
 
 def attach_at_step(optimizer: Any) -> None:
-    """Before every step of every optimizer. Attaches at the first one that no run watches; raises nothing."""
+    """Before every step of every optimizer. Attaches at that of an optimizer that no run watches; raises nothing."""
     try:
         if optimizer in _seen or _forked or tensors.is_capturing():
             return

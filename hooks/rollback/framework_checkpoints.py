@@ -80,7 +80,7 @@ class CheckpointFormat(Protocol):
         """What is wrong with one, or nothing. Raises `damage`, Incomplete, and OSError where it cannot be read."""
 
     def name_void(self, path: Path) -> Path:
-        """The place for one that is not to be used."""
+        """Where to move a checkpoint that is not to be used."""
 
 
 def asking() -> None:

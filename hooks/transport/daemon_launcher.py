@@ -306,7 +306,7 @@ class DaemonLocator:
     def _recording(self, path: Path, identity: wire.Identity) -> DaemonConnection:
         made = connection.Recorder(path)
         if identity.rank == 0:
-            fault_guard.say(f"recording to {made.path}; nobody watches. Afterwards: sentinel replay {made.path}")
+            fault_guard.say(f"recording to {made.path}; no daemon watches. Afterwards: sentinel replay {made.path}")
         return made
 
     def _path(self, run_id: str) -> Path:

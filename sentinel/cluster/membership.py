@@ -438,7 +438,7 @@ class Membership:
     def _find_address(self) -> str:
         addresses, routers = self._meeting.addresses, self._meeting.routers
         if routers:
-            return f"node {self.leader} by router {' or '.join(routers)}"
+            return f"node {self.leader} (by router {' or '.join(routers)})"
         return addresses[min(self.leader, len(addresses) - 1)]
 
     def _report_rollback(self) -> NodeRollback | None:

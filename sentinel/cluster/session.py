@@ -8,8 +8,8 @@ sentinel/RUN/beat/N     from node N while it is the coordinator
 sentinel/RUN/view/N     answers what other nodes ask on demand (`questions`)
 
 Nodes that have an address listen on it as routers, and connect to each other; the others are clients of one of them,
-and change to another when it goes. So whoever is the coordinator reaches all, and no connection depends on the role.
-Where the site has routers, all nodes are clients of those.
+and change to another when it goes. So the coordinator, wherever it is, reaches all, and no connection depends on the
+role. Where the site has routers, all nodes are clients of those.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class SilenceNotices:
         if fell:
             steps = sorted({state.step for state in fell})
             reached = f"Last step: {steps[0]}" if len(steps) == 1 else f"Last steps: {steps[0]} to {steps[-1]}"
-            lines.append(f"{_name(fell, 'is', 'are')} silent; daemon or link is down. {reached}")
+            down = "daemon or link is" if len(fell) == 1 else "their daemons or links are"
+            lines.append(f"{_name(fell, 'is', 'are')} silent; {down} down. {reached}")
         if returned:
             lines.append(f"{_name(returned, 'is', 'are')} heard again")
         if left:

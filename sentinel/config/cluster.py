@@ -119,8 +119,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         secret, tls = self._read_secret(environment), self._check_certificates()
         if routers and not secret:
             raise ConfigError(
-                "[cluster] routers: a router passes on what anyone says whom it lets in: set SENTINEL_CLUSTER_SECRET "
-                "or [cluster] secret_file, the same on all nodes"
+                "[cluster] routers: a router also passes on messages of strangers that it lets in, so the nodes need a "
+                "secret: set SENTINEL_CLUSTER_SECRET or [cluster] secret_file, the same on all nodes"
             )
         if addresses and not secret and tls is None:
             raise ConfigError(

@@ -60,10 +60,10 @@ def test_nodes_meet_at_a_router_and_go_on_when_the_coordinator_or_the_router_die
         until(functools.partial(coordinates, nodes[0]), "node 0 to be the coordinator")
         assert nodes[0].job()["no_orders"] == ""
         for node in nodes[1:]:
-            until(functools.partial(follows, node, f"node 0 by router {address}"), f"node {node.node} to hear it")
+            until(functools.partial(follows, node, f"node 0 (by router {address})"), f"node {node.node} to hear it")
         nodes[0].process.kill()
         until(functools.partial(coordinates, nodes[1]), "node 1 to take over")
-        until(functools.partial(follows, nodes[2], f"node 1 by router {address}"), "node 2 to follow it")
+        until(functools.partial(follows, nodes[2], f"node 1 (by router {address})"), "node 2 to follow it")
         nodes[2].rank.steps(0, [LOW, HIGH])
         pages = [ops.next()]
         first.kill()

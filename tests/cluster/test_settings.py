@@ -70,7 +70,7 @@ def test_routers_of_a_site_need_a_secret_and_the_environment_goes_before_them() 
     )
     named = {"SENTINEL_CLUSTER": "a:1", "SENTINEL_CLUSTER_SECRET": SECRET}
     assert settings.find_meeting(named) == Meeting(("a:1",), SECRET)
-    with pytest.raises(ConfigError, match="whom it lets in: set SENTINEL_CLUSTER_SECRET"):
+    with pytest.raises(ConfigError, match="so the nodes need a secret: set SENTINEL_CLUSTER_SECRET"):
         settings.find_meeting({})
 
 

@@ -23,7 +23,7 @@ def test_nodes_that_fall_silent_together_are_one_line_and_are_said_once() -> Non
     assert first == ["node 5 (host5) is silent; daemon or link is down. Last step: 40"]
     gone = {5, *range(20, 40)}
     assert notices.describe_changes(make_states(gone, steps=2)) == [
-        "nodes 20 (host20), 21 (host21), 22 (host22) and 17 more are silent; daemon or link is down. "
+        "nodes 20 (host20), 21 (host21), 22 (host22) and 17 more are silent; their daemons or links are down. "
         "Last steps: 40 to 41"
     ]
     assert notices.describe_changes(make_states(gone)) == []
