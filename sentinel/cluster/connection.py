@@ -118,12 +118,14 @@ class Connection:
         self._closing.start()
 
     def _fail(self, trouble: str, meeting: Meeting) -> None:
-        self.trouble, addresses = trouble, meeting.addresses
-        if trouble != NOT_INSTALLED and meeting.is_found and 0 < self._node < len(addresses):
-            if meeting == self.meeting:  # go on as those that have no address
-                self.meeting, self.trouble = meeting._replace(addresses=addresses[: self._node]), ""
-                self._say_once(f"node {self._node} cannot listen at {addresses[self._node]}: it does not take over")
+        if meeting != self.meeting:  # another is to be tried by now
             return
+        node, addresses = self._node, meeting.addresses
+        if trouble != NOT_INSTALLED and meeting.is_found and 0 < node < len(addresses):
+            self.meeting = meeting._replace(addresses=addresses[:node])  # as of a node that has no address
+            self._say_once(f"node {node} cannot listen at {addresses[node]}: it does not take over")
+            return
+        self.trouble = trouble
         if trouble == NOT_INSTALLED or self._node < len(self.meeting.addresses):
             self._say_once(trouble)
         if trouble == NOT_INSTALLED:
