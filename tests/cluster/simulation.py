@@ -179,7 +179,7 @@ class Simulation:
         self.nodes = [NodeMachine(number, candidates, self.random) for number in range(nodes)]
         self.expected = nodes
         self.supervisors = [SupervisorMachine(number) for number in range(nodes)]
-        self.decided: set[tuple[int, int]] = set()
+        self.decided: set[tuple[Coordinator, int]] = set()
         """Epoch and start of each order to begin."""
         self.faults_of_jobs = 0
         self.now, self.step, self.cases = 0.0, 0, 0
@@ -307,7 +307,7 @@ class Simulation:
         if lead.order is not None:
             assert self.find_acting() is lead
             assert 2 * fresh > lead.coordinator.expected, "an order of a minority"
-            decided = (lead.coordinator.epoch, lead.order.start)
+            decided = (lead.coordinator, lead.order.start)  # it may raise its epoch, and repeats what it decided
             if lead.order.does == "begin" and decided not in self.decided:
                 self.decided.add(decided)
                 assert fresh == self.expected, "begun without a node"
