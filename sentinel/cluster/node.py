@@ -107,9 +107,11 @@ class Node:
 
     def take_beat(self, beat: Beat, now: float) -> list[str]:
         """The coordinator is there. Returns the ids of the cases that it knows by now: it tells people of them."""
-        if not (self.members.has(beat.node) and self.election.follow(beat, now)):
+        if not self.members.has(beat.node):
             return []
-        self.note_members(beat.members)
+        self.note_members(beat.members)  # be it followed or not: a node that tried the role has a higher epoch
+        if not self.election.follow(beat, now):
+            return []
         if self.beat is None or beat.epoch > self.beat.epoch:
             self.applied = 0
         self.beat = beat
