@@ -87,8 +87,13 @@ def run(
     options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
     if Path(command[0]).name.startswith("python") and (blind := _BLIND.intersection(options)):
         echo(f"sentinel: with {min(blind)} Python does not see Sentinel: training is unmonitored", err=True)
-    made = environment(os.environ, command, name)
-    nodes = find_job_nodes(allow_shrink, os.environ, command) if allow_shrink is not None else None
+    given = dict(os.environ)
+    nodes = find_job_nodes(allow_shrink, given, command) if allow_shrink is not None else None
+    if nodes is not None and nodes.members.whole < 3:
+        echo("sentinel: --allow-shrink: of fewer than three nodes none can be left out: more than half go on", err=True)
+    if nodes is not None and nodes.members.whole == 1:  # it is started again as any job of one node
+        command, given, nodes = tuple(nodes.fill(command)), given | nodes.list_environment(), None
+    made = environment(given, command, name)
     if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # one inside another has nothing to do
         execute(command if nodes is None else nodes.fill(command), made)
     from sentinel.supervise.supervisor import Supervisor, leave
@@ -96,7 +101,7 @@ def run(
     with _starting(command[0]):
         status = Supervisor(
             command, made, restarts=RESTARTS if restarts is None else restarts, always=restarts is not None,
-            pause=pause, over_nodes=nodes is not None or _spread(os.environ, command), nodes=nodes, as_json=as_json,
+            pause=pause, over_nodes=nodes is not None or _spread(given, command), nodes=nodes, as_json=as_json,
         ).run()  # fmt: skip
     leave(status)
 

@@ -107,8 +107,14 @@ def _abandoned(names: set[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(private_places: Path) -> None:
-    done = Done(private_places, "exit")
+@pytest.mark.parametrize("shrinks", [False, True], ids=["plainly", "one node that might shrink"])
+def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(
+    private_places: Path, monkeypatch: pytest.MonkeyPatch, shrinks: bool
+) -> None:
+    for name, number in (("SENTINEL_NODES", "1"), ("SENTINEL_NODE_RANK", "0")):
+        monkeypatch.setenv(name, number)
+    words, options = (("{nodes}", "{node_rank}"), ("--allow-shrink", "1")) if shrinks else ((), ())
+    done = Done(private_places, "exit", *words, options=("--restarts", "3", *options))
     assert (done.status, done.output) == (0, "complete\n"), done.stderr
     assert done.starts == [(0, 0), (1, 200)]
     # Steps are told twice a second: the last that is known may be that before the restart, or one of those since.
@@ -220,6 +226,15 @@ def test_how_a_command_ended_is_the_last_json_line() -> None:
     assert json.loads(line) == {
         "sentinel": "end", "status": 137, "signal": "SIGKILL", "starts": 1, "text": "killed by SIGKILL",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [1, 2, 3])
+def test_of_fewer_than_three_nodes_none_can_be_left_out_which_is_said_at_the_start(whole: int) -> None:
+    place = {"SENTINEL_NODES": str(whole), "SENTINEL_NODE_RANK": "0"}
+    command = [*RUN, "--allow-shrink", "1", "--", "sh", "-c", 'echo "$SENTINEL_NODES $@"', "{nodes}", "of {nodes}"]
+    done = subprocess.run([*command, "{node_rank}"], capture_output=True, text=True, env={**os.environ, **place})
+    assert done.stdout == f"{whole} of {whole} 0\n"
+    assert ("of fewer than three nodes none can be left out" in " ".join(done.stderr.split())) == (whole < 3)
 
 
 SLEEPING = """
