@@ -149,8 +149,9 @@ class Coordinator:
             return False
         if (job := pulse.job or pulse.last_job) is not None and job.members.start > self.members.start:
             self._adopt(job.members)
-        if pulse.epoch > self.epoch:  # it followed another one meanwhile: below that epoch it follows none
-            self.epoch = next_epoch(pulse.epoch, self.node)
+        bound = max(pulse.epoch, job.promised if job is not None else 0)
+        if bound > self.epoch:  # its daemon, or its supervisor, heard another one: it heeds none of a lower epoch
+            self.epoch = next_epoch(bound, self.node)
         known = self.nodes.get(pulse.node)
         before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:

@@ -277,3 +277,10 @@ def test_what_may_have_been_decided_is_not_waited_for_a_second_time() -> None:
     job.elect(1, LATE)
     job.settle([0, 1, 2], LATE + 1.0)
     assert job.list_running() == [(node, 1, (0, 1, 2)) for node in (0, 1, 2)]
+
+
+def test_a_coordinator_whose_clock_was_set_back_comes_to_an_agreement_though_all_daemons_are_new() -> None:
+    job = Job(3)
+    job.supervisors[1].nodes.promised = 1 << 40
+    job.settle([0, 1, 2], 0.0)
+    assert job.list_running() == [(node, 1, (0, 1, 2)) for node in range(3)]
