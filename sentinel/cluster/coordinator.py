@@ -248,6 +248,14 @@ class Coordinator:
     def _list_members(self, now: float) -> list[JobMember]:
         return [known.describe_job(now) for known in self.nodes.values()]
 
+    def _find_present_members(self, now: float) -> wire.Members:
+        """Those that a supervisor has now: the job that had these may be over, and be started again with all nodes."""
+        if not self.members.start:
+            return self.members
+        jobs = [member.job for member in self._list_members(now) if member.state.state == "alive"]
+        has = any(job is not None and job.members.start >= self.members.start for job in jobs)
+        return self.members if has else _ALL
+
     def make_beat(
         self, now: float, *, leaving: bool = False, order: wire.Order | None = None,
         rollback: RollbackOrder | None = None,
@@ -260,7 +268,7 @@ class Coordinator:
             stamp=now,
             acting=acting,
             expected=self.expected,
-            members=self.members,
+            members=self._find_present_members(now),
             nodes=self.list_nodes(now),
             incidents=tuple(map(_outline, self.incidents.list_open()[-BEAT_INCIDENTS:])),
             leaving=leaving,

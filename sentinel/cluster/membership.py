@@ -94,6 +94,8 @@ class Membership:
         self._first_identity, self.node = identity, identity.node
         self._last_report: wire.JobReport | None = None
         """What the supervisor said last, be it gone."""
+        self._mark = ""
+        """That supervisor's."""
         self.work: WorkExchange | None = None
         self.cause_finder: CauseFinder | None = None
         """Used while this node is the coordinator."""
@@ -349,9 +351,15 @@ class Membership:
     def _find_report(self) -> wire.JobReport | None:
         """How the job stands here, for those who may give orders."""
         report = self._supervisor.find_report() if self._meeting.takes_orders else None
-        if report is not None:
-            self._last_report = report
-            self._node.note_members(report.members)
+        if report is None:
+            return None
+        mark = self._supervisor.find_mark()
+        if self._mark not in ("", mark):  # the job was started from its beginning under its run id, with all nodes
+            self._node.members = wire.Members()
+            if self._lead is not None:
+                self._leave_role(time.monotonic())
+        self._mark, self._last_report = mark, report
+        self._node.note_members(report.members)
         return report
 
     def _send_beat(self, now: float, *, leaving: bool = False) -> None:
@@ -402,13 +410,15 @@ class Membership:
 
     def _follow_orders(self, now: float) -> None:
         """Have this node's supervisor and ranks do what the coordinator orders now, or know why there is no order."""
-        report, order, relay = self._supervisor.find_report(), self._node.find_order(now), self._find_relay()
+        order, relay = self._node.find_order(now), self._find_relay()
         if not self._meeting.takes_orders:
+            report = self._supervisor.find_report()
             if report is not None and report.fault is not None:
                 self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
             if relay is not None:
                 relay.no_orders = NO_ORDERS
             return
+        report = self._find_report()  # before the rest: it may be another job's
         if self._node.is_left_out:
             why, nodes = explain_left_out(self._node.members), self._node.members.nodes
             if report is not None:

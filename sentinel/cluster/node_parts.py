@@ -16,6 +16,8 @@ class NodeSupervisor(NamedTuple):
     find_report: Callable[[], wire.JobReport | None]
     """How the job stands here; None: no supervisor says."""
     give_order: Callable[[wire.Order], None]
+    find_mark: Callable[[], str]
+    """Which one it is: another start of `sentinel run` has another."""
 
 
 class StepReporter(Protocol):

@@ -17,7 +17,7 @@ from sentinel.daemon.job_judge import CoordinatorJudge, NodeJudge
 from sentinel.daemon.job_standstill import JobCauses
 from sentinel.daemon.job_views import serve_job
 from sentinel.daemon.meeting_search import MeetingSearch
-from sentinel.daemon.supervision import Supervision
+from sentinel.daemon.supervision import Supervision, find_mark
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError
 
@@ -93,8 +93,9 @@ def _meet(watch: WatchedRun, identity: wire.Identity, supervision: Supervision, 
         return
     cases = watch.incidents.log.cases
     supervisor = NodeSupervisor(
-        functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch)
-    )
+        functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch),
+        functools.partial(find_mark, watch),
+    )  # fmt: skip
     watch.membership = Membership(
         watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor,
         watch.actions.find_relay,

@@ -37,7 +37,7 @@ class Supervision:
 
     def is_of(self, watch: WatchedRun, mark: str) -> bool:
         """Whether the run is the job of the supervisor with this mark."""
-        return bool(mark) and _mark(watch) == mark
+        return bool(mark) and find_mark(watch) == mark
 
     def serves(self, watch: WatchedRun) -> bool:
         """Whether its supervisor is connected: it may start the job again."""
@@ -45,7 +45,7 @@ class Supervision:
 
     def owes(self, watch: WatchedRun) -> bool:
         """Whether a supervisor is still to be told how its job ended."""
-        mark = _mark(watch)
+        mark = find_mark(watch)
         return bool(mark) and (mark, watch.run.attempt.number) not in self._told
 
     def drop_peer(self, peer: Peer) -> None:
@@ -70,17 +70,17 @@ class Supervision:
         if (supervisor := self._find_supervisor(watch)) is not None:
             supervisor[0].send(standing(watch, _explanation(watch), over=over))
             if over:
-                self._told.add((_mark(watch), watch.run.attempt.number))
+                self._told.add((find_mark(watch), watch.run.attempt.number))
 
     def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
         """Print on the terminal of a run's supervisor, if it has one; at the latest before the word that it is over."""
-        if mark := _mark(watch):
+        if mark := find_mark(watch):
             self._notices.setdefault(mark, deque(maxlen=NOTICES)).append(notice)
             self._print_notices(watch)
 
     def _print_notices(self, watch: WatchedRun) -> None:
         if (supervisor := self._find_supervisor(watch)) is not None:
-            for notice in self._notices.pop(_mark(watch), ()):
+            for notice in self._notices.pop(find_mark(watch), ()):
                 supervisor[0].send(notice)
 
     def find_report(self, watch: WatchedRun) -> wire.JobReport | None:
@@ -103,7 +103,7 @@ class Supervision:
             peer.send(wire.Order(start=report.start, does="stop", why=why))
 
     def _find_supervisor(self, watch: WatchedRun) -> tuple[Peer, wire.Supervise] | None:
-        mark, uid = _mark(watch), self._tenants.uid(watch.run.run_id)
+        mark, uid = find_mark(watch), self._tenants.uid(watch.run.run_id)
         return self._peers.get((mark, uid)) or self._peers.get((mark, 0))
 
 
@@ -135,7 +135,8 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
     )
 
 
-def _mark(watch: WatchedRun) -> str:
+def find_mark(watch: WatchedRun) -> str:
+    """That of the supervisor of a run, as its ranks say; empty: it has none."""
     return next((rank.hello.supervisor for rank in watch.run.attempt.ranks.values() if rank.hello.supervisor), "")
 
 

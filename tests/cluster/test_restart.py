@@ -32,15 +32,15 @@ LIMIT_SECONDS = 280.0
 class NodeSupervisor(SimulatedRank):
     """The other end of a node's `sentinel run`."""
 
-    def __init__(self, daemon: NodeDaemon) -> None:
+    def __init__(self, daemon: NodeDaemon, mark: str = MARK) -> None:
         super().__init__(daemon.path)
         self.job = wire.JobReport(restarts=3)
-        self.daemon = daemon
+        self.daemon, self.mark = daemon, mark
         self.report()
 
     def report(self, **changes: object) -> None:
         self.job = msgspec.structs.replace(self.job, **changes)
-        self.say(wire.Supervise(mark=MARK, job=self.job))
+        self.say(wire.Supervise(mark=self.mark, job=self.job))
 
     def await_order(self, does: str) -> wire.Order:
         """The next of its kind; what was repeated meanwhile is let go."""
@@ -116,6 +116,36 @@ def test_a_node_that_comes_back_after_it_was_left_out_is_ended_and_counts_for_no
         two.report(fault=LOST)
         back.report(fault=LOST)
         assert zero.await_order("end").why == "waits for node 0 (host0: its ranks have not ended)"
+
+
+def test_a_job_that_is_queued_again_under_its_run_id_begins_with_all_nodes_though_daemons_stayed(
+    tmp_path: Path,
+) -> None:
+    whole = wire.Members(nodes=(0, 1, 2), whole=3)
+    with supervised_nodes(tmp_path, SECRET, SECRET, SECRET) as supervisors, contextlib.ExitStack() as stack:
+        zero, lost, two = supervisors
+        for supervisor in (zero, two):
+            supervisor.report(start=1, allow_shrink=2, members=wire.Members(start=1, nodes=(0, 2), whole=3))
+        lost.await_order("stop")
+        for supervisor in supervisors:
+            supervisor.close()
+            supervisor.daemon.rank.close()
+        fresh = [NodeSupervisor(supervisor.daemon, "another mark") for supervisor in (lost, two, zero)]
+        for supervisor in fresh:
+            stack.enter_context(supervisor).report(allow_shrink=2, members=whole)
+            identity = msgspec.structs.replace(supervisor.daemon.rank.identity, attempt=1, session="again")
+            rank = stack.enter_context(SimulatedRank(supervisor.daemon.path))
+            rank.say(wire.Hello(version="test", identity=identity, supervisor=supervisor.mark))
+            rank.expect(wire.Welcome)
+        until(lambda: zero.daemon.job()["view"] == "coordinator", "node 0 to lead")
+        until(lambda: all(one.daemon.job()["view"] in ("coordinator", "joined") for one in fresh), "all nodes")
+        assert [one.daemon.job()["left_out"] for one in fresh] == [[], [], []]
+        fresh[0].report(fault=LOST)
+        assert fresh[2].await_order("end").start == 0
+        for supervisor in fresh:
+            supervisor.say(wire.Query(what="status"))  # what was sent before is there with the answer
+            supervisor.expect(wire.Answer)
+            assert not [one for one in supervisor._arrived if isinstance(one, wire.Order) and one.nodes]
 
 
 class Job:

@@ -284,3 +284,19 @@ def test_a_coordinator_whose_clock_was_set_back_comes_to_an_agreement_though_all
     job.supervisors[1].nodes.promised = 1 << 40
     job.settle([0, 1, 2], 0.0)
     assert job.list_running() == [(node, 1, (0, 1, 2)) for node in range(3)]
+
+
+def test_a_coordinator_left_over_from_a_job_that_is_over_leaves_no_node_out_of_the_next_one() -> None:
+    job = Job(3)
+    for now in (0.0, LATE):
+        job.settle([0, 1], now)
+    of_next = Node(2, 1, LATE, 3)
+    of_next.note_members(wire.Members(nodes=(0, 1, 2), whole=3))
+    for node in (0, 1):
+        gone = Pulse(
+            node=node, incarnation=1, hostname="h", attempt=0, step=0, last=1, epoch=job.epoch, stamp=LATE,
+            last_job=job.supervisors[node].report,
+        )  # fmt: skip
+        job.coordinator.take_pulse(gone, LATE)
+    of_next.take_beat(job.coordinator.make_beat(LATE), LATE)
+    assert not of_next.is_left_out
