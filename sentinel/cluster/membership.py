@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -32,6 +32,7 @@ from sentinel.cluster.node import Node
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
 from sentinel.cluster.questions import IncidentView
 from sentinel.cluster.relay import RelayedRollback
+from sentinel.cluster.restart import is_unaware
 from sentinel.cluster.work import WorkExchange, find_work_elsewhere
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
@@ -55,6 +56,7 @@ REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
 """Rollback, stop and restart of all nodes, where the secret came through the process group's store."""
+STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
 
 
 def own_name(run_id: str, node: int) -> str:
@@ -426,7 +428,10 @@ class Membership:
             if relay is not None:
                 relay.apart = why
             return
-        if report is not None and order is not None and order.start == report.start:
+        if report is not None and is_unaware(report, self._node.members):
+            does: Literal["stop", "end"] = "stop" if report.fault is not None else "end"
+            self._supervisor.give_order(wire.Order(start=report.start, does=does, why=STARTED_ALONE))
+        elif report is not None and order is not None and order.start == report.start:
             self._supervisor.give_order(order)
         elif report is not None and report.fault is not None:
             why = self._lead.explain_no_order(now) if self._lead is not None else self._explain_absence(now)

@@ -166,6 +166,12 @@ def find_proposed(job: wire.JobReport | None) -> tuple[int, ...]:
     return job.accepted.nodes
 
 
+def is_unaware(job: wire.JobReport, members: wire.Members) -> bool:
+    """Whether a supervisor knows nothing of the agreement on these nodes, its own among them: all of them accepted it
+    before any began, so that the one which did so is gone."""
+    return job.members.start < members.start and not find_proposed(job)
+
+
 def _list_accepted(members: Iterable[JobMember], start: int) -> list[wire.Order]:
     accepted = (member.job.accepted for member in members if member.job is not None)
     return [one for one in accepted if one is not None and one.start == start]

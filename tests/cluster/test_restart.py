@@ -148,6 +148,16 @@ def test_a_job_that_is_queued_again_under_its_run_id_begins_with_all_nodes_thoug
             assert not [one for one in supervisor._arrived if isinstance(one, wire.Order) and one.nodes]
 
 
+def test_a_supervisor_that_was_started_again_alone_is_no_second_group_and_says_why(tmp_path: Path) -> None:
+    with supervised_nodes(tmp_path, SECRET, SECRET) as (zero, again):
+        begun = wire.Members(start=1, nodes=(0, 1), whole=2)
+        zero.report(start=1, allow_shrink=1, members=begun)
+        again.report(allow_shrink=1, members=wire.Members(nodes=(0, 1), whole=2))
+        assert "start it again on all" in again.await_order("end").why
+        again.report(fault=LOST)
+        assert "start it again on all" in again.await_order("stop").why
+
+
 class Job:
     """`sentinel run -- torchrun --nnodes 2` on two nodes, each with a runtime directory and a history of its own."""
 
