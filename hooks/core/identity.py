@@ -66,7 +66,7 @@ class RunIdentity:
             world_size=world_size,
             local_rank=local_rank(),
             local_world_size=_number(os.environ, "LOCAL_WORLD_SIZE"),
-            node=_find_node(os.environ, rank),
+            node=find_node(rank),
             members=members(),
             hostname=socket.gethostname(),
             pid=os.getpid(),
@@ -122,12 +122,13 @@ def place() -> tuple[int, int]:
     return 0, 1
 
 
-def _find_node(environment: Mapping[str, str], rank: int) -> int:
-    """Number of this node, by `sentinel run`, by torchrun, by Slurm, else as if each had as many ranks."""
+def find_node(rank: int) -> int:
+    """Number of the node that this `rank` is on, by `sentinel run`, by torchrun, by Slurm, else as if each had as many
+    ranks. That of `sentinel run` stays where the job goes on without some nodes."""
     for name in ("SENTINEL_NODE", "GROUP_RANK", "SLURM_NODEID"):
-        if name in environment:
-            return _number(environment, name)
-    return rank // neighbours() if "LOCAL_WORLD_SIZE" in environment else 0
+        if name in os.environ:
+            return _number(os.environ, name)
+    return rank // neighbours() if "LOCAL_WORLD_SIZE" in os.environ else 0
 
 
 def members() -> wire.Members:

@@ -13,7 +13,7 @@ import torch
 
 from sentinel import wire
 from sentinel.errors import RollbackError
-from sentinel.hooks.core.identity import leads_node, place, spans_nodes
+from sentinel.hooks.core.identity import find_node, leads_node, place, spans_nodes
 from sentinel.hooks.core.late_notice import say_if_late
 from sentinel.hooks.core.worker import Task, Worker
 from sentinel.hooks.snapshot import checkpoint_files, node_parts
@@ -176,7 +176,7 @@ class DiskWriter:
         manifest = snapshots.Manifest(
             run=message.run, run_id=message.run_id, attempt=message.attempt, seq=message.seq, step=message.step,
             world_size=world, time=time.time(), torch=str(torch.__version__), files=files, parent=self._parent,
-            ranks=message.ranks, lineage=f"{_line}.{self._rewinds}",
+            ranks=message.ranks, node=find_node(place()[0]), lineage=f"{_line}.{self._rewinds}",
         )  # fmt: skip
         with self._void:  # a rollback must find it, or keep it from its name
             if not wanted():

@@ -13,6 +13,7 @@ from sentinel.errors import RollbackError
 from sentinel.hooks.core.identity import leads_node
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.snapshot import directory, node_parts
+from sentinel.hooks.snapshot.view import Looker
 
 _NAMED = 4
 _OWN_DISKS = "a disk of each node's own"
@@ -23,7 +24,7 @@ class _Part(msgspec.Struct):
     """A part that a node sees."""
 
     path: str
-    ranks: tuple[int, ...]
+    manifest: directory.Manifest
 
 
 class _Found(msgspec.Struct):
@@ -31,17 +32,26 @@ class _Found(msgspec.Struct):
 
     host: str
     directory: str
+    looker: Looker
     parts: list[_Part] = []
 
 
-def search_parts(folder: Path, step: int, ranks: Sequence[int], exchange: RankExchange, *, older: bool) -> str:
+def search_parts(
+    folder: Path, step: int, ranks: Sequence[int], looker: Looker, exchange: RankExchange, *, older: bool
+) -> str:
     """Why the snapshot of `step` is passed over, of which `ranks` have no part; all ranks call it.
 
     Raises RollbackError where no older one is there, or the parts are on the disks of other nodes: they can be copied.
     """
-    mine = _Found(socket.gethostname(), str(folder), _list_parts(folder, step) if leads_node() else [])
+    mine = _Found(socket.gethostname(), str(folder), looker, _list_parts(folder, step) if leads_node() else [])
     found = [msgspec.json.decode(view, type=_Found) for view in exchange.gather(msgspec.json.encode(mine))]
-    where = {rank: (one.host, part.path) for one in found for part in one.parts for rank in part.ranks}
+    parts = [(one.host, part) for one in found for part in one.parts]
+    where = {
+        rank: (host, part.path)
+        for rank in ranks
+        for host, part in parts
+        if found[rank].looker.find_own(part.manifest) is not None
+    }
     elsewhere = [rank for rank in ranks if rank in where]
     if elsewhere and (len(elsewhere) == len(ranks) or not older):
         rank = elsewhere[0]
@@ -72,7 +82,11 @@ def _list_parts(folder: Path, step: int) -> list[_Part]:
     except OSError:
         return []
     read = [(path, directory.read_manifest(path)) for path in paths]
-    return [_Part(str(path), one.ranks) for path, one in read if isinstance(one, directory.Manifest)]
+    return [
+        _Part(str(path), msgspec.structs.replace(one, files={}))
+        for path, one in read
+        if isinstance(one, directory.Manifest)
+    ]
 
 
 def _name_more(ranks: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.identity import attempt, leads_node, local_rank, members, spans_nodes
+from sentinel.hooks.core.identity import attempt, find_node, leads_node, local_rank, members, spans_nodes
 from sentinel.hooks.core.late_notice import say_if_late
 from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
@@ -40,7 +40,7 @@ from sentinel.hooks.snapshot.choice import Begin, PassOver, PassParts, Refuse, T
 from sentinel.hooks.snapshot.parts import RngPart, RunState, rename_parts
 from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
-from sentinel.hooks.snapshot.view import look
+from sentinel.hooks.snapshot.view import Looker, look
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 
 _Read = tuple[dict[str, Any], int]
@@ -142,13 +142,16 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
     damaged: set[int] = set()
     whole: set[int] = set()
     retry, told = Retry(), ""
-    stand_in = local_rank() if members().left_out else None
+    looker = Looker(
+        rank=exchange.rank, world=exchange.world, node=find_node(exchange.rank), local_rank=local_rank(),
+        shrunk=bool(members().left_out),
+    )  # fmt: skip
     restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
     while True:
         with say_if_late(f"resume: reading {folder}", speaks=thorough):
             mine = look(
-                folder, rank=exchange.rank, world=exchange.world, before=before, passed=passed, whole=whole,
-                thorough=thorough, late=retry.over, apart=spans_nodes(), stand_in=stand_in,
+                folder, looker, before=before, passed=passed, whole=whole, thorough=thorough, late=retry.over,
+                apart=spans_nodes(),
             )  # fmt: skip
         whole |= {step for step, seen in mine.snapshots.items() if seen.state == "whole"}
         views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]
@@ -164,7 +167,7 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
                 if exchange.rank == 0:
                     fault_guard.say(f"the snapshot of step {step} is passed over, it is damaged: {why}")
             case PassParts(steps, ranks, older):
-                why = search_parts(folder, steps[0], ranks, exchange, older=older)
+                why = search_parts(folder, steps[0], ranks, looker, exchange, older=older)
                 passed.update(dict.fromkeys(steps, why))
                 retry = Retry()
                 if exchange.rank == 0:

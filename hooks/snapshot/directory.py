@@ -72,6 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Step of the snapshot before it on its line; -1: it is the first; None: by a version that did not say."""
     ranks: tuple[int, ...] = ()
     """Those of one node of several, which alone are in it; (): all are."""
+    node: int = -1
+    """Sentinel's number of that node, which stays where a job goes on without others; -1: an old one, without it."""
     lineage: str = ""
     """Changes when the run is resumed or rolled back. Parts of two nodes belong together only if it is the same."""
 

@@ -13,23 +13,42 @@ from sentinel.hooks.snapshot.choice import Seen, State, View, follow_line
 from sentinel.hooks.snapshot.directory import DiskSnapshot, Manifest
 
 
+class Looker(msgspec.Struct, frozen=True, kw_only=True):
+    """Who looks."""
+
+    rank: int
+    world: int
+    node: int
+    """Sentinel's number of its node, which stays where the job goes on without others."""
+    local_rank: int
+    shrunk: bool
+    """The job goes on without some of its nodes."""
+
+    def find_own(self, part: Manifest) -> int | None:
+        """The rank that this one was in a part; None: it is of others. Where more ranks wrote it than go on, a rank
+        takes what its own node wrote: another node's may be another state."""
+        if not self.is_renumbered(part):
+            return self.rank if self.rank in part.ranks else None
+        return part.ranks[self.local_rank % len(part.ranks)] if part.node == self.node else None
+
+    def is_renumbered(self, part: Manifest) -> bool:
+        """Whether ranks had other numbers when they wrote it."""
+        return bool(part.ranks) and self.shrunk and part.world_size > self.world
+
+
 def look(
     place: Path,
+    looker: Looker,
     *,
-    rank: int,
-    world: int,
     before: int | None,
     passed: Collection[int],
     whole: Collection[int],
     thorough: bool,
     late: bool,
     apart: bool,
-    stand_in: int | None = None,
 ) -> View:
     """What this rank sees in `place`. Of the snapshots of its line before `before`, the newest that is not in `passed`
-    is read, unless it is known to be `whole`; of the others only the manifests are. `stand_in`: the job goes on without
-    some of its nodes, and where this rank finds no part with its number, it takes that of the rank with this number
-    among those of a part. Raises nothing."""
+    is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -42,27 +61,26 @@ def look(
     if refusal := directory.refuse_directory(place, status):
         return View(directory=str(place), refusal=refusal, late=late)
     try:
-        found, elsewhere = list_seen(place, rank)
+        found, elsewhere = list_seen(place, looker)
     except OSError as error:
         return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
-    if stand_in is not None:
-        found = {step: one for step, one in elsewhere.items() if one[1].world_size > world} | dict(found)
-        elsewhere = {step: one for step, one in elsewhere.items() if step not in found}
-    seen = {step: _describe(path, one, rank, world, stand_in) for step, (path, one) in found.items()}
+    seen = {step: _describe(path, one, looker) for step, (path, one) in found.items()}
     line = follow_line(seen) if seen else ()
     first = next((step for step in line if (before is None or step < before) and step not in passed), None)
     if first is not None and seen[first].state == "unchecked":
-        seen[first] = _examine(seen[first], *found[first], known=first in whole, thorough=thorough, rank=rank)
+        seen[first] = _examine(seen[first], *found[first], known=first in whole, thorough=thorough, rank=looker.rank)
     others = {step: directory.describe(path, one) for step, (path, one) in elsewhere.items()}
     return View(directory=str(place), snapshots=seen, elsewhere=others, late=late, apart=apart)
 
 
 def list_seen(
-    place: Path, rank: int
+    place: Path, looker: Looker
 ) -> tuple[Mapping[int, tuple[Path, Manifest | Seen]], Mapping[int, tuple[Path, Manifest]]]:
     """Step -> where this rank finds itself in the snapshot of it, and its manifest, or what is seen without it; and
     step -> a part of other ranks, of steps in which it finds itself nowhere. Raises OSError."""
+    rank = looker.rank
     found: dict[int, tuple[Path, Manifest | Seen]] = {}
+    hidden: dict[int, tuple[Path, Manifest | Seen]] = {}
     elsewhere: dict[int, tuple[Path, Manifest]] = {}
     nearest = True  # the node that this rank is on, by its number: what cannot be read there is this rank's
     for first, own in sorted(node_parts.list_places(place), key=lambda one: (one[0] > rank, -one[0])):
@@ -71,13 +89,16 @@ def list_seen(
                 continue
             one = directory.read_manifest(path)
             if isinstance(one, Seen):  # unreadable: this rank may be in it, wherever it is
-                if first <= rank and (nearest or one.state == "unreadable"):
+                if looker.shrunk:  # places have numbers of before
+                    hidden[step] = path, msgspec.structs.replace(one, part=True)
+                elif first <= rank and (nearest or one.state == "unreadable"):
                     found[step] = path, msgspec.structs.replace(one, part=True)
-            elif rank in one.ranks:
+            elif looker.find_own(one) is not None:
                 found[step] = path, one
             else:
                 elsewhere[step] = path, one
         nearest = False
+    found = hidden | found
     for step, path in directory.list_snapshots(place):
         one = directory.read_manifest(path)
         part = found.get(step, (path, None))[1]
@@ -86,15 +107,14 @@ def list_seen(
     return found, {step: other for step, other in elsewhere.items() if step not in found}
 
 
-def _describe(path: Path, one: Manifest | Seen, rank: int, world: int, stand_in: int | None) -> Seen:
+def _describe(path: Path, one: Manifest | Seen, looker: Looker) -> Seen:
     if isinstance(one, Seen):
         return one
     seen = directory.describe(path, one)
-    if one.ranks and stand_in is not None and one.world_size > world:
-        taken = rank if rank in one.ranks else one.ranks[stand_in % len(one.ranks)]
-        return msgspec.structs.replace(seen, rank=taken)
-    if one.ranks and one.world_size != world:
-        why = f"{path}: was written by {one.world_size} ranks on several nodes, and this job has {world}"
+    if looker.is_renumbered(one) and (own := looker.find_own(one)) is not None:
+        return msgspec.structs.replace(seen, rank=own)
+    if one.ranks and one.world_size != looker.world:
+        why = f"{path}: was written by {one.world_size} ranks on several nodes, and this job has {looker.world}"
         return msgspec.structs.replace(seen, state="misfit", why=why)
     return seen
 

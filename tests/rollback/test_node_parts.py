@@ -211,11 +211,13 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three nodes of one rank each, node 1 is left out."""
     members = wire.Members(start=1, nodes=(0, 2), whole=3)
     monkeypatch.setenv("SENTINEL_MEMBERS", msgspec.json.encode(members).decode())
+    monkeypatch.setattr(resumption, "find_node", lambda rank: members.nodes[rank])
 
 
 @pytest.fixture
-def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list[Path]:  # noqa: F811
     """Disks of these nodes, which have written steps 5 and 10, and of node 1 which came no further than 5."""
+    monkeypatch.setattr(part_search.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
     monkeypatch.setattr(disk_writer, "_line", "one start")
     places = [tmp_path / f"disk {rank}" for rank in range(3)]
     for rank, place in enumerate(places):
@@ -270,6 +272,43 @@ def test_fewer_ranks_do_not_go_on_where_ranks_held_parts_of_the_state(
         assert "was written by 3 ranks, and ranks 0 and 1 have other weights" in str(error)
         assert "the parts of node 1 are missing, which the job goes on without" in str(error)
     assert [files_of(place) for place in three] == before, "nor an older one"
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_no_rank_goes_on_from_a_part_of_another_node(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for place in three[1:]:
+        shutil.copytree(place, three[0], dirs_exist_ok=True)
+    shutil.rmtree(part(three[0], 0, 10))
+    assert resume(ranks, [three[0], three[0]]) == [6, 6], "node 2 alone published step 10"
+    assert "no node here has rank 0's part of the snapshot of step 10: it is passed over" in capsys.readouterr().err
+    shutil.rmtree(part(three[0], 2, 5))
+    failures = resume(ranks, [three[0], three[0]], before=10)
+    assert all("no node here has rank 1's part of the snapshot of step 5" in str(one) for one in failures)
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_a_part_of_the_same_node_that_is_on_another_disk_is_named(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    failures = resume(ranks, [three[2], three[0]])
+    words = f"rank 0's snapshot of step 10 is on host host1: {part(three[0], 0, 10)}"
+    assert all(words in str(one) for one in failures)
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_a_part_of_the_same_node_that_cannot_be_read_is_an_error(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    manifest = part(three[2], 2, 10) / "manifest.json"
+    os.truncate(manifest, 20)
+    failures = resume(ranks, [three[0], three[2]])
+    assert all(str(manifest) in str(one) for one in failures), "no older one is taken"
 
 
 def test_fewer_ranks_go_on_only_where_the_job_went_on_without_a_node(
