@@ -31,7 +31,7 @@ from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.session import arguments
 from sentinel.hooks.session.part_search import check_sharing, search_parts
-from sentinel.hooks.session.shrunk_state import check_replicas, refuse_sharded
+from sentinel.hooks.session.shrunk_state import compare_replicas, refuse_sharded
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot import node_parts
 from sentinel.hooks.snapshot.capture import Part, Stateful
@@ -42,6 +42,7 @@ from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
 from sentinel.hooks.snapshot.view import Looker, look
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
+from sentinel.text import name_ranks
 
 _Read = tuple[dict[str, Any], int]
 """The state by names, and how many ranks wrote it."""
@@ -108,9 +109,11 @@ def resume(
     with say_if_late(f"resume: reading {path}", speaks=leads_node()):
         named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
     parts = list(run.parts)
+    unseen: Sequence[int] = ()
     is_alone = exchange.rank < world_then  # else it was not there then, and would draw what rank 0 draws
     if taken.rank >= 0:
-        is_alone = check_replicas(path, named, taken.rank, world_then, exchange)
+        compared = compare_replicas(folder, path, named, taken.rank, run.weights.by_name(), exchange)
+        is_alone, unseen = compared.is_alone, compared.unseen
     if not is_alone:
         parts = [part for part in parts if not isinstance(part, RngPart)]
     exchange.run_on_all(lambda: _put_back(parts, named))
@@ -119,6 +122,8 @@ def resume(
     _begin_line(folder, taken.step, damaged, exchange)
     if exchange.rank == 0:
         spread = f", written by {world_then} ranks" if world_then != exchange.world else ""
+        if unseen:
+            spread += f"; what {name_ranks(unseen)} had is not seen here, and was not compared with theirs"
         fault_guard.say(f"going on after step {taken.step}, from {path}{spread}")
     return taken.step + 1
 

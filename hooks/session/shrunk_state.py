@@ -1,21 +1,29 @@
 """Whether fewer ranks can go on from what more ranks of several nodes wrote: only where each of them had all of it.
 
-Nothing tells replicas from tensors that a script sharded by hand. So the ranks that are left compare what they read:
-where the weights and the state of the optimizers are the same on all, to the bit, those that are missing had nothing
-else.
+Nothing tells replicas from tensors that a script sharded by hand. So the ranks that are left compare what they read,
+and what they see of the parts of others: the weights and the state of the optimizers must be the same, to the bit. What
+is on the disk of a node that is lost cannot be compared, and `state` is not: it may be a rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from torch import Tensor
+
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.identity import members
+from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
+from sentinel.hooks.snapshot import directory, node_parts
 from sentinel.hooks.snapshot.capture import spread
-from sentinel.hooks.snapshot.checkpoint_files import digest_state
+from sentinel.hooks.snapshot.checkpoint_files import digest_state, load
+from sentinel.hooks.snapshot.choice import Seen
+from sentinel.hooks.snapshot.directory import DiskSnapshot, Manifest
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.text import name_nodes
 
@@ -27,17 +35,97 @@ def refuse_sharded(path: Path, run: RunState, world_then: int) -> None:
         raise RollbackError(_explain(path, world_then, f"{sharded} is sharded over them"))
 
 
-def check_replicas(path: Path, named: Mapping[str, Any], rank: int, world_then: int, exchange: RankExchange) -> bool:
-    """All ranks call it. `named`: what was read, as it was on `rank`. Returns whether no other rank goes on as that
-    one: then its random generators are this one's alone. Raises RollbackError where parts are missing."""
-    state = {name: part for name, part in named.items() if name == "weights" or name.startswith("optimizers[")}
-    said = [word.decode().split() for word in exchange.gather(f"{rank} {digest_state(state)}".encode())]
-    other = next((number for number, (_, digest) in enumerate(said) if digest != said[0][1]), None)
+class Compared(msgspec.Struct, frozen=True):
+    """What comparing ranks led to."""
+
+    is_alone: bool
+    """No other rank goes on as the one that this rank was: then its random generators are this one's alone."""
+    unseen: tuple[int, ...]
+    """Ranks of then whose part no rank sees."""
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """What one rank read."""
+
+    rank: int
+    """As it was then."""
+    digests: dict[int, str]
+    """By rank of then."""
+    seen: tuple[int, ...] = ()
+    """The ranks of then whose part this one sees."""
+
+
+def compare_replicas(
+    folder: Path,
+    path: Path,
+    named: Mapping[str, Any],
+    rank: int,
+    parameters: Mapping[str, Tensor],
+    exchange: RankExchange,
+) -> Compared:
+    """All ranks call it. `named`: what was read from `path`, as it was on `rank`. Raises RollbackError where the ranks
+    of then did not all have the same weights and optimizer state."""
+    parts = exchange.run_on_all(lambda: _list_parts(folder, path))
+    world_then = next(iter(parts.values())).manifest.world_size
+    mine = _Read(rank, {rank: _digest(named)}, tuple(parts))
+    said = _gather(mine, exchange)
+    taken = [one.rank for one in said]
+    seers = {then: [number for number, one in enumerate(said) if then in one.seen] for then in range(world_then)}
+    left = [
+        then
+        for then, ranks in seers.items()
+        if ranks and then not in taken and ranks[then % len(ranks)] == exchange.rank
+    ]
+    more = exchange.run_on_all(lambda: _digest_others(parts, left, parameters))
+    said += _gather(_Read(rank, more), exchange)
+    digests = {then: digest for one in said for then, digest in one.digests.items()}
+    first = min(digests)
+    other = next((then for then in sorted(digests) if digests[then] != digests[first]), None)
     if other is not None:
         raise RollbackError(
-            _explain(path, world_then, f"ranks 0 and {other} have other weights, or other state of the optimizer")
+            _explain(path, world_then, f"ranks {first} and {other} had other weights, or other state of the optimizer")
         )
-    return [taken for taken, _ in said].count(str(rank)) == 1
+    unseen = tuple(then for then in range(world_then) if then not in digests)
+    return Compared(taken.count(rank) == 1, unseen)
+
+
+def _gather(mine: _Read, exchange: RankExchange) -> list[_Read]:
+    return [msgspec.json.decode(one, type=_Read) for one in exchange.gather(msgspec.json.encode(mine))]
+
+
+def _digest(named: Mapping[str, Any]) -> str:
+    return digest_state(
+        {name: part for name, part in named.items() if name == "weights" or name.startswith("optimizers[")}
+    )
+
+
+def _list_parts(folder: Path, path: Path) -> dict[int, DiskSnapshot]:
+    """Rank -> the part that it is in, of those that belong to the one at `path` and are seen here. Raises
+    RollbackError."""
+    mine = directory.read_manifest(path)
+    if isinstance(mine, Seen):
+        raise RollbackError(f"resume: {mine.why}. Nothing was changed")
+    parts = dict.fromkeys(mine.ranks, DiskSnapshot(path, mine))
+    with contextlib.suppress(OSError):  # not seen
+        for _, place in node_parts.list_places(folder):
+            one = directory.read_manifest(other := directory.path_of(place, mine.step))
+            if isinstance(one, Manifest) and (one.lineage, one.world_size) == (mine.lineage, mine.world_size):
+                parts = dict.fromkeys(one.ranks, DiskSnapshot(other, one)) | parts
+    return parts
+
+
+def _digest_others(
+    parts: Mapping[int, DiskSnapshot], ranks: Sequence[int], parameters: Mapping[str, Tensor]
+) -> dict[int, str]:
+    """By rank; none of a part whose files are not what was written: they say nothing of the state. Raises
+    RollbackError."""
+    digests = {}
+    for rank in ranks:
+        part = parts[rank]
+        with contextlib.suppress(*framework_checkpoints.DAMAGE, OSError):
+            if not part.flaw():
+                digests[rank] = _digest(load(part.path, rank, parameters, part.manifest.ranks))
+    return digests
 
 
 def _explain(path: Path, world_then: int, why: str) -> str:

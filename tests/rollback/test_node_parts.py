@@ -24,7 +24,7 @@ from sentinel.hooks.snapshot import directory, node_parts
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.state_owners import Owners
 from tests.rollback.test_disk import DATA, again, armed
-from tests.rollback.test_resume import Ranks, files_of, ranks, rewrite, short  # noqa: F401
+from tests.rollback.test_resume import Ranks, files_of, flip, ranks, rewrite, short  # noqa: F401
 from tests.rollback.training import Training, of_type
 
 pytestmark = pytest.mark.usefixtures("short")
@@ -227,6 +227,15 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list
     return places
 
 
+def write_other(place: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 5 and 10 of one rank of three, which has other weights than the others."""
+    writer = Writer(place, rank, 3, monkeypatch)
+    with torch.no_grad():
+        next(writer.training.model.parameters()).add_(1.0)
+    writer.write(5, 10)
+    writer.close()
+
+
 def go_on(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[int | Exception]:  # noqa: F811
     """What `sentinel.resume` returns on each rank, a node each, or why it raises."""
     ranks.store = dist.HashStore()
@@ -247,11 +256,35 @@ def test_fewer_ranks_go_on_from_replicas_and_need_no_part_of_the_node_that_is_lo
     three: list[Path],
     ranks: Ranks,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert go_on(ranks, [three[0], three[2]], monkeypatch) == [11, 11], "on disks of their own: rank 1 was rank 2"
+    assert "what rank 1 had is not seen here, and was not compared" in capsys.readouterr().err
     for place in three[1:]:
         shutil.copytree(place, three[0], dirs_exist_ok=True)
     assert go_on(ranks, [three[0], three[0]], monkeypatch) == [11, 11], "in a directory that nodes share"
+
+
+@pytest.mark.usefixtures("shrunk")
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_part_of_the_node_that_is_lost_is_compared_where_it_is_seen(
+    three: list[Path],
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    whole: bool,
+) -> None:
+    shutil.rmtree(three[1])
+    write_other(three[1], 1, monkeypatch)
+    for place in three[1:]:
+        shutil.copytree(place, three[0], dirs_exist_ok=True)
+    if whole:
+        failures = go_on(ranks, [three[0], three[0]], monkeypatch)
+        assert all("was written by 3 ranks, and ranks 0 and 1 had other weights" in str(one) for one in failures)
+    else:
+        flip(part(three[0], 1, 10) / "__1_0.distcp")
+        assert go_on(ranks, [three[0], three[0]], monkeypatch) == [11, 11], "it says nothing"
+        assert "what rank 1 had is not seen here, and was not compared" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("shrunk")
@@ -261,15 +294,11 @@ def test_fewer_ranks_do_not_go_on_where_ranks_held_parts_of_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.rmtree(three[2])
-    writer = Writer(three[2], 2, 3, monkeypatch)
-    with torch.no_grad():
-        next(writer.training.model.parameters()).add_(1.0)
-    writer.write(5, 10)
-    writer.close()
+    write_other(three[2], 2, monkeypatch)
     before = [files_of(place) for place in three]
     one, other = go_on(ranks, [three[0], three[2]], monkeypatch)
     for error in (one, other):
-        assert "was written by 3 ranks, and ranks 0 and 1 have other weights" in str(error)
+        assert "was written by 3 ranks, and ranks 0 and 2 had other weights" in str(error)
         assert "the parts of node 1 are missing, which the job goes on without" in str(error)
     assert [files_of(place) for place in three] == before, "nor an older one"
 
