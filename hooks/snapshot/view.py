@@ -115,6 +115,9 @@ def _describe(path: Path, one: Manifest | Seen, looker: Looker) -> Seen:
         return msgspec.structs.replace(seen, rank=own)
     if one.ranks and one.world_size != looker.world:
         why = f"{path}: was written by {one.world_size} ranks on several nodes, and this job has {looker.world}"
+        if one.world_size < looker.world:
+            why += ": more cannot go on from it. Nodes that --allow-shrink left out stay out: "
+            why += f"start {one.world_size} ranks"
         return msgspec.structs.replace(seen, state="misfit", why=why)
     return seen
 
