@@ -49,8 +49,8 @@ _BLIND = frozenset({"-I", "-E", "-S"})
     "--allow-shrink",
     metavar="MIN",
     type=click.IntRange(min=1),
-    help="Go on without nodes that are lost, with more than half of those before and at least MIN. Node 0 is never left "
-    "out, and of two nodes none is. The command needs {nodes} and {node_rank} in it, and this node's number is "
+    help="Go on without nodes that are lost, with more than half of those before and at least MIN. Node 0 is never "
+    "left out, and of two nodes none is. The command needs {nodes} and {node_rank} in it, and this node's number is "
     "$SENTINEL_NODE_RANK of $SENTINEL_NODES.",
 )
 @json_option("Report on stderr as JSON lines instead of sentences. Linux only.")

@@ -82,7 +82,7 @@ def test_a_probe_that_fails_is_put_out_of_action(
         (OptimizerMonitor, "scaler_enters"),
         (StepAccumulator, "batch_fetched"),
         (sentinel.hooks.session.event_router.EventRouter, "backward_ended"),
-        (sentinel.hooks.session.session.RunSession, "_greet"),
+        (sentinel.hooks.session.session.RunSession, "greet"),
         (sentinel.hooks.session.command_handler.CommandHandler, "receive"),
         (sender, "make_batch"),
         (sender.Sender, "submit"),
