@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from sentinel.diagnose.group_members import Key, Members, find_commonest, fit
+from sentinel.diagnose.group_members import GroupMembers, Key, find_commonest, fit
 from sentinel.diagnose.standstill import Standstill, Wait
 from sentinel.diagnose.wait_graph import WaitGraph, name_minority
 from sentinel.wire.flight_recorder import Collective, Flight
@@ -35,7 +35,7 @@ def find_standstill(
 def find_desync(flights: Mapping[int, Flight], world: int) -> Wait | None:
     """The first collective that ranks issued as different operations, or with sizes that do not fit, whether it is over
     or not: gloo may mix their contents without an error."""
-    members = Members(flights, world)
+    members = GroupMembers(flights, world)
     issued: dict[tuple[Key, int], dict[int, Collective]] = defaultdict(dict)
     for rank in sorted(flights):
         for one in flights[rank].collectives:

@@ -16,7 +16,7 @@ Key = tuple[str, tuple[int, ...]]
 """Name of a group, its members: groups that were split off together share a name."""
 
 
-class Members:
+class GroupMembers:
     """Who is in which group: as a dump says, else who ever issued something in it."""
 
     def __init__(self, flights: Mapping[int, Flight], world: int, closed: bool = True) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from sentinel.diagnose.evidence import Confidence
-from sentinel.diagnose.group_members import Key, Members, count_elements, find_commonest, fit
+from sentinel.diagnose.group_members import GroupMembers, Key, count_elements, find_commonest, fit
 from sentinel.diagnose.standstill import LISTING, Kind, Standstill, Wait
 from sentinel.text import name_ranks
 from sentinel.wire.flight_recorder import Collective, Flight, Lane
@@ -38,7 +38,7 @@ class WaitGraph:
     ) -> None:
         self._flights, self._world = flights, world
         self._elsewhere, self._stacks = elsewhere, stacks
-        self._members = Members(flights, world, closed)
+        self._members = GroupMembers(flights, world, closed)
         self._fronts: dict[int, dict[Node, float]] = defaultdict(dict)
         """Rank -> what it stands in -> when the rank issued that; inf: not known."""
         self._waits: dict[Node, Wait] = {}
