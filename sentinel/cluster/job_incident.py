@@ -61,6 +61,10 @@ class JobIncident:
         first, last = _stretch(case)
         return any(first <= end and begin <= last for begin, end in map(_stretch, self.cases.values()))
 
+    def find_distance(self, case: Case) -> int:
+        """Steps between the begin of this case and that of the nearest one that belongs to it."""
+        return min(abs(case.first_step - one.first_step) for one in self.cases.values())
+
     def combine(self) -> Case:
         """As one case. Where it is told from is the node whose diagnosis is surest, of these the first."""
         cases = sorted(self.cases.items(), key=lambda item: (item[1].first_step, item[0]))
@@ -246,8 +250,11 @@ class JobIncidents:
         same = [i for i in self if (i.attempt, i.alert) == (case.attempt, case.alert)]
         of_member = (i for i in same if (node, case.id) in i.cases)
         by_id = (i for i in same if i.id in (given.incident, _first_id(node, case)))
+        if (known := next((i for found in (of_member, by_id) for i in found), None)) is not None:
+            return known
+        # A node that was cut off hands in the begin of what is over elsewhere, where the alert fires once more since.
         overlapping = (i for i in reversed(same) if i.overlaps(case))
-        return next((i for found in (of_member, by_id, overlapping) for i in found), None)
+        return min(overlapping, key=lambda one: one.find_distance(case), default=None)
 
     def _find_page(self, case: Case) -> str:
         last = _stretch(case)[1]

@@ -61,3 +61,14 @@ def test_a_rank_that_a_former_coordinator_and_the_next_one_name_is_one_member() 
     (told,) = incidents.take_changes()
     assert [(member.name, member.node, member.first_step) for member in told.members] == [("5", "2", 40)]
     assert told.summary == "Straggler (node 2)"
+
+
+def test_a_case_of_a_node_that_was_cut_off_joins_the_fault_that_it_is_of() -> None:
+    """Not the one that began since, though it still fires in what that node hands in first."""
+    first, late, second = make_case(1, "Spike", 190), make_case(1, "Spike", 190), make_case(2, "Spike", 205)
+    over = msgspec.structs.replace(first, state="resolved", resolved_step=195)
+    incidents = JobIncidents()
+    for number, case in enumerate((first, over, second), 1):
+        incidents.add(0, NodeCase(number=number, case=case))
+    incidents.add(1, NodeCase(number=1, case=late))
+    assert [(incident.id, incident.nodes) for incident in incidents] == [("n0-0.1", (0, 1)), ("n0-0.2", (0,))]
