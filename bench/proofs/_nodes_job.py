@@ -212,15 +212,23 @@ def _read_flags(root: Path, rank: int) -> Iterator[bool]:
     import torch
     import torch.distributed as dist
 
-    with contextlib.suppress(FileNotFoundError):
-        (root / f"die-{rank}").unlink()
+    if _take_file(root / f"die-{rank}"):
         os.kill(os.getpid(), signal.SIGKILL)
     flags = torch.zeros(3)
     if rank == 0:
-        flags = torch.tensor([float((root / name).exists()) for name in ("high", "break", "stop")])
-        (root / "break").unlink(missing_ok=True)
+        seen = (root / "high").exists(), _take_file(root / "break"), (root / "stop").exists()
+        flags = torch.tensor([float(flag) for flag in seen])
     dist.broadcast(flags, 0)
     yield from (bool(flag) for flag in flags)
+
+
+def _take_file(path: Path) -> bool:
+    """Whether it was there. It is gone only where it was seen: one that appears meanwhile is for the next step."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

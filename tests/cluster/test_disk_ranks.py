@@ -57,7 +57,7 @@ def test_a_killed_job_goes_on_from_what_all_nodes_wrote(
 ) -> None:
     places = [private_places / ("snapshots" if shared else f"disk {node}") for node in range(NODES)]
     job = Job(private_places, way, ranks, *places)
-    assert job.statuses == [0, 0], job.said
+    assert job.statuses == [0, 0], "\n".join(job.said)
     starts = job.ranks[0]["starts"]
     assert len(starts) == 2, starts
     assert starts[1] > 1
