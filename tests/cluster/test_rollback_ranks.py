@@ -76,9 +76,10 @@ class Job:
     def status(self, node: int) -> dict[str, Any]:
         """What `sentinel status` shows of the run on a node; empty as long as nothing is watched."""
         for socket in (self.root / f"run{node}").glob("*/*.sock"):
-            for run in ask_daemon(socket, "status")["runs"]:
-                found: dict[str, Any] = run
-                return found
+            with contextlib.suppress(ConfigError):  # its daemon may be killed just now
+                for run in ask_daemon(socket, "status")["runs"]:
+                    found: dict[str, Any] = run
+                    return found
         return {}
 
     def kill_daemon(self, node: int) -> None:
