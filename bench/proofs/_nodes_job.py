@@ -223,7 +223,7 @@ def _read_flags(root: Path, rank: int) -> Iterator[bool]:
 
 
 def _take_file(path: Path) -> bool:
-    """Whether it was there. It is gone only where it was seen: one that appears meanwhile is for the next step."""
+    """Remove the file. Returns whether it was there; a file that appears during the call is seen at the next step."""
     try:
         path.unlink()
     except FileNotFoundError:

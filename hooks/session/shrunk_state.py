@@ -39,7 +39,7 @@ class Compared(msgspec.Struct, frozen=True):
     """What comparing ranks led to."""
 
     is_alone: bool
-    """No other rank goes on as the one that this rank was: then its random generators are this one's alone."""
+    """Whether no second rank goes on as the same former rank: then it may take that rank's random generators."""
     unseen: tuple[int, ...]
     """Ranks of then whose part no rank sees."""
 

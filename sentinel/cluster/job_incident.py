@@ -62,7 +62,7 @@ class JobIncident:
         return any(first <= end and begin <= last for begin, end in map(_stretch, self.cases.values()))
 
     def find_distance(self, case: Case) -> int:
-        """Steps between the begin of this case and that of the nearest one that belongs to it."""
+        """Steps from the first step of this case to the nearest first step of a case in the incident."""
         return min(abs(case.first_step - one.first_step) for one in self.cases.values())
 
     def combine(self) -> Case:

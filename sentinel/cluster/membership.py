@@ -533,7 +533,7 @@ class Membership:
 
     def _take(self, kind: str, node: int, payload: bytes) -> None:
         now = time.monotonic()
-        # Our own, or of a node that has our number, whose events would be taken for ours; or of one that was left out.
+        # Of this node, of a second node with its number, whose events would be taken for ours, or of a node left out.
         if node == self.node or not self._node.members.has(node):
             return
         try:

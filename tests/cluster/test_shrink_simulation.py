@@ -39,7 +39,7 @@ def test_nodes_go_on_as_one_group_or_not_at_all(seed: int) -> None:
 
 @pytest.mark.parametrize("apart", [1, 2, 3], ids=["may be the coordinator", "may be, too", "may not be"])
 def test_a_node_that_was_cut_off_meanwhile_learns_that_it_was_left_out(apart: int) -> None:
-    """Those that may be the coordinator have tried that, and have a higher epoch than the one that acts."""
+    """Candidates have tried the role while cut off, and have a higher epoch than the acting coordinator."""
     simulation = AloneForLong(apart)
     simulation.play(300.0)
     assert simulation.decisions[1] == tuple(node for node in range(4) if node != apart)

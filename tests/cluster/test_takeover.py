@@ -139,7 +139,7 @@ def test_node_1_takes_over_where_the_nodes_found_each_other_by_the_store(
         assert found is not None
 
         def takes_over() -> bool:
-            job.kill_daemon(0)  # and the next one that its ranks start
+            job.kill_daemon(0)  # and again those that its ranks start
             return views(1) == ("coordinator", found[2]) and views(2) == ("joined", found[2])
 
         until(takes_over, "node 1 to take over", LIMIT_SECONDS)

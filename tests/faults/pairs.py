@@ -1,6 +1,6 @@
 """Two faults that have nothing to do with each other, planted one after the other in one run.
 
-Alerts of one problem are one page, and one that follows from another is none: these pairs are of different problems.
+Alerts of one problem share a page, and consequences have none: the two faults of a pair are different problems.
 """
 
 from __future__ import annotations
