@@ -200,7 +200,10 @@ def test_a_thousand_connections_keep_no_node_out(ops: Consumer, options: tuple[s
                 assert coordinator.states() == {0: "alive", 1: "alive", 2: "alive"}
 
 
-def test_without_the_secret_a_session_hears_nothing(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_without_the_secret_a_session_hears_nothing(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RUST_LOG", "zenoh_transport=debug")
     address = free_address()
     with (
         node_daemon(0, 2, address, tmp_path, *options) as coordinator,
@@ -219,3 +222,4 @@ def test_without_the_secret_a_session_hears_nothing(options: tuple[str, ...], tm
             with pytest.raises(zenoh.ZError):
                 zenoh.open(config)
         assert coordinator.states() == {0: "alive", 1: "alive"}
+        assert capfd.readouterr().out.count("Invalid password") >= 2  # docs/cluster.md: who was turned away
