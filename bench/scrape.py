@@ -18,11 +18,11 @@ import time
 from array import array
 
 from sentinel import wire
-from sentinel.daemon.faults import FaultCounter
-from sentinel.daemon.metrics import LiveCollector
+from sentinel.daemon.frontend.faults import FaultCounter
+from sentinel.daemon.frontend.metrics import LiveCollector
 from sentinel.daemon.replay import make_silent_notifier
-from sentinel.daemon.run_context import RunContext
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.rulebook import loader
 from sentinel.rulebook.loader import Reloads
 from sentinel.runs import NoRanks, Run

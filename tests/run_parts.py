@@ -8,8 +8,8 @@ from typing import Any
 from sentinel import wire
 from sentinel.actions.rollback_state import Outcome
 from sentinel.daemon.replay import make_silent_notifier
-from sentinel.daemon.run_context import RunContext
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
 from sentinel.runs import NoRanks, RankLink, Run

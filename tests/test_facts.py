@@ -24,17 +24,20 @@ MACHINERY = ("engine", "runs", "daemon", "actions", "prometheus", "store", "rule
 MEASURED = {
     "actions/evidence.py": {"out_of_memory"},
     "daemon/machine.py": {"gpu_lost", "gpu_silent_seconds", "gpu_xid", "gpu_xid_program", "gpu_memory_foreign_bytes"},
-    "daemon/stalls.py": {"stalled_seconds", "stall_limit_seconds", "collectives_differ", "rank_lost"},
-    "daemon/run_actions.py": {"snapshot_age_steps", "snapshot_age_limit_steps"},
-    "daemon/run_incidents.py": {"resumed"},  # of a run whose first steps were not seen
+    "daemon/ranks/stalls.py": {"stalled_seconds", "stall_limit_seconds", "collectives_differ", "rank_lost"},
+    "daemon/run/actions.py": {"snapshot_age_steps", "snapshot_age_limit_steps"},
+    "daemon/run/incidents.py": {"resumed"},  # of a run whose first steps were not seen
 }
 """The daemon measures these signals itself, here."""
 
 ABOUT = {
     "actions/restart.py": {"stalled_seconds"},  # only those who stand still are restarted
-    "daemon/layer_metrics.py": {"layer_grad_norm", "layer_nonfinite"},  # the layers that a scrape shows
-    "daemon/metrics.py": {"stalled_seconds", "stall_limit_seconds"},  # shown as they are now, not as they were sampled
-    "daemon/run_ingest.py": {"out_of_memory"},  # a kind of evidence, of the same name
+    "daemon/frontend/layer_metrics.py": {"layer_grad_norm", "layer_nonfinite"},  # the layers that a scrape shows
+    "daemon/frontend/metrics.py": {
+        "stalled_seconds",
+        "stall_limit_seconds",
+    },  # shown as they are now
+    "daemon/run/ingest.py": {"out_of_memory"},  # a kind of evidence, of the same name
     "runs/attempt.py": {"step_seconds"},  # `Attempt.step_seconds` is its median
 }
 """Modules that are about a signal: a second one like it would be a second function."""

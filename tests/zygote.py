@@ -35,7 +35,7 @@ TRAINING = ("numpy", "torch", "torch._dynamo", "torch.utils.data")
 RANKS = (*TRAINING, "torch.distributed.run")
 DAEMON = (
     "rich.console", "sentinel.cli.daemon", "sentinel.cli.incidents", "sentinel.cli.log_format", "sentinel.cli.status",
-    "sentinel.daemon.app", "sentinel.daemon.metrics", "sentinel.web.http",
+    "sentinel.daemon.app", "sentinel.daemon.frontend.metrics", "sentinel.web.http",
 )  # fmt: skip
 """What `sentinel daemon` imports, and the commands that ask it."""
 LONGEST_REQUEST = 1 << 17

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from sentinel import wire
-from sentinel.daemon.shares import LAYERS
+from sentinel.daemon.ingest.shares import LAYERS
 from tests.daemon.simulated import SimulatedRank
 from tests.second_user import NOBODY, SOMEBODY
 

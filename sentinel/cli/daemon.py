@@ -67,7 +67,7 @@ def daemon(
     signal_handlers.hold_back()  # before the other imports, which take most of the start
     from sentinel.cli.log_format import JsonLines, LineFormatter, Sparing
     from sentinel.config import settings as config
-    from sentinel.daemon.tenants import service_directory
+    from sentinel.daemon.tenancy.tenants import service_directory
     from sentinel.node import paths as places
     from sentinel.rulebook import loader
 

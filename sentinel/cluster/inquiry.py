@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3.0
-"""In which nodes answer: of these, ranks get two to say where they stand (`sentinel/daemon/job_standstill.py`)."""
+"""In which nodes answer: of these, ranks get two to say where they stand (`sentinel/daemon/job/standstill.py`)."""
 AT_ONCE = 4
 """Questions that are answered at a time. More get no answer: with the secret, one could ask without end."""
 

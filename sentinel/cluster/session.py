@@ -241,7 +241,8 @@ def _connect(settings: dict[str, object]) -> Any:
     config = zenoh.Config()
     for name, value in settings.items():
         config.insert_json5(name, json.dumps(value))
-    zenoh.try_init_log_from_env()  # with RUST_LOG, the daemon's log has what Zenoh says: also whom it turned away
+    # With RUST_LOG, the daemon's log has what Zenoh says: also whom it turned away.
+    zenoh.try_init_log_from_env()  # type: ignore[no-untyped-call]
     return zenoh.open(config)
 
 

@@ -18,28 +18,29 @@ from typing import TYPE_CHECKING
 from sentinel import actions, wire
 from sentinel._version import __version__
 from sentinel.config.settings import Settings
-from sentinel.daemon import health, joining, restoration, signal_handlers
-from sentinel.daemon.acknowledgements import Acknowledgements
-from sentinel.daemon.early_records import EarlyRecords
-from sentinel.daemon.exit_status import has_ended
-from sentinel.daemon.histories import Histories, Opened
-from sentinel.daemon.http_frontend import HttpFrontend
+from sentinel.daemon import health, restoration, signal_handlers
+from sentinel.daemon.frontend.http_frontend import HttpFrontend
+from sentinel.daemon.frontend.queries import Queries
+from sentinel.daemon.ingest.acknowledgements import Acknowledgements
+from sentinel.daemon.ingest.early_records import EarlyRecords
+from sentinel.daemon.ingest.peer import Peer
+from sentinel.daemon.ingest.peer_link import PeerLink
+from sentinel.daemon.ingest.server import Listener, serve
+from sentinel.daemon.ingest.shares import LAYERS, LOOK_SECONDS, PORTION_SECONDS, RUNS, Shares, turn
+from sentinel.daemon.job import joining
+from sentinel.daemon.job.supervision import Supervision
 from sentinel.daemon.machine import MachineReader
-from sentinel.daemon.peer import Peer
-from sentinel.daemon.peer_link import PeerLink
-from sentinel.daemon.processes import Processes
-from sentinel.daemon.queries import Queries
-from sentinel.daemon.receivers import Receivers
-from sentinel.daemon.retention_task import keep_house
-from sentinel.daemon.run_context import RunContext
-from sentinel.daemon.server import Listener, serve
-from sentinel.daemon.shares import LAYERS, LOOK_SECONDS, PORTION_SECONDS, RUNS, Shares, turn
+from sentinel.daemon.ranks.exit_status import has_ended
+from sentinel.daemon.ranks.processes import Processes
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.daemon.shutdown import FORGET_SECONDS, KEEPING_SECONDS, TERMINATED_SECONDS, DaemonShutdown, close
-from sentinel.daemon.silencing import Silencing
-from sentinel.daemon.supervision import Supervision
-from sentinel.daemon.tenants import Tenants
+from sentinel.daemon.tenancy.histories import Histories, Opened
+from sentinel.daemon.tenancy.receivers import Receivers
+from sentinel.daemon.tenancy.retention_task import keep_house
+from sentinel.daemon.tenancy.silencing import Silencing
+from sentinel.daemon.tenancy.tenants import Tenants
 from sentinel.daemon.tick_timer import TickTimer
-from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, DamageError, ProtocolError
 from sentinel.node import locks, paths

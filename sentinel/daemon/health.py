@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.watched_run import WatchedRun
 
 SILENT_SECONDS = 120.0
 """A connected rank without a heartbeat page that sent nothing for so long is not seen."""

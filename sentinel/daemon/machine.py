@@ -19,7 +19,7 @@ from sentinel.collect import DeviceFault, Reading
 from sentinel.collect.gpus import SOFTWARE_XIDS, Gpus, NoGpusError
 from sentinel.collect.host import Host
 from sentinel.collect.patience import Patient
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Entity, Observation
 from sentinel.runs import Attempt
 from sentinel.runs.devices import Devices, Gpu, GpuFault

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.daemon.run_context import RunContext
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
 from sentinel.errors import ConfigError, ProtocolError

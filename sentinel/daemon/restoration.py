@@ -20,9 +20,9 @@ import msgspec
 
 from sentinel import wire
 from sentinel.actions.rollback import WAITS
-from sentinel.daemon.clock import Clock
-from sentinel.daemon.saved_state import SavedState, digest
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.clock import Clock
+from sentinel.daemon.run.saved_state import SavedState, digest
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import RuleStateError, Transition
 from sentinel.runs import RECENT_STEPS, Attempt, Rank, Stage

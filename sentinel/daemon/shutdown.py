@@ -15,14 +15,14 @@ from pathlib import Path
 
 from sentinel import wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
-from sentinel.daemon.acknowledgements import Acknowledgements
-from sentinel.daemon.http_frontend import HttpFrontend
-from sentinel.daemon.peer import Peer
-from sentinel.daemon.processes import Processes
-from sentinel.daemon.run_summary import summarize_run
-from sentinel.daemon.server import Service
-from sentinel.daemon.supervision import Supervision
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.frontend.http_frontend import HttpFrontend
+from sentinel.daemon.ingest.acknowledgements import Acknowledgements
+from sentinel.daemon.ingest.peer import Peer
+from sentinel.daemon.ingest.server import Service
+from sentinel.daemon.job.supervision import Supervision
+from sentinel.daemon.ranks.processes import Processes
+from sentinel.daemon.run.summary import summarize_run
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.node import locks, paths
 from sentinel.notify import undelivered
 from sentinel.runs import Rank

@@ -4,7 +4,7 @@
     run.lock       shared by the ranks that it serves
     start.lock     the rank that is starting it
     rollback-*     what the ranks of a run agreed on (hooks/rollback/agreement.py): links that point nowhere
-    early-*        the record of a rank that ended before the daemon served (sentinel/daemon/early_records.py)
+    early-*        the record of a rank that ended before the daemon served (sentinel/daemon/ingest/early_records.py)
 
 A directory of ours in which no process holds any of them is a leftover. The next daemon removes it, wherever it lies
 under the runtime root; only files that we put there are ever removed, and the directory only when it is empty then.

@@ -18,7 +18,7 @@ from sentinel.cluster.lead import restore_pages
 from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, Pulse, decode, encode
 from sentinel.cluster.node import Node
 from sentinel.cluster.rollback import JobRollbacks
-from sentinel.daemon.job_standstill import HOLD_SECONDS
+from sentinel.daemon.job.standstill import HOLD_SECONDS
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.runs.steps import RunStep

@@ -22,7 +22,7 @@ from sentinel.cluster.election import next_epoch
 from sentinel.cluster.membership import NO_ORDERS
 from sentinel.cluster.messages import Beat, RollbackOrder, encode
 from sentinel.config.cluster import Meeting
-from sentinel.daemon.meeting_search import MeetingSearch
+from sentinel.daemon.run.meeting_search import MeetingSearch
 from sentinel.hooks.core import network_address, store_client
 from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder

@@ -21,7 +21,7 @@ from sentinel.cluster.job_incident import JobIncidents, Page
 from sentinel.cluster.messages import Events, NodeCase, NodeState, Pulse, WorkReport
 from sentinel.cluster.work import find_work_elsewhere
 from sentinel.config.receivers import Grouping
-from sentinel.daemon.job_standstill import JobCauses, Positions, explain_over_nodes
+from sentinel.daemon.job.standstill import JobCauses, Positions, explain_over_nodes
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.notify.entry import Entry

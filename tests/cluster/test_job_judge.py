@@ -9,9 +9,9 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.rollback_state import Outcome
-from sentinel.daemon.job_judge import LEFT_SECONDS, LEFT_TO_COORDINATOR, CoordinatorJudge, NodeJudge
-from sentinel.daemon.run_incidents import JobJudgement
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.job.judge import LEFT_SECONDS, LEFT_TO_COORDINATOR, CoordinatorJudge, NodeJudge
+from sentinel.daemon.run.incidents import JobJudgement
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import load_rules
 from sentinel.runs import Run
 from tests.diagnose.test_evidence import case

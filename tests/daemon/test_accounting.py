@@ -9,7 +9,7 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.daemon.accounting import Accounting
+from sentinel.daemon.ingest.accounting import Accounting
 from sentinel.hooks.session import registry
 from sentinel.runs import Rank
 from tests.daemon.simulated import daemon_process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.attention import ATTEND_STEPS, MESSAGES, Attention
+from sentinel.daemon.run.attention import ATTEND_STEPS, MESSAGES, Attention
 from sentinel.runs import Run
 
 

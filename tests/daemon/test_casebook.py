@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.daemon import incident_log, metrics, restoration, views
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon import restoration
+from sentinel.daemon.frontend import metrics, views
+from sentinel.daemon.run import incident_log
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules
 from sentinel.runs import Run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.daemon import cgroups
-from sentinel.daemon.heartbeats import RankHeartbeat
+from sentinel.daemon.ranks import cgroups
+from sentinel.daemon.ranks.heartbeats import RankHeartbeat
 from sentinel.wire import heartbeat_page
 
 FILES = [

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from sentinel import wire
-from sentinel.daemon import clock as clock_module
-from sentinel.daemon.clock import Clock
+from sentinel.daemon.run import clock as clock_module
+from sentinel.daemon.run.clock import Clock
 from sentinel.diagnose.case import Case
 from sentinel.engine import Entity, Observation, Rule
 from sentinel.engine.loading import load_rules

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.run_summary import summarize_run
+from sentinel.daemon.run.summary import summarize_run
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_problems import Watched, watched
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.daemon import cgroups
-from sentinel.daemon.exit_status import ExitStatuses, exit_status, has_ended
+from sentinel.daemon.ranks import cgroups
+from sentinel.daemon.ranks.exit_status import ExitStatuses, exit_status, has_ended
 
 pytestmark = pytest.mark.processes
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.daemon import server
-from sentinel.daemon.peer import Peer
-from sentinel.daemon.shares import Shares
+from sentinel.daemon.ingest import server
+from sentinel.daemon.ingest.peer import Peer
+from sentinel.daemon.ingest.shares import Shares
 from sentinel.errors import ProtocolError
 from sentinel.node import paths
 from sentinel.runs import Run

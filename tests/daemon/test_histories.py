@@ -11,8 +11,8 @@ from typing import cast
 import msgspec
 
 from sentinel import wire
-from sentinel.daemon.histories import PUT_OFF_SECONDS, Histories, Opened
-from sentinel.daemon.tenants import Tenants
+from sentinel.daemon.tenancy.histories import PUT_OFF_SECONDS, Histories, Opened
+from sentinel.daemon.tenancy.tenants import Tenants
 from sentinel.runs import Runs
 from sentinel.store import History, Store
 from tests.store.test_locked import no_descriptor_left

@@ -17,11 +17,11 @@ from sentinel import wire
 from sentinel.cli import device_status
 from sentinel.collect.gpus import Gpus, NoGpusError
 from sentinel.daemon import machine as machine_module
-from sentinel.daemon import views
-from sentinel.daemon.faults import FaultCounter
+from sentinel.daemon.frontend import views
+from sentinel.daemon.frontend.faults import FaultCounter
+from sentinel.daemon.frontend.metrics import LiveCollector
 from sentinel.daemon.machine import MachineReader, make_observation
-from sentinel.daemon.metrics import LiveCollector
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Entity, Observation
 from sentinel.node import paths
 from sentinel.node.question import ask_daemon

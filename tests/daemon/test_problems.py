@@ -13,8 +13,8 @@ import pytest
 
 from sentinel import wire
 from sentinel.config.settings import SEVERITIES, Duration, Grouping
-from sentinel.daemon.run_context import RunContext
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from sentinel.daemon.processes import Processes
+from sentinel.daemon.ranks.processes import Processes
 
 
 def test_what_was_sent_before_a_process_ended_is_read_first() -> None:

@@ -9,8 +9,8 @@ import pytest
 from sentinel import wire
 from sentinel.cluster.disk import NodeDisk
 from sentinel.cluster.messages import RollbackOrder
-from sentinel.daemon.publishing import Publishing
-from sentinel.daemon.run_context import RunContext
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.publishing import Publishing
 from sentinel.runs import Attempt, Run
 from tests.daemon.simulated import SimulatedRank, daemon_process
 

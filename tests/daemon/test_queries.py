@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from sentinel import wire
-from sentinel.daemon.queries import Queries, fitting
+from sentinel.daemon.frontend.queries import Queries, fitting
 
 
 def case(number: int, size: int = 0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.acknowledgements import FRAMES
+from sentinel.daemon.ingest.acknowledgements import FRAMES
 from sentinel.node import paths
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.daemon import restoration, saved_state
+from sentinel.daemon import restoration
+from sentinel.daemon.run import saved_state
 from sentinel.rulebook.loader import stock_rules
 from sentinel.runs import Rank, Run
 from sentinel.store import Store

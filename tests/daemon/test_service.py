@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.tenants import Tenants, service_directory
+from sentinel.daemon.tenancy.tenants import Tenants, service_directory
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.node.question import ask_daemon

@@ -20,13 +20,13 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.daemon import peer as peers
-from sentinel.daemon.peer import Peer
-from sentinel.daemon.processes import Processes
-from sentinel.daemon.shares import RUNS, Shares, turn
-from sentinel.daemon.supervision import Supervision
-from sentinel.daemon.tenants import Tenants
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.ingest import peer as peers
+from sentinel.daemon.ingest.peer import Peer
+from sentinel.daemon.ingest.shares import RUNS, Shares, turn
+from sentinel.daemon.job.supervision import Supervision
+from sentinel.daemon.ranks.processes import Processes
+from sentinel.daemon.run.watched_run import WatchedRun
+from sentinel.daemon.tenancy.tenants import Tenants
 from sentinel.errors import ProtocolError
 from sentinel.node import paths
 from sentinel.rulebook import loader

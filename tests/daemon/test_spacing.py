@@ -11,7 +11,7 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.daemon.spacing import BETWEEN_SECONDS, LEAD_STEPS, PATIENCE_SECONDS, Spacings
+from sentinel.daemon.run.spacing import BETWEEN_SECONDS, LEAD_STEPS, PATIENCE_SECONDS, Spacings
 from sentinel.hooks.core import governor as hooks_governor
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.session import registry

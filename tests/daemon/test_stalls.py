@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.stalls import COMPARE_SECONDS, StallDetector
+from sentinel.daemon.ranks.stalls import COMPARE_SECONDS, StallDetector
 from sentinel.engine import Entity
 from sentinel.runs import Attempt
 from sentinel.wire.flight_recorder import flight_of

@@ -13,7 +13,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.cli.top_frame import Traces, frame
-from sentinel.daemon.stalls import StallDetector
+from sentinel.daemon.ranks.stalls import StallDetector
 from sentinel.runs import Attempt, NoRanks
 from sentinel.wire.heartbeat_page import PAGE, Heartbeat, Place, pack_heartbeat
 from tests.daemon.simulated import SimulatedRank, daemon_process

@@ -16,7 +16,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.config.otlp import OtlpSettings
-from sentinel.daemon.telemetry import Telemetry
+from sentinel.daemon.frontend.telemetry import Telemetry
 from sentinel.notify.entry import Entry
 from sentinel.otlp.protocol import trace_id
 from sentinel.store import History, Store

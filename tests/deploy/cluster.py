@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from sentinel import wire
-from sentinel.daemon.faults import FaultCounter
-from sentinel.daemon.metrics import LiveCollector
+from sentinel.daemon.frontend.faults import FaultCounter
+from sentinel.daemon.frontend.metrics import LiveCollector
 from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
 from sentinel.runs.devices import Devices, Gpu

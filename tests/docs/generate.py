@@ -23,8 +23,8 @@ import msgspec
 from sentinel.cli import cli
 from sentinel.config import settings
 from sentinel.config.quantities import Duration, Size
-from sentinel.daemon.faults import FaultCounter
-from sentinel.daemon.metrics import LiveCollector
+from sentinel.daemon.frontend.faults import FaultCounter
+from sentinel.daemon.frontend.metrics import LiveCollector
 from sentinel.diagnose.causes import causes
 from sentinel.engine import load_rules
 from sentinel.engine.reference import reference

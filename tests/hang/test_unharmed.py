@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.stalls import StallDetector
+from sentinel.daemon.ranks.stalls import StallDetector
 from sentinel.diagnose.stacks import threads
 from sentinel.hooks.transport.heartbeat_writer import format_stacks
 from sentinel.runs import Attempt

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from sentinel.config.otlp import OtlpSettings, find_export
 from sentinel.config.settings import Duration, ReceiverSettings, parse_settings
-from sentinel.daemon.telemetry import Telemetry
+from sentinel.daemon.frontend.telemetry import Telemetry
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
 from sentinel.notify import Delivery, Message, Route

@@ -14,7 +14,7 @@ import pytest
 from sentinel import wire
 from sentinel.cli.status import _show_rollback
 from sentinel.cli.top_frame import Traces, frame
-from sentinel.daemon import views
+from sentinel.daemon.frontend import views
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules
 from sentinel.hooks.rollback.restorer import Rollback

@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from sentinel.config import settings
-from sentinel.daemon import retention_task
-from sentinel.daemon.tenants import Tenants
+from sentinel.daemon.tenancy import retention_task
+from sentinel.daemon.tenancy.tenants import Tenants
 from sentinel.store import History, Store, retention
 from sentinel.store.retention import StoredHistory
 

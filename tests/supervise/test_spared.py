@@ -7,7 +7,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.restart import LEAST_SECONDS, SPARED, RestartAction, may_end
-from sentinel.daemon.stalls import StallDetector
+from sentinel.daemon.ranks.stalls import StallDetector
 from sentinel.diagnose.case import Case, CaseMember
 from sentinel.runs import Attempt
 from sentinel.wire.heartbeat_page import Place

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from sentinel.cli.client import ask_daemons
-from sentinel.daemon.exit_status import has_ended
+from sentinel.daemon.ranks.exit_status import has_ended
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History

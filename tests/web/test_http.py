@@ -18,8 +18,8 @@ import pytest
 
 from sentinel import wire
 from sentinel.config import settings as config
-from sentinel.daemon.discovery import Presence
-from sentinel.daemon.http_frontend import HttpFrontend
+from sentinel.daemon.frontend.discovery import Presence
+from sentinel.daemon.frontend.http_frontend import HttpFrontend
 from sentinel.node import paths
 from sentinel.web import http, visit
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended

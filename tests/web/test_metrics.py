@@ -26,9 +26,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from sentinel import wire
-from sentinel.daemon.faults import FaultCounter
-from sentinel.daemon.metrics import LiveCollector
-from sentinel.daemon.watched_run import WatchedRun
+from sentinel.daemon.frontend.faults import FaultCounter
+from sentinel.daemon.frontend.metrics import LiveCollector
+from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.node import paths
 from sentinel.notify.delivery_queue import Counts
 from sentinel.prometheus import metric_names

@@ -1,0 +1,126 @@
+"""Whether the nodes of a run's job meet, how they find each other, and what of the run takes part in it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+
+from sentinel import wire
+from sentinel.cluster.job_extent import count_nodes
+from sentinel.cluster.membership import NO_ORDERS, Membership
+from sentinel.cluster.messages import NodeState, WorkReport
+from sentinel.cluster.node_parts import NodeSupervisor, StepHandling
+from sentinel.cluster.relay import APART
+from sentinel.config.cluster import ClusterSettings, Meeting
+from sentinel.daemon.job.judge import CoordinatorJudge, NodeJudge
+from sentinel.daemon.job.standstill import JobCauses
+from sentinel.daemon.job.supervision import Supervision, find_mark
+from sentinel.daemon.job.views import serve_job
+from sentinel.daemon.run.meeting_search import MeetingSearch
+from sentinel.daemon.run.watched_run import WatchedRun
+from sentinel.errors import ConfigError
+
+
+class RanksAtWork:
+    """Of one run's present attempt: what its ranks do, and what those of other nodes do, for whom these may wait."""
+
+    def __init__(self, watch: WatchedRun) -> None:
+        self._watch = watch
+
+    def report(self, now: float) -> WorkReport:
+        """What this node's ranks do."""
+        stalls = self._watch.ingest.stalls
+        seconds = max(now - stalls.worked, 0.0) if math.isfinite(stalls.worked) else None
+        return WorkReport(seconds=seconds, patience=stalls.patience)
+
+    def note(self, moment: float, patience: float) -> None:
+        """What the ranks of other nodes do."""
+        self._watch.ingest.stalls.note_work_elsewhere(moment, patience)
+
+
+def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, supervision: Supervision) -> None:
+    """Join a run that is new here to the other nodes of its job, if it has any; or have it found out where they
+    meet."""
+    identity, meeting = hello.identity, None
+    if count_nodes(identity) == 1:
+        return
+    armed = hello.rollback is not None and identity.rank == 0
+    try:
+        meeting = settings.find_meeting()
+    except ConfigError as error:
+        watch.context.tell(f"this node is watched alone: {error}")
+    if meeting is None:
+        _tell_unarmed(watch, APART if armed else "")
+    elif meeting.addresses or meeting.routers:
+        _meet(watch, identity, supervision, meeting)
+    else:
+
+        def fail(why: str) -> None:
+            watch.context.tell_once(why)
+            _tell_unarmed(watch, APART if armed else "")
+
+        def join(found: Meeting) -> None:
+            if identity.rank == 0:
+                watch.context.tell(_announce(found))
+                _tell_unarmed(watch, NO_ORDERS if armed and not found.takes_orders else "")
+            _meet(watch, identity, supervision, found)
+
+        watch.search = MeetingSearch(meeting, settings.port, join, fail)
+
+
+def ask_for_meeting(watch: WatchedRun, hello: wire.Hello) -> None:
+    """Have a rank that says hello find out where the nodes meet, where that is its part."""
+    if watch.search is not None and (question := watch.search.ask(hello)) is not None:
+        watch.context.link.send(hello.identity.rank, question)
+
+
+def _announce(found: Meeting) -> str:
+    words = f"the nodes of this job meet at {found.addresses[0]}, found by the process group's store"
+    if len(found.addresses) > 1:
+        words += f"; node 1 takes over, at {found.addresses[1]}"
+    return words if found.takes_orders else f"{words}; they share what they see: {NO_ORDERS}"
+
+
+def _tell_unarmed(watch: WatchedRun, why: str) -> None:
+    if why:
+        watch.context.tell_once(f"rollback is not armed: {why}")
+
+
+def _meet(watch: WatchedRun, identity: wire.Identity, supervision: Supervision, meeting: Meeting) -> None:
+    if watch.membership is not None:
+        watch.membership.move(meeting)
+        return
+    cases = watch.incidents.log.cases
+    supervisor = NodeSupervisor(
+        functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch),
+        functools.partial(find_mark, watch),
+    )  # fmt: skip
+    watch.membership = Membership(
+        watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor,
+        watch.actions.find_relay,
+    )  # fmt: skip
+    serve_job(watch, watch.membership)
+    watch.membership.work = RanksAtWork(watch)
+    watch.membership.cause_finder = JobCauses(watch, watch.membership)
+    watch.actions.pass_on = watch.membership.pass_on_rollback
+    watch.membership.handle_steps(
+        StepHandling(
+            functools.partial(_report_steps, watch, identity.node),
+            functools.partial(_judge_job, watch, identity, watch.membership.list_nodes),
+        )
+    )
+
+
+def _report_steps(watch: WatchedRun, node: int) -> NodeJudge:
+    watch.incidents.job = reporter = NodeJudge(watch.context, watch.incidents, node)
+    return reporter
+
+
+def _judge_job(
+    watch: WatchedRun, identity: wire.Identity, list_nodes: Callable[[], Iterable[NodeState]]
+) -> CoordinatorJudge:
+    before = watch.incidents.job
+    earlier = before.list_unconfirmed() if isinstance(before, NodeJudge) else []
+    watch.incidents.job = judge = CoordinatorJudge(watch.context, watch.incidents, identity, list_nodes, earlier)
+    return judge

@@ -1,0 +1,224 @@
+"""A run's part in the rules over the ranks of all nodes of its job.
+
+A node sends digests of its steps and leaves those rules to the coordinator, for as long as it hears it. The
+coordinator judges them, and what they find are cases of its own node's run: they are kept, acted on and told as any
+others.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from sentinel.actions.rollback_state import Outcome
+from sentinel.cluster.digest import DigestSender, NodeStep
+from sentinel.cluster.job_extent import list_job_nodes
+from sentinel.cluster.job_rules import JobRules, find_signals, select_job_rules
+from sentinel.cluster.messages import Digest, NodeState
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.incident_log import JobIncidentLog
+from sentinel.daemon.run.incidents import RunIncidents
+from sentinel.diagnose.case import Case
+from sentinel.engine import Rule, Transition
+from sentinel.runs import Attempt, Rank
+from sentinel.runs.steps import RunStep
+from sentinel.wire import Hello, Identity
+
+LEFT_TO_COORDINATOR = "over here: judged by the job's coordinator, over the ranks of all nodes"
+LEFT_SECONDS = 150.0
+"""After which a case ends that an earlier coordinator opened: the next one has found it again by then, as the same
+incident of the job, or it is over. Windows are filled again, and the rarest signal came twice: ranks compare checksums
+once in 60 s where that is cheap (`RARE_SECONDS` of the hooks' governor)."""
+
+
+class NodeJudge:
+    """Of a node that is not the coordinator."""
+
+    def __init__(self, context: RunContext, incidents: RunIncidents, node: int) -> None:
+        self._context, self._incidents, self._node = context, incidents, node
+        self._rules: Sequence[Rule] = ()
+        self._joined = True
+        self._end_former_at: float | None = None
+        """When the cases end that this node opened while it was the coordinator."""
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        """Send the steps of the present attempt."""
+        self._sender = DigestSender(self._node, self._context.run.attempt.number, ())
+        self._rules = ()
+        self._follow_rules(0.0)
+
+    def take_step(self, step: RunStep, now: float) -> None:
+        """A step was judged here."""
+        self._sender.add(step)
+
+    def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
+        """All ranks went back for these cases. The coordinator learns it from its own ranks."""
+        self._incidents.end_former(done)
+
+    def asking_for(self, action: str) -> dict[str, int]:
+        """None: the coordinator knows."""
+        return {}
+
+    def add_evidence(self, what: str, seq: int) -> None:
+        """Nothing: the cases are the coordinator's."""
+
+    def list_unconfirmed(self) -> list[NodeStep]:
+        """Steps that no coordinator has."""
+        return self._sender.list_unconfirmed()
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether the coordinator does not have all steps yet."""
+        return self._sender.unconfirmed
+
+    def make_digest(self, now: float) -> Digest | None:
+        """What is to be sent now, once a second."""
+        return self._sender.make_digest(now)
+
+    def confirm(self, upto: int, now: float) -> None:
+        """The coordinator said which is the last step that it has of this node; -1: it has none."""
+        self._sender.confirm(upto, now)
+        if self._end_former_at is None:
+            self._end_former_at = now + LEFT_SECONDS
+        elif now > self._end_former_at:
+            for case in self._incidents.log.present():
+                if case.of_job and case.state == "firing":
+                    self._incidents.end_case(case, LEFT_TO_COORDINATOR)
+
+    def tick(self, now: float, *, joined: bool) -> None:
+        """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
+        if joined != self._joined or self._rules is not self._incidents.rules:
+            self._joined = joined
+            self._follow_rules(now)
+
+    def _follow_rules(self, now: float) -> None:
+        self._rules = self._incidents.rules
+        rules = select_job_rules(self._rules)
+        self._sender.signals = find_signals(rules)
+        names = frozenset(rule.name for rule in rules) if self._joined else frozenset[str]()
+        self._incidents.leave_rules(names, LEFT_TO_COORDINATOR, now)
+
+
+class CoordinatorJudge:
+    """Of the coordinator."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        incidents: RunIncidents,
+        identity: Identity,
+        list_nodes: Callable[[], Iterable[NodeState]],
+        earlier: Iterable[NodeStep] = (),
+    ) -> None:
+        """`identity`: of any rank here. `list_nodes` gives the other nodes. `earlier`: steps of this node that no
+        coordinator judged."""
+        self._context, self._incidents = context, incidents
+        self._identity, self._list_nodes = identity, list_nodes
+        self._rules: Sequence[Rule] = ()
+        self.begin_attempt()
+        self._job.steps.take_own(earlier, time.monotonic())
+
+    def begin_attempt(self) -> None:
+        """Judge the present attempt."""
+        context, incidents = self._context, self._incidents
+        self._rules, rules = incidents.rules, select_job_rules(incidents.rules)
+        present = [case for case in incidents.log.present() if case.of_job]
+        numbers = [int(case.id.rpartition(".")[2]) for case in present]
+        identity = next((rank.identity for rank in context.run.attempt.ranks.values()), self._identity)
+        self._job = JobRules(
+            rules, context.run.name, identity.node, list_job_nodes(identity), incidents=max(numbers, default=0)
+        )
+        self._log = JobIncidentLog(
+            context, incidents.notifier, incidents.log, self._view_attempt, self._job.steps.nodes
+        )
+        self._former = {case.alert: case for case in present if case.state == "firing"}
+        """What an earlier coordinator opened."""
+        self._end_former_at: float | None = None
+        self._incidents.leave_rules(frozenset(rule.name for rule in rules), LEFT_TO_COORDINATOR, 0.0)
+
+    def take_step(self, step: RunStep, now: float) -> None:
+        """A step was judged here."""
+        if any(rank.hello.rollback is not None for rank in self._context.run.attempt.ranks.values()):
+            self._apply(self._job.be_rewindable(), now)
+        self._job.steps.add_own(step, now)
+        self.advance(now)
+
+    def take_digest(self, digest: Digest, now: float) -> None:
+        """Steps of another node. Raises ProtocolError."""
+        if digest.attempt == self._context.run.attempt.number:
+            self._job.take(digest, now)
+            self.advance(now)
+
+    def list_reached(self) -> dict[int, int]:
+        """Node -> the last step that it need not send again."""
+        return self._job.steps.reached
+
+    def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
+        """All ranks went back for these cases."""
+        self._incidents.apply_rewind(self._job.rewind(outcome.to, outcome.at), self._log, cases, done)
+        self._incidents.end_former(done)
+
+    def asking_for(self, action: str) -> dict[str, int]:
+        """The job's rules that are pending or firing and ask for this action, and the first step of their condition."""
+        return self._job.asking_for(action)
+
+    def add_evidence(self, what: str, seq: int) -> None:
+        """Evidence of this node's ranks came."""
+        self._log.add_evidence(self._job.incidents, what, seq)
+
+    def advance(self, now: float) -> None:
+        """Judge the steps that closed."""
+        attempt = self._context.run.attempt
+        self._apply(self._job.advance(attempt.stages, attempt.step_offset, now), now)
+
+    def tick(self, now: float) -> None:
+        """Once a second."""
+        if self._rules is not self._incidents.rules:
+            self._rules, rules = self._incidents.rules, select_job_rules(self._incidents.rules)
+            ended = self._job.replace_rules(rules)
+            self._incidents.leave_rules(frozenset(rule.name for rule in rules), LEFT_TO_COORDINATOR, now)
+            self._apply(ended, now)
+        for state in self._list_nodes():
+            if state.state == "left":
+                self._job.steps.leave(state.node)
+        self.advance(now)
+        self._apply(self._job.go_on(), now)
+        if self._end_former_at is None:
+            self._end_former_at = now + LEFT_SECONDS
+        elif now > self._end_former_at:
+            self._end_former("over: not found again by the next coordinator")
+
+    def finish(self, now: float) -> None:
+        """The run is over: judge what is there."""
+        self._apply(self._job.finish(now), now)
+
+    def _apply(self, transitions: Sequence[Transition], now: float) -> None:
+        if not transitions:
+            return
+        self._incidents.apply(transitions, now, self._log)
+        for transition in transitions:
+            former = self._former.pop(transition.incident.rule, None)
+            if former is not None and former.state == "firing":
+                self._incidents.end_case(former, "over: the coordinator was restarted, and opened it again")
+
+    def _end_former(self, why: str) -> None:
+        former, self._former = self._former, {}
+        for case in former.values():
+            if case.state == "firing":
+                self._incidents.end_case(case, why)
+
+    def _view_attempt(self) -> Attempt:
+        """The attempt of this node, with the steps and ranks of all nodes."""
+        view = copy.copy(self._context.run.attempt)
+        view.recent, view.clock_shift, view.before_alert = self._job.recent, 0.0, {}
+        view.ranks = {rank: one for state in self._list_nodes() for rank, one in self._make_ranks(state)} | view.ranks
+        return view
+
+    def _make_ranks(self, state: NodeState) -> Iterable[tuple[int, Rank]]:
+        for rank in map(int, filter(str.isdecimal, state.ranks)):
+            identity = msgspec.structs.replace(self._identity, rank=rank, node=state.node, hostname=state.hostname)
+            yield rank, Rank(Hello(version="", identity=identity), 0.0)

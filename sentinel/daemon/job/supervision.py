@@ -1,0 +1,165 @@
+"""Connected supervisors (`sentinel run`), and what is sent to them about their jobs."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sentinel import wire
+from sentinel.cluster.job_extent import count_nodes
+from sentinel.daemon.ingest.peer import Peer
+from sentinel.daemon.run.summary import summarize_run
+from sentinel.daemon.run.watched_run import WatchedRun
+from sentinel.daemon.tenancy.tenants import Tenants
+from sentinel.diagnose.case import Case
+from sentinel.errors import EXIT_BY_RULE
+
+NOTICES = 64
+"""That wait for one supervisor."""
+
+
+class Supervision:
+    """By the mark that a job's ranks bear. A supervisor is root's, or of the user whose run it is: another's who got to
+    know the mark neither learns of the run nor takes the supervisor's place."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._peers: dict[tuple[str, int], tuple[Peer, wire.Supervise]] = {}
+        self._told: set[tuple[str, int]] = set()
+        """Marks and attempts of which the last word was said."""
+        self._notices: dict[str, deque[wire.Notice]] = {}
+        """By mark: what waits for the supervisor, which looks for this daemon now and then."""
+
+    def handle_message(self, peer: Peer, message: wire.Supervise) -> None:
+        """A supervisor asks."""
+        self.drop_peer(peer)  # one job a connection
+        if message.mark:
+            self._peers[message.mark, peer.uid] = peer, message
+
+    def is_of(self, watch: WatchedRun, mark: str) -> bool:
+        """Whether the run is the job of the supervisor with this mark."""
+        return bool(mark) and find_mark(watch) == mark
+
+    def serves(self, watch: WatchedRun) -> bool:
+        """Whether its supervisor is connected: it may start the job again."""
+        return self._find_supervisor(watch) is not None
+
+    def owes(self, watch: WatchedRun) -> bool:
+        """Whether a supervisor is still to be told how its job ended."""
+        mark = find_mark(watch)
+        return bool(mark) and (mark, watch.run.attempt.number) not in self._told
+
+    def drop_peer(self, peer: Peer) -> None:
+        """A connection ended, maybe a supervisor's."""
+        for key in [key for key, (known, _) in self._peers.items() if known is peer]:
+            del self._peers[key]
+
+    def end_job(self, watch: WatchedRun, case: Case) -> bool:
+        """Have the job of a run ended; False where no supervisor would."""
+        supervisor = self._find_supervisor(watch)
+        if supervisor is None:
+            return False
+        peer, asked = supervisor
+        if not (asked.always or _resumes(watch)):
+            return False
+        peer.send(standing(watch, case, ends=True))
+        return True
+
+    def tell(self, watch: WatchedRun, *, over: bool) -> None:
+        """How the job stands."""
+        self._print_notices(watch)
+        if (supervisor := self._find_supervisor(watch)) is not None:
+            supervisor[0].send(standing(watch, _explanation(watch), over=over))
+            if over:
+                self._told.add((find_mark(watch), watch.run.attempt.number))
+
+    def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
+        """Print on the terminal of a run's supervisor, if it has one; at the latest before the word that it is over."""
+        if mark := find_mark(watch):
+            self._notices.setdefault(mark, deque(maxlen=NOTICES)).append(notice)
+            self._print_notices(watch)
+
+    def _print_notices(self, watch: WatchedRun) -> None:
+        if (supervisor := self._find_supervisor(watch)) is not None:
+            for notice in self._notices.pop(find_mark(watch), ()):
+                supervisor[0].send(notice)
+
+    def find_report(self, watch: WatchedRun) -> wire.JobReport | None:
+        """How the job of a run stands on this node; None where no supervisor says, or one of several would."""
+        supervisor = self._find_supervisor(watch)
+        return supervisor[1].job if supervisor is not None and not _is_shared(watch) else None
+
+    def give_order(self, watch: WatchedRun, order: wire.Order) -> None:
+        """To the supervisor of a run, if it is there."""
+        if (supervisor := self._find_supervisor(watch)) is not None:
+            supervisor[0].send(order)
+
+    def take_report(self, watch: WatchedRun, peer: Peer, report: wire.JobReport) -> None:
+        """How the job stands on this node is news to the others."""
+        if watch.membership is not None and not _is_shared(watch):
+            watch.membership.pass_on_report()
+        elif report.fault is not None:
+            why = "several `sentinel run` share this node" if watch.membership else "the nodes of this job do not meet"
+            why = f"{why}: they cannot be started again at once"
+            peer.send(wire.Order(start=report.start, does="stop", why=why))
+
+    def _find_supervisor(self, watch: WatchedRun) -> tuple[Peer, wire.Supervise] | None:
+        mark, uid = find_mark(watch), self._tenants.uid(watch.run.run_id)
+        return self._peers.get((mark, uid)) or self._peers.get((mark, 0))
+
+
+def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: bool = False) -> wire.Standing:
+    """Of a run; `case` explains it."""
+    attempt = watch.run.attempt
+    left = sorted(attempt.ranks.values(), key=lambda rank: rank.heard)  # others may fail because the first did
+    goodbyes = [rank.goodbye for rank in left if rank.goodbye is not None]
+    by_rule = watch.actions.stop.reason  # also where a rank was killed before its goodbye, while it saved
+    return wire.Standing(
+        run=watch.run.name,
+        run_id=watch.run.run_id,
+        attempt=attempt.number,
+        step=attempt.last_seq + attempt.step_offset if attempt.last_seq >= 0 else None,
+        step_seconds=attempt.step_seconds(),
+        nodes=max((count_nodes(rank.identity) for rank in attempt.ranks.values()), default=1),
+        resumes=_resumes(watch),
+        ends=ends,
+        over=over,
+        alert=case.alert if case is not None else "",
+        case=case.id if case is not None else "",
+        cause=case.diagnosis.cause if case is not None else "",
+        time=case.time if case is not None else None,
+        sign=_sign(watch),
+        raised=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "exception"), ""),
+        stopped=by_rule or next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "stopped"), ""),
+        by_rule=bool(by_rule) or any(goodbye.status == EXIT_BY_RULE for goodbye in goodbyes),
+        summary=summarize_run(watch),
+    )
+
+
+def find_mark(watch: WatchedRun) -> str:
+    """That of the supervisor of a run, as its ranks say; empty: it has none."""
+    return next((rank.hello.supervisor for rank in watch.run.attempt.ranks.values() if rank.hello.supervisor), "")
+
+
+def _is_shared(watch: WatchedRun) -> bool:
+    """Whether ranks of this node have supervisors of their own."""
+    return len({rank.hello.supervisor for rank in watch.run.attempt.ranks.values()}) > 1
+
+
+def _resumes(watch: WatchedRun) -> bool:
+    return any(rank.hello.resumes for rank in watch.run.attempt.ranks.values())
+
+
+def _open(watch: WatchedRun) -> list[Case]:
+    mine = watch.incidents.log.present()
+    return [case for case in mine if case.state == "firing" and case.severity == "critical"]
+
+
+def _explanation(watch: WatchedRun) -> Case | None:
+    """What fired first: the rest may well follow from it."""
+    return min(_open(watch), key=lambda case: case.time, default=None)
+
+
+def _sign(watch: WatchedRun) -> int | None:
+    """The step of the first sign of a fault that only a rollback fixes."""
+    harmful = {rule.name for rule in watch.incidents.rules if "rollback" in rule.actions}
+    return min((case.first_step for case in _open(watch) if case.alert in harmful), default=None)

@@ -1,0 +1,192 @@
+"""The actions of one run: what its rules ask for when they fire, how a rollback ends, what a former daemon left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sentinel.actions import Action, Context, Factory, Shielded
+from sentinel.actions.evidence import EvidenceRequests
+from sentinel.actions.restart import JobSupervisor, RestartAction
+from sentinel.actions.rollback import RollbackAction
+from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.actions.stacks import StacksAction
+from sentinel.actions.stop import StopAction
+from sentinel.cluster.job_extent import count_nodes
+from sentinel.cluster.relay import RelayedRollback
+from sentinel.daemon.run.attention import Attention
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.incidents import RunIncidents
+from sentinel.daemon.run.publishing import Publishing
+from sentinel.daemon.run.spacing import Spacings
+from sentinel.diagnose.case import Case
+from sentinel.engine import RUN, Observation
+from sentinel.runs import ARRIVAL_SECONDS
+from sentinel.runs.snapshot_age import SnapshotAge, age_limit
+
+
+class RunActions:
+    """Carries out actions, and has the ranks sample, hold and write what actions will need."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        incidents: RunIncidents,
+        factories: Mapping[str, Factory],
+        supervisor: JobSupervisor,
+    ) -> None:
+        """`factories`: of actions of other packages, by name."""
+        self._context, self._incidents = context, incidents
+        self._factories, self._supervisor = factories, supervisor
+        self.pass_on: Callable[[], None] = lambda: None
+        """Called where the coordinator of a job over several nodes is to know more of a rollback."""
+        self.interrupted: list[Case] = []
+        """Cases whose rollback the daemon before this one had begun, or was about to begin."""
+
+    def begin_attempt(self, stacks: StacksAction) -> None:
+        """Make the actions of the present attempt, beside `stacks`."""
+        attempt, link, incidents = self._context.run.attempt, self._context.link, self._incidents
+        identities = [rank.identity for rank in attempt.ranks.values()]
+        self.rollback: RollbackAction | RelayedRollback
+        if identities and count_nodes(identities[0]) > 1:
+            self.rollback = RelayedRollback(attempt, link, incidents, self)
+            self.rollback.pass_on = lambda: self.pass_on()
+        else:
+            self.rollback = RollbackAction(attempt, link, incidents, self)
+        self.rollback.is_followed_by_stop = lambda case: self._asks(case, StopAction.name)
+        self.stop = StopAction(self.rollback, incidents)
+        self.restart = RestartAction(attempt, incidents, stacks, self._supervisor)
+        self.evidence = EvidenceRequests(attempt, link, incidents)
+        self.publishing = Publishing(self._context, relay.disk if (relay := self.find_relay()) is not None else None)
+        self._attention, self._spacings = Attention(attempt, link), Spacings(attempt, link)
+        context = Context(attempt, link.send, incidents.record_action)
+        others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
+        own: tuple[Action, ...] = (self.rollback, stacks, self.restart, self.stop)
+        self._actions = others | {action.name: action for action in own}
+        self.interrupted.clear()
+
+    def fire(self, case: Case, names: Sequence[str], wanted: Sequence[str], now: float) -> None:
+        """Do what the rule of a case that fired asks for; `wanted`: kinds of evidence."""
+        self.evidence.ask_ranks(case, wanted)
+        stops = self.stop.name in names
+        for name in names:
+            if name in self._actions and name != self.stop.name:
+                self._actions[name].fired(case, now)
+                self._context.record_case(case)
+        if stops:  # last: a rollback that is possible comes first
+            self.stop.fired(case, now)
+            self._context.record_case(case)
+        elif self.rollback.name in names and self.rollback.phase == "idle":
+            self.restart.fired(case, now)  # it could not be done in place
+
+    def direct_sampling(self) -> None:
+        """More steps were judged: have ranks sample closely, or withhold snapshots, where rules see signs."""
+        evaluator = self._incidents.evaluator
+        withheld_by = tuple(self._incidents.find_asking(self.rollback.name) if self.rollback.terms is not None else ())
+        if (relay := self.find_relay()) is not None:
+            withheld_by = relay.withhold(withheld_by)
+        self._attention.advance(self._incidents.judged_to, evaluator.suspicions, withheld_by)
+
+    def publish_snapshot(self) -> None:
+        """Have the newest good snapshot written to disk, if it is time and the run is not about to go back."""
+        due = self.publishing.find_due(self.rollback.terms, self._incidents.judged_to)
+        if due is None or self.rollback.phase != "idle":
+            return
+        if any(case.state == "firing" for case in self._incidents.list_asking(self.rollback.name)):
+            return
+        chosen = self.publishing.choose(self._list_good(), self.rollback.terms)
+        if chosen is not None and chosen >= due:
+            self.publishing.order(chosen)
+
+    @property
+    def snapshot_age(self) -> SnapshotAge | None:
+        """How old the newest good snapshot is; None where no rollback is armed, or before the first step."""
+        judged_to = self._incidents.judged_to
+        if self.rollback.terms is None or judged_to < 0:
+            return None
+        newest = max(self._list_good(), default=None)
+        since = self._context.run.attempt.stage_seq if newest is None else newest
+        return SnapshotAge(newest, max(judged_to - since, 0))
+
+    def observe_snapshot_age(self) -> Observation | None:
+        """The age of the newest good snapshot, for the rules."""
+        terms, age = self.rollback.terms, self.snapshot_age
+        if terms is None or age is None:
+            return None
+        values = {"snapshot_age_steps": float(age.steps), "snapshot_age_limit_steps": float(age_limit(terms))}
+        return Observation(seq=self._incidents.judged_to, time=time.time(), values={RUN: values})
+
+    def tick(self, now: float) -> None:
+        """Look at time-outs, and whether all ranks sample alike."""
+        for action in self._actions.values():
+            action.tick(now)
+        self._spacings.tick(now)
+
+    @property
+    def restless(self) -> bool:
+        """Whether an action is under way that wants a look several times a second."""
+        return self.rollback.phase != "idle" or self.restart.waiting or self.stop.waiting or bool(self.interrupted)
+
+    def take_up_interrupted(self, now: float) -> None:
+        """Roll back for those whose rollback was cut short, once the ranks are here."""
+        attempt = self._context.run.attempt
+        if not self.interrupted or not (attempt.complete or now - attempt.began > ARRIVAL_SECONDS):
+            return
+        waiting, self.interrupted = self.interrupted, []
+        for case in waiting:
+            if case.state == "firing":
+                case.done = tuple(one for one in case.done if not one.startswith(("rolling back", "stopping")))
+                for action in (self.rollback, self.stop):
+                    if self._asks(case, action.name):
+                        action.fired(case, now)
+                self._context.record_case(case)
+
+    def add_supervisor(self, now: float) -> None:
+        """A supervisor has come: what is open and asks for a restart may have been waiting for one."""
+        for case in self._incidents.list_asking(self.restart.name):
+            if case.state == "firing":
+                self.restart.fired(case, now)
+
+    def end_rollback(self, case: Case, outcome: Outcome) -> None:
+        """The rollback for this case ended, or the stop."""
+        if outcome.ok:
+            self.follow_rollback([case], outcome, case.done[-1])
+            return
+        self._record_outcome(outcome)
+        self._context.tell(f"{case.alert}: {case.done[-1]}")
+        if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # else it goes on in another way
+            self.restart.fired(case, time.monotonic())
+        self._incidents.record_action(case)
+        self._incidents.preserve()
+
+    def find_relay(self) -> RelayedRollback | None:
+        """What passes orders of a job's coordinator on to the ranks of this node."""
+        return self.rollback if isinstance(self.rollback, RelayedRollback) else None
+
+    def follow_rollback(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
+        """All ranks went back, or left, of all nodes; `cases` of this node asked for it."""
+        self._record_outcome(outcome)
+        if not outcome.stops:
+            self.publishing.rewound(outcome.to)
+            self._incidents.rewind(cases, outcome, done)
+        for case in cases:
+            self._incidents.record_action(case)
+        self._incidents.preserve()
+
+    def _record_outcome(self, outcome: Outcome) -> None:
+        kind = self.stop.name if outcome.stops else self.rollback.name
+        self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
+
+    def save_state(self) -> Saved:
+        """What a daemon that takes over has to know of the rollbacks."""
+        return self.rollback.save_state()
+
+    def _asks(self, case: Case, action: str) -> bool:
+        return any(one is case for one in self._incidents.list_asking(action))
+
+    def _list_good(self) -> set[int]:
+        """What is pending may turn out to be the first sign of a fault."""
+        pending = self._incidents.find_asking(self.rollback.name).values()
+        return self.rollback.list_good(min([self._incidents.judged_to, *pending]))

@@ -1,0 +1,193 @@
+"""The cases of one run, one for each incident: kept in the history first, then told."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
+
+from sentinel.daemon.run.context import RunContext
+from sentinel.diagnose import case as cases
+from sentinel.diagnose import folding
+from sentinel.diagnose.case import Case, CaseMember
+from sentinel.engine import Incident
+from sentinel.notify.notifier import Notifier
+from sentinel.runs import Attempt
+
+log = logging.getLogger(__name__)
+
+CASES = 1000
+"""Cases kept in memory, at some 20 kB each: the open ones, and the newest. The history has all."""
+JOB_PREFIX = "job-"
+"""Of the ids of cases of the job: they are counted apart from those of the node."""
+TOLD_AGAIN = 20
+"""Cases whose notices are sent again to a first rank that comes back."""
+
+
+class IncidentLog:
+    """The cases of one run. `cases` are by their ids, in the order in which they were opened."""
+
+    def __init__(self, context: RunContext, notifier: Notifier) -> None:
+        self.cases: dict[str, Case] = {}
+        self.fired: Counter[tuple[str, str]] = Counter()
+        """All that there were, by alert and severity."""
+        self._context, self._run, self._notifier = context, context.run, notifier
+
+    def add(self, found: Iterable[Case]) -> None:
+        """Keep these in memory, and let go of the oldest that are over."""
+        for case in found:
+            self.cases[case.id] = case
+            self.fired[case.alert, case.severity] += 1
+        over = (identity for identity, case in self.cases.items() if case.state != "firing")
+        for identity in [*itertools.islice(over, max(len(self.cases) - CASES, 0))]:
+            del self.cases[identity]
+
+    def find_case(self, incident: Incident) -> Case | None:
+        """The case of an incident of the present attempt."""
+        return self.cases.get(self._identity(incident))
+
+    def present(self) -> Iterator[Case]:
+        """Those of the present attempt."""
+        return (case for case in self.cases.values() if case.attempt == self._run.attempt.number)
+
+    def open_case(self, incident: Incident) -> Case:
+        """An alert fired."""
+        case = cases.open_case(self._run, self._find_attempt(), incident)
+        case.id = self._identity(incident)
+        self._name_nodes(case)
+        self._fold(case, incident)
+        self.add([case])
+        self._notifier.open_case(case)
+        log.warning("%s %s at step %d: %s", case.severity, case.alert, case.step, case.summary)
+        self._context.record_case(case)
+        return case
+
+    def update_case(self, case: Case, incident: Incident) -> None:
+        """More entities joined, or it is over."""
+        cases.update_case(case, incident, self._find_attempt())
+        self._name_nodes(case)
+
+    def _fold(self, case: Case, incident: Incident) -> None:
+        """Find out whether it is a consequence of a known case."""
+        parent = folding.find_parent(case, incident.consequence_of, self.cases.values())
+        case.parent = parent.id if parent else ""
+        case.problem_id = parent.problem_id if parent else case.id if case.problem else ""
+        self._explain(case)
+
+    def _explain(self, case: Case) -> None:
+        if (parent := self.cases.get(case.parent)) is not None:
+            case.diagnosis = folding.explain_consequence(case, parent)
+
+    def release_consequences(self, parent: Case) -> None:
+        """An incident is over: the consequence that outlives it is its own, and the parent of the others."""
+        successor = folding.find_successor(parent, self.cases.values())
+        if successor is None:
+            return
+        for case in self.cases.values():
+            if case.parent == parent.id and case.state == "firing":
+                case.parent = "" if case is successor else successor.id
+                self.record_action(case)
+
+    def _add_evidence(self, case: Case, incident: Incident) -> None:
+        """Diagnose again. A consequence whose cause is another problem's is none."""
+        was = case.problem
+        cases.add_evidence(case, incident, self._find_attempt())
+        self._name_nodes(case)
+        if case.problem != was and case.parent:
+            former = case.problem_id
+            self._fold(case, incident)
+            if case.problem_id != former:
+                self._notifier.separate_case(case)
+        else:
+            self._explain(case)
+
+    def record_action(self, case: Case) -> None:
+        """An action wrote into a case."""
+        self._context.record_case(case)
+        self._notifier.change_case(case)
+
+    def add_stacks(self, incidents: Iterable[Incident], action: str) -> None:
+        """A rank's stacks came after the alert that asked for them by `action`."""
+        for incident in incidents:
+            case = self.find_case(incident)
+            if case is not None and incident.state == "firing" and action in incident.actions:
+                self._add_evidence(case, incident)
+                self._context.record_case(case)
+
+    def add_evidence(self, incidents: Iterable[Incident], what: str, seq: int) -> None:
+        """Evidence of step `seq` came after the alert that wants it; a batch may hold the end of the alert, too."""
+        for incident in incidents:
+            case = self.find_case(incident)
+            ended = incident.resolved_seq if incident.state != "firing" else None
+            over = incident.state != "firing" and (ended is None or ended < seq)
+            if case is not None and not over and what in incident.evidence:
+                self._add_evidence(case, incident)
+                self.record_action(case)
+
+    def close_former(self) -> None:
+        """Close what an earlier attempt left open: it is no longer judged, and no notice repeats."""
+        number = self._run.attempt.number
+        for case in self.cases.values():
+            if case.state == "firing" and case.attempt < number:
+                case.state, case.resolved_time = "resolved", time.time()
+                case.done = (*case.done, f"over: attempt {number} began")
+                self._context.record_case(case)
+                self._notifier.tell("resolved", case)
+
+    def tell_again(self) -> None:
+        """Send notices again to a first rank that came back: it may have missed some, and knows repeats by id."""
+        for case in list(self.present())[-TOLD_AGAIN:]:
+            self._notifier.tell_again(case, self.cases.values())
+
+    def _identity(self, incident: Incident) -> str:
+        """Short, and unique in the run's history, over attempts too."""
+        return f"{self._run.attempt.number}.{incident.id}"
+
+    def _find_attempt(self) -> Attempt:
+        """What a case is made of."""
+        return self._run.attempt
+
+    def _name_nodes(self, case: Case) -> None:
+        """Nothing: all members are on this node."""
+
+
+class JobIncidentLog(IncidentLog):
+    """What was judged over the ranks of all nodes, among the cases of the coordinator's node."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        notifier: Notifier,
+        log: IncidentLog,
+        find_attempt: Callable[[], Attempt],
+        nodes: Mapping[int, int],
+    ) -> None:
+        """`log`: that of the node. `find_attempt` gives the attempt with the ranks of all nodes. `nodes`: rank -> the
+        node that it is on."""
+        super().__init__(context, notifier)
+        self.cases, self.fired = log.cases, log.fired
+        self._find, self._nodes = find_attempt, nodes
+
+    def _identity(self, incident: Incident) -> str:
+        return JOB_PREFIX + super()._identity(incident)
+
+    def _find_attempt(self) -> Attempt:
+        return self._find()
+
+    def _name_nodes(self, case: Case) -> None:
+        """Add the node of each rank; if the rule is about the run, of the ranks that the diagnosis names."""
+        case.of_job = True
+        blamed = [CaseMember("rank", str(rank), case.first_step, {}) for rank in case.diagnosis.ranks]
+        ranks = [member for member in case.members if member.scope == "rank" and member.values] or blamed
+        case.members = (
+            *(member for member in case.members if member.scope != "rank"),
+            *(msgspec.structs.replace(one, node=self._find_node(one.name)) for one in ranks),
+        )
+
+    def _find_node(self, rank: str) -> str:
+        node = self._nodes.get(int(rank))
+        return "" if node is None else str(node)

@@ -1,0 +1,259 @@
+"""What comes in of one run: messages of its ranks, steps that close, stages, and what the daemon sees from outside.
+
+Batch -> Attempt -> closed RunStep -> history, and `incidents.py`
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sentinel import wire
+from sentinel.actions.evidence import out_of_memory
+from sentinel.collect import DeviceFault
+from sentinel.daemon.ranks.stalls import StallDetector
+from sentinel.daemon.run.actions import RunActions
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.incidents import RunIncidents
+from sentinel.diagnose.stacks import find_place
+from sentinel.engine import Observation
+from sentinel.runs import Rank, Stage
+from sentinel.runs.devices import Devices, Gpu
+
+log = logging.getLogger(__name__)
+
+DEVICES_SECONDS = 15.0
+"""Between two readings of a GPU or the host that the history keeps: Prometheus' usual spacing."""
+
+
+class RunIngest:
+    """Takes in what ranks and devices say. Each step goes through here once, in order."""
+
+    def __init__(self, context: RunContext, incidents: RunIncidents, actions: RunActions) -> None:
+        self._context, self._run, self._store = context, context.run, context.store
+        self._incidents, self._actions = incidents, actions
+        self.portion = math.inf
+        """Seconds for which steps are judged at a time; the others wait for the next `advance`."""
+        self.behind = False
+        """Whether closed steps wait for that."""
+        self._ending = False
+        """No rank is left, and what follows from that is done once all steps are judged."""
+        self._command_status: int | None = None
+        self._left_out: tuple[int, ...] = ()
+        self._keep_device_at: dict[str, float] = {}
+        self.stalls = StallDetector(self._run.attempt, context.link, incidents)
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        """The run has another attempt: everything that belongs to one begins again."""
+        self.stalls.close()
+        self.stalls = StallDetector(self._run.attempt, self._context.link, self._incidents)
+        self._incidents.begin_attempt()
+        self._actions.begin_attempt(self.stalls.stacks)
+
+    def hello(self, hello: wire.Hello, now: float, process: int = 0) -> Rank:
+        """A rank arrives, or has something else to say. Raises ProtocolError where its attempt is over."""
+        known = self._run.attempt.ranks.get(hello.identity.rank)
+        seen_before = known.hello.unseen if known is not None else ()
+        judged_before = known.hello.facts.get("judged_as") if known is not None else None
+        rank, began = self._run.hello(hello, now)
+        rank.process, self._ending = process, False
+        attached = min(hello.began or time.time(), time.time())
+        self._run.began = self._run.began or attached
+        number, body = hello.identity.rank, msgspec.msgpack.encode(hello)
+        if began:
+            self.begin_attempt()
+            self._incidents.log.close_former()
+            if self._store:
+                self._store.attempt(self._run.attempt.number, body, attached)
+        if self._store:
+            self._store.rank(self._run.attempt.number, number, process=process, hello=body)
+        self._context.record_event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
+        if hello.unseen != (() if began else seen_before):
+            self._context.record_event(hello.next_seq, "not seen", rank=number, what=list(hello.unseen))
+        judged_as = hello.facts.get("judged_as")
+        if judged_as and (began or judged_as != judged_before):
+            self._context.record_event(hello.next_seq, "judged", rank=number, judged_as=judged_as)
+        if hello.rollback is not None:
+            self._incidents.apply(self._incidents.evaluator.be_rewindable(), now)
+        return rank
+
+    def tell_again(self, rank: Rank) -> None:
+        """A rank said hello, and is connected now: it may have missed a verdict, and the first one notices."""
+        self._actions.rollback.rejoin_rank(rank.identity.rank, rank.hello.promise)
+        here = (number for number, known in self._run.attempt.ranks.items() if known.state != "gone")
+        if rank.identity.rank == min(here):
+            self._incidents.log.tell_again()
+
+    def message(self, rank: Rank, message: wire.FromRank, now: float) -> None:
+        """Whatever a rank says after its hello."""
+        number, attempt, rollback = rank.identity.rank, self._run.attempt, self._actions.rollback
+        match message:
+            case wire.Batch():
+                added = attempt.take(rank, message, now)
+                if self._store:
+                    for step in added:
+                        self._store.step(attempt.number, step)
+                self.advance(now)
+            case wire.LayerTable():
+                attempt.add_table(message)
+                if self._store:
+                    self._store.table(attempt.number, message.digest, msgspec.msgpack.encode(message))
+            case wire.StageBegan():
+                self._begin_stage(Stage(message.seq, "".join(c if c.isprintable() else " " for c in message.name)), now)
+            case wire.SnapshotTaken():
+                rank.hold_snapshot(message.seq, message.void)
+                self._tell_held(message.seq)
+                self._actions.pass_on()
+                self._context.record_event(
+                    message.seq, "snapshot", rank=number, bytes=message.nbytes, seconds=message.seconds
+                )
+            case wire.Prepared():
+                rollback.add_promise(number, message, now)
+            case wire.RolledBack():
+                rank.snapshots -= set(message.void)
+                rollback.rolled_back(number, message, now)
+            case wire.Published():
+                if (written := self._actions.publishing.add_part(number, message)) is not None:
+                    seq, seconds, nbytes = written
+                    self._actions.pass_on()
+                    self._context.record_event(seq, "snapshot on disk", bytes=nbytes, seconds=seconds)
+            case wire.PhaseChanged():
+                rank.phase = message.name
+                self._context.record_event(message.seq, "phase", rank=number, name=message.name)
+            case wire.Collected():
+                self._actions.evidence.add_evidence(number, message)
+                if message.what == "out_of_memory":
+                    self._incidents.observe_between(out_of_memory(rank, attempt.closed_to), now)
+            case wire.Reply():
+                self.stalls.stacks.add_reply(number, message)
+                self.stalls.collectives.add_reply(number, message)
+            case wire.Goodbye():
+                rank.goodbye, rank.heard = message, now
+                self._incidents.finish_pending(now)  # while it is there to be told
+            case _:
+                log.warning("rank %d: unexpected %s", number, type(message).__name__)
+
+    def drop_rank(self, rank: Rank, now: float) -> None:
+        """A rank's connection ended."""
+        number, goodbye = rank.identity.rank, rank.goodbye
+        self._run.attempt.lose(number, goodbye)
+        self._incidents.observe_between(self.stalls.drop_rank(rank), now)
+        self._record_past_standstill(now)
+        self._actions.rollback.drop_rank(number, now)
+        if self._store and goodbye:
+            self._store.record_goodbye(self._run.attempt.number, number)
+        if goodbye is None:
+            self._context.record_event(rank.last_seq, "lost", rank=number, reason="connection lost")
+        else:
+            said = {"detail": goodbye.detail} if goodbye.detail else {}
+            self._context.record_event(rank.last_seq, "goodbye", rank=number, reason=goodbye.reason, **said)
+        self._ending = not self._run.attempt.live
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Judge the steps that closed, for as long as a portion lasts."""
+        judged, self.behind, until = False, False, time.monotonic() + self.portion
+        self._incidents.clock.look()
+        for step in self._run.attempt.take_closed(now):
+            if self._store:
+                self._store.step(self._run.attempt.number, step)
+            judged |= self._incidents.judge(step, now)
+            if time.monotonic() >= until:
+                self.behind = True
+                break
+        if judged:
+            self._actions.direct_sampling()
+        self._actions.publish_snapshot()
+        if self._ending and not self.behind:
+            self._ending = False
+            self._incidents.finish_pending(now)
+            self._incidents.end_opening(now)
+            if self._store:
+                self._store.end_attempt(self._run.attempt.number, self._run.attempt.find_end())
+
+    def observe_machine(
+        self, devices: Devices, observation: Observation, faults: Sequence[tuple[Gpu, DeviceFault]], now: float
+    ) -> None:
+        """GPUs and host were read. `faults`: those of this run's GPUs since the last time."""
+        attempt = self._run.attempt
+        attempt.devices = devices
+        for gpu, fault in faults:
+            detail = {"gpu": gpu.index, "uuid": gpu.uuid, "fault": fault.kind, "code": fault.code, "text": fault.text}
+            self._context.record_event(attempt.closed_to, "gpu fault", **detail)
+        self._incidents.observe_between(observation, now)
+        if self._store:
+            for (scope, name), values in observation.values.items():
+                if now >= self._keep_device_at.get(device := f"{scope} {name}", 0.0):
+                    self._keep_device_at[device] = now + DEVICES_SECONDS
+                    self._store.reading(attempt.number, device, observation.seq, observation.time, values)
+
+    def observe_deaths(self, now: float) -> None:
+        """A process may have ended, and with it a rollback: if it was the last one, no further tick comes."""
+        self._incidents.observe_between(self.stalls.take_deaths(now), now)
+        self._actions.rollback.tick(now)
+
+    def record_exit(self, process: int, status: int | None, now: float) -> None:
+        """A process has ended; its exit status as `subprocess` has it, None where it is not known."""
+        for rank in self.stalls.record_exit(process, status, now):
+            if status is not None:
+                self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
+
+    def record_job(self, job: wire.JobReport) -> None:
+        """The job's supervisor says how its command ended, and which nodes it goes on without. It says so more than
+        once."""
+        if job.status is not None and job.status != self._command_status:
+            self._context.record_event(self._run.attempt.last_seq, "command ended", status=job.status)
+        if job.members.left_out != self._left_out:
+            self._context.record_event(self._run.attempt.last_seq, "nodes left out", nodes=job.members.left_out)
+        self._command_status, self._left_out = job.status, job.members.left_out
+
+    def announce_end(self, number: int, now: float) -> None:
+        """The job's supervisor is about to send it this signal: ranks that end by it are not lost."""
+        self.stalls.want_end(now)
+        self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number)
+
+    def tick(self, now: float) -> None:
+        """Look at steps that wait for a silent rank, at rules that wait for time to pass, and at ranks that stand."""
+        self.advance(now)
+        self._incidents.apply(self._incidents.evaluator.go_on(), now)
+        self._incidents.observe_between(self.stalls.tick(now), now)
+        if (rank := self.stalls.take_standstill()) is not None:
+            self._say_standstill(rank)
+        self._record_past_standstill(now)
+        self._incidents.observe_between(self._actions.observe_snapshot_age(), now)
+        self.observe_deaths(now)
+
+    def _say_standstill(self, rank: Rank) -> None:
+        attempt, place = self._run.attempt, find_place(rank)
+        who = f"rank {rank.identity.rank}" if rank.identity.world_size > 1 else "the loop"
+        text = f"{who} stands still after step {attempt.last_seq + attempt.step_offset}, for {rank.stall.seconds:.0f} s"
+        text += f", at {place}" if place else ""
+        self._context.record_event(attempt.last_seq, "standstill", rank=rank.identity.rank, text=text)
+        self._context.tell(f"{text}; it {rank.stall.kind}")
+
+    def _record_past_standstill(self, now: float) -> None:
+        if (past := self.stalls.take_past_standstill(now)) is not None:
+            number, seconds = past
+            self._context.record_event(
+                self._run.attempt.last_seq, "standstill over", rank=number, seconds=round(seconds, 3)
+            )
+
+    def _begin_stage(self, stage: Stage, now: float) -> None:
+        if not self._run.attempt.announce_stage(stage):
+            return
+        self._context.record_event(stage.seq, "stage", name=stage.name)
+        self._incidents.apply(self._incidents.begin_stages(self._incidents.judged_to), now)
+        self._actions.rollback.begin_stage(now)
+        self._incidents.preserve()
+
+    def _tell_held(self, seq: int) -> None:
+        """Ranks judge by their own losses whether to take a snapshot, and so may hold different ones."""
+        attempt = self._run.attempt
+        if len(attempt.live) > 1 and attempt.complete and seq in attempt.held:
+            for rank in attempt.live:
+                self._context.link.send(rank.identity.rank, wire.Held(seq=seq))

@@ -1,0 +1,34 @@
+"""What a run came to, for the line at its end: by its daemon, as far as it has judged it."""
+
+from __future__ import annotations
+
+from sentinel import wire
+from sentinel.daemon.run.watched_run import WatchedRun
+from sentinel.diagnose import folding
+from sentinel.diagnose.memory import measure_unjudged_rise
+
+
+def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
+    """Of a run; None where no step of its present attempt was judged."""
+    attempt, judged_to = watch.run.attempt, watch.incidents.judged_to
+    if judged_to < 0:
+        return None
+    counts = dict[str, int]()
+    for (_, severity), number in watch.incidents.log.fired.items():
+        counts[severity] = counts.get(severity, 0) + number
+    cases = watch.incidents.log.cases
+    severities = [folding.IncidentSeverity(case.id, case.parent, case.severity) for case in cases.values()]
+    worst = cases[folding.find_worst(severities).id] if severities else None
+    written = watch.actions.publishing.written
+    return wire.RunSummary(
+        steps=judged_to + 1,
+        step=judged_to + attempt.step_offset,
+        cut=any(rank.goodbye is None for rank in attempt.ranks.values()),
+        lost=max((rank.dropped for rank in attempt.ranks.values()), default=0),
+        incidents=counts,
+        worst=f"{worst.alert} at step {worst.step:,}" if worst is not None else "",
+        rose=measure_unjudged_rise(attempt.recent, {case.problem for case in cases.values()}),
+        snapshot=written + attempt.step_offset if written is not None else None,
+        kept=watch.store is not None and watch.store.is_open,
+        seconds=max(attempt.find_end() - watch.run.began, 0.0),
+    )

@@ -1,0 +1,117 @@
+"""One run under watch, of three parts: `ingest` takes in, `incidents` judge, keep and tell, `actions` act.
+
+Batch -> RunIngest -> RunIncidents -> RunActions -> ranks
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from sentinel import wire
+from sentinel.actions import Factory
+from sentinel.actions.restart import is_stall
+from sentinel.cluster.membership import Membership
+from sentinel.daemon.run.actions import RunActions
+from sentinel.daemon.run.context import RunContext
+from sentinel.daemon.run.incidents import RunIncidents
+from sentinel.daemon.run.ingest import RunIngest
+from sentinel.daemon.run.meeting_search import MeetingSearch
+from sentinel.diagnose.case import Case
+from sentinel.engine import Rule
+from sentinel.notify.notifier import Notifier
+from sentinel.store import Store
+
+PIDS = 8
+"""Processes that are named: a launcher ends the others."""
+TROUBLE_SECONDS = 60.0
+"""Between two reports that the history is not written."""
+
+
+class JobSupervision(Protocol):
+    """Knows the supervisors of jobs."""
+
+    def end_job(self, watch: WatchedRun, case: Case) -> bool:
+        """Have the job of a run ended; False where no supervisor would."""
+
+    def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
+        """Print on the terminal of a run's supervisor, if it has one."""
+
+
+class WatchedRun:
+    """Composes the parts of one run, and gives them their time."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        notifier: Notifier,
+        rules: Sequence[Rule],
+        actions: Mapping[str, Factory] = MappingProxyType({}),
+        supervision: JobSupervision | None = None,
+        stop_on: Sequence[str] = (),
+    ) -> None:
+        """`actions`: those of other packages, by name; `stop_on`: alerts that stop this run, beside their rules."""
+        self.context, self.run, self.store, self.notifier = context, context.run, context.store, notifier
+        self._supervision = supervision
+        if supervision is not None:
+            context.print_beside = functools.partial(supervision.print_notice, self)
+        self.incidents = RunIncidents(context, notifier, rules, stop_on)
+        self.actions = self.incidents.actions = RunActions(context, self.incidents, actions, self)
+        self.ingest = RunIngest(context, self.incidents, self.actions)
+        self.membership: Membership | None = None
+        """Of a job over several nodes that meet."""
+        self.search: MeetingSearch | None = None
+        """Of a job whose nodes find out where they meet."""
+        self.why_no_history = ""
+        """Why there is no history, where there is none."""
+        self.looked = 0.0
+        """When it was ticked last, in monotonic seconds."""
+        self.left = 0.0
+        """When a rank left last, by the daemon's clock."""
+        self.faulty = False
+        """Whether the last tick failed."""
+        self._tell_trouble_at = -math.inf
+
+    def tick(self, now: float) -> None:
+        """Once a second, and more often while `restless`: steps that wait for a silent rank, time-outs, trouble with
+        the disk."""
+        self.ingest.tick(now)
+        self.actions.tick(now)
+        self.incidents.tick(now)
+        self.actions.take_up_interrupted(now)
+        if self.store:
+            self._tell_of_history(self.store, now)
+
+    @property
+    def restless(self) -> bool:
+        """Whether something is open that wants a look several times a second."""
+        return self.actions.restless or self.ingest.stalls.restless or self.incidents.evaluator.suspicious
+
+    def end_job(self, case: Case) -> bool:
+        """Have the run's job ended because of this case; False where no supervisor would, or it ends by itself."""
+        if self.actions.stop.reason:
+            return False
+        if self._supervision is not None and self._supervision.end_job(self, case):
+            return True
+        if is_stall(case):
+            pids = [str(rank.identity.pid) for rank in self.run.attempt.live]
+            self.context.tell_once(
+                f"{case.alert} at step {case.step}: the job is left as it is: `sentinel run` ends, and starts again, "
+                "only one that resumes (sentinel.resume, or --restarts N); to end it: Ctrl-C, or kill "
+                + " ".join(pids[:PIDS])
+            )
+        return False
+
+    def _tell_of_history(self, store: Store, now: float) -> None:
+        """That it cannot be written, and that it is again; of a disk that comes and goes, once a minute."""
+        if store.trouble and now >= self._tell_trouble_at:
+            self._tell_trouble_at = math.inf
+            self.context.tell(store.trouble)
+        while store.notes:
+            self.context.tell(store.notes.pop(0))
+            self.notifier.pipeline.write_anew()
+        if not store.trouble and self._tell_trouble_at == math.inf:
+            self._tell_trouble_at = now + TROUBLE_SECONDS

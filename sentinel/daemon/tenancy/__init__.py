@@ -1,0 +1,1 @@
+"""Whose a run is, on a node whose users share a daemon: histories, silences and receivers of each user."""

@@ -1,0 +1,73 @@
+"""Opens the history of a run that is new to a daemon: a new file, or one written by another daemon."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from sentinel.daemon.tenancy.tenants import Tenants
+from sentinel.errors import ConfigError, DamageError
+from sentinel.runs import Run
+from sentinel.store import History, Store, is_blank
+
+log = logging.getLogger(__name__)
+
+PUT_OFF_SECONDS = 60.0
+"""For which a run whose history is there, and cannot be read for a moment, is asked to come back. Begun without it, its
+attempts and incidents would take the place of those that are in the file."""
+
+
+class Opened(NamedTuple):
+    """The history of a run."""
+
+    store: Store | None
+    begins: int = 0
+    """Number of the attempt that begins, unless a former daemon's goes on."""
+    resumable: bool = False
+    """A former daemon's may go on."""
+    why_not: str = ""
+    """Why there is no store, where there is none."""
+
+
+class Histories:
+    """Opens them, and knows which could not be read yet."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._put_off: dict[str, float] = {}
+        """Since when, by run id."""
+
+    def open(self, run: Run, now: float) -> Opened | None:
+        """The history of a run; None: it cannot be read now, the run is to come back."""
+        try:
+            store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
+        except ConfigError as error:
+            log.error("%s", error)
+            return Opened(None, why_not=str(error))
+        try:
+            last = _last_attempt(store)
+        except DamageError as error:
+            store.replace_damaged(str(error))
+            return Opened(store, begins=1)  # the ranks may know incidents of attempt 0
+        except (ConfigError, OSError) as error:  # locked, or no descriptor is left
+            store.close(0.0)
+            if now - self._put_off.setdefault(run.run_id, now) < PUT_OFF_SECONDS:
+                log.warning("run %s is put off: %s", run.name, error)
+                return None
+            log.error("run %s: no history is kept: %s", run.name, error)
+            return Opened(None, why_not=f"no history is kept: {error}")
+        self._put_off.pop(run.run_id, None)
+        return Opened(store, begins=last + 1, resumable=last >= 0)
+
+
+def _last_attempt(store: Store) -> int:
+    """That is in the file; -1 where none is. Raises ConfigError where it cannot be read, OSError where nobody knows
+    whether it is there."""
+    try:
+        if not store.is_open and (store.path.stat().st_size == 0 or is_blank(store.path)):
+            return -1
+    except FileNotFoundError:
+        return -1
+    with History(store.path) as history:
+        attempts = history.attempts()
+    return attempts[-1][0] if attempts else -1
