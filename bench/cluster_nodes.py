@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from sentinel.cluster.digest import DigestSender
-from sentinel.cluster.job_rules import find_signals, select_job_rules
-from sentinel.cluster.messages import Beat, Pulse, decode, encode
-from sentinel.cluster.node import Node
+from sentinel.cluster.protocol.digest import DigestSender
+from sentinel.cluster.protocol.job_rules import find_signals, select_job_rules
+from sentinel.cluster.protocol.messages import Beat, Pulse, decode, encode
+from sentinel.cluster.protocol.node import Node
 from sentinel.cluster.seal import Seal
 from sentinel.cluster.session import open_session
 from sentinel.config.cluster import Meeting

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from sentinel.cluster.messages import decode, encode
-from sentinel.cluster.questions import NodeAnswer, Question, pack_answer
+from sentinel.cluster.protocol.messages import decode, encode
+from sentinel.cluster.protocol.questions import NodeAnswer, Question, pack_answer
 from sentinel.errors import ProtocolError
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.coordinator import Coordinator
-from sentinel.cluster.job_incident import CauseFinder, Page
-from sentinel.cluster.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
-from sentinel.cluster.relay import RelayedRollback
-from sentinel.cluster.rollback import JobRollbacks
-from sentinel.cluster.silence_notices import SilenceNotices
+from sentinel.cluster.protocol.coordinator import Coordinator
+from sentinel.cluster.protocol.job_incident import CauseFinder, Page
+from sentinel.cluster.protocol.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
+from sentinel.cluster.protocol.relay import RelayedRollback
+from sentinel.cluster.protocol.rollback import JobRollbacks
+from sentinel.cluster.protocol.silence_notices import SilenceNotices
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.errors import ProtocolError

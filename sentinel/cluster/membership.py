@@ -21,19 +21,19 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.connection import Connection
-from sentinel.cluster.coordinator import Coordinator
-from sentinel.cluster.election import next_epoch
 from sentinel.cluster.inquiry import Inquiry
-from sentinel.cluster.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
-from sentinel.cluster.job_incident import CauseFinder
 from sentinel.cluster.lead import JobJudge, Lead, restore_pages
-from sentinel.cluster.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
-from sentinel.cluster.node import Node
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
-from sentinel.cluster.questions import IncidentView
-from sentinel.cluster.relay import RelayedRollback
-from sentinel.cluster.restart import is_unaware
-from sentinel.cluster.work import WorkExchange, find_work_elsewhere
+from sentinel.cluster.protocol.coordinator import Coordinator
+from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
+from sentinel.cluster.protocol.job_incident import CauseFinder
+from sentinel.cluster.protocol.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
+from sentinel.cluster.protocol.node import Node
+from sentinel.cluster.protocol.questions import IncidentView
+from sentinel.cluster.protocol.relay import RelayedRollback
+from sentinel.cluster.protocol.restart import is_unaware
+from sentinel.cluster.protocol.work import WorkExchange, find_work_elsewhere
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from sentinel import wire
 from sentinel.cluster.lead import JobJudge
-from sentinel.cluster.messages import Digest
+from sentinel.cluster.protocol.messages import Digest
 
 
 class NodeSupervisor(NamedTuple):

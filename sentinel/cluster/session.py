@@ -5,7 +5,7 @@ sentinel/RUN/pulse/N    from node N
 sentinel/RUN/event/N    from node N; the same key answers `?after=K`
 sentinel/RUN/digest/N   from node N
 sentinel/RUN/beat/N     from node N while it is the coordinator
-sentinel/RUN/view/N     answers what other nodes ask on demand (`questions`)
+sentinel/RUN/view/N     answers what other nodes ask on demand (`protocol/questions`)
 
 Nodes that have an address listen on it as routers, and connect to each other; the others are clients of one of them,
 and change to another when it goes. So the coordinator, wherever it is, reaches all, and no connection depends on the
@@ -25,8 +25,8 @@ from typing import Any
 
 import zenoh
 
-from sentinel.cluster.election import LEASE_SECONDS
-from sentinel.cluster.messages import MESSAGE_BYTES, MOST_NODES
+from sentinel.cluster.protocol.election import LEASE_SECONDS
+from sentinel.cluster.protocol.messages import MESSAGE_BYTES, MOST_NODES
 from sentinel.cluster.seal import Seal
 from sentinel.config.cluster import Meeting, TlsFiles
 from sentinel.errors import ProtocolError

@@ -4,7 +4,7 @@ Sentinel's number of a node stays what it was at the first start. The launcher g
 
     nodes 0, 1, 2, 3; node 2 is left out      0 -> 0   1 -> 1   3 -> 2      {nodes} is 3, {node_rank} of node 3 is 2
 
-A supervisor is what remembers an agreement (`cluster/restart.py`): it outlives the daemon of its node.
+A supervisor is what remembers an agreement (`cluster/protocol/restart.py`): it outlives the daemon of its node.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentinel import wire
-from sentinel.cluster.restart import PATIENCE_SECONDS
+from sentinel.cluster.protocol.restart import PATIENCE_SECONDS
 from sentinel.supervise.job_nodes import JobNodes
 from tests.cluster.simulation import LeadMachine, NodeMachine, Simulation, SupervisorMachine
 

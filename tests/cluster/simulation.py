@@ -10,14 +10,14 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.coordinator import SETTLE_SECONDS, SILENT_SECONDS, Coordinator
-from sentinel.cluster.digest import DigestSender, JobSteps
-from sentinel.cluster.election import next_epoch
-from sentinel.cluster.job_incident import JobIncident
 from sentinel.cluster.lead import restore_pages
-from sentinel.cluster.messages import Beat, ClusterMessage, Digest, Events, Pulse, decode, encode
-from sentinel.cluster.node import Node
-from sentinel.cluster.rollback import JobRollbacks
+from sentinel.cluster.protocol.coordinator import SETTLE_SECONDS, SILENT_SECONDS, Coordinator
+from sentinel.cluster.protocol.digest import DigestSender, JobSteps
+from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.job_incident import JobIncident
+from sentinel.cluster.protocol.messages import Beat, ClusterMessage, Digest, Events, Pulse, decode, encode
+from sentinel.cluster.protocol.node import Node
+from sentinel.cluster.protocol.rollback import JobRollbacks
 from sentinel.daemon.job.standstill import HOLD_SECONDS
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding

@@ -10,11 +10,11 @@ import msgspec
 from sentinel import wire
 from sentinel.actions.rollback_state import Outcome
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.coordinator import SILENT_SECONDS
-from sentinel.cluster.messages import Beat, Pulse
-from sentinel.cluster.node import Node
-from sentinel.cluster.relay import RelayedRollback
-from sentinel.cluster.rollback import JobRollbacks
+from sentinel.cluster.protocol.coordinator import SILENT_SECONDS
+from sentinel.cluster.protocol.messages import Beat, Pulse
+from sentinel.cluster.protocol.node import Node
+from sentinel.cluster.protocol.relay import RelayedRollback
+from sentinel.cluster.protocol.rollback import JobRollbacks
 from sentinel.diagnose.case import Case
 from sentinel.runs import ARRIVAL_SECONDS, Attempt
 from tests.cluster.simulation import LeadMachine, NodeMachine, Simulation, make_case

@@ -18,9 +18,9 @@ import torch.distributed
 
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
-from sentinel.cluster.election import next_epoch
 from sentinel.cluster.membership import NO_ORDERS
-from sentinel.cluster.messages import Beat, RollbackOrder, encode
+from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.messages import Beat, RollbackOrder, encode
 from sentinel.config.cluster import Meeting
 from sentinel.daemon.run.meeting_search import MeetingSearch
 from sentinel.hooks.core import network_address, store_client

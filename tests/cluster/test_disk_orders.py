@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from sentinel.cluster.disk import NodeDisk, find_floor, list_on_all
-from sentinel.cluster.messages import NodeRollback, RollbackOrder
+from sentinel.cluster.protocol.disk import NodeDisk, find_floor, list_on_all
+from sentinel.cluster.protocol.messages import NodeRollback, RollbackOrder
 from sentinel.hooks.snapshot.node_parts import AHEAD, CommonSnapshots
 
 KEEP = 2

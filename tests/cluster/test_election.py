@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from sentinel.cluster.coordinator import Coordinator
-from sentinel.cluster.election import (
+from sentinel.cluster.protocol.coordinator import Coordinator
+from sentinel.cluster.protocol.election import (
     COUNTED_SECONDS,
     LEASE_SECONDS,
     STAGGER_SECONDS,
@@ -16,7 +16,7 @@ from sentinel.cluster.election import (
     find_leader,
     next_epoch,
 )
-from sentinel.cluster.messages import Beat, NodeState, Pulse
+from sentinel.cluster.protocol.messages import Beat, NodeState, Pulse
 from tests.cluster.simulation import Simulation
 
 E1, E2 = next_epoch(0, 1, 100), next_epoch(0, 2, 200)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.cluster.messages import MESSAGE_BYTES, Beat, Digest, Events, Pulse, RollbackOrder, decode, encode
+from sentinel.cluster.protocol.messages import MESSAGE_BYTES, Beat, Digest, Events, Pulse, RollbackOrder, decode, encode
 from sentinel.cluster.seal import Seal
 from sentinel.config.cluster import Meeting
 from tests.cluster.job import HIGH, LOW, RUN, SECRET, NodeDaemon, free_address, node_daemon

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.cluster.coordinator import SETTLE_SECONDS, Coordinator
-from sentinel.cluster.election import next_epoch
-from sentinel.cluster.job_incident import JobIncidents, Page
-from sentinel.cluster.messages import Events, NodeCase, NodeState, Pulse, WorkReport
-from sentinel.cluster.work import find_work_elsewhere
+from sentinel.cluster.protocol.coordinator import SETTLE_SECONDS, Coordinator
+from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.job_incident import JobIncidents, Page
+from sentinel.cluster.protocol.messages import Events, NodeCase, NodeState, Pulse, WorkReport
+from sentinel.cluster.protocol.work import find_work_elsewhere
 from sentinel.config.receivers import Grouping
 from sentinel.daemon.job.standstill import JobCauses, Positions, explain_over_nodes
 from sentinel.diagnose.case import Case

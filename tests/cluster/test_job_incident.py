@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.cluster.job_incident import JobIncidents, Page
-from sentinel.cluster.messages import NodeCase
+from sentinel.cluster.protocol.job_incident import JobIncidents, Page
+from sentinel.cluster.protocol.messages import NodeCase
 from sentinel.diagnose.case import CaseMember
 from tests.cluster.simulation import make_case
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.cluster import digest
-from sentinel.cluster.digest import BURST_BYTES, DIGEST_BYTES, PATIENCE_SECONDS, DigestSender, JobSteps
-from sentinel.cluster.job_rules import JobRules, find_signals, select_job_rules
-from sentinel.cluster.messages import Digest, NodeRollback, Pulse, RankReport, decode, encode
+from sentinel.cluster.protocol import digest
+from sentinel.cluster.protocol.digest import BURST_BYTES, DIGEST_BYTES, PATIENCE_SECONDS, DigestSender, JobSteps
+from sentinel.cluster.protocol.job_rules import JobRules, find_signals, select_job_rules
+from sentinel.cluster.protocol.messages import Digest, NodeRollback, Pulse, RankReport, decode, encode
 from sentinel.engine import RUN, Evaluator, Transition, load_rules
 from sentinel.errors import ProtocolError
 from sentinel.rulebook.loader import stock_rules

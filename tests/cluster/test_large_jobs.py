@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.cluster.messages import MOST_NODES, Beat, NodeState, Pulse, decode, encode
+from sentinel.cluster.protocol.messages import MOST_NODES, Beat, NodeState, Pulse, decode, encode
 from sentinel.errors import ProtocolError
 
 NODES = tuple(

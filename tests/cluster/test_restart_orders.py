@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.cluster.messages import NodeState
-from sentinel.cluster.restart import PATIENCE_SECONDS, JobMember, RestartOrders, combine_faults
+from sentinel.cluster.protocol.messages import NodeState
+from sentinel.cluster.protocol.restart import PATIENCE_SECONDS, JobMember, RestartOrders, combine_faults
 
 
 def fault(words: str = "RankLost", **more: Any) -> wire.JobFault:

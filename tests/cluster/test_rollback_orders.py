@@ -13,9 +13,9 @@ from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.rollback_state import Outcome
 from sentinel.cluster.membership import NO_ORDERS
-from sentinel.cluster.messages import Beat, Pulse, RollbackOrder, decode, encode
-from sentinel.cluster.relay import APART, RelayedRollback
-from sentinel.cluster.rollback import ARRIVAL_SECONDS, JobRollbacks
+from sentinel.cluster.protocol.messages import Beat, Pulse, RollbackOrder, decode, encode
+from sentinel.cluster.protocol.relay import APART, RelayedRollback
+from sentinel.cluster.protocol.rollback import ARRIVAL_SECONDS, JobRollbacks
 from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt
 from tests.diagnose.test_evidence import case

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.cluster.messages import Pulse, encode
+from sentinel.cluster.protocol.messages import Pulse, encode
 from sentinel.config.cluster import Meeting
 from sentinel.errors import ProtocolError
 from tests.cluster.job import HIGH, LOW, RUN, SECRET, free_address, node_daemon

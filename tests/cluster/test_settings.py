@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.cluster.messages import MESSAGE_BYTES, Events, Pulse, decode, encode, trim_case
+from sentinel.cluster.protocol.messages import MESSAGE_BYTES, Events, Pulse, decode, encode, trim_case
 from sentinel.config.cluster import Meeting
 from sentinel.config.settings import ClusterSettings, parse_settings
 from sentinel.errors import ConfigError, ProtocolError

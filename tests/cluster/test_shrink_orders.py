@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import pytest
 
 from sentinel import wire
-from sentinel.cluster.coordinator import Coordinator
-from sentinel.cluster.election import next_epoch
-from sentinel.cluster.messages import Beat, Pulse
-from sentinel.cluster.node import Node
-from sentinel.cluster.restart import PATIENCE_SECONDS
+from sentinel.cluster.protocol.coordinator import Coordinator
+from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.messages import Beat, Pulse
+from sentinel.cluster.protocol.node import Node
+from sentinel.cluster.protocol.restart import PATIENCE_SECONDS
 from sentinel.supervise.job_nodes import JobNodes
 
 LATE = PATIENCE_SECONDS + 1.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sentinel.cluster.messages import NodeState
-from sentinel.cluster.silence_notices import SilenceNotices
+from sentinel.cluster.protocol.messages import NodeState
+from sentinel.cluster.protocol.silence_notices import SilenceNotices
 
 
 def make_states(silent: set[int], *, left: int = -1, steps: int = 1) -> list[NodeState]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.cluster.election import LEASE_SECONDS
-from sentinel.cluster.messages import Beat, NodeState, OpenIncident
-from sentinel.cluster.node import Node
+from sentinel.cluster.protocol.election import LEASE_SECONDS
+from sentinel.cluster.protocol.messages import Beat, NodeState, OpenIncident
+from sentinel.cluster.protocol.node import Node
 from tests.cluster.invariants import check_all, check_stop
 from tests.cluster.simulation import Simulation, make_case
 from tests.cluster.stop_simulation import StopSimulation

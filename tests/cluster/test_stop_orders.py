@@ -11,8 +11,8 @@ from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.stop import StopAction
 from sentinel.cluster.membership import NO_ORDERS
-from sentinel.cluster.relay import APART, ASK_SECONDS
-from sentinel.cluster.rollback import ARRIVAL_SECONDS
+from sentinel.cluster.protocol.relay import APART, ASK_SECONDS
+from sentinel.cluster.protocol.rollback import ARRIVAL_SECONDS
 from sentinel.diagnose.case import Case
 from tests.cluster.test_rollback_orders import SIGN, SILENT, TERMS, Job, Loop, Node, vote
 from tests.diagnose.test_evidence import case

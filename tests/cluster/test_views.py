@@ -21,8 +21,8 @@ from click.testing import CliRunner
 
 from sentinel import wire
 from sentinel.cli import cli
-from sentinel.cluster.messages import MESSAGE_BYTES, PROTOCOL, decode, encode
-from sentinel.cluster.questions import NodeAnswer, Question, pack_answer, view_rank
+from sentinel.cluster.protocol.messages import MESSAGE_BYTES, PROTOCOL, decode, encode
+from sentinel.cluster.protocol.questions import NodeAnswer, Question, pack_answer, view_rank
 from sentinel.config.cluster import Meeting
 from sentinel.node import paths
 from sentinel.runs import Rank

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.cluster.disk import NodeDisk
-from sentinel.cluster.messages import RollbackOrder
+from sentinel.cluster.protocol.disk import NodeDisk
+from sentinel.cluster.protocol.messages import RollbackOrder
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.publishing import Publishing
 from sentinel.runs import Attempt, Run

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable
 
 from sentinel import wire
-from sentinel.cluster.job_extent import count_nodes
 from sentinel.cluster.membership import NO_ORDERS, Membership
-from sentinel.cluster.messages import NodeState, WorkReport
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling
-from sentinel.cluster.relay import APART
+from sentinel.cluster.protocol.job_extent import count_nodes
+from sentinel.cluster.protocol.messages import NodeState, WorkReport
+from sentinel.cluster.protocol.relay import APART
 from sentinel.config.cluster import ClusterSettings, Meeting
 from sentinel.daemon.job.judge import CoordinatorJudge, NodeJudge
 from sentinel.daemon.job.standstill import JobCauses

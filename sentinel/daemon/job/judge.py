@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from sentinel.actions.rollback_state import Outcome
-from sentinel.cluster.digest import DigestSender, NodeStep
-from sentinel.cluster.job_extent import list_job_nodes
-from sentinel.cluster.job_rules import JobRules, find_signals, select_job_rules
-from sentinel.cluster.messages import Digest, NodeState
+from sentinel.cluster.protocol.digest import DigestSender, NodeStep
+from sentinel.cluster.protocol.job_extent import list_job_nodes
+from sentinel.cluster.protocol.job_rules import JobRules, find_signals, select_job_rules
+from sentinel.cluster.protocol.messages import Digest, NodeState
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.incident_log import JobIncidentLog
 from sentinel.daemon.run.incidents import RunIncidents

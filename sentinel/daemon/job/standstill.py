@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from sentinel.cluster.job_incident import JobIncident, JobIncidents
 from sentinel.cluster.membership import Membership
-from sentinel.cluster.questions import Question, restore_rank, view_rank
+from sentinel.cluster.protocol.job_incident import JobIncident, JobIncidents
+from sentinel.cluster.protocol.questions import Question, restore_rank, view_rank
 from sentinel.daemon.job import hang_report
 from sentinel.daemon.job.unasked import find_unasked_ranks, name_unasked
 from sentinel.daemon.run.watched_run import WatchedRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sentinel import wire
-from sentinel.cluster.job_extent import count_nodes
+from sentinel.cluster.protocol.job_extent import count_nodes
 from sentinel.daemon.ingest.peer import Peer
 from sentinel.daemon.run.summary import summarize_run
 from sentinel.daemon.run.watched_run import WatchedRun

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from sentinel.cluster.membership import Membership
-from sentinel.cluster.questions import (
+from sentinel.cluster.protocol.questions import (
     IncidentView,
     NodeAnswer,
     Question,

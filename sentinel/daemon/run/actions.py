@@ -14,8 +14,8 @@ from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stacks import StacksAction
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.job_extent import count_nodes
-from sentinel.cluster.relay import RelayedRollback
+from sentinel.cluster.protocol.job_extent import count_nodes
+from sentinel.cluster.protocol.relay import RelayedRollback
 from sentinel.daemon.run.attention import Attention
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.incidents import RunIncidents

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
-from sentinel.cluster.job_extent import count_nodes
+from sentinel.cluster.protocol.job_extent import count_nodes
 from sentinel.config.cluster import Meeting
 from sentinel.node.addresses import split_addresses
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.disk import NodeDisk
+from sentinel.cluster.protocol.disk import NodeDisk
 from sentinel.daemon.run.context import RunContext
 from sentinel.runs import Attempt
 

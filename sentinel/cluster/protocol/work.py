@@ -1,4 +1,4 @@
-"""Ranks that wait for one that works do not hang, on whatever node that is. No network, no clock."""
+"""Ranks that wait for one that works do not hang, on whatever node that is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from sentinel.cluster.messages import NodeState, WorkReport
+from sentinel.cluster.protocol.messages import NodeState, WorkReport
 
 
 class WorkExchange(Protocol):

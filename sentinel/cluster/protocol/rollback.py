@@ -1,4 +1,4 @@
-"""The coordinator's rollback, or stop: of the ranks of all nodes, or of none. No network, no clock.
+"""The coordinator's rollback, or stop: of the ranks of all nodes, or of none.
 
     a node reports   its ranks, their snapshots, its cases that ask for either          with each pulse, and at once
     an order         Prepare, Commit, Abort or Stop, for all ranks of all nodes         with each beat, and at once
@@ -22,8 +22,8 @@ from sentinel.actions.held_snapshots import ACTION
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.disk import find_floor, list_on_all
-from sentinel.cluster.messages import CaseWords, NodeRollback, NodeState, RankReport, RollbackOrder
+from sentinel.cluster.protocol.disk import find_floor, list_on_all
+from sentinel.cluster.protocol.messages import CaseWords, NodeRollback, NodeState, RankReport, RollbackOrder
 from sentinel.diagnose.case import Case
 from sentinel.runs import Ending, NoRanks, Rank, Stage
 from sentinel.runs.rank_set import RankSet

@@ -1,4 +1,4 @@
-"""Closed steps of nodes on their way to the rules of the whole job. No network, no clock.
+"""Closed steps of nodes on their way to the rules of the whole job.
 
     RunStep of a node -> DigestSender -> Digest, once a second -> JobSteps -> RunStep of all nodes
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.messages import Digest
+from sentinel.cluster.protocol.messages import Digest
 from sentinel.errors import ProtocolError
 from sentinel.runs.reported import MOST_STEPS, MOST_VALUES, list_reported_steps
 from sentinel.runs.step_alignment import Alignment

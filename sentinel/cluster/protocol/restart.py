@@ -1,4 +1,4 @@
-"""What the coordinator has all nodes do, so that a job ends and begins again as a whole. No network, no clock.
+"""What the coordinator has all nodes do, so that a job ends and begins again as a whole.
 
     on one node a fault ended a start of the job     end: the others end it, too
     it has ended on all nodes                        begin: the next one, or what the policy says of the fault
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.messages import NodeState
+from sentinel.cluster.protocol.messages import NodeState
 from sentinel.text import join_names, name_nodes
 
 PATIENCE_SECONDS = 60.0

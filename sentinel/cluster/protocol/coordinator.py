@@ -1,4 +1,4 @@
-"""The coordinator's side of the protocol: whom it hears, what it applied, what it asks for. No network, no clock."""
+"""The coordinator's side of the protocol: whom it hears, what it applied, what it asks for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 
 from sentinel import wire
-from sentinel.cluster.election import COUNTED_SECONDS, TRIAL_SECONDS, find_leader, next_epoch
-from sentinel.cluster.job_incident import JobIncident, JobIncidents, Page
-from sentinel.cluster.messages import Beat, Events, NodeState, OpenIncident, Pulse, RollbackOrder
-from sentinel.cluster.restart import JobMember, RestartOrders, find_proposed
+from sentinel.cluster.protocol.election import COUNTED_SECONDS, TRIAL_SECONDS, find_leader, next_epoch
+from sentinel.cluster.protocol.job_incident import JobIncident, JobIncidents, Page
+from sentinel.cluster.protocol.messages import Beat, Events, NodeState, OpenIncident, Pulse, RollbackOrder
+from sentinel.cluster.protocol.restart import JobMember, RestartOrders, find_proposed
 from sentinel.diagnose.case import Case
 
 SILENT_SECONDS = 10.0

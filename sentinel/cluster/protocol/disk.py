@@ -1,4 +1,4 @@
-"""Which snapshots on disk all nodes of a job hold. No network, no clock, no disk.
+"""Which snapshots on disk all nodes of a job hold.
 
     a node reports      the steps of which it has a part, and from which of them on it knows of enough that all have
     the coordinator     the steps that all have, and the least of what the nodes know: nothing older is needed
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sentinel.cluster.messages import NodeRollback, RollbackOrder
+from sentinel.cluster.protocol.messages import NodeRollback, RollbackOrder
 
 
 class NodeDisk:

@@ -177,7 +177,7 @@ class Digest(ClusterMessage, frozen=True, kw_only=True):
     after: Integer
     upto: Integer
     body: bytes
-    """`cluster/digest.py` has it."""
+    """`cluster/protocol/digest.py` has it."""
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):

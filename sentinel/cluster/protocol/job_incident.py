@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from sentinel.cluster.messages import NodeCase
-from sentinel.cluster.questions import IncidentView
+from sentinel.cluster.protocol.messages import NodeCase
+from sentinel.cluster.protocol.questions import IncidentView
 from sentinel.config.settings import SEVERITIES
 from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case, CaseMember

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sentinel.cluster.messages import NodeState
+from sentinel.cluster.protocol.messages import NodeState
 from sentinel.text import join_names
 
 _NAMED = 3

@@ -1,4 +1,4 @@
-"""Which coordinator a node follows, and when it takes that role itself. No network, no clock.
+"""Which coordinator a node follows, and when it takes that role itself.
 
 No two coordinators act at the same time, whatever the net loses, delays or lets through in one direction only:
 
@@ -15,7 +15,7 @@ counted: a coordinator whose nodes have all ended well still tells people how it
 
 from __future__ import annotations
 
-from sentinel.cluster.messages import Beat
+from sentinel.cluster.protocol.messages import Beat
 from sentinel.node.addresses import MOST_ADDRESSES
 
 LEASE_SECONDS = 5.0

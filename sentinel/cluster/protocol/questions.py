@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.messages import MESSAGE_BYTES, ClusterMessage, encode, trim_case
+from sentinel.cluster.protocol.messages import MESSAGE_BYTES, ClusterMessage, encode, trim_case
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.stacks import training
 from sentinel.runs import Rank, RankState

@@ -12,8 +12,8 @@ from sentinel import wire
 from sentinel.actions.held_snapshots import ACTION, HeldSnapshots, RollbackCases
 from sentinel.actions.rollback import NO_SNAPSHOT, WAITS, explain_stopped
 from sentinel.actions.rollback_state import Outcome, Phase, Saved
-from sentinel.cluster.disk import NodeDisk
-from sentinel.cluster.messages import NodeRollback, RankReport, RollbackOrder, shorten_case
+from sentinel.cluster.protocol.disk import NodeDisk
+from sentinel.cluster.protocol.messages import NodeRollback, RankReport, RollbackOrder, shorten_case
 from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt, Rank, RankLink
 

@@ -1,5 +1,5 @@
 """The rules over the ranks of all nodes, and their judgement by the coordinator: the engine that a node has, over the
-steps of all nodes. No network, no clock.
+steps of all nodes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from sentinel.cluster.digest import JobSteps
-from sentinel.cluster.messages import Digest
+from sentinel.cluster.protocol.digest import JobSteps
+from sentinel.cluster.protocol.messages import Digest
 from sentinel.engine import RUN, Evaluator, Incident, Rule, Transition
 from sentinel.rulebook.observation import observation
 from sentinel.runs import Stage

@@ -1,4 +1,4 @@
-"""A node's side of the protocol: its numbered events, and whether it hears the coordinator. No network, no clock."""
+"""A node's side of the protocol: its numbered events, and whether it hears the coordinator."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.election import Election
-from sentinel.cluster.messages import CASE_BYTES, MESSAGE_BYTES, Beat, Events, NodeCase, trim_case
+from sentinel.cluster.protocol.election import Election
+from sentinel.cluster.protocol.messages import CASE_BYTES, MESSAGE_BYTES, Beat, Events, NodeCase, trim_case
 from sentinel.diagnose.case import Case
 
 LOCAL_VIEW_SECONDS = 10.0
