@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from sentinel.diagnose.stacks import StackFrame, Thread, threads
+from sentinel.diagnose.standstill.stacks import StackFrame, Thread, threads
 
 RANKS = 8
 FRAMES = 25

@@ -12,9 +12,9 @@ import msgspec
 
 from sentinel.diagnose.catalogue import diagnose
 from sentinel.diagnose.evidence import SURENESS, Evidence, Finding
-from sentinel.diagnose.hang import training_ident
+from sentinel.diagnose.explainers.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
-from sentinel.diagnose.stacks import arrange_dump
+from sentinel.diagnose.standstill.stacks import arrange_dump
 from sentinel.engine import Entity, Incident
 from sentinel.runs import Attempt, Run
 from sentinel.runs.steps import RunStep

@@ -1,6 +1,6 @@
 """From evidence to cause. A diagnosis says how sure it is and what is missing: wrong certainty is worse than none.
 
-One function an alert, which registers itself by `@explains("LossSpike")` when its module is imported here; an alert
+One function an alert, which registers itself by `@explains("LossSpike")` in a module of `explainers`; an alert
 without one gets what its rule says of it and the cause "not known". The function decides which cause holds;
 `causes.yaml` has the words, and where it is known from.
 """
@@ -9,26 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.diagnose import (  # noqa: F401  # imported to register themselves
-    batches,
-    bugs,
-    depth,
-    drift,
-    formats,
-    hang,
-    hardware,
-    learning,
-    lost,
-    memory,
-    outofmemory,
-    precision,
-    ranks,
-    replicas,
-    stability,
-    stale,
-    straggler,
-    throughput,
-)
+import sentinel.diagnose.explainers  # noqa: F401  # its modules register themselves
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.explanations import find_explanation
 from sentinel.diagnose.gradient_facts import describe_gradients, describe_second_moments

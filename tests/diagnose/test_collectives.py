@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.diagnose.collectives import find_desync, find_standstill
+from sentinel.diagnose.standstill.collectives import find_desync, find_standstill
 from sentinel.wire.flight_recorder import KEPT, Flight, flight_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sentinel.daemon.ranks.heartbeats import LONG_SECONDS, RankHeartbeat, judge_heartbeat
-from sentinel.diagnose.stacks import threads
+from sentinel.diagnose.standstill.stacks import threads
 from sentinel.wire.heartbeat_page import (
     BLANK,
     PAGE,

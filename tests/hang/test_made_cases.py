@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from sentinel.cli import cli
-from sentinel.diagnose.collectives import find_standstill
 from sentinel.diagnose.evidence import NOT_KNOWN, SURENESS
-from sentinel.diagnose.ranks import name_ranks
-from sentinel.diagnose.standstill import Standstill
+from sentinel.diagnose.explainers.ranks import name_ranks
+from sentinel.diagnose.standstill.collectives import find_standstill
+from sentinel.diagnose.standstill.waits import Standstill
 from sentinel.toolkit.postmortem.files import remains
 from sentinel.toolkit.postmortem.verdict import verdict
 from tests.hang.made_cases import Case, make_cases

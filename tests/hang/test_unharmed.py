@@ -13,7 +13,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.daemon.ranks.stalls import StallDetector
-from sentinel.diagnose.stacks import threads
+from sentinel.diagnose.standstill.stacks import threads
 from sentinel.hooks.transport.heartbeat_writer import format_stacks
 from sentinel.runs import Attempt
 from sentinel.wire.heartbeat_page import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, pack_heartbeat

@@ -13,7 +13,7 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.protocol.messages import MESSAGE_BYTES, ClusterMessage, encode, trim_case
 from sentinel.diagnose.case import Case
-from sentinel.diagnose.stacks import training
+from sentinel.diagnose.standstill.stacks import training
 from sentinel.runs import Rank, RankState
 from sentinel.wire.flight_recorder import Flight
 from sentinel.wire.heartbeat_page import Heartbeat, Stall

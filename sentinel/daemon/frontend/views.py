@@ -11,7 +11,7 @@ import msgspec
 
 from sentinel._version import __version__
 from sentinel.daemon.run.watched_run import WatchedRun
-from sentinel.diagnose.stacks import find_place
+from sentinel.diagnose.standstill.stacks import find_place
 from sentinel.runs import Attempt, Rank
 from sentinel.runs.devices import Gpu
 

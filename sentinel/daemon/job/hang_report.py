@@ -9,8 +9,8 @@ from typing import Any
 
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.evidence import Evidence, Finding
-from sentinel.diagnose.hang import hang, training_ident
-from sentinel.diagnose.stacks import training
+from sentinel.diagnose.explainers.hang import hang, training_ident
+from sentinel.diagnose.standstill.stacks import training
 from sentinel.runs import Rank, Run
 from sentinel.runs.steps import RunStep
 

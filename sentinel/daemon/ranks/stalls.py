@@ -14,7 +14,7 @@ from sentinel.actions.collectives import Collectives
 from sentinel.actions.stacks import StacksAction
 from sentinel.daemon.ranks.exit_status import ExitStatuses, has_ended
 from sentinel.daemon.ranks.heartbeats import RankHeartbeat
-from sentinel.diagnose.collectives import find_desync
+from sentinel.diagnose.standstill.collectives import find_desync
 from sentinel.engine import Entity, Observation
 from sentinel.runs import Attempt, Rank, RankLink
 from sentinel.wire.flight_recorder import Flight

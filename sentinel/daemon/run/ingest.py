@@ -19,7 +19,7 @@ from sentinel.daemon.ranks.stalls import StallDetector
 from sentinel.daemon.run.actions import RunActions
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.incidents import RunIncidents
-from sentinel.diagnose.stacks import find_place
+from sentinel.diagnose.standstill.stacks import find_place
 from sentinel.engine import Observation
 from sentinel.runs import Rank, Stage
 from sentinel.runs.devices import Devices, Gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sentinel import wire
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose import folding
-from sentinel.diagnose.memory import measure_unjudged_rise
+from sentinel.diagnose.explainers.memory import measure_unjudged_rise
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sentinel.diagnose.collectives import find_desync, find_standstill
 from sentinel.diagnose.evidence import NOT_KNOWN, Finding
-from sentinel.diagnose.ranks import Reason, explain_standstill
-from sentinel.diagnose.standstill import Standstill, Wait, each_wait
+from sentinel.diagnose.explainers.ranks import Reason, explain_standstill
+from sentinel.diagnose.standstill.collectives import find_desync, find_standstill
+from sentinel.diagnose.standstill.waits import Standstill, Wait, each_wait
 from sentinel.text import name_ranks
 from sentinel.toolkit.postmortem.files import Remains
 from sentinel.toolkit.postmortem.first_failure import explain_first_failure, find_remedy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
+from sentinel.diagnose.explainers.ranks import across, format_stack, name_nodes
 from sentinel.diagnose.explanations import explains
-from sentinel.diagnose.ranks import across, format_stack, name_nodes
-from sentinel.diagnose.stacks import COLLECTIVES, LOADER, StackFrame, Thread, training
+from sentinel.diagnose.standstill.stacks import COLLECTIVES, LOADER, StackFrame, Thread, training
 from sentinel.runs import Rank
 from sentinel.text import name_ranks
 from sentinel.wire.heartbeat_page import Kind, Work

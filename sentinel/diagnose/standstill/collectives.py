@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from sentinel.diagnose.group_members import GroupMembers, Key, find_commonest, fit
-from sentinel.diagnose.standstill import Standstill, Wait
-from sentinel.diagnose.wait_graph import WaitGraph, name_minority
+from sentinel.diagnose.standstill.group_members import GroupMembers, Key, find_commonest, fit
+from sentinel.diagnose.standstill.wait_graph import WaitGraph, name_minority
+from sentinel.diagnose.standstill.waits import Standstill, Wait
 from sentinel.wire.flight_recorder import Collective, Flight
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.explainers.ranks import UNEVEN
 from sentinel.diagnose.explanations import explains
-from sentinel.diagnose.ranks import UNEVEN
 from sentinel.text import name_ranks
 
 _LENGTH = "loader_batches"

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.drift import huge_gradient, rate_jump
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, times_usual
+from sentinel.diagnose.explainers.drift import huge_gradient, rate_jump
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.signs import GrownLayer
 

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from sentinel.diagnose.evidence import Confidence
-from sentinel.diagnose.group_members import GroupMembers, Key, count_elements, find_commonest, fit
-from sentinel.diagnose.standstill import LISTING, Kind, Standstill, Wait
+from sentinel.diagnose.standstill.group_members import GroupMembers, Key, count_elements, find_commonest, fit
+from sentinel.diagnose.standstill.waits import LISTING, Kind, Standstill, Wait
 from sentinel.text import name_ranks
 from sentinel.wire.flight_recorder import Collective, Flight, Lane
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from sentinel.diagnose.collectives import find_desync, find_standstill
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
 from sentinel.diagnose.explanations import explains
-from sentinel.diagnose.stacks import COLLECTIVES, LOADER, Thread, training
-from sentinel.diagnose.standstill import Standstill, Wait, each_wait
+from sentinel.diagnose.standstill.collectives import find_desync, find_standstill
+from sentinel.diagnose.standstill.stacks import COLLECTIVES, LOADER, Thread, training
+from sentinel.diagnose.standstill.waits import Standstill, Wait, each_wait
 from sentinel.runs import Rank
 from sentinel.text import name_ranks
 from sentinel.wire.flight_recorder import Collective

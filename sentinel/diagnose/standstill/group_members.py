@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from sentinel.diagnose.standstill import ROOTED
+from sentinel.diagnose.standstill.waits import ROOTED
 from sentinel.wire.flight_recorder import Collective, Flight
 
 _SAME_SIZES = {"allreduce", "broadcast", "reduce", "reducescatter", "reducescatterbase"}
