@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sentinel.engine import RUN, Entity, Evaluator, Observation, load_rules
-from sentinel.engine.arithmetic import exact_mean, exact_sum
+from sentinel.engine.expressions.arithmetic import exact_mean, exact_sum
 from sentinel.runs.steps import combine_ranks
 
 LARGEST = sys.float_info.max

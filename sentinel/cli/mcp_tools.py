@@ -26,7 +26,7 @@ from sentinel.cli import (
 )
 from sentinel.cli.quoted import quote_data
 from sentinel.config import settings
-from sentinel.engine.judgement import STATES
+from sentinel.engine.judging.judgement import STATES
 from sentinel.errors import ConfigError
 from sentinel.store import RUN, History
 from sentinel.text import rank_severity

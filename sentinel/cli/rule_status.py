@@ -10,7 +10,7 @@ import click
 from sentinel.cli.client import list_runs
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
-from sentinel.engine.judgement import STATES
+from sentinel.engine.judging.judgement import STATES
 from sentinel.web import json
 
 

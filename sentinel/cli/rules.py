@@ -147,7 +147,7 @@ def schema() -> None:
     Example:  sentinel rules schema > rules.schema.json
               # yaml-language-server: $schema=rules.schema.json      (first line of a rule file)
     """
-    from sentinel.engine.schema import schema as schema_of
+    from sentinel.engine.rules.schema import schema as schema_of
 
     echo(json.text(schema_of(loader.ACTIONS, loader.EVIDENCE)))
 

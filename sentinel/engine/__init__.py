@@ -1,8 +1,10 @@
 """The rule engine: text and numbers in, incidents out.
 
-    rule files    source -> syntax -> compiler (functions, builder, operators, template) -> loading (rule)
-    steps         observation -> plan (windows) -> judgement -> evaluation (incident, history, state)
-    tests         series, ruletest; reference writes the docs
+    rules/          rule files, by way of `source` (YAML with its places), to rules
+    expressions/    a rule's texts to plans: syntax -> compiler (functions, builder, operators) -> plan
+    windows/        what a plan remembers
+    judging/        observations through the rules: evaluation (rule_state, judgement, incident, history, state)
+    ruletest, backtest    rules over made-up series, and over a run that has been
 
     rules = rules_of([load_rules(text, "stability.yaml")])
     evaluator = Evaluator(rules, run="gpt")
@@ -13,12 +15,12 @@ Pure: no I/O, no clock of its own, no torch.
 
 from __future__ import annotations
 
-from sentinel.engine.evaluation import Evaluator, RuleStatus
-from sentinel.engine.incident import Incident, Member, Transition
-from sentinel.engine.loading import load_rules
+from sentinel.engine.judging.evaluation import Evaluator, RuleStatus
+from sentinel.engine.judging.incident import Incident, Member, Transition
+from sentinel.engine.judging.state import LAYOUT, RuleStateError
 from sentinel.engine.observation import RUN, Entity, Observation, Rewound, Staged, Table
-from sentinel.engine.rule import Rule, RuleFile, rules_of
-from sentinel.engine.state import LAYOUT, RuleStateError
+from sentinel.engine.rules.loading import load_rules
+from sentinel.engine.rules.rule import Rule, RuleFile, rules_of
 
 __all__ = [
     "LAYOUT",

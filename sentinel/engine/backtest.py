@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from sentinel.engine.evaluation import Evaluator
-from sentinel.engine.incident import Incident
-from sentinel.engine.judgement import Status
+from sentinel.engine.expressions.syntax import parse
+from sentinel.engine.judging.evaluation import Evaluator
+from sentinel.engine.judging.incident import Incident
+from sentinel.engine.judging.judgement import Status
 from sentinel.engine.observation import Observation, Rewound, Staged
-from sentinel.engine.rule import Rule
+from sentinel.engine.rules.rule import Rule
 from sentinel.engine.source import Text
-from sentinel.engine.syntax import parse
 
 
 class Alert(msgspec.Struct, frozen=True):

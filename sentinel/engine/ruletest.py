@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sentinel.engine import span
-from sentinel.engine.evaluation import Evaluator
-from sentinel.engine.incident import Incident
-from sentinel.engine.judgement import STATES
-from sentinel.engine.loading import load_rules
+from sentinel.engine.judging.evaluation import Evaluator
+from sentinel.engine.judging.incident import Incident
+from sentinel.engine.judging.judgement import STATES
 from sentinel.engine.observation import RUN, SCOPES, Entity, Observation
-from sentinel.engine.rule import ANNOTATIONS, SEVERITIES, Rule, rules_of
+from sentinel.engine.rules.loading import load_rules
+from sentinel.engine.rules.rule import ANNOTATIONS, SEVERITIES, Rule, rules_of
 from sentinel.engine.series import expand
 from sentinel.engine.source import Source, YamlNode, did_you_mean
 from sentinel.signals import SIGNALS

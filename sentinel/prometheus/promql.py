@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
+from sentinel.engine.expressions.syntax import parse
 from sentinel.engine.source import Text
 from sentinel.engine.span import seconds
-from sentinel.engine.syntax import parse
 from sentinel.prometheus.metric_names import Scope, name_series
 from sentinel.signals import SIGNALS
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sentinel.engine.judgement import STATES
+from sentinel.engine.judging.judgement import STATES
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.markup import escape

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from sentinel import wire
-from sentinel.engine.arithmetic import exact_sum
+from sentinel.engine.expressions.arithmetic import exact_sum
 from sentinel.signals import SIGNALS
 
 _SHARDS = {signal.part_of: name for name, signal in SIGNALS.items() if signal.part_of}

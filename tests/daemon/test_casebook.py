@@ -13,7 +13,7 @@ from sentinel.daemon.frontend import metrics, views
 from sentinel.daemon.run import incident_log
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Rule
-from sentinel.engine.loading import load_rules
+from sentinel.engine.rules.loading import load_rules
 from sentinel.runs import Run
 from sentinel.store import History, Store
 from tests.run_parts import SentMessages, watch_run

@@ -14,7 +14,7 @@ from sentinel.daemon.run import clock as clock_module
 from sentinel.daemon.run.clock import Clock
 from sentinel.diagnose.case import Case
 from sentinel.engine import Entity, Observation, Rule
-from sentinel.engine.loading import load_rules
+from sentinel.engine.rules.loading import load_rules
 from sentinel.runs import Run
 from sentinel.store import History, Store
 from tests.run_parts import watch_run

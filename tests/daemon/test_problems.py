@@ -17,7 +17,7 @@ from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
-from sentinel.engine.loading import load_rules
+from sentinel.engine.rules.loading import load_rules
 from sentinel.notify import Message, Route, silences
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.notifier import Notifier

@@ -11,7 +11,7 @@ import pytest
 from sentinel import wire
 from sentinel.daemon import restoration
 from sentinel.engine import Rule
-from sentinel.engine.loading import load_rules
+from sentinel.engine.rules.loading import load_rules
 from sentinel.runs import Run
 from sentinel.store import History, Store
 from tests.run_parts import watch_run

@@ -8,7 +8,7 @@ from sentinel import wire
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
 from sentinel.engine import Entity, Incident
-from sentinel.engine.incident import Member
+from sentinel.engine.judging.incident import Member
 from sentinel.runs import Attempt, Run
 from sentinel.wire.flight_recorder import Flight, flight_of
 from sentinel.wire.heartbeat_page import Kind, Stall

@@ -27,7 +27,7 @@ from sentinel.daemon.frontend.faults import FaultCounter
 from sentinel.daemon.frontend.metrics import LiveCollector
 from sentinel.diagnose.causes import causes
 from sentinel.engine import load_rules
-from sentinel.engine.reference import reference
+from sentinel.engine.rules.reference import reference
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.prometheus.alerting_rules import alerting_rules
 from sentinel.rulebook import loader

@@ -10,7 +10,7 @@ import msgspec
 import pynvml
 import pytest
 
-from sentinel.engine.rule import SEVERITIES
+from sentinel.engine.rules.rule import SEVERITIES
 from sentinel.toolkit.doctor import driver, environment, model
 from sentinel.toolkit.doctor.driver import Driver
 from sentinel.toolkit.doctor.environment import Machine, findings

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli.doctor import judge_ranks
-from sentinel.engine.rule import SEVERITIES
+from sentinel.engine.rules.rule import SEVERITIES
 from sentinel.toolkit.doctor.command import Examined
 from sentinel.toolkit.doctor.finding import finding_texts, sort_findings
 from tests.doctor.scripts import HEALTHY, PLANTED, PLANTED_AGAIN

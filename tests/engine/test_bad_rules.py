@@ -11,11 +11,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sentinel.engine import RUN, Evaluator, Observation, foreign, load_rules, rules_of
-from sentinel.engine.builder import Builder
-from sentinel.engine.compiler import compile_any
+from sentinel.engine import RUN, Evaluator, Observation, load_rules, rules_of
+from sentinel.engine.expressions import foreign
+from sentinel.engine.expressions.builder import Builder
+from sentinel.engine.expressions.compiler import compile_any
+from sentinel.engine.expressions.syntax import parse
 from sentinel.engine.source import Text
-from sentinel.engine.syntax import parse
 from sentinel.errors import RuleError
 from sentinel.rulebook import loader
 from sentinel.signals import SIGNALS

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sentinel.engine.functions import FUNCTIONS, Window
-from sentinel.engine.windows import WindowState
+from sentinel.engine.expressions.functions import FUNCTIONS, Window
+from sentinel.engine.windows.sliding import WindowState
 
 SMALL, LARGE = 50, 5_000
 WINDOWED = [name for name, function in FUNCTIONS.items() if function.state is not None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from sentinel.engine import RUN, Evaluator, Observation, load_rules
-from sentinel.engine.functions import FUNCTIONS, Function
+from sentinel.engine.expressions.functions import FUNCTIONS, Function
 from sentinel.errors import RuleError
 
 DEFINED = [function for function in FUNCTIONS.values() if function.body]

@@ -10,14 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sentinel.engine import Rule
-from sentinel.engine.builder import Builder
-from sentinel.engine.compiler import compile_any
-from sentinel.engine.generation import write_source
-from sentinel.engine.operators import NAMES
-from sentinel.engine.plan import Plan
-from sentinel.engine.rule import plans_of
+from sentinel.engine.expressions.builder import Builder
+from sentinel.engine.expressions.compiler import compile_any
+from sentinel.engine.expressions.generation import write_source
+from sentinel.engine.expressions.operators import NAMES
+from sentinel.engine.expressions.plan import Plan
+from sentinel.engine.expressions.syntax import parse
+from sentinel.engine.rules.rule import plans_of
 from sentinel.engine.source import Text
-from sentinel.engine.syntax import parse
 from sentinel.errors import RuleError
 from tests.engine.test_bad_rules import PIECES, VOCABULARY
 from tests.stock import RULES

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.engine import RUN, Entity, Evaluator, Observation, load_rules, rule_state, rules_of, schedule
+from sentinel.engine import RUN, Entity, Evaluator, Observation, load_rules, rules_of
+from sentinel.engine.judging import rule_state, schedule
 from tests.engine.test_rewind import told
 
 RULES = """

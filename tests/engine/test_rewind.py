@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, history, load_rules
+from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, load_rules
+from sentinel.engine.judging import history
 from sentinel.engine.observation import ObservedStep
 
 RULES = """

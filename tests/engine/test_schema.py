@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sentinel.engine.rule import ANNOTATIONS, OVERRIDE_KEYS, RULE_KEYS
-from sentinel.engine.schema import schema
+from sentinel.engine.rules.rule import ANNOTATIONS, OVERRIDE_KEYS, RULE_KEYS
+from sentinel.engine.rules.schema import schema
 from sentinel.rulebook import loader
 
 SCHEMA = schema(loader.ACTIONS, loader.EVIDENCE)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.engine import Evaluator, Incident, RuleStateError
-from sentinel.engine.state import dumps, loads
+from sentinel.engine.judging.state import dumps, loads
 from tests.engine.test_rewind import LOADED, fed, run_of, small_history, told
 
 __all__ = ["small_history"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sentinel.engine import RUN, Evaluator, Observation, load_rules
-from sentinel.engine.template import LONGEST
+from sentinel.engine.rules.template import LONGEST
 from sentinel.errors import RuleError
 
 

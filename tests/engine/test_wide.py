@@ -9,18 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.engine import (
-    RUN,
-    Entity,
-    Evaluator,
-    Observation,
-    Transition,
-    evaluation,
-    load_rules,
-    observation,
-    rule_state,
-    rules_of,
-)
+from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, load_rules, observation, rules_of
+from sentinel.engine.judging import evaluation, rule_state
 from tests.engine.test_rewind import told
 
 RULES = """

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.engine import RUN, Evaluator, Observation, load_rules
-from sentinel.engine.folds import Folded
-from sentinel.engine.functions import FUNCTIONS, Window
-from sentinel.engine.order_statistics import Ordered, median_deviation
+from sentinel.engine.expressions.functions import FUNCTIONS, Window
+from sentinel.engine.windows.folds import Folded
+from sentinel.engine.windows.order_statistics import Ordered, median_deviation
 
 Samples = Sequence[float | None]
 

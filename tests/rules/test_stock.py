@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sentinel.engine import Rule, load_rules, rules_of
-from sentinel.engine.judgement import STATES
-from sentinel.engine.rule import ANNOTATIONS, RULE_KEYS
+from sentinel.engine.judging.judgement import STATES
+from sentinel.engine.rules.rule import ANNOTATIONS, RULE_KEYS
+from sentinel.engine.rules.template import WORDS
 from sentinel.engine.ruletest import RuleTest, load_tests
-from sentinel.engine.template import WORDS
 from sentinel.rulebook import loader
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from sentinel.daemon.run.watched_run import WatchedRun
-from sentinel.engine.arithmetic import exact_sum
+from sentinel.engine.expressions.arithmetic import exact_sum
 from sentinel.runs.steps import LayerStats
 
 SHOWN = 10

@@ -22,7 +22,7 @@ from sentinel._version import __version__
 from sentinel.daemon.frontend import layer_metrics
 from sentinel.daemon.frontend.faults import FaultCounter
 from sentinel.daemon.run.watched_run import WatchedRun
-from sentinel.engine.judgement import STATES
+from sentinel.engine.judging.judgement import STATES
 from sentinel.notify.deadman import Deadman
 from sentinel.prometheus import metric_names
 from sentinel.prometheus.metric_names import with_unit

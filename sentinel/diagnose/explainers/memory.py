@@ -13,7 +13,7 @@ from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.holders import add_holders
-from sentinel.engine.steady import Steady, count_steady_samples
+from sentinel.engine.windows.steady import Steady, count_steady_samples
 from sentinel.runs.steps import RunStep
 from sentinel.text import format_bytes
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sentinel.engine.builder import Term, Vocabulary
+from sentinel.engine.expressions.builder import Term, Vocabulary
+from sentinel.engine.expressions.plan import SEQ, Plan
 from sentinel.engine.observation import Scope
-from sentinel.engine.plan import SEQ, Plan
+from sentinel.engine.rules.template import Template
 from sentinel.engine.source import YamlNode
 from sentinel.engine.span import Hold, Span
-from sentinel.engine.template import Template
 from sentinel.errors import RuleError
 from sentinel.signals import CLOCK, SIGNALS
 

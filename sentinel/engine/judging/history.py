@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from sentinel.engine.expressions.plan import Plan, list_wanted
 from sentinel.engine.observation import Entity, Observation, ObservedStep, Sampled, Table
-from sentinel.engine.plan import Plan, list_wanted
 
 SPACING = 256
 """Steps between checkpoints, at least."""

@@ -8,15 +8,15 @@ from typing import Literal
 
 import msgspec
 
-from sentinel.engine.history import ObservationHistory
-from sentinel.engine.incident import Incident, Incidents, Member, Transition
-from sentinel.engine.judgement import Status
+from sentinel.engine.expressions.plan import Slots, UnreadyError
+from sentinel.engine.judging.history import ObservationHistory
+from sentinel.engine.judging.incident import Incident, Incidents, Member, Transition
+from sentinel.engine.judging.judgement import Status
+from sentinel.engine.judging.rule_state import RuleState, Verdicts, Work, finish_work
+from sentinel.engine.judging.schedule import Due, Schedule
+from sentinel.engine.judging.state import RuleStateError, dumps, loads
 from sentinel.engine.observation import Entity, Observation, ObservedStep
-from sentinel.engine.plan import Slots, UnreadyError
-from sentinel.engine.rule import Condition, Rule, plans_of
-from sentinel.engine.rule_state import RuleState, Verdicts, Work, finish_work
-from sentinel.engine.schedule import Due, Schedule
-from sentinel.engine.state import RuleStateError, dumps, loads
+from sentinel.engine.rules.rule import Condition, Rule, plans_of
 
 PORTION = 400
 """Operations, of 1 to 4 microseconds each, that a step spends on rules over many entities."""

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable
 
-from sentinel.engine.windows import Recent
+from sentinel.engine.windows.sliding import Recent
 
 Fold = tuple[float, float]
 """What is known of a stretch of samples, beside its length: see `Folded`."""

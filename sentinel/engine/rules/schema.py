@@ -7,8 +7,8 @@ from typing import Any
 
 from sentinel.engine import span
 from sentinel.engine.observation import SCOPES
-from sentinel.engine.rule import ANNOTATIONS, SEVERITIES
-from sentinel.engine.rule_reader import ALERT, NAME, SLUG
+from sentinel.engine.rules.rule import ANNOTATIONS, SEVERITIES
+from sentinel.engine.rules.rule_reader import ALERT, NAME, SLUG
 
 _EXPRESSION = {"type": ["string", "number", "boolean"]}
 """YAML reads `expr: 1` as a number: what is wrong with it, `check` says better."""

@@ -11,15 +11,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sentinel.engine import foreign, operators, span
-from sentinel.engine.builder import Builder, Term, Type
-from sentinel.engine.definitions import expand_call
-from sentinel.engine.functions import FUNCTIONS, HOWS, Function, Window
+from sentinel.engine import span
+from sentinel.engine.expressions import foreign, operators
+from sentinel.engine.expressions.builder import Builder, Term, Type
+from sentinel.engine.expressions.definitions import expand_call
+from sentinel.engine.expressions.functions import FUNCTIONS, HOWS, Function, Window
+from sentinel.engine.expressions.plan import SEQ
+from sentinel.engine.expressions.syntax import Parsed
 from sentinel.engine.observation import SCOPES
-from sentinel.engine.plan import SEQ
 from sentinel.engine.source import did_you_mean
-from sentinel.engine.syntax import Parsed
-from sentinel.engine.windows import SAMPLE_LIMIT
+from sentinel.engine.windows.sliding import SAMPLE_LIMIT
 from sentinel.errors import RuleError
 from sentinel.text import format_count
 

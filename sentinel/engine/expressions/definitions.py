@@ -6,9 +6,9 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sentinel.engine.functions import Function
+from sentinel.engine.expressions.functions import Function
+from sentinel.engine.expressions.syntax import parse
 from sentinel.engine.source import Text
-from sentinel.engine.syntax import parse
 
 
 def expand_call(function: Function, arguments: Sequence[ast.expr], call: ast.expr) -> ast.expr:

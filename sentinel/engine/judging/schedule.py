@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
+from sentinel.engine.expressions.plan import list_wanted
+from sentinel.engine.judging.rule_state import RuleState
 from sentinel.engine.observation import Entity, ObservedStep
-from sentinel.engine.plan import list_wanted
-from sentinel.engine.rule import Rule, plans_of
-from sentinel.engine.rule_state import RuleState
+from sentinel.engine.rules.rule import Rule, plans_of
 
 LIMIT = 512
 """Sets of metrics that are sampled together, whose rules are remembered. A run has as many as its spacings differ."""

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sentinel.engine.builder import Term
+from sentinel.engine.expressions.builder import Term
+from sentinel.engine.expressions.plan import Slots, UnreadyError
 from sentinel.engine.observation import RUN, Entity, ObservedStep
-from sentinel.engine.plan import Slots, UnreadyError
-from sentinel.engine.rule import Rule
+from sentinel.engine.rules.rule import Rule
 from sentinel.text import join_names
 
 ENDED_LIMIT = 200

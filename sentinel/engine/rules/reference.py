@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from sentinel.engine.functions import FUNCTIONS
-from sentinel.engine.loading import load_rules
-from sentinel.engine.rule import Rule
+from sentinel.engine.expressions.functions import FUNCTIONS
+from sentinel.engine.rules.loading import load_rules
+from sentinel.engine.rules.rule import Rule
 from sentinel.signals import CLOCK, SIGNALS
 
 _HEAD = """\

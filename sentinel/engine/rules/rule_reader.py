@@ -6,16 +6,16 @@ import re
 from collections.abc import Callable, Collection, Mapping
 
 from sentinel.engine import span
-from sentinel.engine.builder import Builder, Term
-from sentinel.engine.compiler import compile_any, compile_condition, compile_number
-from sentinel.engine.functions import FUNCTIONS
+from sentinel.engine.expressions.builder import Builder, Term
+from sentinel.engine.expressions.compiler import compile_any, compile_condition, compile_number
+from sentinel.engine.expressions.functions import FUNCTIONS
+from sentinel.engine.expressions.plan import Plan
+from sentinel.engine.expressions.syntax import Parsed, parse
 from sentinel.engine.observation import SCOPES, Scope
-from sentinel.engine.plan import Plan
-from sentinel.engine.rule import DOWNGRADE_KEYS, SEVERITIES, Condition, Definition, Downgrade, Rule
+from sentinel.engine.rules.rule import DOWNGRADE_KEYS, SEVERITIES, Condition, Definition, Downgrade, Rule
+from sentinel.engine.rules.template import WORDS, Template, template
 from sentinel.engine.source import Mistakes, YamlNode, did_you_mean
 from sentinel.engine.span import Hold, Span
-from sentinel.engine.syntax import Parsed, parse
-from sentinel.engine.template import WORDS, Template, template
 
 REBASE_AFTER = 500
 """Steps. A new level that lasts as long as this is the new normal."""

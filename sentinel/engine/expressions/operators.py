@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sentinel.engine.functions import FUNCTIONS
-from sentinel.engine.plan import ASKED, SEQ, Slots, UnreadyError
+from sentinel.engine.expressions.functions import FUNCTIONS
+from sentinel.engine.expressions.plan import ASKED, SEQ, Slots, UnreadyError
 
 
 def constant(value: float) -> str:

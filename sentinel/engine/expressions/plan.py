@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sentinel.engine.arithmetic import exact_mean
-from sentinel.engine.functions import Window
+from sentinel.engine.expressions.arithmetic import exact_mean
+from sentinel.engine.expressions.functions import Window
 from sentinel.engine.observation import SCOPES, Entity, ObservedStep, Sampled, Scope
-from sentinel.engine.windows import WindowState
+from sentinel.engine.windows.sliding import WindowState
 
 Slots = list[float | None]
 Read = Callable[[Slots], Any]

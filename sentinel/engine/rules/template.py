@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sentinel.engine.builder import Term
-from sentinel.engine.plan import Slots, UnreadyError
+from sentinel.engine.expressions.builder import Term
+from sentinel.engine.expressions.plan import Slots, UnreadyError
 from sentinel.engine.source import Text
 
 WORDS = {

@@ -7,7 +7,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from sentinel.engine import foreign
+from sentinel.engine.expressions import foreign
 from sentinel.engine.source import Text
 from sentinel.errors import RuleError
 

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from sentinel.engine.windows import Recent
+from sentinel.engine.windows.sliding import Recent
 
 
 class Ordered(Recent):

@@ -24,10 +24,10 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sentinel.engine.operators import NAMES
-from sentinel.engine.plan import SEQ, Advance, Input, PlanStage, Read
-from sentinel.engine.since_start import First, Highest, Lowest
-from sentinel.engine.steady import Steady
+from sentinel.engine.expressions.operators import NAMES
+from sentinel.engine.expressions.plan import SEQ, Advance, Input, PlanStage, Read
+from sentinel.engine.windows.since_start import First, Highest, Lowest
+from sentinel.engine.windows.steady import Steady
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sentinel.engine.functions import Function, Window
-from sentinel.engine.generation import advancing, reading
+from sentinel.engine.expressions.functions import Function, Window
+from sentinel.engine.expressions.generation import advancing, reading
+from sentinel.engine.expressions.operators import slot
+from sentinel.engine.expressions.plan import ASKED, SEQ, Feed, Input, Plan, PlanStage, Read
 from sentinel.engine.observation import Scope
-from sentinel.engine.operators import slot
-from sentinel.engine.plan import ASKED, SEQ, Feed, Input, Plan, PlanStage, Read
 
 Type = Literal["number", "condition"]
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sentinel.engine.judgement import Judge, Status
+from sentinel.engine.expressions.plan import ASKED, SEQ, Cohort, News, Slots, Track, UnreadyError
+from sentinel.engine.judging.judgement import Judge, Status
 from sentinel.engine.observation import Entity, ObservedStep, Sampled
-from sentinel.engine.plan import ASKED, SEQ, Cohort, News, Slots, Track, UnreadyError
-from sentinel.engine.rule import Condition, Rule
+from sentinel.engine.rules.rule import Condition, Rule
 
 PIECE = 32
 """Entities that are looked at in one go."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sentinel.engine.folds import Folded
-from sentinel.engine.order_statistics import Ordered
-from sentinel.engine.since_start import First, Highest, Lowest, Smoothed
-from sentinel.engine.steady import Steady
-from sentinel.engine.windows import Counted, CountedByAge, Ends, Extreme, Past, WindowChange, WindowState
+from sentinel.engine.windows.folds import Folded
+from sentinel.engine.windows.order_statistics import Ordered
+from sentinel.engine.windows.since_start import First, Highest, Lowest, Smoothed
+from sentinel.engine.windows.sliding import Counted, CountedByAge, Ends, Extreme, Past, WindowChange, WindowState
+from sentinel.engine.windows.steady import Steady
 
 Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag", "how"]
 """What an argument must be. `number` and `condition` are expressions, `metric` a bare name; the others are literals:
