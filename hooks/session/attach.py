@@ -35,9 +35,10 @@ from sentinel.hooks.rollback.step_guard import StepGuard
 from sentinel.hooks.session import arguments, registry
 from sentinel.hooks.session.arguments import facts, gpus
 from sentinel.hooks.session.backward_passes import Succession
+from sentinel.hooks.session.logged_signals import KINDS
 from sentinel.hooks.session.monitor import Monitor
 from sentinel.hooks.session.part_search import describe_sharing
-from sentinel.hooks.session.session import KINDS, RunSession
+from sentinel.hooks.session.session import RunSession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering, OptimizersInBackward, WholeStep
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop import discovery, sharding
@@ -276,7 +277,7 @@ class _Setup:
             [*probes.stock(), LrSchedule(optimizer), *probe.load_probes(points), *getattr(optimizer, "probes", ())],
             session.accumulator.unseen,
         )  # an integration may have some
-        session.declare(chosen.signals)
+        session.signals.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)
         scale = EngineLossScale(self.given[index])
         return OptimizerMonitor(session, optimizer, layers, chosen, own_scale=scale if scale.found else None)

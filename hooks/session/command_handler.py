@@ -44,7 +44,7 @@ class CommandHandler:
             case wire.Welcome():
                 self._welcome(message)
             case wire.Closing():
-                session.closing = message
+                session.closing_line.closing = message
             case wire.Attend():
                 session.governor.attend(session.next_seq, message.steps)
                 session.accumulator.disturb()
@@ -133,5 +133,5 @@ class CommandHandler:
         alerts = self._session.alerts
         if message.alert and alerts is not None:
             alerts.put(message.alert)
-        if message.alert and self._session.trackers is not None:
-            self._session.trackers.put(message.alert)
+        if message.alert and self._session.closing_line.trackers is not None:
+            self._session.closing_line.trackers.put(message.alert)

@@ -8,12 +8,11 @@ optimizers, the session ends by itself.
 from __future__ import annotations
 
 import functools
-import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +22,7 @@ from sentinel._version import __version__
 from sentinel.errors import RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.core.identity import RunIdentity, place, printable
+from sentinel.hooks.core.identity import RunIdentity, printable
 from sentinel.hooks.core.unseen import is_out_of_memory
 from sentinel.hooks.core.worker import start_thread
 from sentinel.hooks.evidence.collector import EvidenceCollector
@@ -32,22 +31,19 @@ from sentinel.hooks.loop import patches
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.session.backward_passes import Succession
+from sentinel.hooks.session.closing_line import ClosingLine
 from sentinel.hooks.session.command_handler import CommandHandler
 from sentinel.hooks.session.event_router import EventRouter, OptimizerMonitors
+from sentinel.hooks.session.logged_signals import NAMES, LoggedSignals
 from sentinel.hooks.session.meeting_finder import MeetingFinder
 from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar
-from sentinel.hooks.trackers.tracker import Summary
-from sentinel.hooks.trackers.tracker_threads import Trackers
 from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import Record
-from sentinel.hooks.transport.sender import GREETING, HANGS, RECORDING, STREAMING, Sender
-from sentinel.naming import find_rl_columns
-from sentinel.signals import SIGNALS
-from sentinel.text import close_run, join_names, name_reached
+from sentinel.hooks.transport.sender import HANGS, Sender
 
 if TYPE_CHECKING:
     from sentinel.hooks.rollback.restorer import Restorer
@@ -58,11 +54,6 @@ PATIENCE_STEPS = 20
 EARLY_STEPS = range(3)
 """Steps that are sent without delay, and shown by the heartbeat: a process that takes the GIL forever in its first half
 second would otherwise look as if it had not begun."""
-NAMES = 1024
-"""Of signals that are not ours: a loop that makes a new one at every step must not grow the hello."""
-RL = "rl"
-KINDS = (RL, "supervised")
-JUDGED_AS = "reinforcement learning"
 _STEPS = "optimizer steps"
 """What is not seen where there are none, in words."""
 PHASE_LETTERS = 200
@@ -72,14 +63,6 @@ STOPPED_SECONDS = 0.4
 """How long a process that is about to be ended waits for the daemon to take what is queued."""
 LINES = 256
 """Most lines printed on the terminal of a run, besides the daemon's notices."""
-
-
-class _LastMoment(NamedTuple):
-    """When a run was over."""
-
-    goodbye: wire.Goodbye
-    state: str
-    """Of the sender."""
 
 
 class RunSession:
@@ -95,7 +78,7 @@ class RunSession:
         daemon_locator: DaemonLocator,
         kind: str | None = None,
     ) -> None:
-        """`kind`: one of `KINDS`, as the user says; None: found by what is logged."""
+        """`kind`: as the user says (`LoggedSignals`)."""
         self.who, self.accumulator, self.governor, self.batches = who, accumulator, governor, batches
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
@@ -118,20 +101,10 @@ class RunSession:
         self.collector: EvidenceCollector | None = None
         self._post_mortem = False
         self._handles: list[RemovableHandle] = []
-        self._signals: dict[str, str] = {}
-        self._kind, self._names_judged = kind, 0
-        accumulator.reinforcement = kind == RL
-        self._judged_as = JUDGED_AS + ', by attach(kind="rl")' if kind == RL else ""
+        self.signals = LoggedSignals(kind)
+        accumulator.reinforcement = self.signals.reinforcement
         self._told: set[str] = set()
-        self.closing: wire.Closing | None = None
-        """What the daemon says of the run at its end, once it has."""
-        self.trackers: Trackers | None = None
-        """Where the settings name some, on the first rank."""
-        self._began, self._run_id, self._rank = time.time(), "", 0
-        self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
-        """Whether this process prints the closing line: the first rank does, unless `sentinel run` does."""
-        self._last: _LastMoment | None = None
-        """When the run was over, until that is said."""
+        self.closing_line = ClosingLine(who.name, self.sender)
         self.ended = self._alone = False
         """Whether it is over; whether the sender ended it, because the optimizers were deleted."""
         self.unasked = False
@@ -176,56 +149,19 @@ class RunSession:
         if not ended:
             self.sender.stop(goodbye, timeout, conclude)
             self.sender.state = "detached"
-        if self._last is None and self.trackers is not None:  # another run goes on in its place
-            self.trackers.end(None)
+        self.closing_line.hand_over()
 
     def leave(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """The run is over: end, and print the closing line."""
-        if self.trackers is not None:
-            self.trackers.look(last=True)
+        self.closing_line.look_for_trackers(last=True)
         if not self.ended:
-            self._last = _LastMoment(goodbye, self.sender.state)
+            self.closing_line.note_end(goodbye)
         self.end(goodbye, timeout)
         self.say_closing()
 
     def say_closing(self) -> None:
-        """Print the closing line, and give it to the trackers: once, unless another session went on with the run."""
-        last, self._last = self._last, None
-        if last is None or not (self._prints or self.trackers):
-            return
-        found, judged = self._describe_findings(last)
-        steps, reason = last.goodbye.next_seq, last.goodbye.reason
-        how = {"exception": f"by {last.goodbye.detail.partition(':')[0]}", "stopped": "stopped by Sentinel"}.get(
-            reason, ""
-        )
-        reached = name_reached(steps, steps - 1 + self.hello["step_offset"])
-        run_id = self._run_id if judged else ""
-        summary = self.closing.summary if self.closing is not None else None
-        seconds = (summary.seconds if summary is not None else 0.0) or last.goodbye.time - self._began
-        text = close_run(self.who.name, run_id, reached, seconds=seconds, how=how, found=found)
-        if self._prints:
-            fault_guard.say(text)
-        if self.trackers is not None:
-            incidents = summary.incidents if summary is not None else {}
-            self.trackers.end(Summary(text, max(steps - 1, 0) + self.hello["step_offset"], incidents))
-
-    def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
-        """What the daemon found, as far as that is known here; whether a history says more, or will."""
-        if not last.goodbye.next_seq:
-            return "there was nothing to judge", False
-        if self.closing is not None:
-            summary = self.closing.summary
-            if summary is None:
-                return "no step was judged", True
-            short = last.goodbye.next_seq > summary.steps
-            return summary.text + (f"; judged up to step {summary.step:,}" if short else ""), summary.kept
-        if self.sender.left_record:
-            return "its daemon has yet to judge it", True
-        if last.state.startswith(RECORDING):
-            return f"recorded and not judged; sentinel replay {last.state.removeprefix(RECORDING)}", False
-        if last.state in (GREETING, STREAMING):  # what was sent is judged, with an answer or without
-            return "its daemon did not say in time what it found", True
-        return "not judged, as no daemon took part", False
+        """Print the closing line, if the run is over and that was not said."""
+        self.closing_line.say(self.hello.get("step_offset", 0))
 
     def _conclude(self, *, broken: bool) -> None:
         """Answer now what waits for a step: there will be none. On the training thread. `broken`: by an exception, and
@@ -248,7 +184,7 @@ class RunSession:
 
     def abandon(self) -> None:
         """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
-        self.ended, self.trackers = True, None  # their threads are the parent's
+        self.ended, self.closing_line.trackers = True, None  # their threads are the parent's
         self.sender.abandon()
         for stream in (*self._streams.parts, *self.streams):
             stream.stop()
@@ -345,10 +281,10 @@ class RunSession:
     @property
     def whole_hello(self) -> dict[str, Any]:
         """The fields of the hello, with what is not seen at present, and as what the run is judged."""
-        facts = self.hello["facts"]
+        facts, judged_as = self.hello["facts"], self.signals.judged_as
         return {
             **self.hello,
-            "facts": {**facts, "judged_as": self._judged_as} if self._judged_as else facts,
+            "facts": {**facts, "judged_as": judged_as} if judged_as else facts,
             "unseen": (*self.hello["unseen"], *self.accumulator.unseen.texts),
         }
 
@@ -371,29 +307,20 @@ class RunSession:
 
     def log(self, name: str, value: Scalar) -> None:
         """Add a number to the present step."""
-        if name not in SIGNALS and name not in self._signals:
-            if len(self._signals) >= NAMES or name != printable(name):
+        if not self.signals.knows(name):
+            if not self.signals.add(name):
                 self.say_once(f"log: more than {NAMES} names, or one that is no text: what is new is left out")
                 return
-            self._signals[name] = "rank"
             self.sender.greet_again()
         self.accumulator.record_logged(name, value)
 
-    def _recognise_kind(self) -> None:
-        """Names were logged that are new. At the end of a step: what a trainer logs together is judged together."""
-        self._names_judged = len(self._signals)
-        if columns := find_rl_columns(self._signals):
-            self._kind, self.accumulator.reinforcement = RL, True
-            self._judged_as = f"{JUDGED_AS}, by {join_names(columns, 4)}"
-            self.sender.greet_again()
-            self.say_once(
-                f"run {self.who.name!r} is judged as {self._judged_as}: a loss that jumps or climbs is a warning, "
-                'without rollback; attach(kind="supervised") turns that off'
-            )
-
-    def declare(self, signals: Mapping[str, str]) -> None:
-        """Signals of other packages' probes, and their scopes."""
-        self._signals.update(signals)
+    def _announce_kind(self) -> None:
+        self.accumulator.reinforcement = True
+        self.sender.greet_again()
+        self.say_once(
+            f"run {self.who.name!r} is judged as {self.signals.judged_as}: a loss that jumps or climbs is a warning, "
+            'without rollback; attach(kind="supervised") turns that off'
+        )
 
     def say_once(self, text: str) -> None:
         """A line on the terminal, unless it was said before."""
@@ -409,12 +336,11 @@ class RunSession:
     def submit(self, record: Record, urgent: bool) -> None:
         """A stream's step is over."""
         self.sender.submit(record, urgent=urgent or record.seq in EARLY_STEPS)
-        if len(self._signals) != self._names_judged and self._kind is None:
-            self._recognise_kind()
+        if self.signals.recognise_kind():
+            self._announce_kind()
         if record.stream:
             return
-        if self.trackers is not None:
-            self.trackers.look()
+        self.closing_line.look_for_trackers()
         if record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
@@ -506,14 +432,13 @@ class RunSession:
         self._alone = True
         self.say_once(f"run {self.who.name!r} is watched no more: its optimizer is gone; a new one wants a new attach")
         goodbye = wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
-        self._last = _LastMoment(goodbye, self.sender.state)
+        self.closing_line.note_end(goodbye)
         return goodbye
 
     def greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         """The hello and the layer tables. `first`: the first seq that is queued, if any is."""
         restorer, guard, streams = self.restorer, self.guard, self.streams
-        self._run_id, self._rank = identity.run_id, identity.rank
-        self._prints = self._prints and identity.rank == 0
+        self.closing_line.identify(identity)
         yield wire.Hello(
             version=__version__,
             identity=identity,
@@ -524,18 +449,17 @@ class RunSession:
             takes_stop=guard is not None,
             writes_parts=restorer is not None,
             stop_on=self.stop_on,
-            began=self._began,
-            signals=dict(self._signals),
-            takes_closing=self._prints or self.trackers is not None,
+            began=self.closing_line.began,
+            signals=dict(self.signals.scopes),
+            takes_closing=self.closing_line.wanted,
             **self.whole_hello,
         )
         for stream in streams:
             yield stream.layers.table
 
     def open_trackers(self, names: Sequence[str]) -> None:
-        """The settings name these. The first rank is sent the alerts."""
-        if names and self.trackers is None and self._rank == 0:
-            self.trackers = Trackers(names)
+        """The settings name these."""
+        if self.closing_line.open_trackers(names):
             self.sender.greet_again()
 
     def answer_if_alone(self) -> None:

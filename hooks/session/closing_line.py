@@ -1,0 +1,112 @@
+"""The line at the end of a run: how it ended, and what was found in it. For its terminal and its trackers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sentinel import wire
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.identity import place
+from sentinel.hooks.trackers.tracker import Summary
+from sentinel.hooks.trackers.tracker_threads import Trackers
+from sentinel.hooks.transport.sender import GREETING, RECORDING, STREAMING, Sender
+from sentinel.text import close_run, name_reached
+
+
+class _LastMoment(NamedTuple):
+    """When a run was over."""
+
+    goodbye: wire.Goodbye
+    sender_state: str
+
+
+class ClosingLine:
+    """Said once, unless another session goes on with the run."""
+
+    def __init__(self, run_name: str, sender: Sender) -> None:
+        self._run_name, self._sender = run_name, sender
+        self.began = time.time()
+        self.closing: wire.Closing | None = None
+        """What the daemon says of the run at its end, once it has."""
+        self.trackers: Trackers | None = None
+        """Where the settings name some, on the first rank."""
+        self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
+        """Whether this process prints the line: the first rank does, unless `sentinel run` does."""
+        self._run_id, self._rank = "", 0
+        self._last: _LastMoment | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process has a use for what the daemon says at the end."""
+        return self._prints or self.trackers is not None
+
+    def identify(self, identity: wire.Identity) -> None:
+        """Which rank of which run this is."""
+        self._run_id, self._rank = identity.run_id, identity.rank
+        self._prints = self._prints and identity.rank == 0
+
+    def open_trackers(self, names: Sequence[str]) -> bool:
+        """The settings name these. Whether they are new: the first rank then asks to be sent the alerts."""
+        if not names or self.trackers is not None or self._rank:
+            return False
+        self.trackers = Trackers(names)
+        return True
+
+    def look_for_trackers(self, *, last: bool = False) -> None:
+        """Let the trackers see what the script has open by now. `last`: no step comes after."""
+        if self.trackers is not None:
+            self.trackers.look(last=last)
+
+    def note_end(self, goodbye: wire.Goodbye) -> None:
+        """The run is over; `say` says it."""
+        self._last = _LastMoment(goodbye, self._sender.state)
+
+    def hand_over(self) -> None:
+        """This session is over, and the run is not, if another one goes on with it: let go of the trackers."""
+        if self._last is None and self.trackers is not None:
+            self.trackers.end(None)
+
+    def say(self, step_offset: int) -> None:
+        """Print the line, and give it to the trackers, if the run is over and that was not said. `step_offset`: the
+        step that the run began with."""
+        last, self._last = self._last, None
+        if last is None or not self.wanted:
+            return
+        found, in_history = self._describe_findings(last)
+        steps, reason = last.goodbye.next_seq, last.goodbye.reason
+        how = {"exception": f"by {last.goodbye.detail.partition(':')[0]}", "stopped": "stopped by Sentinel"}
+        summary = self.closing.summary if self.closing is not None else None
+        text = close_run(
+            self._run_name,
+            self._run_id if in_history else "",
+            name_reached(steps, steps - 1 + step_offset),
+            seconds=(summary.seconds if summary is not None else 0.0) or last.goodbye.time - self.began,
+            how=how.get(reason, ""),
+            found=found,
+        )
+        if self._prints:
+            fault_guard.say(text)
+        if self.trackers is not None:
+            incidents = summary.incidents if summary is not None else {}
+            self.trackers.end(Summary(text, max(steps - 1, 0) + step_offset, incidents))
+
+    def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
+        """What the daemon found, as far as that is known here; whether a history says more, or will."""
+        if not last.goodbye.next_seq:
+            return "there was nothing to judge", False
+        if self.closing is not None:
+            summary = self.closing.summary
+            if summary is None:
+                return "no step was judged", True
+            short = last.goodbye.next_seq > summary.steps
+            return summary.text + (f"; judged up to step {summary.step:,}" if short else ""), summary.kept
+        if self._sender.left_record:
+            return "its daemon has yet to judge it", True
+        if last.sender_state.startswith(RECORDING):
+            return f"recorded and not judged; sentinel replay {last.sender_state.removeprefix(RECORDING)}", False
+        if last.sender_state in (GREETING, STREAMING):  # what was sent is judged, with an answer or without
+            return "its daemon did not say in time what it found", True
+        return "not judged, as no daemon took part", False
