@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import sqlite3
@@ -12,26 +11,23 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.runs.steps import RunStep
 from sentinel.store import thinning
-from sentinel.store.layout import ADDED, READABLE, RUN, SCHEMA, TABLES, is_damage, pack_layers
-from sentinel.store.pending_writes import KINDS, VITAL, PendingWrites, Whose, Write
+from sentinel.store.layout import ADDED, READABLE, SCHEMA, TABLES, is_damage
+from sentinel.store.pending_writes import KINDS, VITAL, PendingWrites, Write
+from sentinel.store.records import RunRecords
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2.0
 """Between two transactions, each of which wakes a thread: at most so much is missing after kill -9, and the ranks send
 that again."""
-STANDING_INCIDENTS = 256
-"""The newest incidents, at some 20 kB each, that a history which takes the place of a damaged one begins with."""
 PATIENCE_SECONDS = 0.25
 """Longest wait for the disk while an alert has to go out: it is sent even if it cannot be stored. A transaction takes
 some milliseconds."""
@@ -65,9 +61,9 @@ _UNFIT = (sqlite3.IntegrityError, sqlite3.DataError, OverflowError, ValueError)
 class Store:
     """Writes one run's history. Never raises after it was opened: what cannot be written is said in `trouble`.
 
-    Records are queued; each `flush` writes them in one transaction, on a thread of this history: a disk that does not
-    answer holds up no other history. The write-ahead log with synchronous=NORMAL survives the end of the process,
-    kill -9 too; a power cut may cost the newest transactions.
+    What `records` takes is queued. Each `flush` writes it in one transaction, on a thread of this history: a disk that
+    does not answer holds up no other history. The write-ahead log with synchronous=NORMAL survives the end of the
+    process, kill -9 too; a power cut may cost the newest transactions.
     """
 
     def __init__(self, path: Path, *, run: str, run_id: str, source: str = "") -> None:
@@ -97,19 +93,11 @@ class Store:
         self._transaction = threading.RLock()
         """Over the connection: SQLite does not survive that one thread closes what another is in the middle of."""
         self._closed = False
-        self._checkpoints: set[tuple[int, int]] = set()
-        """(attempt, seq) of the checkpoints that are in the file."""
         self._pending = PendingWrites()
-        self._numbers = itertools.count()
-        self._standing: dict[tuple[str, ...], Write] = {}
-        """Rows that a history which takes the place of a damaged one begins with."""
-        self._incidents: dict[str, None] = {}
-        """Those in `_standing`, the oldest first."""
-        self._due = self._unthinnable = False
+        self.records = RunRecords(self._pending)
+        self._unthinnable = False
         self._least = 0
         """Bytes of the file after the last transaction: it only grows."""
-        self._newest = (0, -1)
-        """(attempt, seq) of the newest step."""
         self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source}
         self._database: sqlite3.Connection | None = None
         self._descriptor = -1
@@ -177,8 +165,8 @@ class Store:
             self.notes.append(f"the history was {gone}; a new one begins")
             log.error("the history was %s; a new one begins", gone)
             self._least = 0
-            self._checkpoints.clear()
-            self._pending.put_back(self._standing.values())
+            self.records.checkpoints.clear()
+            self._pending.put_back(self.records.standing.values())
             self._database = self._connect(PATIENCE_SECONDS)
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(_trouble(self.path, error)) from None
@@ -204,94 +192,8 @@ class Store:
                 database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
         for key in ("schema", "source"):
             database.execute("UPDATE meta SET value = ? WHERE key = ?", (self._meta[key], key))
-        self._checkpoints = set(database.execute("SELECT attempt, seq FROM checkpoints"))
+        self.records.checkpoints = set(database.execute("SELECT attempt, seq FROM checkpoints"))
         database.execute("COMMIT")
-
-    def attempt(self, number: int, hello: bytes, began: float | None = None) -> None:
-        """An attempt began, now or in Unix seconds; `hello` as it came over the wire. Nobody will go on from the states
-        of older ones."""
-        insert = "INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)"
-        row = number, time.time() if began is None else began, hello
-        self._stand(("attempt",), Write("ranks", ("attempt", number), insert, row))
-        for key in [key for key in self._standing if key[0] in ("rank", "table")]:
-            del self._standing[key]
-        for kind, table in (("states", "states"), ("states", "checkpoints"), ("ranks", "tables")):
-            self._write(kind, ("former", table), f"DELETE FROM {table} WHERE attempt < ?", number)
-
-    def end_attempt(self, number: int, ended: float | None = None) -> None:
-        """All ranks of an attempt are gone, since now or a moment in Unix seconds."""
-        at = time.time() if ended is None else ended
-        self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", at, number)
-
-    def rank(self, attempt: int, rank: int, *, process: int, hello: bytes) -> None:
-        """A rank arrived, or came back: the attempt has not ended."""
-        self._write("ranks", ("ended", attempt), "UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
-        insert = "INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)"
-        self._stand(
-            ("rank", str(rank)), Write("ranks", ("rank", attempt, rank), insert, (attempt, rank, process, hello))
-        )
-
-    def record_goodbye(self, attempt: int, rank: int) -> None:
-        """A rank said goodbye."""
-        update = "UPDATE ranks SET gone = 1 WHERE attempt = ? AND rank = ?"
-        self._write("ranks", ("gone", attempt, rank), update, attempt, rank)
-
-    def table(self, attempt: int, digest: str, body: bytes) -> None:
-        """A layer table, as it came over the wire."""
-        insert = "INSERT OR IGNORE INTO tables VALUES (?, ?, ?)"
-        self._stand(("table", digest), Write("ranks", ("table", attempt, digest), insert, (attempt, digest, body)))
-
-    def state(self, attempt: int, seq: int, body: bytes, checkpoints: Sequence[tuple[int, bytes]]) -> None:
-        """What another daemon would go on from, after step `seq`. `checkpoints`: all of them; new ones are added."""
-        insert = "INSERT OR REPLACE INTO states VALUES (?, ?, ?)"
-        self._write("states", ("state", attempt), insert, attempt, seq, body)
-        wanted = {(attempt, at): state for at, state in checkpoints}
-        for key in self._checkpoints - wanted.keys():
-            delete = "DELETE FROM checkpoints WHERE attempt = ? AND seq = ?"
-            self._write("states", ("checkpoint", *key), delete, *key)
-        for key in wanted.keys() - self._checkpoints:
-            insert = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)"
-            self._write("states", ("checkpoint", *key), insert, *key, wanted[key])
-        self._checkpoints = set(wanted)
-
-    def step(self, attempt: int, step: RunStep) -> None:
-        """A closed step. Ranks apart only where there are several: of rank 0 alone, the run's values are its own."""
-        self._newest = (attempt, step.seq)
-        self._append(attempt, RUN, step.seq, step.time, step.run)
-        if step.ranks.get(0) != step.run or len(step.ranks) > 1:
-            for rank, values in step.ranks.items():
-                self._append(attempt, rank, step.seq, step.time, values)
-        if step.layers is not None:
-            body = pack_layers(step.layers)
-            insert = "INSERT OR REPLACE INTO layers VALUES (?, ?, ?)"
-            self._write("layers", (attempt, step.seq), insert, attempt, step.seq, body)
-
-    def reading(self, attempt: int, device: str, seq: int, time: float, values: Mapping[str, float]) -> None:
-        """A GPU or the host as it was read, after step `seq`."""
-        self._append(attempt, device, seq, time, values)
-
-    def incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
-        """An incident as it is now."""
-        packed = msgspec.msgpack.encode(body)
-        insert = "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?)"
-        self._standing.pop(("incident", identity), None)  # the newest is the last
-        self._stand(("incident", identity), Write("incidents", (identity,), insert, (identity, seq, packed)))
-
-        self._incidents.pop(identity, None)
-        self._incidents[identity] = None
-        if len(self._incidents) > STANDING_INCIDENTS:
-            oldest = next(iter(self._incidents))
-            del self._incidents[oldest], self._standing["incident", oldest]
-
-    def event(self, attempt: int, seq: int, kind: str, **detail: Any) -> None:
-        """Something that happened once; what a rank tells again, because a daemon was killed, is known already."""
-        body = msgspec.msgpack.encode(detail)
-        key = (next(self._numbers),)  # in order: the statement finds an event that was recorded twice
-        self._write("events", key, _EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
-
-    def mark_spans(self, progress: str) -> None:
-        """How far spans of this run were sent."""
-        self._write("events", ("spans",), "INSERT OR REPLACE INTO meta VALUES ('spans', ?)", progress)
 
     def flush(self, patience: float = PATIENCE_SECONDS) -> None:
         """Have what is new written in one transaction, and wait for that so many seconds: not at all where a flush that
@@ -406,11 +308,11 @@ class Store:
         lacks = f"it lacks {lacks} of that time" if lacks else "what was measured meanwhile is in it"
         said = f"the history is written again, after {seconds:.0f} s; {lacks}"
         log.warning("%s: %s", self.path, said)
-        self.event(*self._newest, "history gap", seconds=round(seconds, 1), dropped=dict(dropped))
+        self.records.add_event(*self.records.newest, "history gap", seconds=round(seconds, 1), dropped=dict(dropped))
         self._reported += dropped
         self.notes.append(said)
         if dropped["states"] and self._database is not None:
-            self._checkpoints = set(self._database.execute("SELECT attempt, seq FROM checkpoints"))
+            self.records.checkpoints = set(self._database.execute("SELECT attempt, seq FROM checkpoints"))
         self._trouble, self._failing_since = "", None
 
     def replace_damaged(self, why: str) -> None:
@@ -424,15 +326,15 @@ class Store:
 
     def _thin(self) -> None:
         """Thin a stretch of what is far behind, where a chunk has been filled since."""
-        if not self._due or self._unthinnable or self._database is None:
+        if not self.records.thinning_due or self._unthinnable or self._database is None:
             return
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            self._due = thinning.thin(self._database, *self._newest)
+            self.records.thinning_due = thinning.thin(self._database, *self.records.newest)
             self._database.execute("COMMIT")
         except (sqlite3.Error, zlib.error, msgspec.MsgspecError, ValueError) as error:
             # The disk is full, or a chunk is damaged: all that was written stays as it is.
-            self._due, self._unthinnable = False, not isinstance(error, sqlite3.OperationalError)
+            self.records.thinning_due, self._unthinnable = False, not isinstance(error, sqlite3.OperationalError)
             log.warning("%s: is not thinned: %s", self.path, error)
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
@@ -482,24 +384,6 @@ class Store:
             self._disconnect()
         finally:
             self._transaction.release()
-
-    def _stand(self, key: tuple[str, ...], write: Write) -> None:
-        """Write what a history cannot do without."""
-        self._standing[key] = write
-        self._pending.add(write)
-
-    def _write(self, kind: str, key: tuple[Any, ...], statement: str, *values: Any) -> None:
-        self._pending.add(Write(kind, key, statement, values))
-
-    def _append(self, attempt: int, whose: Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
-        if self._pending.append(attempt, whose, seq, time, values) and whose == RUN:
-            self._due = True
-
-
-_EVENT = """
-INSERT INTO events SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS
-    (SELECT 1 FROM events WHERE attempt = ? AND kind = ? AND seq = ? AND body = ?)
-"""
 
 
 def _is_passing(error: Exception, path: Path) -> bool:

@@ -41,20 +41,20 @@ def keep(
 ) -> Store:
     """A run of 20 steps, from step 100 on, of one rank."""
     store = Store(paths.state_directory() / "runs" / f"{name}-1.sqlite", run=name, run_id=f"{name}-1")
-    store.attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
-    store.rank(0, 0, process=7, hello=b"")
-    store.event(0, 0, "hello", rank=0, pid=7)
+    store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
+    store.records.add_rank(0, 0, process=7, hello=b"")
+    store.records.add_event(0, 0, "hello", rank=0, pid=7)
     for seq in range(20):
-        store.step(0, RunStep(seq, time.time(), {0: {}}, {"loss": 20.0 - seq}))
+        store.records.add_step(0, RunStep(seq, time.time(), {0: {}}, {"loss": 20.0 - seq}))
     for kind, detail in events:
-        store.event(0, detail.pop("seq", 19), kind, **detail)
+        store.records.add_event(0, detail.pop("seq", 19), kind, **detail)
     for number, severity in enumerate(severities, 1):
         case = {"id": f"0.{number}", "run": name, "run_id": f"{name}-1", "alert": f"Alert{number}", "time": time.time()}
         case |= {"severity": severity, "state": state, "step": 104 + number, "first_step": 104, "summary": "it is so"}
         alert = {"alert": "RankLost"} if cause else {}
         alert |= {"parent": (parents or {}).get(number, "")}
-        store.incident(f"0.{number}", 4, case | alert | {"diagnosis": {"cause": cause}})
-    store.end_attempt(0)
+        store.records.put_incident(f"0.{number}", 4, case | alert | {"diagnosis": {"cause": cause}})
+    store.records.end_attempt(0)
     store.close(10.0)
     return store
 

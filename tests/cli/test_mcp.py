@@ -68,12 +68,12 @@ def read_text(result: Any) -> str:
 def keep(name: str, *, cause: str = "the learning rate is too high", count: int = INCIDENTS) -> None:
     """An ended run of 100 steps from 1,000 on, with incidents of rank 3."""
     store = Store(paths.state_directory() / "runs" / f"{name[:5]}-1.sqlite", run=name, run_id=f"{name}-1")
-    store.attempt(0, msgspec.msgpack.encode({"step_offset": 1000}))
-    store.rank(0, 0, process=7, hello=b"")
+    store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 1000}))
+    store.records.add_rank(0, 0, process=7, hello=b"")
     for seq in range(100):
-        store.step(0, RunStep(seq, time.time(), {0: {}}, {"loss": 200.0 - seq, "grad_norm": 1.0}))
-    store.event(0, 99, "goodbye", rank=0, reason="exit")
-    store.event(0, 99, "command ended", status=3)
+        store.records.add_step(0, RunStep(seq, time.time(), {0: {}}, {"loss": 200.0 - seq, "grad_norm": 1.0}))
+    store.records.add_event(0, 99, "goodbye", rank=0, reason="exit")
+    store.records.add_event(0, 99, "command ended", status=3)
     for number in range(count):
         case = {
             "id": f"0.{number}", "run": name, "run_id": f"{name}-1", "alert": "LossSpike", "severity": "critical",
@@ -82,8 +82,8 @@ def keep(name: str, *, cause: str = "the learning rate is too high", count: int 
             "layers": [{"name": HOSTILE, "norm": 9.0, "usual": 1.0, "nonfinite": 0}], "runbook": "loss-spike",
             "diagnosis": {"cause": f"{cause} {number}", "confidence": "high", "remedy": "halve it"},
         }  # fmt: skip
-        store.incident(case["id"], number, case)
-    store.end_attempt(0)
+        store.records.put_incident(case["id"], number, case)
+    store.records.end_attempt(0)
     store.close(10.0)
 
 

@@ -30,7 +30,7 @@ def begin_without_file(opened: Opened | None) -> Store:
     assert opened is not None
     assert opened.store is not None
     assert (opened.begins, opened.resumable) == (0, False)
-    opened.store.attempt(0, b"\x80")
+    opened.store.records.begin_attempt(0, b"\x80")
     opened.store.write()
     assert "history is not written" in opened.store.trouble
     return opened.store
@@ -40,8 +40,8 @@ def test_it_is_asked_to_come_back_and_nothing_is_moved(tmp_path: Path) -> None:
     """It was taken for damaged and moved aside; begun again, attempt 0 would have taken the place of the one in it."""
     path = tmp_path / "runs" / "r1.sqlite"
     before = Store(path, run="train", run_id="r1")
-    before.attempt(0, msgspec.msgpack.encode({}))
-    before.incident("0.1", 3, {"id": "0.1", "state": "firing"})
+    before.records.begin_attempt(0, msgspec.msgpack.encode({}))
+    before.records.put_incident("0.1", 3, {"id": "0.1", "state": "firing"})
     before.close()
     histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
     with no_descriptor_left():

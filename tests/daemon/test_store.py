@@ -37,7 +37,7 @@ def test_series_come_back_over_chunks_with_gaps_and_nan(path: Path) -> None:
         values = {"loss": math.nan if seq == 300 else float(seq)}
         if seq % 8 == 0:
             values["grad_norm"] = seq / 2
-        store.step(0, step(seq, **values))
+        store.records.add_step(0, step(seq, **values))
         if seq % 100 == 0:
             store.write()
     store.close()
@@ -53,7 +53,7 @@ def test_series_come_back_over_chunks_with_gaps_and_nan(path: Path) -> None:
 
 def test_ranks_are_kept_apart_where_there_are_several(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.step(0, RunStep(seq=0, time=0.0, ranks={0: {"loss": 1.0}, 1: {"loss": 3.0}}, run={"loss": 2.0}))
+    store.records.add_step(0, RunStep(seq=0, time=0.0, ranks={0: {"loss": 1.0}, 1: {"loss": 3.0}}, run={"loss": 2.0}))
     store.close()
     with History(path) as history:
         assert [list(history.series("loss", rank=rank).values) for rank in (-1, 0, 1)] == [[2.0], [1.0], [3.0]]
@@ -62,13 +62,13 @@ def test_ranks_are_kept_apart_where_there_are_several(path: Path) -> None:
 def test_layers_incidents_and_events_come_back(path: Path) -> None:
     layers = LayerStats(("a", "b"), {"layer_grad_norm": array("f", [1.5, math.inf])}, b"\x01\x01")
     store = Store(path, run="train", run_id="r1")
-    store.attempt(0, msgspec.msgpack.encode({"step_offset": 7, "facts": {"model": "gpt"}}))
-    store.step(0, msgspec.structs.replace(step(4, loss=1.0), layers=layers))
-    store.incident("0.1", 4, {"id": "0.1", "state": "firing"})
-    store.incident("0.1", 4, {"id": "0.1", "state": "resolved"})
-    store.event(0, 4, "snapshot", bytes=7)
-    store.event(0, 5, "rollback", to=4)
-    store.end_attempt(0)
+    store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 7, "facts": {"model": "gpt"}}))
+    store.records.add_step(0, msgspec.structs.replace(step(4, loss=1.0), layers=layers))
+    store.records.put_incident("0.1", 4, {"id": "0.1", "state": "firing"})
+    store.records.put_incident("0.1", 4, {"id": "0.1", "state": "resolved"})
+    store.records.add_event(0, 4, "snapshot", bytes=7)
+    store.records.add_event(0, 5, "rollback", to=4)
+    store.records.end_attempt(0)
     store.close()
     with History(path) as history:
         assert dict(history.layers()[0][1].items()) == dict(layers.items())
@@ -86,9 +86,9 @@ def test_layers_incidents_and_events_come_back(path: Path) -> None:
 def test_more_of_the_last_step_is_in_its_row(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     for seq in range(3):
-        store.step(0, step(seq, loss=1.0))
+        store.records.add_step(0, step(seq, loss=1.0))
     store.write()
-    store.step(0, step(2, val=4.0))
+    store.records.add_step(0, step(2, val=4.0))
     store.close()
     with History(path) as history:
         assert [(seq, values) for seq, _, values in history.rows()][1:] == [
@@ -98,14 +98,14 @@ def test_more_of_the_last_step_is_in_its_row(path: Path) -> None:
 
 def test_how_long_a_run_took_is_from_its_first_attach_to_its_end(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.attempt(0, b"\x80", 1000.0)
-    store.end_attempt(0, 1010.0)
-    store.attempt(1, b"\x80", 1060.0)
-    store.step(1, step(65, loss=1.0))
+    store.records.begin_attempt(0, b"\x80", 1000.0)
+    store.records.end_attempt(0, 1010.0)
+    store.records.begin_attempt(1, b"\x80", 1060.0)
+    store.records.add_step(1, step(65, loss=1.0))
     store.write()
     with History(path) as history:
         assert history.lifetime(over=True) == (1000.0, 65.0), "its end was not seen"
-    store.end_attempt(1, 1070.0)
+    store.records.end_attempt(1, 1070.0)
     store.close()
     with History(path) as history:
         assert history.lifetime(over=True) == history.lifetime(over=False) == (1000.0, 70.0)
@@ -113,7 +113,7 @@ def test_how_long_a_run_took_is_from_its_first_attach_to_its_end(path: Path) -> 
 
 def test_a_live_history_can_be_read(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.step(0, step(0, loss=1.0))
+    store.records.add_step(0, step(0, loss=1.0))
     store.write()
     with History(path) as history:
         assert list(history.series("loss").values) == [1.0]
@@ -127,7 +127,7 @@ from sentinel.runs.steps import RunStep
 from sentinel.store.writer import Store
 store = Store(Path({str(path)!r}), run="train", run_id="r1")
 for seq in range(300):
-    store.step(0, RunStep(seq=seq, time=0.0, ranks={{0: {{}}}}, run={{"loss": 1.0}}))
+    store.records.add_step(0, RunStep(seq=seq, time=0.0, ranks={{0: {{}}}}, run={{"loss": 1.0}}))
 store.write()
 print("flushed", flush=True)
 import signal; signal.pause()
@@ -143,7 +143,7 @@ import signal; signal.pause()
 def test_a_chunk_of_many_signals_has_fewer_steps(path: Path) -> None:
     store, names = Store(path, run="train", run_id="r1"), [f"signal {number}" for number in range(512)]
     for seq in range(100):
-        store.step(0, step(seq, **dict.fromkeys(names, float(seq))))
+        store.records.add_step(0, step(seq, **dict.fromkeys(names, float(seq))))
     store.write()
     with closing(sqlite3.connect(path)) as database:
         spans = database.execute("SELECT first_seq, last_seq FROM chunks ORDER BY first_seq").fetchall()
@@ -158,8 +158,8 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
     for seq in range(CHUNK_STEPS):
-        store.step(0, step(seq, loss=math.sin(seq)))
-    store.incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
+        store.records.add_step(0, step(seq, loss=math.sin(seq)))
+    store.records.put_incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
     store.write()
     assert str(path) in store.trouble
     assert "full" in store.trouble
@@ -179,7 +179,7 @@ def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: p
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
     for seq in range(30):
-        store.event(0, seq, "phase", text="x" * 1000)
+        store.records.add_event(0, seq, "phase", text="x" * 1000)
     store.write()
     assert "full" in store.trouble
     assert store.dropped == {"events": 20}
@@ -197,11 +197,11 @@ def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, mo
     store = Store(path, run="train", run_id="r1")
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
-    store.incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
+    store.records.put_incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
     for seq in range(20):
         ranks = {rank: {"loss": float(seq)} for rank in range(30)}
-        store.step(0, RunStep(seq=seq, time=1000.0 + seq, ranks=ranks, run={"loss": float(seq)}))
-        store.reading(0, "gpu 0", seq, 1000.0 + seq, {"gpu_power_watts": 1.0})
+        store.records.add_step(0, RunStep(seq=seq, time=1000.0 + seq, ranks=ranks, run={"loss": float(seq)}))
+        store.records.add_reading(0, "gpu 0", seq, 1000.0 + seq, {"gpu_power_watts": 1.0})
         store.write()
     assert "full" in store.trouble
     assert store.dropped == {}
@@ -248,7 +248,7 @@ def test_a_history_of_schema_1_is_read_and_written_on(path: Path) -> None:
         assert history.ranks(0) == {}
         assert history.state(0) is None
     store = Store(path, run="train", run_id="r1")
-    store.rank(0, 3, process=7, hello=b"hello")
+    store.records.add_rank(0, 3, process=7, hello=b"hello")
     store.close()
     with History(path) as history:
         assert history.ranks(0)[3].process == 7
@@ -263,7 +263,7 @@ def test_steps_come_back_as_they_were_judged(path: Path) -> None:
     ]
     store = Store(path, run="train", run_id="r1")
     for one in steps:
-        store.step(0, one)
+        store.records.add_step(0, one)
     store.close()
     with History(path) as history:
         assert list(history.steps()) == steps
@@ -274,16 +274,16 @@ def test_steps_come_back_as_they_were_judged(path: Path) -> None:
 
 def test_states_and_checkpoints_are_replaced(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.state(0, 5, b"five", [(1, b"a"), (3, b"b")])
-    store.state(0, 6, b"six", [(3, b"b"), (6, b"c")])
+    store.records.keep_state(0, 5, b"five", [(1, b"a"), (3, b"b")])
+    store.records.keep_state(0, 6, b"six", [(3, b"b"), (6, b"c")])
     store.close()
     store = Store(path, run="train", run_id="r1")
-    store.state(0, 8, b"eight", [(6, b"c")])
+    store.records.keep_state(0, 8, b"eight", [(6, b"c")])
     store.write()
     with History(path) as history:
         assert history.state(0) == (8, b"eight")
         assert history.checkpoints(0) == [(6, b"c")]
-    store.attempt(1, b"")
+    store.records.begin_attempt(1, b"")
     store.close()
     with History(path) as history:
         assert history.state(0) is None
@@ -293,7 +293,7 @@ def test_states_and_checkpoints_are_replaced(path: Path) -> None:
 def test_what_is_told_twice_is_one_event(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     for seq in (4, 4, 5):
-        store.event(0, seq, "snapshot", rank=0, bytes=7)
+        store.records.add_event(0, seq, "snapshot", rank=0, bytes=7)
     store.close()
     with History(path) as history:
         assert [event.seq for event in history.events()] == [4, 5]
@@ -315,11 +315,11 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
 
     monkeypatch.setattr(store, "_find_harm", hang_then_answer)
     request.addfinalizer(answers.set)
-    store.event(0, 1, "phase")
+    store.records.add_event(0, 1, "phase")
     store.flush(0.01)
     assert entered.wait(60)
     assert "no answer from the disk in 0 s; alerts and rollback go on" in store.trouble
-    store.event(0, 2, "phase")
+    store.records.add_event(0, 2, "phase")
     for _ in range(3):
         store.flush(0.01)  # the first still waits: nobody joins it
     (waiting,) = set(threading.enumerate()) - before
@@ -336,7 +336,7 @@ def test_whoever_reads_slowly_does_not_make_the_log_grow(tmp_path: Path) -> None
     """`sentinel history export RUN | less`, left open overnight."""
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
     for seq in range(20 * CHUNK_STEPS):
-        store.step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
     store.write()
     with History(store.path) as history:
         rows = history.rows()

@@ -37,7 +37,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     made = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
-    made.attempt(0, b"hello")
+    made.records.begin_attempt(0, b"hello")
     yield made
     made.close()
 
@@ -67,16 +67,16 @@ class Sender:
 
 
 def test_what_took_time_is_a_span_of_its_attempt(store: Store, collector: Collector) -> None:
-    store.event(0, 5, "phase", rank=3, name="evaluation")
-    store.event(0, 5, "phase", rank=3, name="")
-    store.event(0, 6, "snapshot", rank=3, bytes=1000, seconds=0.5)
-    store.event(0, 6, "snapshot on disk", bytes=2000, seconds=1.5)
-    store.event(0, 7, "standstill over", rank=3, seconds=90.0)
-    store.event(0, 9, "rollback", ok=True, alert="LossSpike", to=6, at=9, seconds=0.25, reason="", sign=8)
-    store.event(
+    store.records.add_event(0, 5, "phase", rank=3, name="evaluation")
+    store.records.add_event(0, 5, "phase", rank=3, name="")
+    store.records.add_event(0, 6, "snapshot", rank=3, bytes=1000, seconds=0.5)
+    store.records.add_event(0, 6, "snapshot on disk", bytes=2000, seconds=1.5)
+    store.records.add_event(0, 7, "standstill over", rank=3, seconds=90.0)
+    store.records.add_event(0, 9, "rollback", ok=True, alert="LossSpike", to=6, at=9, seconds=0.25, reason="", sign=8)
+    store.records.add_event(
         0, 9, "rollback", ok=False, alert="LossSpike", to=6, at=9, seconds=0.0, reason="no\x1b snapshot", sign=8
     )
-    store.end_attempt(0)
+    store.records.end_attempt(0)
     spans = Sender(store, collector).send(over=True)
     assert [span.name.removeprefix("sentinel.") for span in spans] == [
         "phase", "snapshot", "checkpoint", "stall", "rollback", "rollback", "attempt",
@@ -98,36 +98,36 @@ def test_what_took_time_is_a_span_of_its_attempt(store: Store, collector: Collec
 
 def test_an_attempt_ends_what_is_open_in_it_and_says_how_it_failed(store: Store, collector: Collector) -> None:
     sender = Sender(store, collector)
-    store.event(0, 5, "phase", rank=0, name="evaluation")
-    store.event(0, 5, "process ended", rank=1, status=-9)
+    store.records.add_event(0, 5, "phase", rank=0, name="evaluation")
+    store.records.add_event(0, 5, "process ended", rank=1, status=-9)
     assert sender.send() == []
-    store.end_attempt(0)
+    store.records.end_attempt(0)
     assert sender.send() == [], "its ranks may come back"
-    store.attempt(1, b"hello")
+    store.records.begin_attempt(1, b"hello")
     phase, attempt = sender.send()
     assert (phase.name, attempt.name) == ("sentinel.phase", "sentinel.attempt")
     assert phase.parent_span_id == attempt.span_id
     assert attempt.status.message == "rank 1 ended with exit status -9"
-    store.end_attempt(1)
+    store.records.end_attempt(1)
     (second,) = sender.send(over=True)
     assert (read_attributes(second.attributes)["sentinel.attempt"], second.status.code) == (1, 0)
 
 
 def test_what_was_not_taken_is_sent_again_and_what_was_is_not(store: Store, collector: Collector) -> None:
     sender = Sender(store, collector)
-    store.event(0, 1, "snapshot", rank=0, seconds=0.5)
+    store.records.add_event(0, 1, "snapshot", rank=0, seconds=0.5)
     collector.answers += [(503, {}, b"")]
     assert sender.send() == []
     assert sender.telemetry.status()["traces"]["trouble"] == "it answers 503"
     (span,) = sender.send()
     assert sender.send() == []
-    store.event(0, 2, "snapshot", rank=0, seconds=0.5)
+    store.records.add_event(0, 2, "snapshot", rank=0, seconds=0.5)
     (other,) = sender.send()
     assert other.span_id != span.span_id
 
 
 def test_a_collector_is_left_alone_for_as_long_as_it_asks(store: Store, collector: Collector) -> None:
-    store.event(0, 1, "snapshot", rank=0, seconds=0.5)
+    store.records.add_event(0, 1, "snapshot", rank=0, seconds=0.5)
     collector.answers += [(429, {"Retry-After": "120"}, b"")]
     assert Sender(store, collector).send(rounds=3) == []
     assert len(collector.headers) <= 1
@@ -135,7 +135,7 @@ def test_a_collector_is_left_alone_for_as_long_as_it_asks(store: Store, collecto
 
 def test_spans_that_a_collector_does_not_want_are_not_sent_for_ever(store: Store, collector: Collector) -> None:
     sender = Sender(store, collector)
-    store.event(0, 1, "snapshot", rank=0, seconds=0.5)
+    store.records.add_event(0, 1, "snapshot", rank=0, seconds=0.5)
     collector.answers += [(400, {}, b"")]
     assert sender.send() == []
     assert sender.telemetry.status()["traces"] == {"sent": 0, "failed": 1, "trouble": "it answers 400"}
@@ -144,7 +144,7 @@ def test_spans_that_a_collector_does_not_want_are_not_sent_for_ever(store: Store
 
 def test_many_events_are_several_requests(store: Store, collector: Collector) -> None:
     for seq in range(1200):
-        store.event(0, seq, "snapshot", rank=0, seconds=0.5)
+        store.records.add_event(0, seq, "snapshot", rank=0, seconds=0.5)
     assert len(Sender(store, collector).send()) == 1200
 
 

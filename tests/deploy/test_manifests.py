@@ -147,7 +147,7 @@ def test_scripts_can_be_parsed(script: Path) -> None:
 def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
     for run in ("417", "417-2", "999"):
         store = Store(tmp_path / "state" / "1000" / "runs" / f"{run}.sqlite", run="train", run_id=run)
-        store.step(0, RunStep(0, 1.0, {0: {"loss": 2.5}}, {"loss": 2.5}))
+        store.records.add_step(0, RunStep(0, 1.0, {0: {"loss": 2.5}}, {"loss": 2.5}))
         store.write()  # and not closed: the newest is in the write-ahead log
     environment = {
         "SENTINEL_STATE": str(tmp_path / "state"), "SENTINEL_ARCHIVE": str(tmp_path / "archive"),

@@ -52,7 +52,7 @@ def incident(identity: str, **changes: Any) -> None:
         "diagnosis": {"cause": "the batch of step 456", "remedy": "skip it"}, **changes,
     }  # fmt: skip
     store = Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1")
-    store.incident(identity, 456, body)
+    store.records.put_incident(identity, 456, body)
     store.close()
 
 

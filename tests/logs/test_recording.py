@@ -126,12 +126,12 @@ def history(tmp_path: Path) -> Path:
     for attempt, steps in ((0, 6), (1, 2)):
         identity = wire.Identity(run="demo", run_id="demo-1a2b3c", attempt=attempt, world_size=2)
         hello = wire.Hello(version="0", identity=identity, step_offset=100 * attempt)
-        store.attempt(attempt, msgspec.msgpack.encode(hello))
+        store.records.begin_attempt(attempt, msgspec.msgpack.encode(hello))
         for seq in range(steps):
             ranks = {0: {"loss": float(seq)}, 1: {"loss": seq + 0.5}}
-            store.step(attempt, RunStep(seq, 1000.0 + seq, ranks, {"loss": seq + 0.25}, None))
-    store.event(0, 4, "rollback", ok=True, to=2, at=4)
-    store.event(0, 5, "rollback", ok=False, to=2, at=5)
+            store.records.add_step(attempt, RunStep(seq, 1000.0 + seq, ranks, {"loss": seq + 0.25}, None))
+    store.records.add_event(0, 4, "rollback", ok=True, to=2, at=4)
+    store.records.add_event(0, 5, "rollback", ok=False, to=2, at=5)
     store.close()
     return path
 

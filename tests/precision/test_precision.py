@@ -166,7 +166,7 @@ def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) ->
     """`more`: `tiny`, the share of layer a's gradient that is subnormal; `largest`, its largest element; `scale`, the
     loss scale, and `skips`, the share of steps that were withheld with it."""
     store = Store(path, run="gpt", run_id="gpt-1")
-    store.attempt(0, b"\x80")
+    store.records.begin_attempt(0, b"\x80")
     largest = more.get("largest", 1.0)
     stats = {
         "layer_lost_share": array("f", [lost, 0.0]),
@@ -178,7 +178,7 @@ def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) ->
         values = {"loss": 1.0, below(-28): share, below(-24): share, below(-48): 0.0}
         if "scale" in more:
             values |= {"loss_scale": more["scale"], "step_skipped": float(seq < 20 * more.get("skips", 0.0))}
-        store.step(0, RunStep(seq, 1e9 + seq, {0: values}, values, LayerStats(("a", "b"), stats, b"\1\1")))
+        store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: values}, values, LayerStats(("a", "b"), stats, b"\1\1")))
     store.write()
     store.close()
     return path

@@ -41,9 +41,9 @@ def history(
     """Loss falls as 1 / (1 + speed seq); it is NaN at step 120, and layer 1's gradient infinite at step 64."""
     store = Store(path, run=name, run_id=path.stem)
     hello = msgspec.msgpack.encode({"step_offset": 0, "facts": {"model": name, "parameters": 1_000_000}})
-    store.attempt(0, hello)
+    store.records.begin_attempt(0, hello)
     for rank in range(ranks):
-        store.rank(0, rank, process=1, hello=hello)
+        store.records.add_rank(0, rank, process=1, hello=hello)
     began = time.time()
     for seq in range(steps):
         loss = math.nan if seq == 120 else 1 / (1 + speed * seq)
@@ -53,16 +53,16 @@ def history(
             norms = array("f", [0.1, math.inf if seq == 64 else 1.0, 10.0])
             layers = LayerStats((f"{name}.0.weight", "blocks.1.weight", "head"), {"layer_grad_norm": norms}, b"\1\1\1")
         apart = {rank: {**values, "step_seconds": 0.1 * (1 + rank)} for rank in range(ranks)}
-        store.step(0, RunStep(seq, began + seq / 10, apart if ranks > 1 else {0: values}, values, layers))
+        store.records.add_step(0, RunStep(seq, began + seq / 10, apart if ranks > 1 else {0: values}, values, layers))
         for gpu in range(gpus if seq % 40 == 0 else 0):
             readings = {"gpu_temperature_celsius": 60.0 + seq / 10 + gpu, "gpu_memory_used_bytes": 61e9, "gpu_xid": 0.0}
-            store.reading(0, f"gpu {gpu}", seq, began + seq / 10, readings)
+            store.records.add_reading(0, f"gpu {gpu}", seq, began + seq / 10, readings)
         if seq % 4000 == 3999:
             store.write()
     for body in cases:
-        store.incident(body["id"], body["step"], body)
-        store.event(0, body["step"], "rollback", ok=True, alert=body["alert"], to=50, at=body["step"])
-    store.event(0, 5, "rollback", ok=False, alert="LossSpike", to=-1, at=-1)
+        store.records.put_incident(body["id"], body["step"], body)
+        store.records.add_event(0, body["step"], "rollback", ok=True, alert=body["alert"], to=50, at=body["step"])
+    store.records.add_event(0, 5, "rollback", ok=False, alert="LossSpike", to=-1, at=-1)
     store.write()
     store.close()
     return path

@@ -56,13 +56,13 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
 def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:
     store = Store(tmp_path / "gpt.sqlite", run="gpt", run_id="gpt")
     for attempt, offset, began, ended in ((0, 0, 1000.0, 1120.0), (1, 80, 1130.0, 1200.0)):
-        store.attempt(attempt, msgspec.msgpack.encode({"step_offset": offset}), began)
+        store.records.begin_attempt(attempt, msgspec.msgpack.encode({"step_offset": offset}), began)
         for seq in range(100 - offset):
             values = {"step_seconds": 1.0}
-            store.step(attempt, RunStep(seq, began + seq, {0: values}, values))
-        store.end_attempt(attempt, ended)
+            store.records.add_step(attempt, RunStep(seq, began + seq, {0: values}, values))
+        store.records.end_attempt(attempt, ended)
     for to, at in ((40, 50), (45, 60), (85, 90)):  # what is over step 80 was done again by the second attempt
-        store.event(0, at, "rollback", ok=True, alert="LossSpike", to=to, at=at)
+        store.records.add_event(0, at, "rollback", ok=True, alert="LossSpike", to=to, at=at)
     store.close()
     with History(tmp_path / "gpt.sqlite") as kept:
         found = report(kept, over=True)

@@ -117,11 +117,11 @@ def test_a_run_that_is_kept_by_its_name() -> None:
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_stage_that_was_announced_is_no_spike(announced: bool) -> None:
     store = Store(paths.state_directory() / "runs" / "course.sqlite", run="course", run_id="course")
-    store.attempt(0, msgspec.msgpack.encode({"step_offset": 0}))
+    store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 0}))
     for seq, loss in enumerate(noise(1, 200) + noise(9, 40)):
-        store.step(0, RunStep(seq, 1e9 + seq, {0: {"loss": loss}}, {"loss": loss}, None))
+        store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: {"loss": loss}}, {"loss": loss}, None))
     if announced:
-        store.event(0, 200, "stage", name="harder")
+        store.records.add_event(0, 200, "stage", name="harder")
     store.flush()
     store.close()
     (found,) = json.loads(run("course", "--alert", "LossSpike", "--json").output)["runs"]

@@ -38,12 +38,12 @@ class Watched:
 
 def test_nobody_writes_while_it_closes_or_after(tmp_path: Path) -> None:
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
-    store.event(0, 1, "kept")
+    store.records.add_event(0, 1, "kept")
     watched = Watched(store)
     store._database = cast(sqlite3.Connection, watched)
     store.close()
     assert watched.exposed == []
-    store.event(0, 2, "too late")
+    store.records.add_event(0, 2, "too late")
     store.write()
     assert store.trouble == ""
     with History(store.path) as history:

@@ -34,8 +34,8 @@ def folder_removed(path: Path) -> None:
 def fill(made: Store, first: int, last: int) -> None:
     for seq in range(first, last):
         values = {"loss": float(seq), "grad_norm": seq * 0.37}
-        made.step(0, RunStep(seq, 1e9 + seq, {0: values}, values))
-    made.incident("0.1", first, {"alert": "LossSpike", "text": "x" * 20_000})
+        made.records.add_step(0, RunStep(seq, 1e9 + seq, {0: values}, values))
+    made.records.put_incident("0.1", first, {"alert": "LossSpike", "text": "x" * 20_000})
     made.write()
 
 
@@ -43,7 +43,7 @@ def fill(made: Store, first: int, last: int) -> None:
 def test_a_new_one_begins_and_holds_what_must_stand_in_it(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     path = tmp_path / "runs" / "r1.sqlite"
     made = Store(path, run="train", run_id="r1")
-    made.attempt(0, b"")
+    made.records.begin_attempt(0, b"")
     fill(made, 0, 3000)
     made._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     fill(made, 3000, 3001)

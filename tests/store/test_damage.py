@@ -29,12 +29,12 @@ from tests.waiting import until
 
 def filled(path: Path, steps: int = 2000) -> Store:
     store = Store(path, run="train", run_id="r1")
-    store.attempt(0, msgspec.msgpack.encode({"step_offset": 7}))
-    store.rank(0, 0, process=1, hello=b"hello")
+    store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 7}))
+    store.records.add_rank(0, 0, process=1, hello=b"hello")
     for seq in range(steps):
         values = {"loss": float(seq), "noise": float(os.urandom(1)[0])}
-        store.step(0, RunStep(seq, 1000.0 + seq, {0: values}, values))
-    store.incident("0.1", 5, {"id": "0.1", "alert": "LossSpike"})
+        store.records.add_step(0, RunStep(seq, 1000.0 + seq, {0: values}, values))
+    store.records.put_incident("0.1", 5, {"id": "0.1", "alert": "LossSpike"})
     store.write()
     return store
 
@@ -122,9 +122,9 @@ def read_whole(path: Path) -> None:
 def test_a_row_that_no_writer_wrote_is_damage_to_every_reader(body: str, private_places: Path) -> None:
     path = paths.state_directory() / "runs" / "r1.sqlite"
     with contextlib.closing(filled(path, 10)) as store:
-        store.event(0, 5, "rollback", ok=True, to=2, at=5)
+        store.records.add_event(0, 5, "rollback", ok=True, to=2, at=5)
         layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\1")
-        store.step(0, RunStep(10, 1010.0, {0: {"loss": 1.0}}, {"loss": 1.0}, layers))
+        store.records.add_step(0, RunStep(10, 1010.0, {0: {"loss": 1.0}}, {"loss": 1.0}, layers))
     table, content = BODIES[body]
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         assert database.execute(f"UPDATE {table} SET body = ?", (content,)).rowcount
@@ -188,7 +188,7 @@ def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
     store = filled(path, 10)
     flipped(path, "incidents")
     for seq in range(10, 1500):
-        store.step(0, RunStep(seq, 1000.0 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.records.add_step(0, RunStep(seq, 1000.0 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
         if seq % 100 == 0:
             store.write()
             assert not store.trouble
@@ -239,7 +239,7 @@ def test_one_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, har
     harm(path)  # type: ignore[operator]
     store._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     for seq in range(2000, 4000):
-        store.step(0, RunStep(seq, 1000.0 + seq, {0: {"loss": float(seq)}}, {"loss": float(seq)}))
+        store.records.add_step(0, RunStep(seq, 1000.0 + seq, {0: {"loss": float(seq)}}, {"loss": float(seq)}))
         if seq % 100 == 0:
             store.write()
             if store.notes:
@@ -265,7 +265,7 @@ def test_the_outbox_moves_with_it(tmp_path: Path) -> None:
     store.replace_damaged("as if")
     store.write()
     outbox.write([("ops", "Hang", b"second")])
-    store.step(0, RunStep(2000, 1.0, {0: {}}, {"loss": 1.0}))
+    store.records.add_step(0, RunStep(2000, 1.0, {0: {}}, {"loss": 1.0}))
     store.write()
     assert (store.trouble, outbox.trouble) == ("", "")
     outbox.close()

@@ -33,15 +33,15 @@ def run() -> Path:
     """Two attempts of a run, of two ranks, the first with layers and a NaN."""
     path = paths.state_directory() / "runs" / "t1.sqlite"
     store = Store(path, run="train", run_id="t1")
-    store.attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
+    store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
     layers = LayerStats(("a", "b"), {"layer_grad_norm": array("f", [0.5, math.inf])}, b"\x01\x01")
     ranks = [{0: {"loss": 1.0 + seq}, 1: {"loss": 3.0 + seq}} for seq in range(3)]
-    store.step(0, RunStep(0, 10.0, ranks[0], {"loss": 2.0, "grad_norm": 0.25}, layers))
-    store.step(0, RunStep(1, 11.0, ranks[1], {"loss": math.nan}))
-    store.step(0, RunStep(2, 12.0, ranks[2], {"loss": -math.inf, "grad_norm": 1 / 3}))
-    store.attempt(1, msgspec.msgpack.encode({}))
-    store.step(1, RunStep(0, 20.0, {0: {"loss": 9.0}}, {"loss": 9.0}))
-    store.incident("0.1", 1, {"id": "0.1"})
+    store.records.add_step(0, RunStep(0, 10.0, ranks[0], {"loss": 2.0, "grad_norm": 0.25}, layers))
+    store.records.add_step(0, RunStep(1, 11.0, ranks[1], {"loss": math.nan}))
+    store.records.add_step(0, RunStep(2, 12.0, ranks[2], {"loss": -math.inf, "grad_norm": 1 / 3}))
+    store.records.begin_attempt(1, msgspec.msgpack.encode({}))
+    store.records.add_step(1, RunStep(0, 20.0, {0: {"loss": 9.0}}, {"loss": 9.0}))
+    store.records.put_incident("0.1", 1, {"id": "0.1"})
     store.close()
     return path
 

@@ -46,7 +46,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(store: Store, first: int, last: int) -> None:
     for seq in range(first, last):
-        store.step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.5}, LAYERS))
+        store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.5}, LAYERS))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -57,11 +57,11 @@ def test_samples_go_before_what_happened_and_that_is_counted_told_and_kept(
     monkeypatch.setattr(pending_writes, "HELD_BYTES", 400_000)
     store = Store(path, run="train", run_id="r1")
     with locked(path):
-        store.attempt(0, b"\x80")
-        store.rank(0, 0, process=1, hello=b"hello")
-        store.state(0, 3, b"state", [(1, b"checkpoint")])
-        store.incident("0.1", 3, {"id": "0.1"})
-        store.event(0, 3, "rollback", to=1)
+        store.records.begin_attempt(0, b"\x80")
+        store.records.add_rank(0, 0, process=1, hello=b"hello")
+        store.records.keep_state(0, 3, b"state", [(1, b"checkpoint")])
+        store.records.put_incident("0.1", 3, {"id": "0.1"})
+        store.records.add_event(0, 3, "rollback", to=1)
         for seq in range(0, 5000, 500):
             train(store, seq, seq + 500)
             store.write()
@@ -92,12 +92,12 @@ def test_what_happened_fits_where_samples_do_not(path: Path) -> None:
     assert database is not None
     pages = database.execute("PRAGMA page_count").fetchone()[0]
     database.execute(f"PRAGMA max_page_count={pages + 2}")
-    store.attempt(0, b"\x80")
-    store.incident("0.1", 3, {"id": "0.1"})
-    store.event(0, 3, "noise", text=os.urandom(10).hex())
+    store.records.begin_attempt(0, b"\x80")
+    store.records.put_incident("0.1", 3, {"id": "0.1"})
+    store.records.add_event(0, 3, "noise", text=os.urandom(10).hex())
     for seq in range(3000):
         value = float(int.from_bytes(os.urandom(6)))
-        store.step(0, RunStep(seq, 1e9 + seq, {0: {"loss": value}}, {"loss": value}))
+        store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: {"loss": value}}, {"loss": value}))
     store.write()
     assert "full" in store.trouble
     with History(path) as history:
@@ -115,7 +115,7 @@ def test_one_that_waits_does_not_make_the_others_wait(tmp_path: Path) -> None:
     """Each flush of a locked file took 5 s, and the histories of all other runs waited for it."""
     stores = [Store(tmp_path / f"r{number}.sqlite", run="train", run_id=f"r{number}") for number in range(8)]
     for store in stores:
-        store.event(0, 1, "phase")
+        store.records.add_event(0, 1, "phase")
     with contextlib.ExitStack() as held:
         for store in stores[1:]:
             held.enter_context(locked(store.path))
@@ -136,7 +136,7 @@ def test_one_that_is_locked_at_the_beginning_is_opened_later(path: Path) -> None
         store = Store(path, run="train", run_id="r1")
         assert not store.is_open
         assert "database is locked" in store.trouble
-        store.incident("0.1", 3, {"id": "0.1"})
+        store.records.put_incident("0.1", 3, {"id": "0.1"})
         store.write()
     store.write()
     assert (store.trouble, store.is_open) == ("", True)
@@ -163,7 +163,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 def test_too_few_descriptors_are_no_damage(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.attempt(0, b"\x80")
+    store.records.begin_attempt(0, b"\x80")
     store.write()
     store.close()
     with no_descriptor_left():
@@ -171,7 +171,7 @@ def test_too_few_descriptors_are_no_damage(path: Path) -> None:
             History(path)
         again = Store(path, run="train", run_id="r1")
         assert "unable to open" in again.trouble
-        again.incident("0.1", 3, {"id": "0.1"})
+        again.records.put_incident("0.1", 3, {"id": "0.1"})
         again.write()
     assert not isinstance(raised.value, DamageError)
     again.write()
@@ -200,7 +200,7 @@ def test_whoever_looks_into_a_live_history_does_not_take_its_log_away(path: Path
     store = Store(path, run="train", run_id="r1")
     look = f"import sqlite3; d = sqlite3.connect({str(path)!r}); d.execute('SELECT * FROM meta').fetchall(); d.close()"
     for seq in range(3):
-        store.event(0, seq, "phase")
+        store.records.add_event(0, seq, "phase")
         store.write()
         subprocess.run([sys.executable, "-c", look], check=True)
         with History(path) as history:
@@ -210,8 +210,8 @@ def test_whoever_looks_into_a_live_history_does_not_take_its_log_away(path: Path
 
 def test_a_row_that_no_file_would_take_does_not_keep_the_others_out(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.event(0, 2**63, "snapshot", bytes=7)
-    store.event(0, 4, "snapshot", bytes=7)
+    store.records.add_event(0, 2**63, "snapshot", bytes=7)
+    store.records.add_event(0, 4, "snapshot", bytes=7)
     store.write()
     assert store.trouble == ""
     assert store.dropped == {"events": 1}
@@ -222,7 +222,7 @@ def test_a_row_that_no_file_would_take_does_not_keep_the_others_out(path: Path) 
 
 def test_a_closing_history_waits_for_whoever_has_it_locked(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.incident("0.1", 3, {"id": "0.1"})
+    store.records.put_incident("0.1", 3, {"id": "0.1"})
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
         other.execute("BEGIN IMMEDIATE")
         flush = store.begin_flush()
@@ -235,7 +235,7 @@ def test_a_closing_history_waits_for_whoever_has_it_locked(path: Path) -> None:
 
 def test_a_disk_that_never_answers_does_not_keep_a_history_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.event(0, 1, "phase")
+    store.records.add_event(0, 1, "phase")
     hangs, answers = threading.Event(), threading.Event()
     monkeypatch.setattr(store, "_find_harm", lambda: str(hangs.set() or answers.wait())[:0])
     flush = store.begin_flush()

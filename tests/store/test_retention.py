@@ -52,7 +52,7 @@ def written(folder: Path, name: str, days: float) -> Path:
 
 def test_what_is_open_stays(tmp_path: Path) -> None:
     live = Store(tmp_path / "live.sqlite", run="live", run_id="live")
-    live.event(0, 1, "phase")
+    live.records.add_event(0, 1, "phase")
     live.write()
     read, old = written(tmp_path, "read", 100), written(tmp_path, "old", 100)
     os.utime(tmp_path / "live.sqlite", (0, 0))
@@ -62,7 +62,7 @@ def test_what_is_open_stays(tmp_path: Path) -> None:
     assert {one.kept.path for one in gone} <= {old, read}  # a reader of an ended run holds no lock
     assert not old.exists()
     assert (tmp_path / "live.sqlite").exists()
-    live.event(0, 2, "phase")
+    live.records.add_event(0, 2, "phase")
     live.close()
     assert live.trouble == ""
     with History(tmp_path / "live.sqlite") as history:

@@ -38,16 +38,16 @@ def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path
     losses = [draw.random() for _ in range(8192)]
     losses[777], losses[2000] = 50.0, math.nan
     store = Store(path, run="train", run_id="r")
-    store.attempt(0, b"\x80")
-    store.incident("0.1", 500, {"id": "0.1", "attempt": 0, "first_seq": 500})
+    store.records.begin_attempt(0, b"\x80")
+    store.records.put_incident("0.1", 500, {"id": "0.1", "attempt": 0, "first_seq": 500})
     layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\x01")
     for seq, loss in enumerate(losses):
         ranks = {0: {"loss": loss}, **({1: {"loss": 2 * loss}} if seq % 100 else {})}  # rank 1 is silent now and then
-        store.step(0, RunStep(seq, float(seq), ranks, {"loss": loss}, layers if seq % 8 == 0 else None))
+        store.records.add_step(0, RunStep(seq, float(seq), ranks, {"loss": loss}, layers if seq % 8 == 0 else None))
         if seq % 200 == 0:
             store.write()
     for seq in range(8192, 8192 + 40):  # what is due is done a stretch at each flush
-        store.step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.0}))
+        store.records.add_step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.0}))
         store.write()
     store.close()
     assert store.trouble == ""
@@ -79,7 +79,7 @@ def test_a_history_of_schema_2_is_thinned_on(tmp_path: Path, small: None) -> Non
     path = tmp_path / "r.sqlite"
     store = Store(path, run="train", run_id="r")
     for seq in range(4 * CHUNK_STEPS):
-        store.step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.records.add_step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
     store.close()
     with sqlite3.connect(path) as database:
         database.execute("UPDATE meta SET value = '2' WHERE key = 'schema'")
@@ -89,7 +89,7 @@ def test_a_history_of_schema_2_is_thinned_on(tmp_path: Path, small: None) -> Non
         assert len(history.series("loss").seqs) == 4 * CHUNK_STEPS
     store = Store(path, run="train", run_id="r")
     for seq in range(4 * CHUNK_STEPS, 10 * CHUNK_STEPS):
-        store.step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.records.add_step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
         if seq % 64 == 0:
             store.write()
     store.close()

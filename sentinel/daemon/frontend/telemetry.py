@@ -127,7 +127,7 @@ class Telemetry(Periodic[OtlpSettings]):
             if spans and not await self._request(settings, "traces", functools.partial(_encode_spans, spans)):
                 return
             progress = more
-            store.mark_spans(msgspec.json.encode(progress).decode())
+            store.records.mark_spans(msgspec.json.encode(progress).decode())
 
     async def _request(self, settings: OtlpSettings, signal: Signal, encode: Callable[[], Message]) -> bool:
         """Send once. Whether that is done with: it arrived, or never will."""

@@ -24,12 +24,12 @@ class RunContext:
     def record_event(self, seq: int, kind: str, **detail: Any) -> None:
         """Put an event of the present attempt into the history."""
         if self.store:
-            self.store.event(self.run.attempt.number, seq, kind, **detail)
+            self.store.records.add_event(self.run.attempt.number, seq, kind, **detail)
 
     def record_case(self, case: Case) -> None:
         """Put a case into the history as it is."""
         if self.store:
-            self.store.incident(case.id, case.step, case.builtins())
+            self.store.records.put_incident(case.id, case.step, case.builtins())
 
     def print_notice(self, notice: wire.Notice) -> None:
         """Print on the training terminal, by way of the first rank that is connected."""

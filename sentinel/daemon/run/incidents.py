@@ -316,7 +316,8 @@ class RunIncidents:
             self.stages_begun,
             self.opening,
         )
-        store.state(self._context.run.attempt.number, self.judged_to, msgspec.msgpack.encode(state), checkpoints)
+        body = msgspec.msgpack.encode(state)
+        store.records.keep_state(self._context.run.attempt.number, self.judged_to, body, checkpoints)
 
     def _note_end(self, ended: Sequence[Transition], why: str) -> None:
         for transition in ended:

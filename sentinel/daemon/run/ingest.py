@@ -69,9 +69,9 @@ class RunIngest:
             self.begin_attempt()
             self._incidents.log.close_former()
             if self._store:
-                self._store.attempt(self._run.attempt.number, body, attached)
+                self._store.records.begin_attempt(self._run.attempt.number, body, attached)
         if self._store:
-            self._store.rank(self._run.attempt.number, number, process=process, hello=body)
+            self._store.records.add_rank(self._run.attempt.number, number, process=process, hello=body)
         self._context.record_event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
         if hello.unseen != (() if began else seen_before):
             self._context.record_event(hello.next_seq, "not seen", rank=number, what=list(hello.unseen))
@@ -97,12 +97,12 @@ class RunIngest:
                 added = attempt.take(rank, message, now)
                 if self._store:
                     for step in added:
-                        self._store.step(attempt.number, step)
+                        self._store.records.add_step(attempt.number, step)
                 self.advance(now)
             case wire.LayerTable():
                 attempt.add_table(message)
                 if self._store:
-                    self._store.table(attempt.number, message.digest, msgspec.msgpack.encode(message))
+                    self._store.records.add_layer_table(attempt.number, message.digest, msgspec.msgpack.encode(message))
             case wire.StageBegan():
                 self._begin_stage(Stage(message.seq, "".join(c if c.isprintable() else " " for c in message.name)), now)
             case wire.SnapshotTaken():
@@ -146,7 +146,7 @@ class RunIngest:
         self._record_past_standstill(now)
         self._actions.rollback.drop_rank(number, now)
         if self._store and goodbye:
-            self._store.record_goodbye(self._run.attempt.number, number)
+            self._store.records.record_goodbye(self._run.attempt.number, number)
         if goodbye is None:
             self._context.record_event(rank.last_seq, "lost", rank=number, reason="connection lost")
         else:
@@ -161,7 +161,7 @@ class RunIngest:
         self._incidents.clock.look()
         for step in self._run.attempt.take_closed(now):
             if self._store:
-                self._store.step(self._run.attempt.number, step)
+                self._store.records.add_step(self._run.attempt.number, step)
             judged |= self._incidents.judge(step, now)
             if time.monotonic() >= until:
                 self.behind = True
@@ -174,7 +174,7 @@ class RunIngest:
             self._incidents.finish_pending(now)
             self._incidents.end_opening(now)
             if self._store:
-                self._store.end_attempt(self._run.attempt.number, self._run.attempt.find_end())
+                self._store.records.end_attempt(self._run.attempt.number, self._run.attempt.find_end())
 
     def observe_machine(
         self, devices: Devices, observation: Observation, faults: Sequence[tuple[Gpu, DeviceFault]], now: float
@@ -190,7 +190,7 @@ class RunIngest:
             for (scope, name), values in observation.values.items():
                 if now >= self._keep_device_at.get(device := f"{scope} {name}", 0.0):
                     self._keep_device_at[device] = now + DEVICES_SECONDS
-                    self._store.reading(attempt.number, device, observation.seq, observation.time, values)
+                    self._store.records.add_reading(attempt.number, device, observation.seq, observation.time, values)
 
     def observe_deaths(self, now: float) -> None:
         """A process may have ended, and with it a rollback: if it was the last one, no further tick comes."""
