@@ -1,7 +1,7 @@
 """Train every fault beside its healthy twin, at default settings over several seeds; write docs/detection.md's tables.
 
     python -m bench.faults                      # 8 minutes a seed on two idle cores; goes on where it was stopped
-    python -m bench.faults --seeds 1 --family bugs
+    python -m bench.faults --seeds 1 --family bugs              # the rows of other families stay as they are
     python -m bench.faults --seeds 1 --pace 20 --workers 4      # steps of 20 ms, for the second table
     python -m bench.faults --late               # those that can begin at any step, at a random one from 2,000 to 5,000
     python -m bench.faults --table              # only write the tables, from what was kept
@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
-from bench.pages import BUILD, DOCS, ROOT, make_table, write_section
+from bench.pages import BUILD, DOCS, ROOT, make_table, read_rows, write_section
 from tests.faults.fault import Fault
 from tests.faults.train import FAMILIES, faults
 from tests.faults.verdict import OF_THE_MACHINE, TIMED, Verdict, verdicts
@@ -113,16 +114,19 @@ def find_verdicts(kept: dict[Training, dict[str, Any]], fault: Fault, late: bool
     ]
 
 
-def tabulate_faults(kept: dict[Training, dict[str, Any]]) -> str:
-    """A row a fault, or two where it was planted late as well, over all seeds that are kept."""
-    rows = [
-        row(fault, found, timed=family in TIMED, late=late)
-        for family in FAMILIES
-        for fault in faults(family)
-        for late in (False, True)
-        if (found := find_verdicts(kept, fault, late, 0)) or not late
-    ]
-    return make_table(HEAD, rows) + note_stale({key: entry for key, entry in kept.items() if not key.pace})
+def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Sequence[str]]) -> str:
+    """A row a fault, or two where it was planted late as well, over all seeds that are kept. What was not trained here
+    keeps the row that the page shows."""
+    rows, untrained = list[Iterable[object]](), list[str]()
+    for family in FAMILIES:
+        for fault, late in itertools.product(faults(family), (False, True)):
+            found, name = find_verdicts(kept, fault, late, 0), name_row(fault, late=late)
+            if not found and name in shown:
+                rows.append(shown[name])
+                untrained.append(fault.id)
+            elif found or not late:
+                rows.append(row(fault, found, timed=family in TIMED, late=late))
+    return make_table(HEAD, rows) + note_stale({key: entry for key, entry in kept.items() if not key.pace}, untrained)
 
 
 def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
@@ -139,17 +143,22 @@ def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
     return make_table((*head, "right cause", "one page", "false alarms of the twin"), rows) + note_stale(kept)
 
 
-def note_stale(kept: dict[Training, dict[str, Any]]) -> str:
-    """What was trained with another state of the code than the present one."""
+def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str] = ()) -> str:
+    """What was trained with another state of the code than the present one: `untrained`, and some of what is kept."""
     digests = {fault.id: find_digest(family) for family in FAMILIES for fault in faults(family)}
-    stale = dict.fromkeys(key.id for key, entry in kept.items() if entry["digest"] != digests.get(key.id))
-    which = "all" if {key.id for key in kept} == stale.keys() else ", ".join(stale)
+    changed = (key.id for key, entry in kept.items() if entry["digest"] != digests.get(key.id))
+    stale = dict.fromkeys([*untrained, *changed])
+    which = "all" if {*untrained, *(key.id for key in kept)} == stale.keys() else ", ".join(stale)
     return f"\n\nTrained with an earlier state of the code: {which}." if stale else ""
+
+
+def name_row(fault: Fault, *, late: bool) -> str:
+    return fault.id + (", late" if late else "")
 
 
 def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool, late: bool = False) -> Iterator[str]:
     """One fault, over its seeds. `timed`: its family is about time."""
-    yield fault.id + (", late" if late else "")
+    yield name_row(fault, late=late)
     yield fault.what + (f" ({fault.synthetic}: made up)" if fault.synthetic else "")
     yield fault.alert
     yield count_in_time(found)
@@ -203,7 +212,7 @@ def main() -> None:
         train_missing(families, options.seeds, late=options.late, pace=options.pace, workers=options.workers)
     kept, page = read_kept(), DOCS / "detection.md"
     if any(not training.pace for training in kept):
-        write_section(page, MARKS, tabulate_faults(kept))
+        write_section(page, MARKS, tabulate_faults(kept, read_rows(page, MARKS)))
     if any(training.pace for training in kept):
         write_section(page, PACED_MARKS, tabulate_paces(kept))
 

@@ -15,6 +15,14 @@ def make_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
+def read_rows(page: Path, marks: tuple[str, str]) -> dict[str, list[str]]:
+    """The cells of each row of the table between two comments of a page, by the first cell."""
+    section = page.read_text(encoding="utf-8").split(marks[0])[1].split(marks[1])[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines[2:]]
+    return {cells[0]: cells for cells in rows}
+
+
 def write_section(page: Path, marks: tuple[str, str], text: str) -> None:
     """Replace what stands between two comments of a page. Raises ValueError where they are not there."""
     above, rest = page.read_text(encoding="utf-8").split(marks[0])

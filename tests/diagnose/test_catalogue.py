@@ -39,5 +39,5 @@ class _Anything:
 
 def test_every_stock_alert_has_a_diagnosis() -> None:
     without = RULES.keys() - EXPLAINED
-    assert without == set(), "these alerts say `not known` whatever the evidence is"
+    assert without == set(), "these alerts say `not known` whatever the evidence is; CONTRIBUTING.md: A cause"
     assert EXPLAINED - RULES.keys() == set(), "no rule raises these"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench import faults
+from bench.pages import read_rows, write_section
 from tests.faults import bugs
 from tests.faults.throughput import FAULTS
 from tests.faults.verdict import Verdict, hold_pages
@@ -25,6 +26,21 @@ def test_a_row_counts_what_was_in_time_and_what_was_not(timed: bool, alarms: str
     found = [judge(20), judge(60), judge(None, right=False, twin=("SlowStep",)), judge(25, twin=("LossSpike",))]
     cells = list(faults.row(fault, found, timed=timed))
     assert cells[3:] == ["2 of 4", "20 to 60", "50", "3 of 4", "3 of 4", alarms]
+
+
+def test_what_was_not_trained_here_keeps_the_row_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
+    faults.keep_verdicts("throughput", [Verdict("T1", 0, "SlowStep", delay=7, allowed=50)], late=False, pace=0)
+    page, marks = tmp_path / "page.md", ("<!-- a -->", "<!-- b -->")
+    page.write_text("above\n<!-- a -->\n<!-- b -->\nbelow\n")
+    shown = {"T1": ["T1", "an old row"], "T6": ["T6", "of another day"], "P1, late": ["P1, late", "late"]}
+    write_section(page, marks, faults.tabulate_faults(faults.read_kept(), shown))
+    rows = read_rows(page, marks)
+    assert rows["T1"][3:6] == ["1 of 1", "7 to 7", "50"]
+    assert rows["T6"] == shown["T6"]
+    assert rows["P1, late"] == shown["P1, late"]
+    assert rows["P1"][3] == "0 of 0"
+    assert page.read_text().endswith("an earlier state of the code: P1, T6.\n\n<!-- b -->\nbelow\n")
 
 
 def test_a_row_of_paces_has_a_column_for_each_and_adds_up_the_rest() -> None:

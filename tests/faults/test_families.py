@@ -20,7 +20,7 @@ FAULTS = [(family, fault) for family in FAMILIES for fault in faults(family)]
 def test_found_in_time_with_its_cause_and_the_twin_is_silent(family: str, fault: Fault) -> None:
     """At default settings; some are told in time only where everything is sampled."""
     (verdict,) = verdicts(family, 0, [fault.id], every_step=fault.every_step)
-    assert verdict.notes == []
+    assert not verdict.notes, "\n".join(verdict.notes)
 
 
 def test_one_that_takes_no_time_at_a_pace() -> None:

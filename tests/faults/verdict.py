@@ -208,11 +208,16 @@ def _hold_against(
     onset = run["onset"]
     verdict.also = tuple(case["alert"] for case in cases if case["alert"] != fault.alert)
     case = next((case for case in cases if case["alert"] == fault.alert), None)
+    by_the_clock = fault.signal in ("seconds", "readings")
     if case is None:
         verdict.notes.append(f"no {fault.alert}; there were: {', '.join(verdict.also) or 'none'}")
+        if not by_the_clock and all(seq < onset for seq in _samples(history, fault.signal)):
+            verdict.notes.append(
+                f"{fault.signal} has no sample in the {run['steps'] - onset} steps from the fault at step {onset} on: "
+                f"train more of them, or plant it earlier; tier 3 is rare after the first {FIRST_STEPS} steps"
+            )
         return
     verdict.cause = case["diagnosis"]["cause"]
-    by_the_clock = fault.signal in ("seconds", "readings")
     if case["time"] < run["onset_time"] if by_the_clock else case["step"] < onset:
         verdict.notes.append(f"{fault.alert} at step {case['step']}, before the fault at {onset}")
         return
