@@ -102,13 +102,13 @@ def cases(
     name: str, command: click.Command, folder: Path, inputs: dict[str, str], sockets: dict[str, str]
 ) -> list[Case]:
     """All of one command."""
-    base = [part.format(folder=folder) for part in BASES.get(name, _filled(command, f"{folder}/none"))]
+    base = [part.format(folder=folder) for part in BASES.get(name, fill_arguments(command, f"{folder}/none"))]
     made = [*_grammar(name, command, base), *_given(command, base, inputs), *_around(base, folder, inputs, sockets)]
     (here := folder / "here").mkdir(exist_ok=True)
     return [case._replace(argv=[*name.split(), *case.argv], cwd=case.cwd or str(here)) for case in made]
 
 
-def _filled(command: click.Command, value: str) -> list[str]:
+def fill_arguments(command: click.Command, value: str) -> list[str]:
     return [value for parameter in command.params if isinstance(parameter, click.Argument) and parameter.required]
 
 
@@ -130,7 +130,7 @@ def _given(command: click.Command, base: list[str], inputs: dict[str, str]) -> I
     options = base[-2:] if base[-2:-1] and base[-2].startswith("--") else []
     for kind, value in inputs.items():
         if any(isinstance(parameter, click.Argument) for parameter in command.params):
-            count = max(1, len(_filled(command, "")))
+            count = max(1, len(fill_arguments(command, "")))
             yield Case(kind, [*options, "--", *[value] * count], {}, codes=(0, 1, 2, 126, 127))
         for option in command.params:
             if isinstance(option, click.Option) and isinstance(option.type, click.Path):
