@@ -57,7 +57,7 @@ def test_each_format_is_damaged(tmp_path: Path) -> None:
         found |= {recording.format for recording in logs.read(tmp_path / name)}
     elsewhere = {"Trackio", "W&B"}  # test_trackers.py
     others = {"Sentinel's history", "MLflow"}  # a database, which tests/store damages; a folder
-    assert found | elsewhere | others == set(logs.FORMATS)
+    assert found | elsewhere | others == set(logs.FORMATS), "a sample of each in SAMPLES"
 
 
 def damage(content: bytes, path: Path, *, seed: str) -> None:

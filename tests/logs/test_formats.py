@@ -60,7 +60,7 @@ steps: 30 loss: nan iter time (s): 1.500 samples/sec: 6.500
 def test_every_format_is_in_the_docs_by_its_name() -> None:
     table = (SOURCE / "docs" / "backtest.md").read_text().partition("\n| format | what is read |\n")[2]
     documented = re.findall(r"^\| ([^-|][^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
-    assert sorted(documented) == sorted(logs.FORMATS)
+    assert sorted(documented) == sorted(logs.FORMATS), "a row for each in docs/backtest.md"
 
 
 def one(path: Path, content: str | bytes) -> Recording:

@@ -49,7 +49,9 @@ def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -
     default = config.Settings()
     assert said.grouping == default.grouping
     assert said.daemon.http == default.daemon.http
-    assert {receiver.type for receiver in said.receivers} == set(config.list_own_types())
+    assert {receiver.type for receiver in said.receivers} == set(config.list_own_types()), (
+        "an example of each in init.py"
+    )
     for struct in (config.DaemonSettings, config.Grouping, config.ReceiverSettings, config.RouteSettings):
         assert all(f"{name} = " in text for name in struct.__struct_encode_fields__ if name != "options")
 
