@@ -81,6 +81,7 @@ def _offline(paths: tuple[Path, ...], as_json: bool) -> bool:
     lines += [("evidence", fact) for fact in finding.evidence]
     lines += [("to do", finding.remedy)] if finding.remedy else []
     lines += [("missing", each) for each in finding.missing]
+    lines += [("to know", finding.command)] if finding.command else []
     lines += [("not read", each) for each in found.unread[:8]]
     echo("\n".join(line for row in lines for line in _label(*row)))
     return bool(finding.cause)
@@ -100,6 +101,7 @@ def _live(run: dict[str, Any]) -> list[str]:
         rows += [("evidence", fact) for fact in run["evidence"]]
         rows += [("to do", run["remedy"])] if run["remedy"] else []
         rows += [("missing", each) for each in run["missing"]]
+        rows += [("to know", run["command"])] if run.get("command") else []
         lines += [line for row in rows for line in _label(*row)]
     return lines
 

@@ -196,6 +196,7 @@ def _text(case: dict[str, Any]) -> str:
     lines += [f"  to do       {diagnosis['remedy']}"] if diagnosis["remedy"] else []
     lines += [f"  confirm     {diagnosis['confirm']}"] if diagnosis.get("confirm") else []
     lines += [f"  missing     {missing}" for missing in diagnosis["missing"]]
+    lines += [f"  to know     {diagnosis['command']}"] if diagnosis.get("command") else []
     lines += [f"  done        {done}" for done in case["done"]]
     if case.get("silenced"):
         lines.append(f"  silenced    by {case['silenced']}; see `sentinel silence --list`")

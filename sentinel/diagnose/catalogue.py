@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 import sentinel.diagnose.explainers  # noqa: F401  # its modules register themselves
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import NOT_KNOWN, SAMPLE_MORE, Evidence, Finding
 from sentinel.diagnose.explanations import find_explanation
 from sentinel.diagnose.gradient_facts import describe_gradients, describe_second_moments
 from sentinel.diagnose.traced import add_origin
@@ -20,9 +20,12 @@ def diagnose(evidence: Evidence, remedy: str) -> Finding:
     """The diagnosis of an incident. `remedy` is what the rule itself says to do."""
     explain = find_explanation(evidence.alert)
     found = add_origin(evidence, explain(evidence) if explain else Finding(NOT_KNOWN, "none"))
-    facts, missing = found.evidence + describe_second_moments(evidence), found.missing
+    facts, missing, command = found.evidence + describe_second_moments(evidence), found.missing, found.command
     if evidence.about_layers:
         facts += describe_gradients(evidence)
         if not evidence.layers:
             missing += ("layer statistics of these steps: they are sampled, and none fell here",)
-    return msgspec.structs.replace(found, evidence=facts, remedy=found.remedy or remedy, missing=missing)
+            command = command or (SAMPLE_MORE if found.confidence == "none" else "")
+    return msgspec.structs.replace(
+        found, evidence=facts, remedy=found.remedy or remedy, missing=missing, command=command
+    )

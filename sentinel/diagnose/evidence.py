@@ -21,6 +21,11 @@ SURENESS: Mapping[Confidence, int] = {"none": 0, "low": 1, "medium": 2, "high": 
 
 NOT_KNOWN = "not known"
 
+SAMPLE_MORE = "attach(overhead=0.1) samples more steps"
+"""What gets figures that are taken at some steps only."""
+ALL_STEPS = "sentinel history export RUN has all steps"
+"""What gets steps that are not in memory any more."""
+
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an incident when it fires. Steps are seqs."""
@@ -113,13 +118,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return taken is not None and signal not in taken.run
 
     def missing_norm(self, seq: int) -> str:
-        """That the gradient norm of a step is not known, which step before it has one, and the setting."""
+        """That the gradient norm of a step is not known, and which step before it has one."""
         sampled = [at for at, _ in self.series("grad_norm") if at < seq]
         nearest = f"the last before it is of step {self.step(sampled[-1])}" if sampled else "there is none before it"
-        return (
-            f"the gradient norm of step {self.step(seq)}, which was not sampled ({nearest}); "
-            "attach(overhead=...) with a larger share samples more"
-        )
+        return f"the gradient norm of step {self.step(seq)}, which was not sampled ({nearest})"
 
     def latest(self, signal: str) -> float | None:
         """The newest value of a signal."""
@@ -162,6 +164,16 @@ class Finding(msgspec.Struct, frozen=True):
     """Who holds memory that is not given back, where that was found."""
     layers: tuple[str, ...] = ()
     """Parameters that it names, where the rule is about the run and has no layers as members."""
+    command: str = ""
+    """Command, call or setting that gets what is missing, where the cause is not known."""
+
+
+def report_unknown(
+    *missing: str, command: str, cause: str = NOT_KNOWN, remedy: str = "", evidence: tuple[str, ...] = ()
+) -> Finding:
+    """That no cause is found, what is missing for one, and the command, call or setting that gets it. `cause`: which
+    there may be."""
+    return Finding(cause, "none", remedy, missing, evidence, command=command)
 
 
 def times_usual(sign: Sign) -> str:

@@ -50,11 +50,15 @@ def notes(message: Message) -> list[tuple[str, str]]:
 
 
 def why(case: Case) -> str:
-    """The diagnosis, or what it lacks."""
+    """The diagnosis, or what it lacks and what gets that; empty where an alert has no causes, as the user's own have
+    none."""
     diagnosis = case.diagnosis
     if diagnosis.confidence != "none":
         return f"{diagnosis.cause} (confidence: {diagnosis.confidence})"
-    return "not known; missing: " + "; ".join(diagnosis.missing)
+    if not diagnosis.missing:
+        return ""
+    command = f"; to know: {diagnosis.command}" if diagnosis.command else ""
+    return f"not known; missing: {'; '.join(diagnosis.missing)}{command}"
 
 
 def more(case: Case) -> str:

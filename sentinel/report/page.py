@@ -208,6 +208,7 @@ def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequenc
         ("why", f"{diagnosis.get('cause', 'not known')} (confidence: {diagnosis.get('confidence', 'low')})"),
         ("evidence", "; ".join(diagnosis.get("evidence", ()))),
         ("missing", "; ".join(diagnosis.get("missing", ()))),
+        ("to know", diagnosis.get("command", "")),
         ("do", diagnosis.get("remedy", "")),
         ("done", "; ".join(case.get("done", ()))),
     ]

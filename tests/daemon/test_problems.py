@@ -16,7 +16,7 @@ from sentinel.config.settings import SEVERITIES, Duration, Grouping
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
-from sentinel.engine import Rule
+from sentinel.engine import Entity, Observation, Rule
 from sentinel.engine.rules.loading import load_rules
 from sentinel.notify import Message, Route, silences
 from sentinel.notify.limiter import Limiter
@@ -27,6 +27,7 @@ from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
 from sentinel.rulebook import loader
 from sentinel.runs import NoRanks, Run
+from sentinel.runs.devices import Devices
 from sentinel.store import History, Store
 from sentinel.wire.evidence import Provenance
 from tests.notify.test_pipeline import Fake, until
@@ -204,6 +205,21 @@ def test_a_consequence_that_nothing_explains_has_the_cause_of_its_parent(tmp_pat
     assert case.parent == parent.id
     assert case.diagnosis.cause == f"as of GradientsNotCleared ({parent.id}): {parent.diagnosis.cause}"
     assert (case.diagnosis.confidence, case.diagnosis.remedy) == ("medium", parent.diagnosis.remedy)
+
+
+def test_what_was_not_known_for_want_of_a_reading_of_the_host_is_known_with_it(tmp_path: Path) -> None:
+    async def scenario(run: Watched) -> None:
+        hello = wire.Hello(version="t", identity=run.rank.identity, facts={"loader": {"num_workers": 2}})
+        run.rank = run.watch.ingest.hello(hello, 0.0)
+        await run.steps(step_seconds=[0.1] * 160, data_seconds=[0.05] * 160)
+        assert run.case("InputBound").diagnosis.missing == ("how busy the host's CPUs are",)
+        for seen in ({"host_load_ratio": 0.1}, {"host_load_ratio": 0.1, "host_cpu_ratio": 0.2}):
+            reading = Observation(seq=159, time=0.0, values={Entity("node", "n"): seen})
+            run.watch.ingest.observe_machine(Devices("n", host=seen), reading, (), 160.0)
+        await run.tick()
+
+    run = watched(tmp_path, scenario, stock=True)
+    assert run.case("InputBound").diagnosis.confidence == "medium"
 
 
 def test_a_consequence_that_outlives_its_parent_is_its_own_under_the_same_key(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
         lambda: judged(
             "UnusedParameters", run_of(20, lambda _: {"parameters_without_gradient": 2.0}), table=table("a")
         ),
-        "which: [n for n, p in model.named_parameters()",
+        "which parameters",
     ),
     "weights that stand still, and no layer that was looked at": (
         lambda: judged("ParametersNotUpdated", run_of(20, lambda _: {"update_ratio": 0.0, "learning_rate": 1e-3})),
@@ -201,7 +201,7 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
     ),
     "a fault of a GPU that is not read any more": (
         lambda: judged("GpuFault", run_of(20, lambda _: {"loss": 1.0}), devices=Devices("node-1")),
-        "the GPU is not read any more",
+        "the GPU's numbers: it is not read any more",
     ),
 }
 

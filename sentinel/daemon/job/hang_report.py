@@ -48,6 +48,7 @@ def describe(
         "evidence": list(found.evidence),
         "remedy": found.remedy,
         "missing": list(found.missing),
+        "command": found.command,
     }
 
 

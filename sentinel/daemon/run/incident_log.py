@@ -128,6 +128,15 @@ class IncidentLog:
                 self._add_evidence(case, incident)
                 self.record_action(case)
 
+    def explain_unknown(self, incidents: Iterable[Incident]) -> None:
+        """Diagnose again those that fire and whose cause is not known."""
+        for incident in incidents:
+            case = self.find_case(incident)
+            if case is not None and incident.state == "firing" and case.diagnosis.confidence == "none":
+                self._add_evidence(case, incident)
+                if case.diagnosis.confidence != "none":
+                    self.record_action(case)
+
     def close_former(self) -> None:
         """Close what an earlier attempt left open: it is no longer judged, and no notice repeats."""
         number = self._run.attempt.number

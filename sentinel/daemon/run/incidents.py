@@ -281,6 +281,10 @@ class RunIncidents:
         if self.job is not None:
             self.job.add_evidence(what, seq)
 
+    def explain_unknown(self) -> None:
+        """More is known of the machine: diagnose again what had no cause without it."""
+        self.log.explain_unknown(self.evaluator.incidents)
+
     def tick(self, now: float) -> None:
         """Tell people what changed, and keep the state where it is time."""
         self.notifier.tick(self.log.cases.values(), self._is_over)

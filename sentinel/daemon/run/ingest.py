@@ -45,6 +45,8 @@ class RunIngest:
         self._command_status: int | None = None
         self._left_out: tuple[int, ...] = ()
         self._keep_device_at: dict[str, float] = {}
+        self._host_signals = frozenset[str]()
+        """What readings of the host have had so far."""
         self.stalls = StallDetector(self._run.attempt, context.link, incidents)
         self.begin_attempt()
 
@@ -186,6 +188,9 @@ class RunIngest:
             detail = {"gpu": gpu.index, "uuid": gpu.uuid, "fault": fault.kind, "code": fault.code, "text": fault.text}
             self._context.record_event(attempt.closed_to, "gpu fault", **detail)
         self._incidents.observe_between(observation, now)
+        if devices.host.keys() - self._host_signals:  # its CPU share is known from the second reading on
+            self._host_signals |= devices.host.keys()
+            self._incidents.explain_unknown()
         if self._store:
             for (scope, name), values in observation.values.items():
                 if now >= self._keep_device_at.get(device := f"{scope} {name}", 0.0):

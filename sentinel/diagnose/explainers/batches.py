@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, Evidence, Finding, report_unknown
 from sentinel.diagnose.explainers.ranks import UNEVEN
 from sentinel.diagnose.explanations import explains
 from sentinel.text import name_ranks
@@ -15,7 +15,7 @@ def uneven(evidence: Evidence) -> Finding:
     """By how many batches their loaders have, the fewest first."""
     told = [step for step in evidence.steps if _LENGTH in step.run and step.seq <= evidence.until]
     if not told:
-        return Finding(NOT_KNOWN, "none", missing=("the loaders' lengths: the steps are not in memory any more",))
+        return report_unknown("the loaders' lengths: the steps are not in memory any more", command=ALL_STEPS)
     lengths: dict[int, list[int]] = {}
     for number, values in sorted(told[-1].ranks.items()):
         if _LENGTH in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 
 
@@ -13,7 +13,9 @@ def frozen_changed(evidence: Evidence) -> Finding:
     rows = [int(row) for _, row in evidence.series("frozen_changed_row") if row >= 0]
     names = [layer.name for layer in evidence.table]
     if not rows or rows[-1] >= len(names):
-        return Finding(NOT_KNOWN, "none", missing=("the names of the layers",))
+        return report_unknown(
+            "the names of the layers", command="compare p.detach().clone() of what has no requires_grad over a step"
+        )
     looks = [seq for seq, _ in evidence.series("frozen_changed")]
     since = f", after step {evidence.step(looks[-2])}" if len(looks) > 1 else ""
     if evidence.series("frozen_changed")[-1][1] > 0:
@@ -28,7 +30,7 @@ def gradients_not_cleared(evidence: Evidence) -> Finding:
     """Since when."""
     kept = [seq for seq, value in evidence.series("gradients_kept") if value == 1.0]
     if not kept:
-        return Finding(NOT_KNOWN, "none", missing=("the gradients before the backward pass",))
+        return report_unknown("the gradients before the backward pass", command=SAMPLE_MORE)
     clear = [seq for seq, value in evidence.series("gradients_kept") if value == 0.0]
     since = next(seq for seq in kept if not clear or seq > clear[-1] or clear[-1] > kept[-1])
     return finding(evidence.alert, "no-zero-grad", since=evidence.step(since))
@@ -42,9 +44,11 @@ def duplicate_batches(evidence: Evidence) -> Finding:
     share = sum(value == 1.0 for value in looked) / len(looked) if looked else 0.0
     facts = (f"{share:.0%} of the last {len(looked)} batches looked at had been there before in their epoch",)
     if not workers:
-        missing: tuple[str, ...] = ("whether the data set holds the same samples several times",)
-        missing += ("how many workers the loader has: attach(loader=...)",) if workers is None else ()
-        return Finding(NOT_KNOWN, "none", "", missing, facts)
+        missing = ["whether the data set holds the same samples several times"]
+        command = "len({x.numpy().tobytes() for x, _ in dataset}) against len(dataset)"
+        if workers is None:
+            missing, command = [*missing, "how many workers the loader has"], "attach(loader=...)"
+        return report_unknown(*missing, command=command, evidence=facts)
     return finding(evidence.alert, "workers", facts, share=share, workers=workers)
 
 
@@ -53,7 +57,7 @@ def accumulation_not_normalised(evidence: Evidence) -> Finding:
     """How many passes."""
     passes = evidence.latest("unnormalised_passes")
     if not passes:
-        return Finding(NOT_KNOWN, "none", missing=("how many passes make a step",))
+        return report_unknown("how many passes make a step", command=ALL_STEPS)
     return finding(evidence.alert, "sum", passes=passes)
 
 
@@ -62,5 +66,5 @@ def low_precision_accumulation(evidence: Evidence) -> Finding:
     """What is lost, and of how many passes."""
     lost, passes = evidence.usual("accumulation_error", most=3), evidence.latest("micro_batches")
     if lost is None or not passes:
-        return Finding(NOT_KNOWN, "none", missing=("the sum in float32 beside it",))
+        return report_unknown("the sum in float32 beside it", command=SAMPLE_MORE)
     return finding(evidence.alert, "bf16-sum", lost=lost, passes=passes)

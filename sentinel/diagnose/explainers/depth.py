@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 
 STEEP = 100.0
@@ -14,6 +14,8 @@ STEEP = 100.0
 stay within it (rules/stability.yaml)."""
 _NOTHING = 0.01
 """Share of the first loss, under which it has come to nothing."""
+_BY_LAYER = "module.register_forward_hook on each layer, with output.norm()"
+"""What gets activations: the hooks do not take them."""
 
 
 @explains("ExplodingGradient")
@@ -28,7 +30,7 @@ def exploding(evidence: Evidence) -> Finding:
         if high > 1.5 * low > 0:
             told: dict[str, Any] = {"low": low, "high": high, "at": evidence.step(at)}
             return finding(evidence.alert, "rate", times=quoted[0] / quoted[1], **told)
-    return Finding(NOT_KNOWN, "none", "", ("the norms of weights and activations by layer", *_unless(ratio)))
+    return report_unknown("the norms of weights and activations by layer", *_unless(ratio), command=_BY_LAYER)
 
 
 @explains("VanishingGradient")
@@ -40,7 +42,7 @@ def vanishing(evidence: Evidence) -> Finding:
     losses = [loss for _, loss in evidence.series("loss") if math.isfinite(loss)]
     if losses and 0 <= losses[-1] < _NOTHING * losses[0]:
         return finding(evidence.alert, "learnt", loss=losses[-1], start=losses[0])
-    return Finding(NOT_KNOWN, "none", "", ("what is saturated: activations by layer", *_unless(ratio)))
+    return report_unknown("what is saturated: activations by layer", *_unless(ratio), command=_BY_LAYER)
 
 
 @explains("WarmupMissing")
@@ -49,7 +51,7 @@ def warmup_missing(evidence: Evidence) -> Finding:
     count, ratio = evidence.latest("post_norm_layers"), evidence.latest("gradient_depth_ratio")
     rate = evidence.latest("learning_rate")
     if count is None or ratio is None or rate is None:
-        return Finding(NOT_KNOWN, "none", missing=("the depth profile, and the rate",))
+        return report_unknown("the depth profile, and the rate", command=SAMPLE_MORE)
     facts = (f"gradient norms in the model's order: {_profile(evidence)}",)
     return finding(evidence.alert, "full-height", facts, count=count, ratio=ratio, rate=rate)
 

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.text import join_names
 
@@ -29,6 +29,7 @@ _BETWEEN = 1024
 _GROWN = 100.0
 """Growth of the second moments after which updates are a tenth of what they were: Adam divides by the root."""
 _OUT_OF_LINE = 3.0
+_MOMENTS = "optimizer.state_dict() of this run and of a checkpoint from before, exp_avg_sq by layer"
 
 
 @explains("Divergence")
@@ -50,7 +51,7 @@ def divergence(evidence: Evidence) -> Finding:
     if loss is not None and jumped and _stays(evidence, loss.seq, loss.usual):
         return finding(evidence.alert, "data-changed", facts, since=told, usual=loss.usual, value=loss.value)
     missing = ("the update norm at every step", "whether the data changed", "a run at a lower rate")
-    return Finding(NOT_KNOWN, "none", "", missing, facts)
+    return report_unknown(*missing, command=SAMPLE_MORE, evidence=facts)
 
 
 @explains("LearningRateJump")
@@ -58,7 +59,7 @@ def learning_rate_jump(evidence: Evidence) -> Finding:
     """From what to what, and when."""
     jump = rate_jump(evidence, evidence.since + 1)
     if jump is None:
-        return Finding(NOT_KNOWN, "none", missing=("the rate before it: those steps are not in memory any more",))
+        return report_unknown("the rate before it: those steps are not in memory any more", command=ALL_STEPS)
     return finding(evidence.alert, "jumped", **jump)
 
 
@@ -72,7 +73,7 @@ def optimizer_state(evidence: Evidence) -> Finding:
         filled = _filled_moments(evidence)
         if filled is not None:  # the samples before it are not in memory any more
             return finding(evidence.alert, "filled-moments", effect="", **filled)
-        return Finding(NOT_KNOWN, "none", missing=("the size of updates before it",))
+        return report_unknown("the size of updates before it", command=SAMPLE_MORE)
     ratio = statistics.median(now) / statistics.median(past)
     layers = _odd_layers(evidence, ratio)
     told = f", most of all in {join_names(layers, 3)}" if layers else ""
@@ -85,7 +86,7 @@ def optimizer_state(evidence: Evidence) -> Finding:
     if ratio > 1 and outlier is None and evidence.usual("grad_norm") is not None:
         return finding(evidence.alert, "lost-moments", ratio=ratio, layers=told)
     facts = (f"updates are {ratio:.3g} times what they were, for the rate",)
-    return Finding(NOT_KNOWN, "none", "", ("the optimizer's second moments, by layer",), facts)
+    return report_unknown("the optimizer's second moments, by layer", command=_MOMENTS, evidence=facts)
 
 
 def _filled_moments(evidence: Evidence) -> dict[str, Any] | None:
@@ -150,7 +151,7 @@ def always_clipping(evidence: Evidence) -> Finding:
     limit = evidence.latest("clip_limit")
     norms = [norm for _, norm in evidence.series("grad_norm")[-200:] if math.isfinite(norm)]
     if limit is None or not norms:
-        return Finding(NOT_KNOWN, "none", missing=("the norms before clipping",))
+        return report_unknown("the norms before clipping", command=SAMPLE_MORE)
     if (loss := evidence.sign("loss")) is not None:  # no measure of the limit that a healthy run needs
         return finding(evidence.alert, "loss-left", since=evidence.step(loss.seq), value=loss.value, usual=loss.usual)
     usual, share = statistics.median(norms), sum(norm > limit for norm in norms) / len(norms)

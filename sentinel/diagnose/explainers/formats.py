@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.signals import EXPONENTS, below
 from sentinel.text import join_names
@@ -25,7 +25,7 @@ def gradient_underflow(evidence: Evidence) -> Finding:
     """The layers, the share at the present scale, the scale that would do."""
     shares = {n: s for n, s in evidence.column("layer_grad_tiny_share").items() if n in evidence.members and s > 0.5}
     if not shares:
-        return Finding(NOT_KNOWN, "none", missing=("the share of small gradients by layer",))
+        return report_unknown("the share of small gradients by layer", command=SAMPLE_MORE)
     names, share = sorted(shares, key=lambda name: -shares[name]), statistics.median(shares.values())
     scale = evidence.latest("loss_scale") or 1.0
     told: dict[str, Any] = {"scale": scale, "layers": join_names(names, 5), "share": share}
@@ -53,7 +53,7 @@ def lost_updates(evidence: Evidence) -> Finding:
     share, ratio = evidence.usual("lost_update_share", most=3), evidence.usual("update_ratio", most=3)
     kinds = [layer.dtype.removeprefix("torch.") for layer in evidence.table if layer.trainable]
     if share is None or ratio is None or not kinds:
-        return Finding(NOT_KNOWN, "none", missing=("the format of the weights, and the size of the updates",))
+        return report_unknown("the format of the weights, and the size of the updates", command=SAMPLE_MORE)
     dtype = statistics.mode(kinds)
     worst = evidence.column("layer_lost_share")
     top = join_names([f"{n} ({worst[n]:.0%})" for n in sorted(worst, key=lambda n: -worst[n])], most=3)
@@ -71,5 +71,5 @@ def clip_before_unscale(evidence: Evidence) -> Finding:
     """The order, as code, and what is left of the limit."""
     limit, scale = evidence.latest("clip_limit"), evidence.latest("loss_scale")
     if limit is None or not scale:
-        return Finding(NOT_KNOWN, "none", missing=("the limit and the loss scale of that step",))
+        return report_unknown("the limit and the loss scale of that step", command=SAMPLE_MORE)
     return finding(evidence.alert, "order", limit=limit, left=limit / scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
+from sentinel.diagnose.evidence import Confidence, Evidence, Finding, report_unknown
 from sentinel.diagnose.explainers.ranks import across, format_stack, name_nodes
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.standstill.stacks import COLLECTIVES, LOADER, StackFrame, Thread, training
@@ -54,7 +54,7 @@ def hang(evidence: Evidence) -> Finding:
     ranks = [evidence.rank(number) for number in evidence.ranks]
     stalled = next((rank for rank in ranks if rank is not None), None)
     if stalled is None:
-        return Finding(NOT_KNOWN, "none", missing=("the rank is gone",))
+        return report_unknown("its stacks: the rank is gone", command="sentinel hang, with the job's logs and dumps")
     return name_nodes(_explain_rank(stalled, evidence), [stalled.identity.rank], evidence.live)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs.devices import Gpu
 from sentinel.text import name_ranks
@@ -12,7 +12,7 @@ _REASONS = (
     ("gpu_throttled_hardware", "the board itself (heat, power supply or power brake)"),
     ("gpu_throttled_power", "the power limit"),
 )
-_GONE = Finding(NOT_KNOWN, "none", missing=("the GPU is not read any more",))
+_GONE = report_unknown("the GPU's numbers: it is not read any more", command="nvidia-smi -q, and dmesg")
 
 
 @explains("GpuFault")

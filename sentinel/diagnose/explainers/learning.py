@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.text import join_names
 
@@ -19,6 +19,13 @@ _ADAPTER_RATE = 3e-5
 """A third of the least usual rate of adapters."""
 LEAST_DIGIT = 2.0**-24
 """Half of float32's last digit, over the weight."""
+_ONE_BATCH = "train on one batch alone, which any working model learns by heart"
+_WITHOUT_GRADIENT = "[n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]"
+_OUTSIDE = (
+    "held = {id(p) for g in optimizer.param_groups for p in g['params']}; "
+    "[n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]"
+)
+_TRAINING_MODE = "[n for n, m in model.named_modules() if m.training]"
 
 
 @explains("ParametersNotUpdated")
@@ -35,7 +42,7 @@ def parameters_not_updated(evidence: Evidence) -> Finding:
     still = [name for name, ratio in evidence.column("layer_update_ratio").items() if ratio == 0]
     rate = evidence.latest("learning_rate")
     if not still or rate is None:
-        return Finding(NOT_KNOWN, "none", missing=("which layers: a sample of the weights before and after a step",))
+        return report_unknown("which layers: a sample of the weights before and after a step", command=SAMPLE_MORE)
     names, weights = join_names(still, 5), evidence.latest("weight_norm") or 1.0
     if _adaptive(evidence) and rate < LEAST_DIGIT * weights / max(_elements(evidence), 1.0) ** 0.5:
         return finding(evidence.alert, "rate-too-small", rate=rate, names=names)
@@ -51,7 +58,7 @@ def scheduler_misused(evidence: Evidence) -> Finding:
         return finding(evidence.alert, "before-the-optimizer", planned=planned, now=now)
     peak = max((rate for _, rate in rates), default=0.0)
     if not rates or (rates[0][0] > 0 and peak == 0):
-        return Finding(NOT_KNOWN, "none", missing=("the rates of the first steps: they are not in memory any more",))
+        return report_unknown("the rates of the first steps: they are not in memory any more", command=ALL_STEPS)
     if peak == 0:
         return _never(evidence)
     (last, before), (first, _) = next(
@@ -78,7 +85,7 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
     rate, ratio = evidence.latest("learning_rate"), evidence.usual("update_ratio")
     moves = evidence.column("layer_update_ratio")
     if rate is None or ratio is None or not moves:
-        return Finding(NOT_KNOWN, "none", missing=("the size of the updates: it is sampled rarely",))
+        return report_unknown("the size of the updates: it is sampled rarely", command=SAMPLE_MORE)
     moved, norm = sum(value > 0 for value in moves.values()), evidence.usual("grad_norm")
     trained = [layer.name for layer in evidence.table if layer.trainable] or list(moves)
     facts = (
@@ -92,11 +99,8 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
         return finding(evidence.alert, "rate-too-small", facts, factor=1e-3 / max(ratio, 1e-12), **known)
     if ratio > LARGE_RATIO:
         return finding(evidence.alert, "rate-too-high", facts, **known)
-    missing = (
-        "whether the labels belong to their inputs: train on one batch alone, which any working model learns by heart",
-        "a run at another rate",
-    )
-    return Finding(NOT_KNOWN, "none", "", missing, facts)
+    missing = ("whether the labels belong to their inputs", "a run at another rate")
+    return report_unknown(*missing, command=_ONE_BATCH, evidence=facts)
 
 
 @explains("DeadLayer")
@@ -107,7 +111,7 @@ def dead_layer(evidence: Evidence) -> Finding:
     dead = [name for name in order if zeros[name] >= 1]
     mine = [name for name in order if name in evidence.members] or dead
     if not mine:
-        return Finding(NOT_KNOWN, "none", missing=("the share of zeros by layer",))
+        return report_unknown("the share of zeros by layer", command=SAMPLE_MORE)
     facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {join_names(dead, 5)}",)
     alive = [name for name in order if zeros[name] < 1]
     if not alive:
@@ -127,7 +131,7 @@ def frozen_statistics(evidence: Evidence) -> Finding:
     """How many, and the first one's name."""
     count, row = evidence.latest("frozen_statistics"), evidence.latest("frozen_statistics_row")
     if not count:
-        return Finding(NOT_KNOWN, "none", missing=("which modules: they are looked at rarely",))
+        return report_unknown("which modules: they are looked at rarely", command=_TRAINING_MODE)
     known = row is not None and 0 <= row < len(evidence.table)
     name = _module(evidence.table[int(row)].name) if known and row is not None else "one whose name is not known"
     return finding(evidence.alert, "training-mode", count=count, module=name)
@@ -144,8 +148,7 @@ def unused_parameters(evidence: Evidence) -> Finding:
     if there and foreign and (outside := _list_outside(evidence)):
         return finding(evidence.alert, "copies", count=foreign, outside=_name(outside))
     if not there or not names:
-        missing = ("which: [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]",)
-        return Finding(NOT_KNOWN, "none", missing=missing)
+        return report_unknown("which parameters", command=_WITHOUT_GRADIENT)
     wrapped = "DistributedDataParallel" in evidence.facts.get("wrappers", ())
     ddp = "; DDP needs find_unused_parameters=True as long as they are there"
     share = evidence.latest("without_gradient_share")
@@ -161,8 +164,7 @@ def parameters_not_in_optimizer(evidence: Evidence) -> Finding:
     """Names, how many, and how much of what trains they are."""
     count, names = evidence.latest("parameters_outside"), _list_outside(evidence)
     if not count or len(names) != count:  # the table also has those without a gradient, and another optimizer's
-        missing = ("which: the names of the parameters that train and that the optimizer does not have",)
-        return Finding(NOT_KNOWN, "none", missing=missing)
+        return report_unknown("the names of the parameters that train and are in no optimizer", command=_OUTSIDE)
     share = evidence.latest("outside_share") or 0.0
     found = finding(evidence.alert, "left-out", count=f"{count:.0f}", share=share, names=join_names(names, 5))
     return msgspec.structs.replace(found, layers=tuple(names))
@@ -200,7 +202,7 @@ def adapter_starved(evidence: Evidence) -> Finding:
     ratio, rate = evidence.latest("adapter_ratio"), evidence.latest("learning_rate")
     lower = [layer for layer in evidence.table if "lora_A" in layer.name and layer.trainable]
     if ratio is None or rate is None or not lower:
-        return Finding(NOT_KNOWN, "none", missing=("the adapters, and the rate",))
+        return report_unknown("the adapters, and the rate", command=SAMPLE_MORE)
     ranks = sorted({min(layer.shape) for layer in lower if layer.shape})
     targets = join_names(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}), 5)
     facts = (
@@ -210,7 +212,7 @@ def adapter_starved(evidence: Evidence) -> Finding:
     unread = () if len(facts) > 1 else ("the spectrum of B A, which says whether the rank would do",)
     if rate > _ADAPTER_RATE:
         missing = ("whether gradients reach the adapters", *unread)
-        return Finding(NOT_KNOWN, "none", "", missing, facts)
+        return report_unknown(*missing, command=_WITHOUT_GRADIENT, evidence=facts)
     return finding(
         evidence.alert, "rate-too-small", facts, unread, rate=rate, ratio=ratio, count=len(lower), targets=targets,
         rank=", ".join(map(str, ranks)), steps=evidence.until + 1,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs import Rank
 from sentinel.text import name_ranks
@@ -32,7 +32,7 @@ def rank_lost(evidence: Evidence) -> Finding:
     """The first that died; the launcher ends the others soon after it."""
     dead = [rank for number in evidence.ranks if (rank := evidence.rank(number)) is not None]
     if not dead:
-        return Finding(NOT_KNOWN, "none", missing=("the rank is gone",))
+        return report_unknown("which process it was", command="sentinel last RUN, and the launcher's log")
     first = min(dead, key=_order)
     number = first.identity.rank
     facts = [

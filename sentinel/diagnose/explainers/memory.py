@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.holders import add_holders
 from sentinel.engine.windows.steady import Steady, count_steady_samples
@@ -181,13 +181,13 @@ def pressure(evidence: Evidence) -> Finding:
     sizes = evidence.series("batch_elements", rank)
     near = [(seq, size) for seq, size in sizes if evidence.since - _NEAR <= seq <= evidence.since]
     if len(sizes) < _LEAST or not near:
-        return Finding(NOT_KNOWN, "none", missing=("the shape of that batch: batches are looked at now and then",))
+        return report_unknown("the shape of that batch: batches are looked at now and then", command=SAMPLE_MORE)
     at, elements = max(near, key=lambda found: found[1])
     usual = statistics.median(size for _, size in sizes)
     if elements < _LONGER * usual:
         missing = ("what else took the memory: fragmentation, another process, an evaluation",)
         fact = (f"the batch had {elements:.0f} elements, the median is {usual:.0f}: it was none of the larger ones",)
-        return Finding(NOT_KNOWN, "none", "", missing, fact)
+        return report_unknown(*missing, command="torch.cuda.memory._snapshot() there, and nvidia-smi", evidence=fact)
     lengths = dict(evidence.series("batch_length", rank))
     length = f", of length {lengths[at]:.0f}," if at in lengths else ""
     sampled = [seq for seq, _ in evidence.series("memory_reserved_bytes", rank) if seq < evidence.since]

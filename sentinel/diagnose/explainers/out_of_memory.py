@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.text import format_bytes
 from sentinel.wire.evidence import OutOfMemory
@@ -23,7 +23,7 @@ def out_of_memory(evidence: Evidence) -> Finding:
     rank = evidence.ranks[0] if evidence.ranks else None
     found = evidence.out_of_memory.get(rank) if rank is not None else None
     if found is None:
-        return Finding(NOT_KNOWN, "none", missing=(_MISSING,))
+        return report_unknown(_MISSING, command="sentinel memory, or the exception's message in its log")
     wanted = max(found.requested - found.free, 0) * _MARGIN
     changes = [(text, saved) for text, saved in _changes(found, evidence) if saved > 0]
     chosen = next((text for text, saved in changes if saved >= wanted), None)

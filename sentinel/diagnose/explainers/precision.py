@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs.steps import RunStep
 from sentinel.text import join_names
@@ -37,12 +37,12 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
             "go back to before the first sign; lower the rate or lengthen the warm-up; clip the gradients",
         )
     if evidence.is_unsampled("grad_norm", nonfinite_at - 1):
-        return Finding(
-            f"{NOT_KNOWN}: the forward pass of step {evidence.step(nonfinite_at)}, or weights that an earlier backward "
-            "pass had poisoned",
-            "none",
-            "roll back or restore a checkpoint from before that step; check its inputs with torch.isfinite",
-            (evidence.missing_norm(nonfinite_at - 1),),
+        return report_unknown(
+            evidence.missing_norm(nonfinite_at - 1),
+            command=SAMPLE_MORE,
+            cause=f"{NOT_KNOWN}: the forward pass of step {evidence.step(nonfinite_at)}, or weights that an earlier "
+            "backward pass had poisoned",
+            remedy="roll back or restore a checkpoint from before that step; check its inputs with torch.isfinite",
         )
     return Finding(
         f"the forward pass of step {evidence.step(nonfinite_at)} made it, out of the blue: a non-finite or extreme "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
+from sentinel.diagnose.evidence import Confidence, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.standstill.collectives import find_desync, find_standstill
 from sentinel.diagnose.standstill.stacks import COLLECTIVES, LOADER, Thread, training
@@ -197,7 +197,7 @@ def collective_desync(evidence: Evidence) -> Finding:
     flights = {number: rank.flight for number, rank in evidence.live.items() if rank.flight is not None}
     found = find_desync(flights, max((rank.identity.world_size for rank in evidence.live.values()), default=1))
     if found is None:
-        return Finding(NOT_KNOWN, "none", missing=("the ranks' flight records: they have gone on",))
+        return report_unknown("the ranks' flight records: they have gone on", command="TORCH_FR_BUFFER_SIZE=20000")
     facts = [
         f"rank {each} issued {one}" + _format_place(one) for each, one in list(found.differing.items())[:SHOWN_RANKS]
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.text import name_ranks
 
@@ -17,7 +17,7 @@ def divergence(evidence: Evidence) -> Finding:
     """The ranks that differ from most, and the last step at which all were equal."""
     told = [step for step in evidence.steps if CHECKSUM in step.run and step.seq <= evidence.until]
     if not told:
-        return Finding(NOT_KNOWN, "none", missing=("the ranks' checksums: the steps are not in memory any more",))
+        return report_unknown("the ranks' checksums: the steps are not in memory any more", command=ALL_STEPS)
     sums = {number: values[CHECKSUM] for number, values in told[-1].ranks.items() if CHECKSUM in values}
     (most, held), *_ = Counter(sums.values()).most_common()
     others = sorted(number for number, value in sums.items() if value != most)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, times_usual
+from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown, times_usual
 from sentinel.diagnose.explainers.drift import huge_gradient, rate_jump
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.signs import GrownLayer
@@ -26,8 +26,8 @@ def loss_spike(evidence: Evidence) -> Finding:
     if (jump := rate_jump(evidence, moved)) is not None:
         return finding(evidence.alert, "rate", since=evidence.step(moved), **jump)
     if loss is None:
-        missing = ("the step at which the loss left its past",)
-        return Finding(NOT_KNOWN, "none", f"look at {batches} (Rollback(skip_batches=...))", missing)
+        missing = "the step at which the loss left its past"
+        return report_unknown(missing, command=ALL_STEPS, remedy=f"look at {batches} (Rollback(skip_batches=...))")
     if gradient is not None and gradient.seq < loss.seq:
         return finding(
             evidence.alert, "update", times=times_usual(gradient), steps=loss.seq - gradient.seq,
@@ -36,8 +36,8 @@ def loss_spike(evidence: Evidence) -> Finding:
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
     if evidence.is_unsampled("grad_norm", loss.seq - 1):  # an outsized update is as likely
-        missing = (evidence.missing_norm(loss.seq - 1),)
-        return Finding(NOT_KNOWN, "none", f"look at {batches} (Rollback(skip_batches=...))", missing)
+        missing = evidence.missing_norm(loss.seq - 1)
+        return report_unknown(missing, command=SAMPLE_MORE, remedy=f"look at {batches} (Rollback(skip_batches=...))")
     return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches)
 
 
@@ -53,7 +53,8 @@ def gradient_spike(evidence: Evidence) -> Finding:
         return finding(evidence.alert, "one-layer", layer=evidence.layers[0].name, at=at, clip=clip)
     if (layer := _last_that_grew(evidence)) is not None:
         return finding(evidence.alert, "comes-in", layer=layer, clip=clip)
-    return Finding(NOT_KNOWN, "none", f"{clip}; lower the rate", ("the batch of that step", "the update norm"))
+    missing = ("the batch of that step", "the update norm")
+    return report_unknown(*missing, command=SAMPLE_MORE, remedy=f"{clip}; lower the rate")
 
 
 def _batches(first: int, last: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs import Rank
 
@@ -29,7 +29,7 @@ def straggler(evidence: Evidence) -> Finding:
     number = max(behind, key=lambda each: behind[each], default=None)
     rank = evidence.rank(number) if number is not None else None
     if number is None or rank is None or behind[number] <= 0:
-        return Finding(NOT_KNOWN, "none", missing=("the times of the ranks' last steps",))
+        return report_unknown("the times of the ranks' last steps", command=f"{ALL_STEPS}, by --rank")
     longer = f"{behind[number] * 1e3:.0f} ms a step longer than the quickest rank"
     cause = f"rank {number}, {_where(rank, evidence)}, takes {longer}"
     since = f"since step {evidence.step(evidence.since)}, or up to 30 before"

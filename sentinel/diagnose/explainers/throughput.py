@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import ALL_STEPS, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 
 _PARTS = {
@@ -44,6 +44,7 @@ _TOLD = 0.1
 _NOW, _BASE = 50, 200
 """Samples that SlowStep's two medians are of: 10 and 40, of every 5th."""
 _RECENT = 10
+_PROFILE = "torch.profiler.profile(...) over ten steps, and key_averages()"
 _SAME_PASS = 1.3
 """A pass that takes up to so many times what it took is the same pass: the optimizer's share becomes less with more."""
 
@@ -53,7 +54,7 @@ def input_bound(evidence: Evidence) -> Finding:
     """The share, the workers, the CPUs of the host."""
     quoted = evidence.quote("wait", "whole")
     if quoted is None:
-        return Finding(NOT_KNOWN, "none", missing=("the times that the rule went by",))
+        return report_unknown("the times that the rule went by", command=ALL_STEPS)
     wait, step = quoted
     known: dict[str, Any] = {"share": wait / step, "wait": wait * 1e3}
     workers, cpu = evidence.facts.get("loader", {}).get("num_workers"), evidence.devices.host.get("host_cpu_ratio")
@@ -62,9 +63,10 @@ def input_bound(evidence: Evidence) -> Finding:
     if workers == 0:
         return finding(evidence.alert, "no-workers", facts, **known)
     if workers is None or cpu is None:
-        missing: tuple[str, ...] = ("how many workers the loader has: attach(loader=...)",) if workers is None else ()
-        missing += ("how busy the host's CPUs are",) if cpu is None else ()
-        return Finding(NOT_KNOWN, "none", "", missing, facts)
+        missing = ["how many workers the loader has"] if workers is None else []
+        missing += ["how busy the host's CPUs are"] if cpu is None else []
+        command = "attach(loader=...)" if workers is None else "sentinel incidents show, some seconds later"
+        return report_unknown(*missing, command=command, evidence=facts)
     name = "cpus-full" if cpu > _FULL else "storage"
     return finding(evidence.alert, name, facts, workers=workers, cpu=cpu, **known)
 
@@ -86,7 +88,7 @@ def slow_step(evidence: Evidence) -> Finding:
             grown[part] = (before * (1 if part == "optimizer_seconds" else factor), now)
     total = sum(now - before for before, now in grown.values())
     if total <= 0:
-        return Finding(NOT_KNOWN, "none", missing=("the parts of the steps before it",))
+        return report_unknown("the parts of the steps before it", command=ALL_STEPS)
     gain = _measure_gain(evidence, factor, total)
     facts = tuple(
         f"{_PARTS[part][0]}: {before * 1e3:.1f} to {now * 1e3:.1f} ms" for part, (before, now) in grown.items()
@@ -109,7 +111,8 @@ def slow_step(evidence: Evidence) -> Finding:
     factors = [now / before for before, now in grown.values() if before > 1e-4]
     if len(factors) > 1 and min(factors) > 1.2:
         return finding(evidence.alert, "machine", facts, factor=statistics.median(factors), **known)
-    return Finding(NOT_KNOWN, "none", "", ("a profile of the step: several parts grew, and not alike",), facts)
+    missing = "a profile of the step: several parts grew, and not alike"
+    return report_unknown(missing, command=_PROFILE, evidence=facts)
 
 
 def _compare(evidence: Evidence, signal: str) -> tuple[float, float] | None:
@@ -180,7 +183,7 @@ def low_utilization(evidence: Evidence) -> Finding:
     """Which of input, other ranks, host: as far as host times tell."""
     step, quoted = evidence.usual("step_seconds"), evidence.quote("busy")
     if not step or quoted is None:
-        return Finding(NOT_KNOWN, "none", missing=("step times and kernel times",))
+        return report_unknown("step times and kernel times", command=_PROFILE)
     busy = quoted[0]
     data, backward = evidence.usual("data_seconds") or 0.0, evidence.usual("backward_seconds") or 0.0
     world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
@@ -201,8 +204,8 @@ def low_utilization(evidence: Evidence) -> Finding:
         size = evidence.latest("batch_size")
         batch = f", for a batch of {size:.0f}" if size else ""
         return finding(evidence.alert, "small-batch", facts, spent=spent * 1e3, batch=batch, **known)
-    missing = ("kernel times, which tell a small batch from waits for the host: torch.profiler over ten steps",)
-    return Finding(NOT_KNOWN, "none", "", missing, facts)
+    missing = "kernel times, which tell a small batch from waits for the host"
+    return report_unknown(missing, command=_PROFILE, evidence=facts)
 
 
 @explains("CommunicationBound")
@@ -210,7 +213,7 @@ def communication_bound(evidence: Evidence) -> Finding:
     """The share, the passes a step, the ranks."""
     quoted = evidence.quote("spent", "whole")
     if quoted is None:
-        return Finding(NOT_KNOWN, "none", missing=("the times that the rule went by",))
+        return report_unknown("the times that the rule went by", command=ALL_STEPS)
     spent, step = quoted
     world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
     size, count = evidence.facts.get("parameters_trainable", 0), max(world, 1)

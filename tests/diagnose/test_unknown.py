@@ -1,0 +1,65 @@
+"""Where a cause is not known, a person gets to know what is missing, and what gets it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import sentinel.diagnose
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.notify import wording
+from sentinel.runs.steps import RunStep
+from tests.diagnose.made import judged, run_of
+from tests.notify.cases import case
+from tests.stock import RULES
+
+SOURCES = sorted(Path(sentinel.diagnose.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("alert", sorted(RULES))
+def test_without_any_evidence_an_alert_says_what_is_missing_and_what_gets_it(alert: str) -> None:
+    found = judged(alert, run_of(3, lambda _: {}))
+    if found.confidence == "none":
+        assert found.missing
+        assert found.command
+
+
+def test_every_unknown_cause_comes_with_a_command() -> None:
+    """`report_unknown` asks for one; what makes a finding by itself could leave it out."""
+    bare = [
+        f"{path.name}:{call.lineno}"
+        for path in SOURCES
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding"
+        if any(isinstance(part, ast.Constant) and part.value == "none" for part in call.args)
+        if path.name not in ("evidence.py", "catalogue.py")  # the function itself, and a rule without causes
+    ]
+    assert not bare
+    commands = [
+        (path.name, call.lineno, keyword.value)
+        for path in SOURCES
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "report_unknown"
+        for keyword in call.keywords
+        if keyword.arg == "command"
+    ]
+    assert len(commands) > 30
+    assert not [where for where in commands if isinstance(where[2], ast.Constant) and not where[2].value]
+
+
+def test_the_command_stands_in_the_alert() -> None:
+    steps = run_of(3, lambda _: {})
+    told = msgspec.structs.replace(case("0.1", "firing"), diagnosis=judged("GradientSpike", steps))
+    assert wording.why(told).endswith("; to know: attach(overhead=0.1) samples more steps")
+
+
+def test_an_alert_of_ones_own_says_nothing_empty() -> None:
+    evidence = Evidence(alert="Mine", since=1, until=2, last=RunStep(2, 0.0, {}, {}))
+    own = diagnose(evidence, "")
+    assert own == Finding("not known", "none")
+    told = msgspec.structs.replace(case("0.1", "firing"), diagnosis=own, signs=())
+    assert "why" not in dict(wording.rows(told))
