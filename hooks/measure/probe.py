@@ -8,8 +8,8 @@
             step.layers["grad_mean"] = torch.stack([g.mean() for g in step.gradients.tensors])
 
 A probe adds kernels and never waits for the device: what it measures there it leaves as a tensor, which is read later.
-A probe that raises is switched off, the fault is logged once, and training goes on. After a passing error of the
-machine it is only left out for a while.
+`before` and `after` of tiers 1 to 3 are called under `torch.no_grad()`. A probe that raises is switched off, the fault
+is logged once, and training goes on. After a passing error of the machine it is only left out for a while.
 """
 
 from __future__ import annotations

@@ -336,6 +336,18 @@ class OptimizerMonitor(FastPath):
         self._governor.record_sample(1, between - begin)
         self.left_out.update(step.gradients.left_out)
 
+    def _look_after(self, step: Step) -> None:
+        if step.gradients is not None:
+            self.probes.after(step, 1)
+        if step.blind:
+            self.probes.after(step, 2)
+        elif step.thorough:
+            begin = time.perf_counter()
+            self.probes.after(step, 2)
+            self._governor.record_sample(2, self._layers_seconds + time.perf_counter() - begin)
+            if step.rare:
+                self._rarely(self.probes.after, step)
+
     def _rarely(self, call: Callable[[Step, int], None], step: Step) -> None:
         begin = time.perf_counter()
         call(step, 3)
@@ -356,17 +368,9 @@ class OptimizerMonitor(FastPath):
         else:
             self._accumulator.end_fast_step(step.optimizer_seconds)
             step.totals.logged = {}
-        if step.gradients is not None:
-            self.probes.after(step, 1)
-        if step.blind:
-            self.probes.after(step, 2)
-        elif step.thorough:
-            begin = time.perf_counter()
-            self.probes.after(step, 2)
-            self._governor.record_sample(2, self._layers_seconds + time.perf_counter() - begin)
-            if step.rare:
-                with torch.no_grad():
-                    self._rarely(self.probes.after, step)
+        if step.gradients is not None or step.blind:
+            with torch.no_grad():
+                self._look_after(step)
         self.probes.end_step(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = step.is_withheld

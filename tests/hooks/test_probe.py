@@ -27,6 +27,21 @@ class Sparsity(Probe):
         step.values["grad_zero_share"] = zeros.mean()
 
 
+class Weights(Probe):
+    """Says whether a sum of weights would hold on to autograd's graph."""
+
+    signals: ClassVar[Any] = {"recorded_before": "rank", "recorded_after": "rank"}
+
+    def before(self, step: Step) -> None:
+        step.values["recorded_before"] = self.look(step)
+
+    def after(self, step: Step) -> None:
+        step.values["recorded_after"] = self.look(step)
+
+    def look(self, step: Step) -> float:
+        return float(step.optimizer.param_groups[0]["params"][0].sum().requires_grad)
+
+
 def offer(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     points = [importlib.metadata.EntryPoint(name, f"{__name__}:{name}", probe.ENTRY_POINTS) for name in names]
     real = importlib.metadata.entry_points
@@ -47,6 +62,20 @@ def test_a_probe_of_another_package(daemon: FakeDaemon, monkeypatch: pytest.Monk
     assert daemon.of(wire.Hello)[0].signals == {"grad_zero_share": "rank", "layer_zero_share": "layer"}
     assert daemon.series("grad_zero_share") == {0: 0.0, 8: 0.0}
     assert daemon.layers("layer_zero_share")[8] == {name: 0.0 for name, _ in net.named_parameters()}
+
+
+@pytest.mark.parametrize("tier", [1, 2, 3])
+def test_what_a_probe_computes_of_weights_is_not_recorded_by_autograd(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tier: int
+) -> None:
+    monkeypatch.setattr(Weights, "tier", tier)
+    offer(monkeypatch, "Weights")
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        Loop(net, optimizer).run(1)
+    daemon.ended()
+    assert daemon.series("recorded_before") == daemon.series("recorded_after") == {0: 0.0}
 
 
 @pytest.mark.faults
