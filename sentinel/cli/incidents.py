@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import sys
 import textwrap
@@ -27,6 +28,9 @@ TEXT_COLUMN = 14
 LEAST_COLUMNS = 60
 FRAME_INDENT = "  "
 """Evidence that is a frame of a stack: left out where the stacks are shown whole."""
+
+_OF_JOB = re.compile(r"n(\d+)-(.+)")
+"""Id of an incident of a job: the node and its case that opened it."""
 
 _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
 
@@ -112,10 +116,20 @@ def find_incident(identity: str, run: str | None) -> dict[str, Any]:
     cases = collect_incidents(run)
     _must_be_known(run, cases)
     found = [case for case in cases if case["id"] == identity]
+    found = found or [case for case in cases if identity in case.get("own", ())]  # what this node called it by itself
     if not found:
-        raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
-    whole = [case for answer in ask_jobs(list_runs(), identity) for case in answer["cases"]]
+        where = f" in run {run}" if run else ""
+        raise ConfigError(f"no incident {identity}{where}; see `sentinel incidents`{_say_where(identity)}")
+    whole = [case for answer in ask_jobs(list_runs(), found[-1]["id"]) for case in answer["cases"]]
     return next((case for case in whole if case["run_id"] == found[-1]["run_id"]), found[-1])
+
+
+def _say_where(identity: str) -> str:
+    """Who has an incident of a job that is over."""
+    if (named := _OF_JOB.fullmatch(identity)) is None:
+        return ""
+    node, case = named.groups()
+    return f". The job's coordinator, node 0 as a rule, keeps the incidents of all nodes; node {node} has it as {case}"
 
 
 def collect_incidents(run: str | None) -> list[dict[str, Any]]:

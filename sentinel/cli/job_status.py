@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sentinel.text import format_count
+
 
 def lines(job: dict[str, Any]) -> list[str]:
     """Who is there, who could not be asked, and which incidents are open."""
@@ -53,7 +55,14 @@ def describe_node(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:
     """A node of the job: its host, whether it is heard, how far it is."""
     state = node["state"] if node["state"] != "silent" else f"silent for {node['silent_seconds']:.0f} s"
     asked = "not asked; was " if is_stale(job) and node["node"] != job["node"] else ""
-    return f"{node['hostname']}, {asked}{state}, step {node['step']}"
+    blame = f", was in {said}" if (said := describe_blame(job, node)) else ""
+    return f"{node['hostname']}, {asked}{state}, step {node['step']}{blame}"
+
+
+def describe_blame(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """In how many of the job's incidents it was; empty: in none."""
+    count = job.get("blame", {}).get(str(node["node"]), 0)  # a daemon of an earlier version does not say
+    return f"{count} of {format_count(job['blamed_incidents'], 'incident')}" if count else ""
 
 
 def describe_missing(job: Mapping[str, Any]) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from sentinel import wire
+from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.job_incident import CauseFinder, Page
 from sentinel.cluster.protocol.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
@@ -44,6 +45,13 @@ class JobJudge(Protocol):
         """The run is over: judge what is there."""
 
 
+class IncidentRecorder(Protocol):
+    """Keeps the job's incidents in the history of the coordinator's node."""
+
+    def record_job_incident(self, case: Case, own: Sequence[str]) -> None:
+        """As it is now. `own`: ids of this node's cases that it is made of."""
+
+
 class Lead:
     """Of one run."""
 
@@ -57,13 +65,14 @@ class Lead:
         find_relay: Callable[[], RelayedRollback | None],
         say: Callable[[str], None],
         cause_finder: CauseFinder | None = None,
+        recorder: IncidentRecorder | None = None,
     ) -> None:
         """`find_identity` gives that of any rank, and `find_relay` that of this node, in its present attempt.
         `say` prints one line on the training terminal. `cause_finder` asks the ranks of all nodes for the cause of what
         stands."""
         self._run, self._notifier, self._find_identity, self._say = run, notifier, find_identity, say
         self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
-        self._cause_finder = cause_finder
+        self._cause_finder, self._recorder = cause_finder, recorder
         self.judge: JobJudge | None = None
         """Once it acts for the first time."""
         self._rollbacks: JobRollbacks | None = None
@@ -132,9 +141,17 @@ class Lead:
                 case = msgspec.structs.replace(case, silenced=silence)
                 self._notifier.pipeline.put(case)
                 self._silenced[case.id] = case
+                self._record(case)
             if case.state != "firing":
                 self._silenced.pop(case.id, None)
         return bool(changed)
+
+    def _record(self, case: Case) -> None:
+        incident = self.coordinator.incidents.find(case.id)
+        cases = incident.cases if incident is not None else ()
+        if self._recorder is not None:
+            own = [identity for node, identity in cases if node == self.coordinator.node]
+            self._recorder.record_job_incident(case, own)
 
     def explain_no_order(self, now: float) -> str:
         """Why nothing is ordered, where it is not."""
@@ -168,6 +185,12 @@ def restore_pages(incidents: Iterable[OpenIncident], run: str, run_id: str) -> l
         )
         for one in incidents
     ]  # fmt: skip
+
+
+def restore_blame(beat: Beat) -> BlameLedger:
+    """What an earlier coordinator counted, as its last beat says."""
+    counts = {int(node): count for node, count in beat.blame.items() if node.isdecimal()}
+    return BlameLedger(counts, beat.blamed_incidents, [one.id for one in beat.incidents])
 
 
 def _check_sender(message: Pulse | Events | Digest, node: int) -> Any:

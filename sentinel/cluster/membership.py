@@ -22,7 +22,7 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.connection import Connection
 from sentinel.cluster.inquiry import Inquiry
-from sentinel.cluster.lead import JobJudge, Lead, restore_pages
+from sentinel.cluster.lead import IncidentRecorder, JobJudge, Lead, restore_blame, restore_pages
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import next_epoch
@@ -100,7 +100,8 @@ class Membership:
         """That supervisor's."""
         self.work: WorkExchange | None = None
         self.cause_finder: CauseFinder | None = None
-        """Used while this node is the coordinator."""
+        self.recorder: IncidentRecorder | None = None
+        """Both are used while this node is the coordinator."""
         self._steps: StepHandling | None = None
         self._reporter: StepReporter | None = None
         """None where this node judges those of the job."""
@@ -216,6 +217,8 @@ class Membership:
             "shrunk": describe_shrink(members, self._identity.world_size),
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
+            "blame": dict(beat.blame) if beat else {},
+            "blamed_incidents": beat.blamed_incidents if beat else 0,
             "refused": self._refused,
             "trouble": self._connection.trouble,
         }
@@ -291,10 +294,11 @@ class Membership:
             beat = self._node.beat
             pages = restore_pages(beat.incidents, self._run.name, self._run.run_id) if beat is not None else []
             members, count = self._node.members, count_nodes(self._first_identity)
-            coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members)
+            blame = restore_blame(beat) if beat is not None else None
+            coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame)
             self._lead = Lead(
                 self._run, self._notifier, lambda: self._identity, coordinator, self._begin_judging,
-                self._find_ruled_relay, self._say, self.cause_finder,
+                self._find_ruled_relay, self._say, self.cause_finder, self.recorder,
             )  # fmt: skip
             self._session.lead()
         elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:
@@ -471,7 +475,7 @@ class Membership:
             self._put_own(case)
 
     def _put_own(self, case: Case) -> None:
-        self._pipeline.put(msgspec.structs.replace(case, run_id=self._name), self._name)
+        self._pipeline.put(case, self._name)
 
     def _say(self, text: str) -> None:
         log.warning("run %s: %s", self._run.name, text)

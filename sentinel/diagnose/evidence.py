@@ -159,7 +159,8 @@ class Finding(msgspec.Struct, frozen=True):
     leads: bool = False
     """Whether this cause stays first where a second run of the batch finds the origin of what is not finite."""
     ranks: tuple[int, ...] = ()
-    """Ranks that it names as those to look at, where the rule is about the run and has no ranks as members."""
+    """Ranks that it names as those to look at, where the rule is about the run and has no ranks as members, or ranks of
+    several nodes were compared."""
     keeper: str = ""
     """Who holds memory that is not given back, where that was found."""
     layers: tuple[str, ...] = ()

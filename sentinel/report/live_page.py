@@ -13,7 +13,7 @@ from sentinel.report.markup import escape
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary, tell_apart
 from sentinel.report.run_header import run_header
 from sentinel.runs import RANK_MARKS
-from sentinel.text import format_count
+from sentinel.text import format_count, name_ranks
 
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States of which each entity is shown."""
@@ -63,17 +63,20 @@ def _nodes(job: Mapping[str, Any] | None) -> str:
     notes += [f"{missing} of {format_count(job['expected'], 'node')} not heard yet."] if missing > 0 else []
     notes += [f"{escape(job['shrunk'])}."] if job.get("shrunk") else []
     order = sorted(job["nodes"], key=lambda node: (node["state"] != "silent", node["node"]))
-    rows = "".join(_node(node, stale and node["node"] != job["node"]) for node in order)
-    head = "<tr><th>node</th><th>host</th><th>state</th><th>step</th><th>ranks</th></tr>"
+    rows = "".join(_node(node, job, stale and node["node"] != job["node"]) for node in order)
+    head = "<tr><th>node</th><th>host</th><th>state</th><th>step</th><th>ranks</th><th>incidents</th></tr>"
     words = "".join(f"<p class='alarm'>{note}</p>" for note in notes)
     return f"<h2>Nodes</h2>{words}<table class='names'><thead>{head}</thead>{rows}</table>"
 
 
-def _node(node: Mapping[str, Any], unknown: bool) -> str:
+def _node(node: Mapping[str, Any], job: Mapping[str, Any], unknown: bool) -> str:
     """`unknown`: this is what it was when it was heard last."""
     state = f"silent for {node['silent_seconds']:.0f} s" if node["state"] == "silent" else str(node["state"])
-    ranks = ", ".join(f"{count} {word}" for word, count in node["ranks"].items())
-    cells = (str(node["node"]), node["hostname"], f"was {state}" if unknown else state, f"{node['step']:,}", ranks)
+    ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else ""
+    count = job.get("blame", {}).get(str(node["node"]), 0)
+    blame = f"{count} of {job['blamed_incidents']}" if count else ""
+    shown = f"was {state}" if unknown else state
+    cells = (str(node["node"]), node["hostname"], shown, f"{node['step']:,}", ranks, blame)
     return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
 
 

@@ -7,9 +7,11 @@
     layers       layer statistics of one step
     incidents    one row an incident, replaced as it changes
     readings     GPUs and host, by the clock: up to 256 readings of one of them a row, packed as steps are
+    job_incidents  the same of a job over several nodes, where this node was its coordinator
     events       what happened: ranks come and go, phases, snapshots, rollbacks; the same thing told twice is one row
 
-(`readings` came without a change of schema: a file from before has none, and an older version passes them over.)
+(`readings` and `job_incidents` came without a change of schema: a file from before has none, and an older version
+passes them over.)
 
 And what a daemon needs to go on where another one was killed, since schema 2:
 
@@ -56,6 +58,7 @@ CREATE TABLE IF NOT EXISTS readings (
     PRIMARY KEY (attempt, entity, first_time)) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS layers (attempt INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (attempt, seq)) STRICT;
 CREATE TABLE IF NOT EXISTS incidents (id TEXT PRIMARY KEY, seq INTEGER, body BLOB) STRICT;
+CREATE TABLE IF NOT EXISTS job_incidents (id TEXT PRIMARY KEY, seq INTEGER, body BLOB) STRICT;
 CREATE TABLE IF NOT EXISTS events (time REAL, attempt INTEGER, seq INTEGER, kind TEXT, body BLOB) STRICT;
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (attempt, kind, seq);
 CREATE TABLE IF NOT EXISTS ranks (

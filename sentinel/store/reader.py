@@ -37,6 +37,8 @@ AT_A_TIME = 16
 MOST_UNPACKED, MOST_RATIO = 128 * 1024**2, 32
 """Bytes that a history may unpack to while it is read: so many, and so many for each packed byte. Losses, norms and
 times do not pack tenfold."""
+EVIDENCE = ("stacks", "census", "out_of_memory", "moments", "provenance")
+"""Of an incident: what its node alone has, by rank."""
 _TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
 """Those of each schema. Where one is a view, it is no writer's, and may have any number of rows."""
 
@@ -94,8 +96,17 @@ class _Incident(msgspec.Struct):
     diagnosis: _Diagnosis = msgspec.field(default_factory=_Diagnosis)
     layers: list[_Layer] = []
     stacks: dict[str, str] = {}
+    census: dict[str, Any] = {}
+    out_of_memory: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
     done: list[str] = []
     silenced: str = ""
+
+
+class _JobIncident(_Incident):
+    own: list[str] = []
+    """The cases of this node that it is made of."""
 
 
 class _Rollback(msgspec.Struct):
@@ -272,19 +283,29 @@ class History:
                     yield RunStep(seq, time, apart.pop(seq, {0: values}), values, layers.pop(seq, None))
 
     def incidents(self) -> list[dict[str, Any]]:
-        """All incidents, in the order in which they fired."""
-        rows = self._database.execute("SELECT body FROM incidents ORDER BY seq, id")
+        """All incidents of this node, in the order in which they fired."""
+        return self._read_incidents("incidents", _Incident)
+
+    def _read_incidents(self, table: str, kind: type[_Incident]) -> list[dict[str, Any]]:
+        rows = self._database.execute(f"SELECT body FROM {table} ORDER BY seq, id")
         cases = []
         for (body,) in msgspec.convert(rows.fetchall(), list[tuple[bytes]]):
             case = msgspec.msgpack.decode(body, type=dict[str, Any])
-            whole = msgspec.to_builtins(msgspec.convert(case, _Incident))
+            whole = msgspec.to_builtins(msgspec.convert(case, kind))
             cases.append(whole | case | {"diagnosis": whole["diagnosis"], "layers": whole["layers"]})
             cases[-1]["state"] = present(whole["state"])
         return cases
 
     def final_incidents(self) -> list[dict[str, Any]]:
-        """All incidents of a run that has ended: each has `over`, and what fired until then is unresolved."""
-        ended = ((case, UNRESOLVED if case["state"] == "firing" else case["state"]) for case in self.incidents())
+        """All incidents of a run that has ended: each has `over`, and what fired until then is unresolved. Of a job
+        over several nodes whose coordinator was here, the job's, with the evidence of this node."""
+        own = {case["id"]: case for case in self.incidents()}
+        job = self._read_incidents("job_incidents", _JobIncident) if "job_incidents" in self._tables else []
+        for case in job:
+            for part in (own.pop(identity, {}) for identity in case["own"]):
+                case.update({name: case[name] | part.get(name, {}) for name in EVIDENCE})
+        cases = sorted([*own.values(), *job], key=lambda case: (case["step"], case["id"]))
+        ended = ((case, UNRESOLVED if case["state"] == "firing" else case["state"]) for case in cases)
         return [case | {"state": state, "over": True} for case, state in ended]
 
     def incident_count(self) -> int:

@@ -29,7 +29,7 @@ class RunRecords:
         self._numbers = itertools.count()
         self.standing: dict[tuple[str, ...], Write] = {}
         """Rows that a history which takes the place of a damaged one begins with."""
-        self._incidents: dict[str, None] = {}
+        self._incidents: dict[tuple[str, str], None] = {}
         """Those in `standing`, the oldest first."""
         self.checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of the checkpoints that are in the file."""
@@ -103,16 +103,23 @@ class RunRecords:
 
     def put_incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
         """An incident as it is now."""
-        packed = msgspec.msgpack.encode(body)
-        insert = "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?)"
-        self.standing.pop(("incident", identity), None)  # the newest is the last
-        self._stand(("incident", identity), Write("incidents", (identity,), insert, (identity, seq, packed)))
+        self._put_incident("incidents", identity, seq, body)
 
-        self._incidents.pop(identity, None)
-        self._incidents[identity] = None
+    def put_job_incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
+        """An incident of the job over several nodes as it is now."""
+        self._put_incident("job_incidents", identity, seq, body)
+
+    def _put_incident(self, table: str, identity: str, seq: int, body: dict[str, Any]) -> None:
+        key, packed = (table, identity), msgspec.msgpack.encode(body)
+        self.standing.pop(key, None)  # the newest is the last
+        insert = f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)"
+        self._stand(key, Write("incidents", key, insert, (identity, seq, packed)))
+
+        self._incidents.pop(key, None)
+        self._incidents[key] = None
         if len(self._incidents) > STANDING_INCIDENTS:
             oldest = next(iter(self._incidents))
-            del self._incidents[oldest], self.standing["incident", oldest]
+            del self._incidents[oldest], self.standing[oldest]
 
     def add_event(self, attempt: int, seq: int, kind: str, **detail: Any) -> None:
         """Something that happened once; what a rank tells again, because a daemon was killed, is known already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from sentinel.node.question import ask_daemon
 from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
-from tests.notify.consumer import Consumer, check
+from tests.notify.consumer import Consumer, check, consumer
 from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
@@ -109,11 +110,20 @@ def test_a_coordinator_that_is_killed_and_started_again_gives_no_second_id(
     assert received(ops) == []
 
 
+def add_slack(options: tuple[str, ...], team: Consumer, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The same with a second receiver, which gets the command that shows an incident."""
+    monkeypatch.setenv("TEAM", team.url)
+    settings = Path(options[1])
+    told = settings.with_name("told.toml")
+    told.write_text(settings.read_text() + "[[receivers]]\nname = 'team'\ntype = 'slack'\nurl_env = 'TEAM'\n")
+    return (options[0], str(told), *options[2:])
+
+
 def test_a_coordinator_that_leaves_lets_the_node_tell_and_its_page_is_its_own(
-    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = free_address()
-    with node_daemon(1, 2, address, tmp_path, *options) as node:
+    with consumer() as team, node_daemon(1, 2, address, tmp_path, *add_slack(options, team, monkeypatch)) as node:
         with node_daemon(0, 2, address, tmp_path, *options) as coordinator:
             until(lambda: node.job()["view"] == "joined", "node 1 to hear the coordinator")
             coordinator.process.terminate()
@@ -122,8 +132,11 @@ def test_a_coordinator_that_leaves_lets_the_node_tell_and_its_page_is_its_own(
         assert "local view only" in sentinel("status").stdout
         node.rank.steps(0, [LOW, HIGH])
         own = ops.next()
+        (command,) = re.findall(r"sentinel (incidents show \S+ --run [\w@-]+)", str(team.next()["blocks"]))
+        assert sentinel(*command.split()).stdout.startswith("TooHigh")
         with node_daemon(0, 2, address, tmp_path, *options):
             pages = [ops.next(), ops.next()]  # the job's, and the end of its own
+            assert sentinel(*command.split()).stdout.startswith("TooHigh")  # its id is the job's by now
             node.rank.steps(2, [LOW])
             over = ops.next()
     assert (own["status"], own["alerts"][0]["labels"]["run_id"]) == ("firing", f"{RUN}@node-1")

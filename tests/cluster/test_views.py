@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from sentinel import wire
 from sentinel.cli import cli
@@ -29,6 +29,7 @@ from sentinel.runs import Rank
 from sentinel.wire.flight_recorder import Collective, Flight, Group
 from sentinel.wire.heartbeat_page import PAGE, pack_heartbeat
 from tests.cluster.job import HIGH, LOW, RUN, SECRET, NodeDaemon, free_address, node_daemon
+from tests.daemon.simulated import ended
 from tests.daemon.test_stalls import BEAT
 from tests.waiting import until
 
@@ -123,6 +124,7 @@ def test_the_page_of_any_node_lists_all_nodes(tmp_path: Path) -> None:
         until(lambda: "<td>silent for " in read_page(), "node 2 to be silent")
         view = read_page().partition("<h2>Nodes</h2>")[2]
         assert view.index("host2") < view.index("host0") < view.index("host1")
+        assert "<td>host1</td><td>alive</td><td>-1</td><td>rank 1</td>" in view
         nodes[0].process.kill()
         until(lambda: "what other nodes do is not known" in read_page(), "the coordinator to be missed")
         assert "<td>was alive</td>" in read_page()
@@ -149,10 +151,32 @@ def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node
             assert [case["id"] for case in top["incidents"]] == ["n1-0.1"]
             picture = CliRunner().invoke(cli, ["top", "--once"])
             assert picture.exit_code == 1
-            assert "node 0     host0, alive, step 0, rank 0\nnode 1     host1, alive, step 1, rank 1" in picture.stdout
+            assert "node 0     host0, alive, step 0, rank 0\n" in picture.stdout
+            assert "node 1     host1, alive, step 1, was in 1 of 1 incident, rank 1\n" in picture.stdout
             (report,), _ = shown("report", daemon.run()["history"], of=daemon, monkeypatch=monkeypatch)
             assert [case["id"] for case in report["incidents"]] == ["n1-0.1"]
             assert f"this is node {daemon.node} of 2: curves and ranks are its own" in report["job"][0]
+        histories = [daemon.run()["history"] for daemon in nodes]
+        for daemon in nodes:
+            daemon.rank.say(wire.Goodbye())
+        for daemon in nodes:
+            ended(daemon.process)
+
+    def read_history(node: int, *words: str) -> Result:
+        monkeypatch.setenv("SENTINEL_STATE", str(tmp_path / f"state{node}"))
+        monkeypatch.setattr("sentinel.node.paths.live_sockets", list)
+        return CliRunner().invoke(cli, [*words])
+
+    (case,) = json.loads(read_history(0, "incidents", "--json").stdout)
+    assert (case["id"], case["state"], case["own"]) == ("n1-0.1", "unresolved", [])
+    assert case["summary"].endswith("(node 1)")
+    (report,) = json.loads(read_history(0, "report", histories[0], "--json").stdout)
+    assert [case["id"] for case in report["incidents"]] == ["n1-0.1"]
+    assert read_history(0, "incidents", "show", "n1-0.1", "--run", RUN).stdout.startswith("TooHigh")
+    (case,) = json.loads(read_history(1, "incidents", "--json").stdout)
+    assert (case["id"], len(case["stacks"])) == ("0.1", 1)
+    missing = read_history(1, "incidents", "show", "n1-0.1")
+    assert "node 0 as a rule, keeps the incidents of all nodes; node 1 has it as 0.1" in str(missing.exception)
 
 
 def test_the_coordinator_alone_has_the_figures_of_the_job(tmp_path: Path) -> None:

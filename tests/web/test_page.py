@@ -123,6 +123,23 @@ def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
     ]  # fmt: skip
 
 
+def test_a_node_of_a_job_is_a_row_with_its_ranks_and_the_incidents_that_it_was_in() -> None:
+    node = {"node": 1, "hostname": "host1", "state": "alive", "silent_seconds": 0.0, "step": 1234,
+            "ranks": {"8": 1234, "9": 1233, "10": 1234}}  # fmt: skip
+    job = {"view": "joined", "node": 0, "address": "host0:1", "coordinator_silent_seconds": 0.0, "expected": 2,
+           "nodes": [node, node | {"node": 0, "ranks": {}}],
+           "blame": {"1": 4}, "blamed_incidents": 6}  # fmt: skip
+    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": [], "rollback": {"armed": False}, "job": job}
+    content = Report(
+        run="gpt", run_id="gpt", attempts=1, began=0, seconds=1, first=0, last=1, facts={}, panels=(), incidents=(),
+        rollbacks=(), heat=None, ranks=(), devices=(), final_loss=1.0,
+    )  # fmt: skip
+    said = fragment(content, status)
+    cells = re.findall(r"<td>([^<]*)</td>", said[said.index("<h2>Nodes</h2>") :])
+    assert cells[:6] == ["0", "host1", "alive", "1,234", "", ""]
+    assert cells[6:12] == ["1", "host1", "alive", "1,234", "ranks 8 to 10", "4 of 6"]
+
+
 def test_what_a_run_says_is_text() -> None:
     evil = "<img src=x onerror=alert(1)>\"'"
     panel = ReportPanel("loss", "1", (ChartLine("loss", [0, 1], [1.0, 2.0]),))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from sentinel import wire
+from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.election import COUNTED_SECONDS, TRIAL_SECONDS, find_leader, next_epoch
 from sentinel.cluster.protocol.job_incident import JobIncident, JobIncidents, Page
 from sentinel.cluster.protocol.messages import Beat, Events, NodeState, OpenIncident, Pulse, RollbackOrder
@@ -89,13 +90,14 @@ class Coordinator:
 
     def __init__(
         self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Page] = (),
-        members: wire.Members = _ALL,
+        members: wire.Members = _ALL, blame: BlameLedger | None = None,
     ) -> None:  # fmt: skip
         """`node`: the one whose daemon has the role. `expected`: nodes of the job, and `members`, which they are.
-        `pages`: what an earlier one told people of, and not that it is over."""
+        `pages`: what an earlier one told people of, and not that it is over; `blame`: what it counted."""
         self.node, self.expected, self.members = node, expected, members
         self.epoch = self._first_epoch = epoch
         self.incidents = JobIncidents(pages)
+        self.blame = blame or BlameLedger()
         self._orders = RestartOrders(expected)
         self.nodes: dict[int, KnownNode] = {}
         """By number, its own among them."""
@@ -211,12 +213,23 @@ class Coordinator:
             return []
         self._settle_until = 0.0
         changes = self.incidents.take_changes(leaving=leaving)
+        for case in changes:
+            self.blame.note(case.id, self._list_blamed(case))
         if leaving or not self.incidents.awaits_verdict:
             for known in self.nodes.values():
                 known.handed_out = known.applied
         if self._has_caught_up() or now > self._close_pages_at:
             changes += self.incidents.close_pages(self._list_caught_up().union(self.members.left_out))
         return changes
+
+    def _list_blamed(self, case: Case) -> tuple[int, ...]:
+        """The nodes of the ranks that its cause names, else those that it is on; of a consequence, none."""
+        incident = self.incidents.find(case.id)
+        if incident is None or case.parent:
+            return ()
+        named = {str(rank) for rank in case.diagnosis.ranks}
+        nodes = tuple(node for node, known in sorted(self.nodes.items()) if not named.isdisjoint(known.pulse.ranks))
+        return nodes or incident.nodes
 
     def _has_settled(self, now: float) -> bool:
         """Whether it acts, and had the time to collect what the nodes know."""
@@ -239,7 +252,9 @@ class Coordinator:
 
     def order_nodes(self, now: float) -> wire.Order | None:
         """What all nodes are to do now."""
-        return self._orders.decide(self._list_members(now), now, self.epoch) if self.is_acting(now) else None
+        if not self.is_acting(now):
+            return None
+        return self._orders.decide(self._list_members(now), now, self.epoch, self.blame.describe())
 
     def name_missing(self, now: float) -> str:
         """The nodes that are not heard, or have not ended what another ended."""
@@ -274,6 +289,8 @@ class Coordinator:
             leaving=leaving,
             order=order if acting else None,
             rollback=rollback if acting else None,
+            blame={str(node): count for node, count in self.blame.counts.items() if count > 0},
+            blamed_incidents=self.blame.incidents,
         )
 
 

@@ -119,6 +119,10 @@ class JobIncidents:
     def __iter__(self) -> Iterator[JobIncident]:
         return iter(self._incidents.values())
 
+    def find(self, identity: str) -> JobIncident | None:
+        """That of this id."""
+        return self._incidents.get(identity)
+
     def add(self, node: int, given: NodeCase) -> None:
         """A case of a node as it is now: of an incident that there is, or of a new one. Twice is once."""
         case = given.case

@@ -234,6 +234,9 @@ class Beat(ClusterMessage, frozen=True, kw_only=True):
     rollback: RollbackOrder | None = None
     digested: Annotated[dict[Name, Integer], _NODES] = {}
     """Node -> the last step of its digests that need not be sent again."""
+    blame: Annotated[dict[Name, Integer], _NODES] = {}
+    """Node -> in how many incidents it was, of how many; see `blame`."""
+    blamed_incidents: Integer = 0
 
 
 Sent = TypeVar("Sent", bound=ClusterMessage)

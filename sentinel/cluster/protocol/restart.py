@@ -63,8 +63,9 @@ class RestartOrders:
         self._proposal: wire.Order | None = None
         """Of the present epoch."""
 
-    def decide(self, members: Sequence[JobMember], now: float, epoch: int = 0) -> wire.Order | None:
-        """What all nodes are to do; None: nothing. `epoch`: the coordinator's."""
+    def decide(self, members: Sequence[JobMember], now: float, epoch: int = 0, blame: str = "") -> wire.Order | None:
+        """What all nodes are to do; None: nothing. `epoch`: the coordinator's. `blame`: the node that was in most
+        incidents, in words that follow the fault's."""
         heard = [member for member in members if member.state.state == "alive"]
         jobs = [member.job for member in heard if member.job is not None]
         if 2 * len(heard) <= self._expected or not jobs:
@@ -81,7 +82,7 @@ class RestartOrders:
         if before is None:
             self._since = now
         order = wire.Order(
-            start=start, does="begin", fault=combine_faults(ended), epoch=epoch,
+            start=start, does="begin", fault=combine_faults(ended, blame), epoch=epoch,
             attempt=max(m.job.attempt for m in ended if m.job is not None),
         )  # fmt: skip
         self._order = self._follow_end(order, ended, members, now)
@@ -147,13 +148,15 @@ class RestartOrders:
         return msgspec.structs.replace(proposal, does="begin") if decided else proposal
 
 
-def combine_faults(ended: Sequence[JobMember]) -> wire.JobFault:
-    """Why the job ended, of why its nodes did: what was alerted first; the others follow from it."""
+def combine_faults(ended: Sequence[JobMember], blame: str = "") -> wire.JobFault:
+    """Why the job ended, of why its nodes did: what was alerted first; the others follow from it. `blame` as in
+    `RestartOrders.decide`."""
     faults = [(member, member.job.fault) for member in ended if member.job is not None and member.job.fault is not None]
     member, first = min(faults, key=lambda pair: _order_fault(*pair))
+    words = f"node {member.state.node} ({member.state.hostname}): {first.words}"
     return msgspec.structs.replace(
         first,
-        words=f"node {member.state.node} ({member.state.hostname}): {first.words}"[:_WORDS],
+        words=(f"{words}; {blame}" if blame else words)[:_WORDS],
         step=max((fault.step for _, fault in faults if fault.step is not None), default=None),
         sign=min((fault.sign for _, fault in faults if fault.sign is not None), default=None),
     )

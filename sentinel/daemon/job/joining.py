@@ -103,6 +103,7 @@ def _meet(watch: WatchedRun, identity: wire.Identity, supervision: Supervision, 
     serve_job(watch, watch.membership)
     watch.membership.work = RanksAtWork(watch)
     watch.membership.cause_finder = JobCauses(watch, watch.membership)
+    watch.membership.recorder = watch.context
     watch.actions.pass_on = watch.membership.pass_on_rollback
     watch.membership.handle_steps(
         StepHandling(

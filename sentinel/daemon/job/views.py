@@ -62,8 +62,13 @@ async def list_incidents(watch: WatchedRun, membership: Membership) -> dict[str,
     views, unasked = await _ask_incidents(membership, ())
     known = {name for view in views for node, name in view.sources if node == membership.node}
     own = [case for case in watch.incidents.log.cases.values() if case.id not in known]
-    cases = [case.builtins() for case in (*own, *(view.case for view in views))]
+    cases = [case.builtins() for case in own] + [_describe(view, membership.node) for view in views]
     return {"run": watch.run.name, "run_id": watch.run.run_id, "cases": cases, "not_asked": unasked}
+
+
+def _describe(view: IncidentView, node: int) -> dict[str, Any]:
+    """`own`: ids of this node's cases that it is made of, as in its history."""
+    return view.case.builtins() | {"own": [name for where, name in view.sources if where == node]}
 
 
 async def find_incident(watch: WatchedRun, membership: Membership, identity: str) -> dict[str, Any]:

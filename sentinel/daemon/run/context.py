@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sentinel import wire
@@ -30,6 +30,12 @@ class RunContext:
         """Put a case into the history as it is."""
         if self.store:
             self.store.records.put_incident(case.id, case.step, case.builtins())
+
+    def record_job_incident(self, case: Case, own: Sequence[str]) -> None:
+        """Put an incident of the job over several nodes into the history as it is. `own`: ids of this node's cases that
+        it is made of."""
+        if self.store:
+            self.store.records.put_job_incident(case.id, case.step, case.builtins() | {"own": list(own)})
 
     def print_notice(self, notice: wire.Notice) -> None:
         """Print on the training terminal, by way of the first rank that is connected."""

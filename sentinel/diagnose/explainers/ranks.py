@@ -65,7 +65,7 @@ def _explain_unknown(unknown: Iterable[int], ranks: Mapping[int, Rank], unasked:
     return [f"what {name_ranks(numbers)} did: {reason}" for reason, numbers in by_reason.items()]
 
 
-def name_nodes(found: Finding, culprits: Iterable[int], ranks: Mapping[int, Rank]) -> Finding:
+def name_nodes(found: Finding, culprits: Collection[int], ranks: Mapping[int, Rank]) -> Finding:
     """The finding with the nodes of the ranks to blame in its cause, where ranks of several nodes are compared."""
     if len({rank.identity.node for rank in ranks.values()}) < 2:
         return found
@@ -78,7 +78,7 @@ def name_nodes(found: Finding, culprits: Iterable[int], ranks: Mapping[int, Rank
         f"{name_ranks(own)} {_verb(own, 'is', 'are')} on node {node}" + (f" ({host})" if host else "")
         for (node, host), own in list(by_node.items())[:SHOWN_RANKS]
     ]
-    return msgspec.structs.replace(found, cause="; ".join([found.cause, *places]))
+    return msgspec.structs.replace(found, cause="; ".join([found.cause, *places]), ranks=tuple(sorted(culprits)))
 
 
 def explain_standstill(

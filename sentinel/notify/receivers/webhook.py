@@ -71,7 +71,7 @@ def payload(message: Message, receiver: str) -> dict[str, Any]:
 
 def alert(case: Case, message: Message) -> dict[str, Any]:
     """One alert of a message in Alertmanager's form."""
-    labels = {"alertname": case.alert, "run": case.run, "run_id": case.run_id, "severity": case.severity}
+    labels = {"alertname": case.alert, "run": case.run, "run_id": message.run_id, "severity": case.severity}
     labels |= {"problem": message.problem_id} if message.problem_id else {}
     labels |= {"consequence": "true"} if case.id in message.quiet else {}
     labels = {name: drop_controls(value) for name, value in labels.items()}
