@@ -17,10 +17,10 @@ import msgspec
 from sentinel import wire
 from sentinel.errors import ConfigError
 from sentinel.hooks.core.identity import group_store
-from sentinel.hooks.core.network_address import find_free_port, find_own_address
 from sentinel.hooks.core.store_client import StoreClient, StoreLost
 from sentinel.hooks.core.worker import Task, Worker
 from sentinel.node.addresses import split_addresses
+from sentinel.node.network_address import find_free_port, find_own_address
 
 FIND_SECONDS = 300.0
 """How long a process group, and rank 0's word, are waited for."""

@@ -30,6 +30,7 @@ from sentinel.cluster.protocol.messages import MESSAGE_BYTES, MOST_NODES
 from sentinel.cluster.seal import Seal
 from sentinel.config.cluster import Meeting, TlsFiles
 from sentinel.errors import ProtocolError
+from sentinel.node.network_address import list_listening_addresses
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +205,8 @@ def open_session(meeting: Meeting, node: int) -> Any:
         "connect/retry": {"period_init_ms": 1000, "period_max_ms": 1000, "period_increase_factor": 1},
     }
     if listens:
-        settings["listen/endpoints"] = [endpoints[node]]
+        listening = list_listening_addresses(meeting.addresses[node])
+        settings["listen/endpoints"] = [f"{protocol}/{address}" for address in listening]
     if meeting.tls is not None:
         settings["transport/link/tls"] = _describe_tls(meeting.tls)
     if not meeting.secret or meeting.routers:  # of a router that knows no user, one is refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import socket
@@ -23,9 +24,10 @@ from sentinel.cluster.protocol.election import next_epoch
 from sentinel.cluster.protocol.messages import Beat, RollbackOrder, encode
 from sentinel.config.cluster import Meeting
 from sentinel.daemon.run.meeting_search import MeetingSearch
-from sentinel.hooks.core import network_address, store_client
+from sentinel.hooks.core import store_client
 from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
+from sentinel.node import network_address
 from tests.cluster.job import RUN, SECRET, free_address
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import sentinel
@@ -413,19 +415,43 @@ def test_an_interface_that_is_not_there_leaves_the_address_to_the_store(
     assert network_address.find_own_address("127.0.0.2", 1) == "127.0.0.1"
 
 
-def test_a_name_that_means_loopback_here_is_not_taken_where_there_is_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of this machine, whose name is node0 and means its loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
         except OSError:
             pytest.skip("this machine has no route to others")
-        own = probe.getsockname()[0]
+        own: str = probe.getsockname()[0]
     look_up = socket.getaddrinfo
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, *more, **how: look_up(host.replace("node0", "127.0.1.1"), *more, **how)
     )
-    assert network_address.find_own_address("node0", 1) == own
+    return own
+
+
+def test_a_name_that_means_loopback_here_is_not_taken_where_there_is_a_network(own_address: str) -> None:
+    assert network_address.find_own_address("node0", 1) == own_address
     assert network_address.find_own_address("localhost", 1) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("address", "other"),
+    [("node0:9478", True), ("localhost:9478", False), ("127.0.1.1:9478", False), ("[::1]:9478", False),
+     ("192.0.2.9:9478", False), ("never.invalid:9478", False)],
+)  # fmt: skip
+def test_a_node_whose_own_name_means_loopback_listens_where_others_find_it_too(
+    address: str, other: bool, own_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zenoh = pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    from sentinel.cluster.session import open_session
+
+    opened = []
+    monkeypatch.setattr(zenoh, "open", opened.append)
+    open_session(Meeting((address, "node1:9478"), "s" * 16), 0)
+    listens = json.loads(opened[0].get_json("listen/endpoints"))
+    assert listens == [f"tcp/{address}", *([f"tcp/{own_address}:9478"] if other else [])]
 
 
 def test_a_later_attempt_with_fewer_nodes_is_asked_for_as_many() -> None:

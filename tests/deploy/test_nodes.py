@@ -20,13 +20,11 @@ from tests.deploy.test_manifests import documents
 NODES = 4
 
 
-def read_meeting(environment: dict[str, str]) -> tuple[str, int]:
-    """Where a node goes by its variables."""
+def read_meeting(environment: dict[str, str]) -> list[str]:
+    """Where nodes meet by the variables of one: on the nodes that may be the coordinator, from node 0 on."""
     meeting = ClusterSettings().find_meeting(environment)
     assert meeting is not None
-    (address,) = meeting.addresses
-    host, _, port = address.rpartition(":")
-    return host, int(port)
+    return list(meeting.addresses)
 
 
 def read_torchrun(words: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -45,7 +43,7 @@ def test_containers_of_compose_are_nodes_of_one_job(monkeypatch: pytest.MonkeyPa
     for node, service in enumerate(services.values()):
         assert service["environment"]["SENTINEL_CLUSTER_SECRET"].startswith("${SENTINEL_CLUSTER_SECRET:?")
         environment = service["environment"] | {"SENTINEL_CLUSTER_SECRET": "x" * 16}
-        assert read_meeting(environment) == ("node0", 9478)
+        assert read_meeting(environment) == [f"node{number}:9478" for number in range(3)]
         *supervised, launcher = service["entrypoint"]
         assert (supervised[:2], supervised[-1], launcher) == (["sentinel", "run"], "--", "torchrun")
         read = read_torchrun(service["command"], {"PET_NODE_RANK": environment["PET_NODE_RANK"]}, monkeypatch)
@@ -60,9 +58,11 @@ def test_pods_of_a_job_set_are_nodes_of_one_job(monkeypatch: pytest.MonkeyPatch)
     spec = job["template"]["spec"]
     assert spec["parallelism"] == spec["completions"] == NODES
     (container,) = spec["template"]["spec"]["containers"]
-    first = f"{job_set['metadata']['name']}-{job['name']}-0-0.{job_set['metadata']['name']}"
+    first, *others = (
+        f"{job_set['metadata']['name']}-{job['name']}-0-{number}.{job_set['metadata']['name']}" for number in range(3)
+    )
     words = {one["name"]: one["value"] for one in container["env"] if "value" in one}
-    assert read_meeting(words | {"SENTINEL_CLUSTER_SECRET": "x" * 16}) == (first, 9478)
+    assert read_meeting(words | {"SENTINEL_CLUSTER_SECRET": "x" * 16}) == [f"{host}:9478" for host in (first, *others)]
     assert container["command"][:4] == ["sentinel", "run", "--", "torchrun"]
     read = read_torchrun(container["command"][4:], {k: v for k, v in words.items() if k[:4] == "PET_"}, monkeypatch)
     assert (read.nnodes, read.master_addr, read.rdzv_id) == (str(NODES), first, "train")
@@ -95,19 +95,25 @@ def test_the_policy_lets_nothing_but_pods_of_the_job_to_where_daemons_meet() -> 
     assert all(9478 not in [port["port"] for port in rule.get("ports", ())] for rule in policy["spec"]["ingress"])
 
 
-@pytest.mark.parametrize("status", [0, EXIT_UNFINISHED, EXIT_STOPPED])
-def test_a_batch_script_starts_each_node_alike(tmp_path: Path, status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "nodes"), [(0, ["a7", "b3"]), (EXIT_UNFINISHED, ["a7", "b3"]), (EXIT_STOPPED, ["a7", "b3", "b4", "b5"])]
+)
+def test_a_batch_script_starts_each_node_alike(tmp_path: Path, status: int, nodes: list[str]) -> None:
     """With stand-ins for Slurm and for `sentinel`, which write down how they were called."""
     tools = {
-        "scontrol": 'case $1 in show) printf "a7\\nb3\\n" ;; *) echo "$@" > requeued ;; esac',
-        "srun": 'shift; for node in 0 1; do SLURM_NODEID=$node "$@" || status=$?; done; exit ${status:-0}',
+        "scontrol": 'case $1 in show) printf "%s\\n" $LISTED ;; *) echo "$@" > requeued ;; esac',
+        "srun": 'shift; for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" || status=$?; done\n'
+        "exit ${status:-0}",
         "sentinel": f'{sys.executable} -c "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"'
         f' "$@" >> calls; exit {status}',
     }  # fmt: skip
     for name, text in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "417", "SLURM_JOB_NODELIST": "a7,b3", "SLURM_NNODES": "2"}
+    slurm = {
+        "SLURM_JOB_ID": "417", "SLURM_JOB_NODELIST": "a7,b[3-5]", "SLURM_NNODES": str(len(nodes)),
+        "LISTED": " ".join(nodes),
+    }  # fmt: skip
     done = subprocess.run(
         ["bash", str(DEPLOY / "slurm" / "train.sbatch"), "--rate", "1 e-3"], cwd=tmp_path, capture_output=True,
         env=os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, text=True, check=False,
@@ -115,10 +121,10 @@ def test_a_batch_script_starts_each_node_alike(tmp_path: Path, status: int) -> N
     assert done.returncode == (1 if status == EXIT_STOPPED else 0), done.stderr
     assert (tmp_path / "requeued").exists() == (status == EXIT_UNFINISHED)
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == 2
+    assert len(calls) == len(nodes)
     assert len({environment["SENTINEL_CLUSTER_SECRET"] for _, environment in calls}) == 1
     for node, (words, environment) in enumerate(calls):
-        assert read_meeting(environment) == ("a7", 10418)
+        assert read_meeting(environment) == [f"{name}:10418" for name in nodes[:3]]
         assert words[:3] == ["run", "--", "torchrun"]
-        assert {f"--node-rank={node}", "--nnodes=2", "--master-addr=a7", "--rdzv-id=417"} <= set(words)
+        assert {f"--node-rank={node}", f"--nnodes={len(nodes)}", "--master-addr=a7", "--rdzv-id=417"} <= set(words)
         assert words[-3:] == ["train.py", "--rate", "1 e-3"]

@@ -24,12 +24,25 @@ def find_own_address(store_host: str, store_port: int) -> str:
         if address := _read_interface(os.environ.get(variable, "")):
             return address
     address = _find_source(store_host, store_port)
-    if _is_loopback(address) and not _is_loopback(store_host) and store_host != "localhost":
+    if _is_loopback(address) and not _names_loopback(store_host):
         try:
             return _find_source(*_ELSEWHERE)
         except OSError:  # no such route: a machine without a network
             pass
     return address
+
+
+def list_listening_addresses(address: str) -> list[str]:
+    """Where to listen for nodes that know this one as `host:port`: there, and, where that host's name means the
+    loopback here, as in Debian's /etc/hosts, at its address in the network of the job's ranks."""
+    host, _, port = address.rpartition(":")
+    try:
+        if _names_loopback(host) or not _is_loopback(_find_source(host.strip("[]"), int(port))):
+            return [address]
+        own = find_own_address(host, int(port))
+    except OSError:  # a name that is not known here, or no network: who listens there says so
+        return [address]
+    return [address] if _is_loopback(own) else [address, f"[{own}]:{port}" if ":" in own else f"{own}:{port}"]
 
 
 def find_free_port(host: str) -> int:
@@ -67,6 +80,11 @@ def _find_source(host: str, port: int) -> str:
         probe.connect(target)
         address: str = probe.getsockname()[0]
     return address
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether the loopback is what is meant."""
+    return _is_loopback(host.strip("[]")) or host == "localhost"
 
 
 def _is_loopback(host: str) -> bool:
