@@ -10,18 +10,14 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.places import find_daemon, make_places
-from sentinel.demo.inbox import Inbox
+from bench.proofs._nodes import NodesJob, kill
 from sentinel.demo.network import find_loopback
-from sentinel.errors import SentinelError
-from sentinel.node.question import ask_daemon
 
 NODES, RANKS_A_NODE = 2, 2
 RANKS = NODES * RANKS_A_NODE
@@ -58,90 +54,28 @@ severities = ["critical"]
 """
 
 
-class Job:
+class Job(NodesJob):
     """Started, and ended with `close`."""
 
     def __init__(self, root: Path) -> None:
-        self.root, network = root, find_loopback(NODES)
+        network = find_loopback(NODES)
         (root / "saved").mkdir()
         (root / "rules.yaml").write_text(RULES)
-        self.inbox = Inbox(root / "pages.jsonl")
-        receive = [sys.executable, "-m", "sentinel.demo.inbox", network.inbox, str(root / "pages.jsonl")]
-        self._receiver = subprocess.Popen(receive)
-        host, _, port = network.master.rpartition(":")
-        self.nodes = []
-        for node in range(NODES):
-            (root / f"node{node}").mkdir()
-            environment = {
-                **os.environ,
-                **make_places(root / f"node{node}", SETTINGS % network.inbox),
-                "SENTINEL_RULES": str(root / "rules.yaml"), "SENTINEL_RUN_ID": RUN_ID,
-                "SENTINEL_CLUSTER": network.coordinator, "SENTINEL_CLUSTER_SECRET": "a secret of all nodes",
-            }  # fmt: skip
-            torchrun = (
-                f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {RANKS_A_NODE}"
-                f" --rdzv-id {RUN_ID} --master-addr {host} --master-port {port} -m bench.proofs._nodes_job {root}"
-            )
-            supervised = f"-m sentinel run --restarts {RESTARTS} --pause 0.1 -- {sys.executable} {torchrun}"
-            with (root / f"said{node}").open("w") as said:
-                command = [sys.executable, *supervised.split()]
-                self.nodes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
-
-    def said(self, node: int) -> str:
-        """On the terminal of a node."""
-        return (self.root / f"said{node}").read_text(errors="replace")
-
-    def ask(self, node: int) -> dict[str, Any]:
-        """What `sentinel status` shows of the run there; empty where no daemon answers."""
-        with contextlib.suppress(SentinelError, OSError):
-            for socket in (self.root / f"node{node}" / "run").glob("*/sentinel.sock"):
-                for run in ask_daemon(socket, "status")["runs"]:
-                    found: dict[str, Any] = run
-                    return found
-        return {}
-
-    def kill_daemon(self, node: int) -> bool:
-        """SIGKILL to the daemon of a node; whether there was one."""
-        daemon = find_daemon(self.root / f"node{node}" / "run")
-        return kill(daemon) if daemon is not None else False
+        environment = {
+            "SENTINEL_RULES": str(root / "rules.yaml"),
+            "SENTINEL_CLUSTER": network.coordinator,
+            "SENTINEL_CLUSTER_SECRET": "a secret of all nodes",
+        }
+        supervised = f"-m sentinel run --restarts {RESTARTS} --pause 0.1 --"
+        super().__init__(
+            root, network, ["-m", "bench.proofs._nodes_job", str(root)], run_id=RUN_ID, ranks_a_node=RANKS_A_NODE,
+            settings=SETTINGS % network.inbox, environment=environment, launcher=[sys.executable, *supervised.split()],
+        )  # fmt: skip
 
     def kill_rank(self, rank: int) -> bool:
         """SIGKILL to a rank as it runs now; whether it ran."""
         entries = read_log(self.root, rank)
         return kill(entries[-1]["pid"]) if entries else False
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended on all nodes."""
-        return all(node.poll() is not None for node in self.nodes)
-
-    def close(self) -> None:
-        """Kill all of it that is left."""
-        for process in [*self.nodes, self._receiver]:
-            process.kill()
-        for pid in list_processes(self.root):
-            kill(pid)
-        for process in [*self.nodes, self._receiver]:
-            process.wait()
-
-
-def kill(pid: int) -> bool:
-    """SIGKILL; whether there was such a process."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def list_processes(root: Path) -> list[int]:
-    """Those whose places are in this folder."""
-    found, mark = [], f"SENTINEL_RUNTIME={root}/".encode()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 def read_log(root: Path, rank: int) -> list[dict[str, Any]]:
