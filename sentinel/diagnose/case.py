@@ -51,6 +51,8 @@ class Case(msgspec.Struct, kw_only=True):
     severity: str
     problem: str = ""
     """What it is a sign of, by its cause or its rule; empty: it is never one of several."""
+    consequence_of: tuple[str, ...] = ()
+    """Problems that bring it about, by its rule."""
     problem_id: str = ""
     """Id of the incident that opened the problem, which never changes; empty where there is no problem to speak of, and
     in histories from before there was one."""
@@ -117,6 +119,7 @@ def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
         alert=incident.rule,
         severity=incident.severity,
         problem=diagnosis.problem or incident.problem,
+        consequence_of=tuple(incident.consequence_of),
         state=incident.state,
         first_step=evidence.onset + offset,
         first_seq=evidence.onset,

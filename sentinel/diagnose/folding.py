@@ -7,41 +7,50 @@ incident that opened it, which never changes; which of its incidents is the pare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
 
 from sentinel.diagnose.case import Case
-from sentinel.diagnose.evidence import Finding
+from sentinel.diagnose.evidence import SURENESS, Confidence, Finding
 from sentinel.text import rank_severity
 
 REACH_STEPS = 200
 """Steps within which alerts on one problem are one: the slowest rule on what a jump of the rate does takes 100 rows,
 and a divergence that came and went did so three times in 400 steps. Our judgement."""
+CRITICAL_REACH_STEPS = 1024
+"""While a critical one of them fires. So far apart are the rarest samples (docs/performance.md), by which a consequence
+is seen. A divergence that lasts is no reason to keep quiet about a NaN 50,000 steps later."""
 REACH_SECONDS = 60.0
 """And seconds, in a loop in which so many steps take less: the shortest time between two messages about one problem."""
 
 
-def find_parent(case: Case, consequence_of: Collection[str], others: Iterable[Case]) -> Case | None:
-    """The incident of which a new one is a consequence; None: it is a problem of its own.
+def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
+    """The first incident of the problem that a new one belongs to; None: it is a problem of its own.
 
-    An alert on the same problem joins while it is critical, or where it began close to the last that joined: a warning
-    that lasts for days does not explain what comes then. What its rule or its cause names joins as long as that fires.
+    An alert on the same problem joins where it began close to the last that joined, further away while that is
+    critical: what lasts for days does not explain what comes then. What its rule or its cause names joins as long as
+    that fires; and what the rule of a member names, where it began close to it: a cause may be seen after its effect.
+    A critical one joins no problem whose page is long past: it would be none.
     """
-    explaining = {*consequence_of, case.diagnosis.problem} - {""}
+    explaining = {*case.consequence_of, case.diagnosis.problem} - {""}
     same_attempt = [other for other in others if other.attempt == case.attempt and other.id != case.id]
     for members in reversed(group_by_problem(same_attempt)):
-        if is_over(members, case.step, case.time):
+        last = max(member.step if member.state == "firing" else member.resolved_step or 0 for member in members)
+        paged = any(member.severity == "critical" for member in members)
+        if is_over(members, case.step, case.time) or (
+            paged and case.severity == "critical" and case.first_step > last + CRITICAL_REACH_STEPS
+        ):
             continue
         firing = [member for member in members if member.state == "firing"]
-        problems = {member.problem for member in members}
-        last = max(member.step if member.state == "firing" else member.resolved_step or 0 for member in members)
-        joins = case.problem in problems and (
-            case.first_step <= last + REACH_STEPS or any(member.severity == "critical" for member in firing)
-        )
-        if joins or (firing and explaining & problems):
+        problems = {member.problem for member in members} - {""}
+        lasts = any(member.severity == "critical" for member in firing)
+        alike = case.problem in problems and case.first_step <= last + (CRITICAL_REACH_STEPS if lasts else REACH_STEPS)
+        follows = firing and explaining & problems
+        explains = case.first_step <= last + REACH_STEPS and any(may_explain(case, member) for member in firing)
+        if alike or follows or explains:
             return next((member for member in members if not member.parent), members[0])
     return None
 
@@ -55,6 +64,29 @@ def explain_consequence(case: Case, parent: Case) -> Finding:
     return msgspec.structs.replace(
         known, cause=f"as of {parent.alert} ({parent.id}): {known.cause}", confidence="medium", problem="", leads=False
     )
+
+
+def explain_parent(parent: Case, case: Case) -> Finding:
+    """The diagnosis of `parent`, where less is known of it than of `case`, which is of its problem and no other sign of
+    the same: then that may be the cause. Only `medium`, as above; `low`, where no rule says that it may."""
+    own, known = parent.diagnosis, case.diagnosis
+    sure: Confidence = "medium" if may_explain(case, parent) else "low"
+    says_more = case.problem not in ("", parent.problem) and SURENESS[known.confidence] >= SURENESS["medium"]
+    if not says_more or SURENESS[own.confidence] >= SURENESS[sure]:
+        return own
+    return msgspec.structs.replace(
+        known,
+        cause=f"as of {case.alert} ({case.id}): {known.cause}",
+        confidence=sure,
+        evidence=(*own.evidence, *known.evidence),
+        problem=own.problem,
+        leads=False,
+    )
+
+
+def may_explain(case: Case, effect: Case) -> bool:
+    """Whether what `case` is a sign of brings the other about, by its rule."""
+    return case.problem in effect.consequence_of
 
 
 def group_by_problem(cases: Iterable[Case]) -> list[list[Case]]:

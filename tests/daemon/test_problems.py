@@ -27,7 +27,7 @@ from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
 from sentinel.rulebook import loader
 from sentinel.runs import NoRanks, Run
-from sentinel.runs.devices import Devices
+from sentinel.runs.devices import Devices, Gpu, GpuFault
 from sentinel.store import History, Store
 from sentinel.wire.evidence import Provenance
 from tests.notify.test_pipeline import Fake, until
@@ -43,6 +43,11 @@ rules:
 """
 SIGNALS = {name: "rank" for name in ("mild", "severe", "follows", "leaked")}
 LINE = "[sentinel] "
+DEAD_AND_ALIVE = wire.LayerTable(
+    digest="d", layers=tuple(wire.Layer(name=name, shape=(2, 2), dtype="float32") for name in ("a.weight", "b.weight"))
+)
+ZEROS = {"layer_grad_zero_share": 1.0, "layer_grad_norm": 0.0}
+"""Of the layer that is dead."""
 
 
 class Watched:
@@ -69,7 +74,7 @@ class Watched:
         self.rank = self.watch.ingest.hello(wire.Hello(version="t", identity=identity), 0.0)
         self.next = 0
 
-    async def steps(self, **columns: Sequence[float]) -> None:
+    async def steps(self, layers: Sequence[wire.LayerBlock] = (), **columns: Sequence[float]) -> None:
         """The next steps, a second each; returns when all are told."""
         count = len(next(iter(columns.values())))
         seqs = range(self.next, self.next + count)
@@ -77,6 +82,7 @@ class Watched:
             seqs=array("q", seqs).tobytes(),
             times=array("d", [1e9 + seq for seq in seqs]).tobytes(),
             columns={name: wire.Column(array("d", values).tobytes()) for name, values in columns.items()},
+            layers=tuple(layers),
         )
         self.watch.ingest.message(self.rank, batch, float(self.next))
         self.next += count
@@ -205,6 +211,47 @@ def test_a_consequence_that_nothing_explains_has_the_cause_of_its_parent(tmp_pat
     assert case.parent == parent.id
     assert case.diagnosis.cause == f"as of GradientsNotCleared ({parent.id}): {parent.diagnosis.cause}"
     assert (case.diagnosis.confidence, case.diagnosis.remedy) == ("medium", parent.diagnosis.remedy)
+
+
+def test_a_card_that_dies_with_its_rank_is_one_page_and_the_cause_of_both(tmp_path: Path) -> None:
+    async def scenario(run: Watched) -> None:
+        await run.steps(loss=[2.0] * 50)
+        devices = Devices("n", gpus={"GPU-0": Gpu(index=0, uuid="GPU-0")})
+        devices.gpus["GPU-0"].record_fault(GpuFault(0.0, "xid", 79, "the GPU has fallen off the bus"))
+        lost = {Entity("rank", "0"): {"rank_lost": 1.0}}
+        run.watch.incidents.observe_between(Observation(seq=50, time=50.0, values=lost), 50.0)
+        dead = {Entity("gpu", "0"): {"gpu_xid": 79.0, "gpu_lost": 1.0}}
+        run.watch.ingest.observe_machine(devices, Observation(seq=50, time=50.5, values=dead), (), 50.5)
+        await run.tick()
+
+    run = watched(tmp_path, scenario, stock=True)
+    assert run.cases == {"RankLost": "", "GpuFault": "0.1"}
+    for receiver in (run.bot, run.hook, run.pager):
+        assert len(pages(receiver.got)) == 1
+    diagnosis = run.case("RankLost").diagnosis
+    assert diagnosis.cause == "as of GpuFault (0.2): GPU 0: XID 79, the GPU has fallen off the bus"
+    assert diagnosis.confidence == "medium"
+
+
+def test_a_dead_layer_may_be_the_cause_of_a_spike_that_has_none(tmp_path: Path) -> None:
+    """The layer is seen after the loss has jumped: its samples are rare."""
+
+    async def scenario(run: Watched) -> None:
+        noise = random.Random(0)
+        healthy = [2 + noise.gauss(0, 0.02) for _ in range(100)]
+        await run.steps(loss=healthy[:98], grad_norm=[1.0] * 98)
+        await run.steps(loss=[*healthy[98:], *(9.0 + seq for seq in range(20))])
+        assert run.case("LossSpike").diagnosis.confidence == "none"
+        run.watch.ingest.message(run.rank, DEAD_AND_ALIVE, float(run.next))
+        for _ in range(8):
+            stats = {name: array("f", [zero, 1.0 - zero]).tobytes() for name, zero in ZEROS.items()}
+            await run.steps(layers=[wire.LayerBlock(seq=run.next, table="d", stats=stats)], loss=[9.0])
+
+    run = watched(tmp_path, scenario, stock=True)
+    dead, spike = run.case("DeadLayer"), run.case("LossSpike")
+    assert (dead.parent, spike.problem_id) == (spike.id, spike.id)
+    assert spike.diagnosis.cause == f"as of DeadLayer ({dead.id}): {dead.diagnosis.cause}"
+    assert spike.diagnosis.confidence == "low"
 
 
 def test_what_was_not_known_for_want_of_a_reading_of_the_host_is_known_with_it(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import pytest
 
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
-from sentinel.diagnose.folding import REACH_STEPS, IncidentSeverity, find_parent, find_successor, find_worst, is_over
+from sentinel.diagnose.folding import (
+    CRITICAL_REACH_STEPS,
+    REACH_STEPS,
+    IncidentSeverity,
+    find_parent,
+    find_successor,
+    find_worst,
+    is_over,
+)
 from tests.notify.cases import case
 from tests.stock import RULES
 
@@ -35,7 +43,7 @@ def later(one: Case, seconds: float) -> Case:
 
 
 def parent_of(new: Case, *others: Case, consequence_of: tuple[str, ...] = ()) -> str:
-    found = find_parent(new, consequence_of, others)
+    found = find_parent(msgspec.structs.replace(new, consequence_of=consequence_of), others)
     return found.id if found else ""
 
 
@@ -64,10 +72,79 @@ def test_another_problem_stands_alone_however_close(apart: int) -> None:
     assert parent_of(incident("0.2", 100 + apart, ""), leak, incident("0.3", 100, "")) == ""
 
 
-def test_a_warning_that_lasts_does_not_explain_what_begins_much_later_and_a_critical_one_does() -> None:
-    new = incident("0.2", 5000)
-    assert parent_of(new, incident("0.1", 100)) == ""
-    assert parent_of(new, incident("0.1", 100, severity="critical")) == "0.1"
+@pytest.mark.parametrize(("severity", "reach"), [("warning", REACH_STEPS), ("critical", CRITICAL_REACH_STEPS)])
+def test_what_lasts_does_not_explain_what_begins_much_later(severity: str, reach: int) -> None:
+    lasting = incident("0.1", 100, severity=severity)
+    assert parent_of(incident("0.2", 100 + reach), lasting) == "0.1"
+    assert parent_of(incident("0.2", 101 + reach), lasting) == ""
+
+
+def test_a_critical_one_does_not_join_where_the_page_is_long_past() -> None:
+    chronic = incident("0.1", 100, "gradients-kept")
+    first = incident("0.2", 9000, severity="critical")
+    assert parent_of(first, chronic, consequence_of=("gradients-kept",)) == "0.1"
+    known = msgspec.structs.replace(first, parent="0.1", problem_id="0.1")
+    late = 9001 + CRITICAL_REACH_STEPS
+    assert parent_of(incident("0.3", late), chronic, known, consequence_of=("gradients-kept",)) == "0.1"
+    severe = incident("0.3", late, severity="critical")
+    assert parent_of(severe, chronic, known, consequence_of=("gradients-kept",)) == ""
+
+
+def test_a_cause_that_is_seen_after_its_effect_joins_it_where_it_is_close() -> None:
+    effect = incident("0.1", 100, "progress", consequence_of=("hardware",))
+    assert parent_of(incident("0.2", 105, "hardware"), effect) == "0.1"
+    assert parent_of(incident("0.2", 105, "uneven"), effect) == ""
+    assert parent_of(incident("0.2", 101 + REACH_STEPS, "hardware"), effect) == ""
+
+
+def test_two_alerts_without_a_problem_are_not_one_by_that() -> None:
+    member = msgspec.structs.replace(incident("0.2", 110, ""), parent="0.1", problem_id="0.1")
+    assert parent_of(incident("0.3", 120, ""), incident("0.1", 100), member) == ""
+
+
+@pytest.mark.parametrize(
+    "alerts",
+    [
+        ("GpuFault", "RankLost"), ("GpuFault", "NonFiniteLoss"), ("ReplicaDivergence", "LossSpike"),
+        ("ReplicaDivergence", "NonFiniteLoss"), ("UnevenBatches", "Hang"), ("UnevenBatches", "CollectiveDesync"),
+        ("AccumulationNotNormalised", "Divergence"), ("AccumulationNotNormalised", "GradientSpike"),
+        ("HostMemoryLow", "RankLost"), ("SchedulerMisused", "ParametersNotUpdated"),
+        ("ClipBeforeUnscale", "LostUpdates"),
+    ],
+)  # fmt: skip
+def test_an_alert_and_what_it_brings_about_are_one_problem_whichever_is_seen_first(alerts: tuple[str, str]) -> None:
+    cause, effect = (stock(alert, 100) for alert in alerts)
+    assert find_parent(msgspec.structs.replace(effect, id="0.2"), [cause]) is cause
+    assert find_parent(msgspec.structs.replace(cause, id="0.2"), [effect]) is effect
+
+
+@pytest.mark.parametrize(
+    "alerts",
+    [("GpuFault", "Hang"), ("Fragmentation", "MemoryPressure"), ("ParametersNotInOptimizer", "UnusedParameters")],
+)
+def test_what_an_alert_brings_about_joins_it_as_long_as_it_fires(alerts: tuple[str, str]) -> None:
+    cause, effect = stock(alerts[0], 100), msgspec.structs.replace(stock(alerts[1], 1000), id="0.2")
+    assert find_parent(effect, [cause]) is cause
+
+
+@pytest.mark.parametrize(
+    "alerts",
+    [
+        ("SchedulerMisused", "ParametersNotInOptimizer"), ("ParametersNotInOptimizer", "LowPrecisionAccumulation"),
+        ("ClipBeforeUnscale", "SchedulerMisused"), ("GpuFault", "MemoryCreep"), ("UnevenBatches", "NonFiniteLoss"),
+    ],
+)  # fmt: skip
+def test_two_independent_mistakes_are_two_problems_though_they_come_together(alerts: tuple[str, str]) -> None:
+    first, second = (stock(alert, 100) for alert in alerts)
+    assert find_parent(msgspec.structs.replace(second, id="0.2"), [first]) is None
+    assert find_parent(msgspec.structs.replace(first, id="0.2"), [second]) is None
+
+
+def stock(alert: str, step: int) -> Case:
+    """An alert of a stock rule, which fired at a step and opened a problem."""
+    rule = RULES[alert]
+    made = incident("0.1", step, rule.problem or "none", severity=rule.severity)
+    return msgspec.structs.replace(made, alert=alert, problem=rule.problem, consequence_of=tuple(rule.consequence_of))
 
 
 def test_what_joined_last_counts_as_close_and_the_parent_is_the_same() -> None:

@@ -230,7 +230,7 @@ class JobIncidents:
             incident.joined, incident.joined_problem = page.case.parent, "" if own else page.case.problem_id
         elif case.problem and case.problem_id == case.id:
             others = [self._combine(one) for one in self if one is not incident and one.attempt == case.attempt]
-            if (parent := folding.find_parent(case, (), others)) is not None:
+            if (parent := folding.find_parent(case, others)) is not None:
                 incident.joined, incident.joined_problem = parent.id, parent.problem_id
 
     def _combine(self, incident: JobIncident) -> Case:

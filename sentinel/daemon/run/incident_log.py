@@ -59,7 +59,7 @@ class IncidentLog:
         case = cases.open_case(self._run, self._find_attempt(), incident)
         case.id = self._identity(incident)
         self._name_nodes(case)
-        self._fold(case, incident)
+        self._fold(case)
         self.add([case])
         self._notifier.open_case(case)
         log.warning("%s %s at step %d: %s", case.severity, case.alert, case.step, case.summary)
@@ -71,16 +71,22 @@ class IncidentLog:
         cases.update_case(case, incident, self._find_attempt())
         self._name_nodes(case)
 
-    def _fold(self, case: Case, incident: Incident) -> None:
+    def _fold(self, case: Case) -> None:
         """Find out whether it is a consequence of a known case."""
-        parent = folding.find_parent(case, incident.consequence_of, self.cases.values())
+        parent = folding.find_parent(case, self.cases.values())
         case.parent = parent.id if parent else ""
         case.problem_id = parent.problem_id if parent else case.id if case.problem else ""
         self._explain(case)
 
     def _explain(self, case: Case) -> None:
-        if (parent := self.cases.get(case.parent)) is not None:
-            case.diagnosis = folding.explain_consequence(case, parent)
+        """What its parent says of it, and what it says of its parent."""
+        if (parent := self.cases.get(case.parent)) is None:
+            return
+        case.diagnosis = folding.explain_consequence(case, parent)
+        found = folding.explain_parent(parent, case)
+        if found is not parent.diagnosis:
+            parent.diagnosis = found
+            self.record_action(parent)
 
     def release_consequences(self, parent: Case) -> None:
         """An incident is over: the consequence that outlives it is its own, and the parent of the others."""
@@ -99,11 +105,13 @@ class IncidentLog:
         self._name_nodes(case)
         if case.problem != was and case.parent:
             former = case.problem_id
-            self._fold(case, incident)
+            self._fold(case)
             if case.problem_id != former:
                 self._notifier.separate_case(case)
         else:
             self._explain(case)
+        for member in [other for other in self.cases.values() if other.parent == case.id]:
+            self._explain(member)
 
     def record_action(self, case: Case) -> None:
         """An action wrote into a case."""
