@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from sentinel import wire
-from sentinel.hooks.core.opening import Opening
+from sentinel.hooks.core.opening import RARE_EVERY, Opening
 
 OVERHEAD, OVERHEAD_GPU = 0.02, 0.01
 """Share of the loop's time that all of Sentinel may take where the user gave none: of a model on the CPU, and else."""
@@ -49,6 +49,8 @@ NONFINITE_STEPS = 50
 """Steps for which everything is sampled after a value that was not finite."""
 LONGEST_ATTENTION = 10_000
 """Most steps the daemon may ask for in one request: a mistake there must not slow a run down permanently."""
+RARE_ATTENTION = 4
+"""Samples of tier 3 that it gets by one: rules ask for three in a row."""
 SEEN = 0.85
 """Share of the budget that is given out: for the rest come what is not timed (the hooks of the forward and the backward
 pass, PyTorch's way to all of them) and what the means are wrong by."""
@@ -119,6 +121,8 @@ class Governor:
         self._fixed = Mean()
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until = -1
+        self._rare_left = 0
+        """Samples of tier 3 that the daemon asked for."""
         self._order: tuple[int, dict[int, int]] | None = None
         self._ordered = False
         self._aside = 0.0
@@ -155,7 +159,11 @@ class Governor:
         return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # at which it is obeyed
 
     def rare(self, seq: int) -> bool:
-        """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
+        """Whether tier 3 is; to be asked once a step. What looks odd makes it more frequent only where a rule is about
+        to fire by it."""
+        if self._rare_left and seq % RARE_EVERY == 0:
+            self._rare_left -= 1
+            return True
         return seq % self.spacing[3] == 0 or seq < MEASURED or self._opens(3, seq)
 
     def _opens(self, tier: int, seq: int) -> bool:
@@ -172,8 +180,10 @@ class Governor:
         if self._opening is not None:
             self._opening.begin_stage(seq)
 
-    def attend(self, seq: int, steps: int = NONFINITE_STEPS) -> None:
-        """Sample everything from `seq` on, for `steps` steps."""
+    def attend(self, seq: int, steps: int = NONFINITE_STEPS, *, rare: bool = False) -> None:
+        """Sample tiers 1 and 2 from `seq` on, for `steps` steps; `rare`: and tier 3 at the next `RARE_ATTENTION` steps
+        at which it may be."""
+        self._rare_left = RARE_ATTENTION if rare else self._rare_left
         self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True
 

@@ -46,7 +46,7 @@ class CommandHandler:
             case wire.Closing():
                 session.closing_line.closing = message
             case wire.Attend():
-                session.governor.attend(session.next_seq, message.steps)
+                session.governor.attend(session.next_seq, message.steps, rare=message.rare)
                 session.accumulator.disturb()
             case wire.DaemonCost():
                 session.governor.record_daemon_share(message.share)

@@ -57,6 +57,8 @@ class Attend(Message, frozen=True, kw_only=True, tag="attend"):
     """Something looks odd: sample tiers 1 and 2 at every step for `steps` steps."""
 
     steps: int
+    rare: bool = False
+    """And tier 3 at some of them."""
 
 
 class Withhold(Message, frozen=True, kw_only=True, tag="withhold"):

@@ -18,18 +18,21 @@ class Asked:
         run.hello(wire.Hello(version="t", identity=identity), 0.0)
         self.attention = Attention(run.attempt, self)
         self.sampled: set[int] = set()
+        self.rare: list[bool] = []
+        """Of each message: whether it asks for tier 3."""
         self.seq = -1
 
     def send(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Attend)
+        self.rare.append(message.rare)
         self.sampled |= set(range(self.seq + 1, self.seq + 1 + message.steps))
 
-    def judge(self, steps: int, *suspicions: str) -> set[int]:
+    def judge(self, steps: int, *suspicions: str, rare: tuple[str, ...] = ()) -> set[int]:
         """So many steps go by, a few to a batch; those of them that are sampled."""
         first = self.seq + 1
         for _ in range(steps // 5):
             self.seq += 5
-            self.attention.advance(self.seq, suspicions, ())
+            self.attention.advance(self.seq, suspicions, (), rare)
         return self.sampled & set(range(first, self.seq + 1))
 
 
@@ -59,3 +62,15 @@ def test_one_that_comes_and_goes_is_sampled_less(asked: Asked) -> None:
     assert sum(map(len, found[1_000:])) < 0.15 * 10_000
     asked.judge(10 * LIMIT)
     assert len(asked.judge(100, "AlwaysClipping")) == 95
+
+
+def test_tier_3_is_asked_for_by_rules_that_it_decides_and_no_longer_than_the_rest(asked: Asked) -> None:
+    asked.judge(100, "LossSpike")
+    assert not any(asked.rare)
+    asked.judge(200)
+    asked.judge(2 * LIMIT, "LostUpdates", rare=("LostUpdates",))
+    assert asked.rare.count(True) <= 2 * MESSAGES
+    asked.rare.clear()
+    asked.judge(100, "LostUpdates", "GradientSpike", rare=("LostUpdates",))
+    assert asked.rare
+    assert not any(asked.rare)

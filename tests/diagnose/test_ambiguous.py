@@ -115,9 +115,9 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
         ),
         "the optimizer's second moments",
     ),
-    "a dead layer, and no share of zeros": (
+    "a dead layer, and no norms of layers": (
         lambda: judged("DeadLayer", run_of(20, lambda _: {"loss": 1.0}), members=("a",)),
-        "the share of zeros by layer",
+        "the gradient norm of each layer",
     ),
     "unused parameters, and no layer that was sampled": (
         lambda: judged(

@@ -144,10 +144,10 @@ def long_batch(elements: float) -> Finding:
 
 
 def dead(*shares: float) -> Finding:
-    """The share of zeros in the gradients of so many modules, from the input to the output."""
+    """Modules from the input to the output, of whose gradients such shares are zeros."""
     names = [f"{name}.weight" for name, _ in zip("abcdef", shares, strict=False)]
     blocks = layered([10], lambda _: {
-        name: {"layer_grad_zero_share": share} for name, share in zip(names, shares, strict=True)
+        name: {"layer_grad_norm": 1.0 - share} for name, share in zip(names, shares, strict=True)
     })  # fmt: skip
     members = tuple(name for name, share in zip(names, shares, strict=True) if share >= 1)
     return judged("DeadLayer", run_of(20, lambda _: {"loss": 1.0}), blocks, members=members, table=table(*names))

@@ -398,9 +398,22 @@ def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_othe
     assert fired == [("fired", 20)]  # 10 at steps 0 and 10, 20 at step 20
 
 
-def test_at_must_be_a_metric_of_the_rule() -> None:
+def test_a_rule_looks_where_any_of_the_metrics_of_its_list_has_a_sample() -> None:
+    rule = "{alert: Rare, expr: 'update_ratio + loss > grad_norm', at: [update_ratio, loss], for: 3 of 3 steps}"
+    evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
+    fired, pending = [], []
+    for seq in range(40):
+        values = {"grad_norm": 0.1} | ({} if seq % 10 else {"update_ratio": 1.0}) | ({"loss": 1.0} if seq in (0, 15) else {})
+        fired += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: values}))]
+        pending += [seq] * bool(evaluator.pending)
+    assert fired == [("fired", 15)]  # looked at 0, 10 and 15
+    assert pending == list(range(15))
+
+
+@pytest.mark.parametrize("at", ["loss", "[grad_norm, loss]"])
+def test_at_must_be_a_metric_of_the_rule(at: str) -> None:
     with pytest.raises(RuleError, match="the rule does not read 'loss'"):
-        load_rules("{group: t, rules: [{alert: A, expr: grad_norm > 1, at: loss}]}", "t")
+        load_rules(f"{{group: t, rules: [{{alert: A, expr: grad_norm > 1, at: {at}}}]}}", "t")
 
 
 @pytest.mark.parametrize(

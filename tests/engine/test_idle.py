@@ -27,6 +27,7 @@ rules:
   - {alert: Layered, scope: layer, expr: "layer_grad_norm > 1 and loss > 1"}
   - {alert: Across, expr: "across(rss_bytes, 'spread') > 1"}
   - {alert: At, expr: "count(grad_norm > loss, 3) > 1", at: grad_norm}
+  - {alert: AtEither, expr: "count(grad_norm > loss, 3) > 1", at: [grad_norm, loss], for: 2 of 2 steps}
   - {alert: Third, expr: "sum(loss, 3) > 3", every: 3}
   - {alert: Named, expr: "loss > 1", members: {layer: "layer_nonfinite > 0"}, keep_firing: 5 steps}
 """

@@ -23,12 +23,13 @@ LATE = 16 * ROUND + 10
 def overwritten(trial: Trial) -> None:
     """B1: each step is undone, as where the model is loaded again from an average that nobody updates."""
     model = classifier()
-    average = {name: value.clone() for name, value in model.state_dict().items()}
+    average = dict[str, torch.Tensor]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    if trial.faulty:
-        optimizer.register_step_post_hook(lambda *_: model.load_state_dict(average))
+    optimizer.register_step_post_hook(lambda *_: model.load_state_dict(average) if average else None)
     trial.attach(model, optimizer)
-    for (_, _), (x, y) in zip(trial.steps(600), images(trial.seed), strict=False):
+    for (_, on), (x, y) in zip(trial.steps(600), images(trial.seed), strict=False):
+        if on and not average:
+            average |= {name: value.clone() for name, value in model.state_dict().items()}
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -232,7 +233,7 @@ def left_out(trial: Trial) -> None:
 FAULTS = (
     Fault(
         id="B1", what="each step is undone", alert="ParametersNotUpdated", signal="update_ratio", delay=20,
-        loop=overwritten, cause="undone within the step", names=("0\\.weight",),
+        loop=overwritten, cause="undone within the step", names=("0\\.weight",), begins=True,
     ),
     Fault(
         id="B1 others", what="the optimizer holds other parameters", alert="ParametersNotUpdated", signal="no_gradient",

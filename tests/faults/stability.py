@@ -280,8 +280,9 @@ FAULTS = (
         loop=tiny_rate, cause="rate is too small", names=("gradient norm", "parameter tensors move"),
     ),
     Fault(
-        id="S9", what="a ReLU that is off", alert="DeadLayer", signal="layer_grad_zero_share", delay=50,
+        id="S9", what="a ReLU that is off", alert="DeadLayer", signal="layer_grad_norm", delay=50,
         loop=dead_relu, cause="input of 4 is always 0.* behind 2", names=("2\\.weight",),
+        begins=True,
     ),
     Fault(
         id="S10", what="adapters at too small a rate", alert="AdapterStarved", signal="adapter_ratio", delay=100,

@@ -185,6 +185,14 @@ def test_attention() -> None:
     assert due(governor, 2, range(9, 25)) == [9, 10, 11, 12, 16, 24]
 
 
+def test_tier_3_is_sampled_more_often_only_where_the_daemon_asks_for_it() -> None:
+    governor = Governor(0.01)
+    governor.attend(10, 100)
+    assert [seq for seq in range(10, 256) if governor.rare(seq)] == []
+    governor.attend(300, 50, rare=True)
+    assert [seq for seq in range(300, 600) if governor.rare(seq)] == [304, 312, 320, 328, 512]
+
+
 def test_it_is_attentive_until_the_last_step_that_is_sampled_for_it() -> None:
     governor = Governor(0.01)
     loop(governor, range(10), step=1.0, tiers={})

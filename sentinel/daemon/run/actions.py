@@ -25,6 +25,10 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import RUN, Observation
 from sentinel.runs import ARRIVAL_SECONDS
 from sentinel.runs.snapshot_age import SnapshotAge, age_limit
+from sentinel.signals import SIGNALS
+
+_RARE = frozenset(name for name, signal in SIGNALS.items() if signal.tier == 3)
+"""Signals that are sampled so rarely that a rule which waits for the next one has ranks take it."""
 
 
 class RunActions:
@@ -87,7 +91,8 @@ class RunActions:
         withheld_by = tuple(self._incidents.find_asking(self.rollback.name) if self.rollback.terms is not None else ())
         if (relay := self.find_relay()) is not None:
             withheld_by = relay.withhold(withheld_by)
-        self._attention.advance(self._incidents.judged_to, evaluator.suspicions, withheld_by)
+        rare = [rule.name for rule in evaluator.pending if not rule.metrics.isdisjoint(_RARE)]
+        self._attention.advance(self._incidents.judged_to, evaluator.suspicions, withheld_by, rare)
 
     def publish_snapshot(self) -> None:
         """Have the newest good snapshot written to disk, if it is time and the run is not about to go back."""

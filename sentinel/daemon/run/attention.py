@@ -31,17 +31,20 @@ class Attention:
         self._spent: dict[str, int] = {}
         """Rule -> steps that were sampled for it, less those that it has got back."""
 
-    def advance(self, seq: int, suspicions: Sequence[str], withheld_by: Sequence[str]) -> None:
+    def advance(
+        self, seq: int, suspicions: Sequence[str], withheld_by: Sequence[str], rare: Sequence[str] = ()
+    ) -> None:
         """Steps up to `seq` were judged. `suspicions`: rules that want samples; `withheld_by`: those that are about to
-        roll back, or may be."""
+        roll back, or may be; `rare`: the suspicious ones that tier 3 decides."""
         steps = max(ATTEND_STEPS, math.ceil(ATTEND_SECONDS / max(self._attempt.step_seconds(), 1e-4)))
         self._recover(seq, suspicions)
         limit = MESSAGES * steps
-        if seq >= self._attending_until - steps // 2 and any(self._spent.get(name, 0) < limit for name in suspicions):
+        short = {name for name in suspicions if self._spent.get(name, 0) < limit}
+        if seq >= self._attending_until - steps // 2 and short:
             added = steps + min(seq - self._attending_until, 0)
             self._spent.update({name: self._spent.get(name, 0) + added for name in suspicions})
             self._attending_until = seq + steps
-            self._broadcast(wire.Attend(steps=steps))
+            self._broadcast(wire.Attend(steps=steps, rare=not short.isdisjoint(rare)))
         self._attempt.withheld_by = tuple(withheld_by)
         if withheld_by and seq >= self._withheld_until - steps // 2:
             self._withheld_until = seq + steps

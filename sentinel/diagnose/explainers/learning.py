@@ -106,14 +106,14 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
 @explains("DeadLayer")
 def dead_layer(evidence: Evidence) -> Finding:
     """Whether all before it is dead too: then something between it and the first live layer passes nothing."""
-    zeros = evidence.column("layer_grad_zero_share")
-    order = [layer.name for layer in evidence.table if layer.name in zeros] or list(zeros)
-    dead = [name for name in order if zeros[name] >= 1]
+    norms = evidence.column("layer_grad_norm")
+    order = [layer.name for layer in evidence.table if layer.name in norms] or list(norms)
+    dead = [name for name in order if norms[name] <= 0]
     mine = [name for name in order if name in evidence.members] or dead
     if not mine:
-        return report_unknown("the share of zeros by layer", command=SAMPLE_MORE)
+        return report_unknown("the gradient norm of each layer", command=SAMPLE_MORE)
     facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {join_names(dead, 5)}",)
-    alive = [name for name in order if zeros[name] < 1]
+    alive = [name for name in order if norms[name] > 0]
     if not alive:
         return finding(evidence.alert, "everywhere", facts)
     last = max(order.index(name) for name in mine)

@@ -123,6 +123,14 @@ class Evaluator:
         pairs = zip(self._states, self._rules, strict=True)
         return [rule.name for state, rule in pairs if (state.active or state.blind) and not rule.clocked]
 
+    @property
+    def pending(self) -> list[Rule]:
+        """Rules whose condition holds, but not yet for long enough: their next samples decide."""
+        pairs = zip(self._states, self._rules, strict=True)
+        return [
+            rule for state, rule in pairs if state.active and any(state.judges[one].pending for one in state.active)
+        ]
+
     def asking_for(self, action: str) -> dict[str, int]:
         """Rules that are pending or firing and ask for this action, and the first step of their condition. What fired
         as less than that (`Rule.downgrade`) does not."""

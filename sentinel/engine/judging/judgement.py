@@ -98,5 +98,5 @@ class Judge:
             self.firing = False
             self._recent.clear()
             return "resolved"
-        self._held = bool(self._recent) and any(at >= 0 for at in self._recent)
+        self._held = max(self._recent, default=-1) >= 0
         return ""

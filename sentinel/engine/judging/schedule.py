@@ -90,7 +90,7 @@ class Schedule:
         due = []
         for (rule, state), read in zip(self._all, self._read, strict=True):
             fresh = not read.isdisjoint(seen)
-            if rule.at in seen if rule.at else fresh or (rule.every == 1 and (whole or rule.always)):
+            if not seen.isdisjoint(rule.at) if rule.at else fresh or (rule.every == 1 and (whole or rule.always)):
                 due.append((rule, state, not fresh and not whole and rule.may_rest, rule.condition.plan.always))
         return due
 

@@ -68,7 +68,7 @@ def _extras(rule: Rule) -> str:
     told = {
         "warm-up": str(rule.warmup) if rule.warmup.steps or rule.warmup.seconds else "",
         "looks at": f"every {rule.every}th of its samples" if rule.every > 1 else "",
-        "looks where there is": rule.at,
+        "looks where there is": " or ".join(rule.at),
         "windows from": f"{rule.min_samples} samples" if rule.min_samples else "",
         "keeps firing": str(rule.keep_firing) if rule.keep_firing.steps or rule.keep_firing.seconds else "",
     }

@@ -88,8 +88,8 @@ class Rule:
     """Steps for which a baseline may stand still."""
     every: int
     """Of the steps that have a sample for it, it looks at the first and then at every n-th."""
-    at: str
-    """The metric at whose samples alone it looks; empty: at those of all its metrics."""
+    at: tuple[str, ...]
+    """The metrics at whose samples alone it looks; empty: at those of all its metrics."""
     min_samples: int
     from_start: bool
     """Whether its mistake is there from a run's first step on: it is a check of the opening examination."""

@@ -109,15 +109,16 @@ class RuleReader:
             text=self._definition.written, definition=self._definition,
         )  # fmt: skip
 
-    def _read_at(self, metrics: Collection[str]) -> str:
+    def _read_at(self, metrics: Collection[str]) -> tuple[str, ...]:
         if "at" not in self._fields or self._unclear:
-            return ""
-        node = self._fields["at"]
-        with self._mistakes:
-            if node.word() not in metrics:
-                raise node.error(f"at: the rule does not read {node.word()!r}{did_you_mean(node.word(), metrics)}")
-            return node.word()
-        return ""
+            return ()
+        node, found = self._fields["at"], list[str]()
+        for one in node.sequence("at") if node.kind == "seq" else [node]:
+            with self._mistakes:
+                if one.word() not in metrics:
+                    raise one.error(f"at: the rule does not read {one.word()!r}{did_you_mean(one.word(), metrics)}")
+                found.append(one.word())
+        return tuple(found)
 
     def _read_problem(self) -> str:
         with self._mistakes:
