@@ -18,6 +18,8 @@ CLOCK = -1
 
 OPENING_STEPS = 64
 """First steps of a run, which are looked at whole: tiers 1 and 2 are sampled at each, tier 3 at every 8th."""
+OPENING_END = 512
+"""From this step on what is looked at how often is what the budget allows."""
 TIERS = ("losses and times", "the total gradient norm", "gradients of each layer", "weights and their updates")
 """What each tier of `Signal` is, for people; 0 is the first."""
 

@@ -23,7 +23,8 @@ DECIDE_EVERY = 50
 FIRST = {0: 1, 1: 1, 2: 8, 3: 256}
 """Spacing by tier until the cost has been measured."""
 MEASURED = 2
-"""The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
+"""The first steps, at which every tier is sampled, the second one where the opening examination affords it: the first
+sample pays for cold caches, the second one counts."""
 WHOLE = 512
 """First steps of which all of tier 0 is taken."""
 RELAXED = range(1, 65)
@@ -146,9 +147,18 @@ class Governor:
 
     def due(self, tier: int, seq: int) -> bool:
         """Whether this tier is to be sampled at this step."""
-        if seq % self.spacing[tier] == 0 or seq <= self._attend_until or seq < (MEASURED if tier else WHOLE):
+        if seq <= self._attend_until:
             return True
-        return tier > 0 and self._opens(tier, seq)
+        if tier == 0:
+            return seq % self.spacing[0] == 0 or seq < WHOLE
+        return self._is_scheduled(tier, seq) or self._opens(tier, seq)
+
+    def _is_scheduled(self, tier: int, seq: int) -> bool:
+        """Whether a tier is sampled whatever the opening examination looks at. Until the first decision the limit of
+        that holds for all but step 0, by whose cost it judges."""
+        if self._opening is not None and seq and self._next == DECISIONS[0]:
+            return False
+        return seq % self.spacing[tier] == 0 or seq < MEASURED
 
     def stretch(self, seq: int) -> int:
         """Of the steps from `seq` on, the first of which more is taken than what is at every one: as far as is known,
@@ -164,7 +174,7 @@ class Governor:
         if self._rare_left and seq % RARE_EVERY == 0:
             self._rare_left -= 1
             return True
-        return seq % self.spacing[3] == 0 or seq < MEASURED or self._opens(3, seq)
+        return self._is_scheduled(3, seq) or self._opens(3, seq)
 
     def _opens(self, tier: int, seq: int) -> bool:
         # The mean of two samples, one of them interrupted, would keep a tier from being measured again.
@@ -212,6 +222,18 @@ class Governor:
         """`own` seconds went to a step of another optimizer than the first. They count with the first one's next."""
         self._aside += own
 
+    def record_first_step(self, own: float) -> None:
+        """The first step of the first optimizer took `own` seconds that were ours; of how many is not known."""
+        self.hook_seconds += own
+        self._take_samples()
+        if self._opening is not None:
+            self._opening.record_first_step(own)
+
+    def _take_samples(self) -> None:
+        for tier, seconds in self._samples.items():
+            self._tiers[tier].add(seconds)
+        self._samples.clear()
+
     def record_step(self, seq: int, loop: float, own: float) -> None:
         """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours."""
         if self._order is not None and seq + 1 >= self._order[0]:
@@ -220,10 +242,8 @@ class Governor:
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
         self.account(1, loop, own)
-        for tier, seconds in self._samples.items():
-            self._tiers[tier].add(seconds)
-            self._beside -= seconds
-        self._samples.clear()
+        self._beside -= sum(self._samples.values())
+        self._take_samples()
         if self._opening is not None:
             self._opening.record_step(seq, loop, own)
         if self._counted >= self._next:

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import deque
 from time import monotonic, thread_time
 
-from sentinel.signals import OPENING_STEPS
+from sentinel.signals import OPENING_END, OPENING_STEPS
 
 STEPS = OPENING_STEPS
 """Steps at which tiers 1 and 2 are sampled each time."""
 RARE_EVERY = 8
 """Steps between two samples of tier 3 in them."""
-END = 512
+END = OPENING_END
 """From here on the governor's spacing holds."""
 RESERVE = 0.25
 """Part of the share that only tier 3 may use: at its few steps the others have spent the rest."""
@@ -55,7 +55,7 @@ class Opening:
 
     def begin_stage(self, seq: int) -> None:
         """A stage begins with step `seq`."""
-        if seq >= self._first + END and monotonic() - self._stage_at >= STAGE_SECONDS:
+        if seq >= self._first + STEPS and monotonic() - self._stage_at >= STAGE_SECONDS:
             self._stage_at = monotonic()
             self._first, self._whole, self._spent, self._unmarked = seq, STAGE_STEPS, 0.0, 0
             self._window.clear()
@@ -74,7 +74,9 @@ class Opening:
             every = RARE_EVERY if at < self._whole else END
         else:
             every = 1 if at < self._whole else 4 << (at.bit_length() - STEPS.bit_length())
-        if at % every == 0 and self._affords(expected, self._share * (1.0 if tier == 3 else 1.0 - RESERVE)):
+        if (at % every == 0 or seq == 1) and self._affords(
+            expected, self._share * (1.0 if tier == 3 else 1.0 - RESERVE)
+        ):
             self._taken = seq
             return True
         return False
@@ -86,6 +88,13 @@ class Opening:
             self._unmarked += 1
             return 0.0 if self._unmarked <= UNMARKED else None
         return float(self._share > 0.0 and (seq - self._first < self._whole or seq == self._taken))
+
+    def record_first_step(self, own: float) -> None:
+        """The first step took `own` seconds of ours, cold as caches are. It counts in the total, and against a share
+        that the user gave."""
+        self._spent += own
+        if self._share < SHARE:
+            self._window.append((own, own))
 
     def record_step(self, seq: int, seconds: float, own: float) -> None:
         """Step `seq` took `seconds`, `own` of them ours. Called by the thread that trains."""

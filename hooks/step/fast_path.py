@@ -135,9 +135,9 @@ class FastPath(MonitorBase):
         return True
 
     def _clips_calmly(self) -> bool:
-        """Whether a norm that the loop computed is known, and finite."""
+        """Whether a norm that the loop computed is known, and neither odd nor infinite."""
         norms = [norm for norm, _ in self._clipping.calls.values() if norm is not None]
-        if not all(type(norm) is float and math.isfinite(norm) for norm in norms):
+        if not all(type(norm) is float and norm <= self._loss_outliers.norm_reach for norm in norms):
             return False
         self._clip, self._clipped = self._clipping.take(), False
         return True

@@ -1,4 +1,4 @@
-"""A cheap look at the loss on the training thread, so that the very step that looks odd is sampled in full.
+"""A cheap look at loss and norm on the training thread, so that the very step that looks odd is sampled in full.
 
 The daemon judges, but it receives a step up to a second later: too late to sample the first odd step, and a diagnosis
 needs to know which layers moved there. A wrong suspicion costs a few samples and raises no alert.
@@ -20,6 +20,8 @@ NOISE = 8.0
 """Mean absolute deviations over the running mean. Single hard batches pass it now and then, and may."""
 LEAST = 0.01
 """Share of the mean that is never odd: of a loss without noise the last bit would be."""
+LEAP = 5.0
+"""Gradient norms over the running mean: half of what GradientSpike asks for."""
 SPAN = 50
 """Samples that the running mean looks back on."""
 ODD_STEPS = 4
@@ -61,22 +63,46 @@ class LossOutliers:
         return odd
 
 
-class LateLosses:
-    """Losses that were still on a device when their step ended. Nothing waits for them."""
+class NormOutliers:
+    """Running mean of the gradient norm. An outlier moves it as the largest normal value would."""
 
     def __init__(self) -> None:
+        self._mean, self._count = 0.0, 0
+
+    @property
+    def reach(self) -> float:
+        """The highest norm that is not odd, by those so far."""
+        return LEAP * self._mean if self._count >= SPAN else LARGEST
+
+    def observe(self, norm: float) -> bool:
+        """Take in a norm; whether it is far above those before it. Never within the first `SPAN`, nor what is not
+        finite: that is judged beside the loss."""
+        if not math.isfinite(norm):
+            return False
+        odd = norm > (reach := self.reach)
+        self._count += 1
+        self._mean += (min(norm, reach) - self._mean) / min(self._count, SPAN)
+        return odd
+
+
+class LateValues:
+    """Values that were still on a device when their step ended. Nothing waits for them."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the signal."""
+        self._name = name
         self.records: deque[Record] = deque(maxlen=BEHIND)
 
     def add(self, record: Record) -> None:
-        """A step is over: remember it if its loss is to come."""
-        if record.transfer is not None and record.transfer.brings("loss"):
+        """A step is over: remember it if its value is to come."""
+        if record.transfer is not None and record.transfer.brings(self._name):
             self.records.append(record)
 
     def take_arrived(self) -> Iterator[float]:
-        """Yield the losses that have arrived since, in the order of their steps."""
-        while self.records and (loss := self.records[0].peek("loss")) is not None:
+        """Yield the values that have arrived since, in the order of their steps."""
+        while self.records and (value := self.records[0].peek(self._name)) is not None:
             self.records.popleft()
-            yield loss
+            yield value
 
 
 class LossOutlierResponse:
@@ -86,8 +112,9 @@ class LossOutlierResponse:
     def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]]) -> None:
         """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
         self._suspicion, self._governor, self._warn = LossOutliers(), governor, warn
+        self._norms, self._late_norms = NormOutliers(), LateValues("grad_norm")
         self._odd = self._suspected = self._suspicious = False
-        self._late = LateLosses()
+        self._late = LateValues("loss")
         self.unjudged: list[float] = []
         """Losses within reach, of the steps since the last look."""
 
@@ -95,6 +122,21 @@ class LossOutlierResponse:
     def reach(self) -> float:
         """The highest loss that is not odd."""
         return self._suspicion.reach
+
+    @property
+    def norm_reach(self) -> float:
+        """The highest gradient norm that is not odd."""
+        return self._norms.reach
+
+    def look_at_norm(self, norm: Scalar | None, seq: int) -> bool:
+        """Judge the gradient norm of step `seq`; whether it is odd. One on a device is not read; those of earlier steps
+        may have arrived. Unlike an odd loss it is no reason to keep no snapshot."""
+        odd = [self._norms.observe(late) for late in self._late_norms.take_arrived()]
+        if isinstance(norm, float):
+            odd.append(self._norms.observe(norm))
+        if any(odd):
+            self._governor.attend(seq, ODD_STEPS)
+        return any(odd)
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Judge the loss of step `seq`. A loss on a device is not read; those of earlier steps may have arrived."""
@@ -113,10 +155,13 @@ class LossOutlierResponse:
         self._suspicion = LossOutliers()
         self.unjudged.clear()
         self._late.records.clear()
+        self._norms = NormOutliers()
+        self._late_norms.records.clear()
 
     def add_record(self, record: Record) -> None:
         """What is sent of a step that is over."""
         self._late.add(record)
+        self._late_norms.add(record)
 
     def _judge(self, loss: float, seq: int) -> None:
         if not math.isfinite(loss):

@@ -295,6 +295,8 @@ class OptimizerMonitor(FastPath):
             step.clip = self._clipping.take()
         if not looked:
             self._loss_outliers.look_at(step.totals.loss, step.seq)
+        if step.clip is not None:
+            self._loss_outliers.look_at_norm(step.clip[0], step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
         every_layer = self._governor.due(2, step.seq) or step.rare or step.is_withheld
         self.probes.before(step, 0)
@@ -326,8 +328,9 @@ class OptimizerMonitor(FastPath):
             self.layers.refresh(step.optimizer, step.seq)
             step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
             self.probes.before(step, 1)
+            odd = step.clip is None and self._loss_outliers.look_at_norm(step.gradients.total, step.seq)
             between = time.perf_counter()
-            if every_layer:
+            if every_layer or odd:
                 step.thorough = True
                 self.probes.before(step, 2)
             self._layers_seconds = time.perf_counter() - between
@@ -406,7 +409,9 @@ class OptimizerMonitor(FastPath):
         self._own_since_told += self._own_seconds
         if self.layers.stream:
             self._governor.aside(self._own_seconds)
-        elif self._previous_exit is not None:
+        elif self._previous_exit is None:
+            self._governor.record_first_step(self._own_seconds)
+        else:
             self._account_stretch()
             self._governor.record_step(self.seq, left - self._previous_exit, self._own_seconds)
         self._previous_exit = left

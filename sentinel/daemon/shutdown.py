@@ -101,6 +101,8 @@ class DaemonShutdown:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._part, peer, watch)
             return
         kept, takes_closing = self._acknowledgements.last(peer), self._ranks[peer][1].hello.takes_closing
+        if takes_closing:
+            watch.incidents.end_opening(time.monotonic())  # while it is there to be told
         self._service.drop_peer(peer)
         if watch.store:
             watch.store.flush(PATIENCE_SECONDS if self._stay else GOODBYE_SECONDS)

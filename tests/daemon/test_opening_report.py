@@ -19,7 +19,15 @@ from tests.daemon.test_restart import kill
 pytestmark = pytest.mark.processes
 
 
-def steps(rank: SimulatedRank, first: int, count: int, *, kept: dict[int, float], rate: float = 1e-3) -> None:
+def steps(
+    rank: SimulatedRank,
+    first: int,
+    count: int,
+    *,
+    kept: dict[int, float],
+    rate: float = 1e-3,
+    pace: wire.Pace | None = None,
+) -> None:
     """Steps with a learning rate, and at some of them a look whether gradients are cleared."""
     rank.say(
         wire.Batch(
@@ -32,6 +40,7 @@ def steps(rank: SimulatedRank, first: int, count: int, *, kept: dict[int, float]
                     array("d", kept.values()).tobytes(), array("H", [seq - first for seq in kept]).tobytes()
                 ),
             },
+            pace=pace,
         )
     )
 
@@ -46,12 +55,12 @@ def status() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kept", "rate", "text"),
     [
-        (dict.fromkeys(range(8), 0.0), 1e-3, "3 checks, nothing found"),
-        (dict.fromkeys(range(8), 0.0), 0.0, "3 checks, found SchedulerMisused"),
+        (dict.fromkeys(range(8), 0.0), 1e-3, "2 checks, nothing found"),
+        (dict.fromkeys(range(8), 0.0), 0.0, "2 checks, found SchedulerMisused"),
         (
             dict.fromkeys(range(3), 0.0),
             1e-3,
-            "3 checks, nothing found; 1 of 3 checks not done, for want of samples: GradientsNotCleared",
+            "2 checks, nothing found; 1 of 2 checks not done, for want of samples: GradientsNotCleared",
         ),
     ],
 )
@@ -70,6 +79,35 @@ def test_it_is_said_once(kept: dict[int, float], rate: float, text: str) -> None
         rank.say(wire.Query(what="nothing"))
         rank.expect(wire.Answer)
         assert not [one for one in rank._arrived if isinstance(one, wire.Notice) and not one.alert]
+
+
+def test_a_run_that_ends_in_it_is_told_before_its_closing_line() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=True))
+        rank.expect(wire.Welcome)
+        steps(rank, 0, 20, kept=dict.fromkeys(range(8), 0.0))
+        rank.say(wire.Goodbye(next_seq=20))
+        rank.expect(wire.Kept)
+        kinds = [type(message) for message in rank._arrived if isinstance(message, wire.Notice | wire.Closing)]
+        assert kinds == [wire.Notice, wire.Closing]
+        (notice,) = (message for message in rank._arrived if isinstance(message, wire.Notice))
+        assert notice.text.startswith("[sentinel] first 20 steps: ")
+
+
+def test_once_it_is_over_a_line_says_how_often_what_is_looked_at() -> None:
+    spacing = {"0": 1, "1": 4, "2": 256, "3": 1024, "9": 1}
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello()
+        steps(rank, 0, 512, kept={0: 0.0}, pace=wire.Pace(spacing=spacing, wanted=spacing, costs={}))
+        assert rank.expect(wire.Notice).text.startswith("[sentinel] first 64 steps: ")
+        steps(rank, 512, 600, kept={512: 0.0})
+        assert rank.expect(wire.Notice).text == (
+            "[sentinel] from here on: losses and times at every step, the total gradient norm every 4 steps, "
+            "gradients of each layer every 256 steps, weights and their updates every 1,024 steps"
+        )
+        rank.say(wire.Query(what="nothing"))
+        rank.expect(wire.Answer)
+        assert not [one for one in rank._arrived if isinstance(one, wire.Notice)]
 
 
 def test_a_run_whose_first_steps_were_not_seen_was_not_examined() -> None:

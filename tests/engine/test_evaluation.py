@@ -403,7 +403,9 @@ def test_a_rule_looks_where_any_of_the_metrics_of_its_list_has_a_sample() -> Non
     evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
     fired, pending = [], []
     for seq in range(40):
-        values = {"grad_norm": 0.1} | ({} if seq % 10 else {"update_ratio": 1.0}) | ({"loss": 1.0} if seq in (0, 15) else {})
+        values = (
+            {"grad_norm": 0.1} | ({} if seq % 10 else {"update_ratio": 1.0}) | ({"loss": 1.0} if seq in (0, 15) else {})
+        )
         fired += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: values}))]
         pending += [seq] * bool(evaluator.pending)
     assert fired == [("fired", 15)]  # looked at 0, 10 and 15

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.governed
 @pytest.fixture(autouse=True)
 def own_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other process has a turn in the times that are made up here."""
-    monkeypatch.setattr(opening, "thread_time", itertools.count(0.0, 1e6).__next__)
+    monkeypatch.setattr(opening, "thread_time", itertools.count(1e6, 1e6).__next__)
 
 
 def look(governor: Governor, seqs: range, *, step: float, sample: float) -> tuple[dict[int, list[int]], list[float]]:
@@ -133,6 +133,27 @@ def test_a_stage_is_looked_at_shortly_and_not_again_at_once(monkeypatch: pytest.
     now += STAGE_SECONDS
     governor.begin_stage(again := later + STAGE_STEPS + 1)
     assert len(look(governor, range(again, again + STAGE_STEPS), step=0.01, sample=1e-4)[0][2]) == STAGE_STEPS
+
+
+def test_a_stage_in_the_first_steps_after_the_whole_ones_is_looked_at_too() -> None:
+    governor = Governor(0.01, Opening())
+    look(governor, range(200), step=0.01, sample=1e-4)
+    governor.begin_stage(200)
+    taken, _ = look(governor, range(200, 300), step=0.01, sample=1e-4)
+    assert taken[2][:STAGE_STEPS] == list(range(200, 200 + STAGE_STEPS))
+    assert taken[3][0] == 200
+
+
+@pytest.mark.parametrize(("share", "sample"), [(None, 7.0), (None, 0.9), (0.005, 0.06)])
+def test_it_decides_by_the_first_step_alone_where_a_sample_is_expensive(share: float | None, sample: float) -> None:
+    governor = Governor(share or 0.02, Opening(share), norm_first=share is None)
+    for tier in (1, 2, 3):
+        assert governor.rare(0) if tier == 3 else governor.due(tier, 0)
+        governor.record_sample(tier, sample / 3)
+    governor.record_first_step(sample)
+    _, spent = look(governor, range(1, STEPS), step=0.3, sample=sample / 3)
+    assert sample + sum(spent[:3]) <= max(SECONDS, sample)
+    assert sum(spent[:WINDOW]) <= (share or SHARE) * 0.3 * 2 * WINDOW
 
 
 def test_a_run_at_default_settings_sends_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from sentinel import wire
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.step.loss_outliers import LateLosses, LossOutlierResponse, LossOutliers
+from sentinel.hooks.step.loss_outliers import LateValues, LossOutlierResponse, LossOutliers, NormOutliers
 from sentinel.hooks.transport.records import Record, Transfers
 
 
@@ -81,7 +81,7 @@ def late(transfers: Transfers, **values: float) -> Record:
 
 
 def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
-    waiting, transfers = LateLosses(), Transfers()
+    waiting, transfers = LateValues("loss"), Transfers()
     records = [late(transfers, grad_norm=9.0, loss=2.0), late(transfers, grad_norm=9.0), late(transfers, loss=math.inf)]
     for record in records:
         waiting.add(record)
@@ -92,6 +92,24 @@ def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
     assert records[0].ready()  # the sender was quicker
     assert list(waiting.take_arrived()) == [2.0, math.inf]
     assert list(waiting.take_arrived()) == []
+
+
+def test_a_norm_far_above_those_before_has_its_very_step_looked_at() -> None:
+    norms, usual = NormOutliers(), noisy(1.0, 0.3, 300)
+    assert [norms.observe(norm) for norm in [*usual, math.inf, 4.0]] == [False] * 302
+    assert norms.reach == pytest.approx(5.0, rel=0.3)
+    assert norms.observe(60.0)
+    assert norms.reach < 6.0, "an outlier is no new level"
+    governor, warned = Governor(0.01), Warned()
+    response, record = LossOutlierResponse(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), grad_norm=60.0)
+    assert not any(response.look_at_norm(norm, seq) for seq, norm in enumerate(usual))
+    response.add_record(record)
+    assert not response.look_at_norm(torch.tensor(60.0), 2000)
+    assert record.transfer is not None
+    record.transfer._buffer[0] = 1.0
+    assert response.look_at_norm(torch.tensor(1.0), 2001)
+    assert [seq for seq in range(2001, 2008) if governor.due(2, seq)] == [2001, 2002, 2003, 2004]
+    assert warned.times == 0
 
 
 class Warned:

@@ -19,10 +19,12 @@ from sentinel.daemon.ranks.stalls import StallDetector
 from sentinel.daemon.run.actions import RunActions
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.incidents import RunIncidents
+from sentinel.daemon.run.spacing import describe_spacing
 from sentinel.diagnose.standstill.stacks import find_place
 from sentinel.engine import Observation
 from sentinel.runs import Rank, Stage
 from sentinel.runs.devices import Devices, Gpu
+from sentinel.signals import OPENING_END
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +166,10 @@ class RunIngest:
         for step in self._run.attempt.take_closed(now):
             if self._store:
                 self._store.records.add_step(self._run.attempt.number, step)
+            before = self._incidents.judged_to
             judged |= self._incidents.judge(step, now)
+            if before < OPENING_END <= self._incidents.judged_to:
+                self._say_spacing()
             if time.monotonic() >= until:
                 self.behind = True
                 break
@@ -232,6 +237,13 @@ class RunIngest:
         self._record_past_standstill(now)
         self._incidents.observe_between(self._actions.observe_snapshot_age(), now)
         self.observe_deaths(now)
+
+    def _say_spacing(self) -> None:
+        """The opening examination is over: what is looked at how often from here on, so that a fault which begins
+        later is not expected to be seen at its very step."""
+        ranks = self._run.attempt.ranks
+        if ranks and (said := describe_spacing(ranks[min(ranks)].pace.spacing)):
+            self._context.tell(f"from here on: {said}")
 
     def _say_standstill(self, rank: Rank) -> None:
         attempt, place = self._run.attempt, find_place(rank)

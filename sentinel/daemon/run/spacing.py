@@ -7,10 +7,11 @@ wants a coarser one. Sampled at the same steps, ranks can be compared; and none 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sentinel import wire
 from sentinel.runs import Attempt, Rank, RankLink
+from sentinel.signals import TIERS
 
 BETWEEN_SECONDS = 1.0
 """Between two looks."""
@@ -74,3 +75,14 @@ class Spacings:
         self._finer_since = None
         for rank in ranks:
             self._link.send(rank.identity.rank, self.ordered)
+
+
+def describe_spacing(spacing: Mapping[str, int]) -> str:
+    """What is looked at how often, in one line: tiers (`Pace.spacing`) by their words. One that is not known here, of a
+    rank of another version, is left out."""
+    words = {str(tier): name for tier, name in enumerate(TIERS)}
+    return ", ".join(
+        f"{words[tier]} at every step" if every == 1 else f"{words[tier]} every {every:,} steps"
+        for tier, every in sorted(spacing.items())
+        if tier in words
+    )
