@@ -6,8 +6,8 @@
     python -m bench.faults --late               # those that can begin at any step, at a random one from 2,000 to 5,000
     python -m bench.faults --table              # only write the tables, from what was kept
 
-A family is one process that trains, against one daemon; at a pace each fault is, and `--workers` of them train at a
-time, as they sleep most of it. What was found is kept in build/faults.jsonl, beside a digest of the code that it
+A family is one process that trains, against one daemon; at a pace, or late, each fault is, and `--workers` of them
+train at a time. What was found is kept in build/faults.jsonl, beside a digest of the code that it
 depends on.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ HEAD = (
     "row", "fault", "alert", "in time", "delay in steps", "allowed", "right cause", "one page",
     "false alarms of the twin",
 )  # fmt: skip
+LATE_MARKS = "<!-- late -->", "<!-- end of late -->"
 PACED_MARKS = "<!-- paced -->", "<!-- end of paced -->"
 SEEDS = 5
 
@@ -53,8 +53,9 @@ def find_digest(family: str) -> str:
     files = [
         *(ROOT / "rules").glob("*.yaml"),
         *(ROOT / "hooks").rglob("*.py"),
-        *(ROOT / "sentinel/diagnose").glob("*.*"),
-        *(ROOT / "sentinel/engine").glob("*.py"),
+        *(ROOT / "sentinel/diagnose").rglob("*.py"),
+        *(ROOT / "sentinel/diagnose").glob("*.yaml"),
+        *(ROOT / "sentinel/engine").rglob("*.py"),
         *(ROOT / "tests/faults" / f"{name}.py" for name in ("fault", "models", "train", "verdict", family)),
     ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
@@ -74,7 +75,7 @@ def list_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int) 
             digest = find_digest(family)
             able = [one for one in faults(family) if (one.begins or not late) and not (pace and one.own_pace)]
             ids = [one.id for one in able if kept.get(Training(one.id, seed, late, pace), {}).get("digest") != digest]
-            missing += [(family, seed, [name]) for name in ids] if pace else [(family, seed, ids)] * bool(ids)
+            missing += [(family, seed, [name]) for name in ids] if pace or late else [(family, seed, ids)] * bool(ids)
     return missing
 
 
@@ -114,19 +115,20 @@ def find_verdicts(kept: dict[Training, dict[str, Any]], fault: Fault, late: bool
     ]
 
 
-def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Sequence[str]]) -> str:
-    """A row a fault, or two where it was planted late as well, over all seeds that are kept. What was not trained here
-    keeps the row that the page shows."""
+def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Sequence[str]], *, late: bool) -> str:
+    """A row a fault, over all seeds that are kept; `late`: of those that can begin at any step, planted late. What was
+    not trained here keeps the row that the page shows."""
+    kept = {key: entry for key, entry in kept.items() if not key.pace and key.late == late}
     rows, untrained = list[Iterable[object]](), list[str]()
     for family in FAMILIES:
-        for fault, late in itertools.product(faults(family), (False, True)):
-            found, name = find_verdicts(kept, fault, late, 0), name_row(fault, late=late)
-            if not found and name in shown:
-                rows.append(shown[name])
+        for fault in (one for one in faults(family) if one.begins or not late):
+            found = find_verdicts(kept, fault, late, 0)
+            if not found and fault.id in shown:
+                rows.append(shown[fault.id])
                 untrained.append(fault.id)
-            elif found or not late:
-                rows.append(row(fault, found, timed=family in TIMED, late=late))
-    return make_table(HEAD, rows) + note_stale({key: entry for key, entry in kept.items() if not key.pace}, untrained)
+            else:
+                rows.append(row(fault, found, timed=family in TIMED))
+    return make_table(HEAD, rows) + note_stale(kept, untrained)
 
 
 def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
@@ -152,13 +154,9 @@ def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str] = 
     return f"\n\nTrained with an earlier state of the code: {which}." if stale else ""
 
 
-def name_row(fault: Fault, *, late: bool) -> str:
-    return fault.id + (", late" if late else "")
-
-
-def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool, late: bool = False) -> Iterator[str]:
+def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool) -> Iterator[str]:
     """One fault, over its seeds. `timed`: its family is about time."""
-    yield name_row(fault, late=late)
+    yield fault.id
     yield fault.what + (f" ({fault.synthetic}: made up)" if fault.synthetic else "")
     yield fault.alert
     yield count_in_time(found)
@@ -211,8 +209,9 @@ def main() -> None:
         families = options.family or FAMILIES
         train_missing(families, options.seeds, late=options.late, pace=options.pace, workers=options.workers)
     kept, page = read_kept(), DOCS / "detection.md"
-    if any(not training.pace for training in kept):
-        write_section(page, MARKS, tabulate_faults(kept, read_rows(page, MARKS)))
+    for late, marks in ((False, MARKS), (True, LATE_MARKS)):
+        if any(not training.pace and training.late == late for training in kept):
+            write_section(page, marks, tabulate_faults(kept, read_rows(page, marks), late=late))
     if any(training.pace for training in kept):
         write_section(page, PACED_MARKS, tabulate_paces(kept))
 

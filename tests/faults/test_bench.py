@@ -33,14 +33,13 @@ def test_what_was_not_trained_here_keeps_the_row_of_the_page(tmp_path: Path, mon
     faults.keep_verdicts("throughput", [Verdict("T1", 0, "SlowStep", delay=7, allowed=50)], late=False, pace=0)
     page, marks = tmp_path / "page.md", ("<!-- a -->", "<!-- b -->")
     page.write_text("above\n<!-- a -->\n<!-- b -->\nbelow\n")
-    shown = {"T1": ["T1", "an old row"], "T6": ["T6", "of another day"], "P1, late": ["P1, late", "late"]}
-    write_section(page, marks, faults.tabulate_faults(faults.read_kept(), shown))
+    shown = {"T1": ["T1", "an old row"], "T6": ["T6", "of another day"]}
+    write_section(page, marks, faults.tabulate_faults(faults.read_kept(), shown, late=False))
     rows = read_rows(page, marks)
     assert rows["T1"][3:6] == ["1 of 1", "7 to 7", "50"]
     assert rows["T6"] == shown["T6"]
-    assert rows["P1, late"] == shown["P1, late"]
     assert rows["P1"][3] == "0 of 0"
-    assert page.read_text().endswith("an earlier state of the code: P1, T6.\n\n<!-- b -->\nbelow\n")
+    assert page.read_text().endswith("an earlier state of the code: T6.\n\n<!-- b -->\nbelow\n")
 
 
 def test_a_row_of_paces_has_a_column_for_each_and_adds_up_the_rest() -> None:
@@ -69,6 +68,21 @@ def test_what_is_kept_is_not_trained_again_but_with_other_code(
     monkeypatch.setattr(faults, "find_digest", lambda family: "other code")
     assert len(faults.list_missing(["bugs"], 1, late=False, pace=20)) == len(ids)
     assert faults.tabulate_paces(faults.read_kept()).endswith("an earlier state of the code: all.")
+
+
+def test_what_begins_late_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
+    late = [fault for fault in bugs.FAULTS if fault.begins]
+    assert faults.list_missing(["bugs"], 1, late=True, pace=0) == [("bugs", 0, [fault.id]) for fault in late]
+    faults.keep_verdicts("bugs", [Verdict("B1", 0, "ParametersNotUpdated", delay=16, allowed=20)], late=True, pace=0)
+
+    def find_row(*, late: bool) -> str:
+        table = faults.tabulate_faults(faults.read_kept(), {}, late=late)
+        (found,) = (line for line in table.splitlines() if line.startswith("| B1 |"))
+        return found
+
+    assert "| 1 of 1 | 16 to 16 |" in find_row(late=True)
+    assert "| 0 of 0 | - |" in find_row(late=False)
 
 
 def test_what_is_about_time_is_trained_at_its_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def verdicts(
             daemon(Path(folder), family) as (address, environment),
         ):
             how = [*["--every-step"] * every_step, *["--late"] * late, "--pace", str(pace)]
-            seconds = PACED_SECONDS if pace else TRAIN_SECONDS
+            seconds = PACED_SECONDS if pace or late else TRAIN_SECONDS
             runs = trained(family, seed, [fault.id for fault in wanted], address, environment, how, seconds)
         with_run = find_histories(Path(folder))
         return [_judged(family, fault, seed, runs, with_run, people, every_step=every_step) for fault in wanted]
