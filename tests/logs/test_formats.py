@@ -174,6 +174,13 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert recording.timed
 
 
+def test_the_trainers_lines_count_where_deepspeed_prints_its_first_alone(tmp_path: Path) -> None:
+    made = DEEPSPEED.splitlines()[-2].replace("step=20, skipped=3", "step=0, skipped=0")
+    told = "\n".join(f"{{'loss': {loss}, 'grad_norm': 0.4, 'epoch': 0.1}}" for loss in (2.5, 2.25, 2.0))
+    recording = one(tmp_path / "job.out", f"{made}\n{told}\n")
+    assert [value for _, value in rows(recording, "loss")] == [2.5, 2.25, 2.0]
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\0" * 64, b"hello\n", b"{}", b"a,b\n", b"\x1f\x8b\x08\0broken", b"SQLite format 3\0" + b"\0" * 84],
@@ -212,6 +219,7 @@ def test_which_column_is_which_metric() -> None:
     assert logs.choose_columns(there, wanted, {}) == {
         "loss": "train_loss", "grad_norm": "gnorm", "learning_rate": "lr", "reward": "reward",
     }  # fmt: skip
+    assert logs.choose_columns(["losses/cls_loss", "losses/total_loss"], wanted, {}) == {"loss": "losses/total_loss"}
     assert logs.choose_columns(there, wanted, {"my loss": "loss"})["loss"] == "my loss"
     with pytest.raises(LogError, match="--map gnorm=gradnorm: no rule reads gradnorm; they read grad_norm"):
         logs.choose_columns(there, wanted, {"gnorm": "gradnorm"})

@@ -6,7 +6,8 @@
 
 A withheld step is printed without its number: it is taken for the first step after the last line that has one, and
 those that only the progress counts for the last ones before it. The steps between were applied, and have rows that say
-so: rules count steps. Other lines of progress are the script's own, and are not read.
+so: rules count steps. Other lines of progress are the script's own, and are not read. The line of step 0, which the
+engine prints when it is made, is no progress: the Trainer's own lines may be all that follows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sentinel.toolkit.logs.text import lines, matches, plain, seconds
 NAME = "DeepSpeed"
 
 _NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf))"
-_PROGRESS = re.compile(rf"\bstep=(\d+), skipped=(\d+), lr=\[?{_NUMBER}")
+_PROGRESS = re.compile(rf"\bstep=([1-9]\d*), skipped=(\d+), lr=\[?{_NUMBER}")
 _PIPELINE = re.compile(rf"\bsteps: (\d+) loss: {_NUMBER}(?: iter time \(s\): {_NUMBER})?")
 _OVERFLOW = re.compile(rf"OVERFLOW! Rank 0 Skipping step\. Attempted loss scale: {_NUMBER}")
 _ANY = re.compile("|".join(pattern.pattern for pattern in (_PROGRESS, _PIPELINE, _OVERFLOW)))
