@@ -36,6 +36,7 @@ from sentinel.actions.held_snapshots import HeldSnapshots, RollbackCases, Rollba
 from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, Saved
 from sentinel.diagnose.case import Case
 from sentinel.runs import RankLink
+from sentinel.text import join_names, name_ranks
 
 PREPARE_SECONDS = 5.0
 RESTORE_SECONDS = 120.0
@@ -47,6 +48,8 @@ a starved machine may stand for seconds. Each may cost the ranks a time-out."""
 QUIET_MARGINS = 10
 """Healthy margins after a rollback that end a stretch of trouble: one makes a snapshot good."""
 NO_SNAPSHOT = -1
+SHOWN = 4
+"""Rollbacks that are named where the budget is used up."""
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
@@ -315,12 +318,12 @@ class RollbackAction:
     def _prepare_timed_out(self, current: RollbackInProgress, limit: float, now: float) -> None:
         """Not all promised in time: once more, or it is given up."""
         self._broadcast(wire.Abort(id=current.id, reason="not all ranks answered"))
-        silent = ", ".join(str(rank) for rank in sorted(current.ranks - current.promised))
+        silent = name_ranks(sorted(current.ranks - current.promised))
         if current.fruitless < FRUITLESS:
             current.fruitless += 1
             self._prepare_again(current, self._attempt.last_seq, now)
         else:
-            self._give_up(f"no answer from rank {silent} in {limit:.0f} s", now)
+            self._give_up(f"no answer from {silent} in {limit:.0f} s", now)
 
     def _begin(self, case: Case, to: int, now: float, *, stops: bool = False) -> None:
         lead = 1 + math.ceil(REACTION_SECONDS / max(self._attempt.step_seconds(), 1e-4))
@@ -398,7 +401,8 @@ class RollbackAction:
 
     def _explain_spent(self, case: Case, counted: list[Outcome], terms: wire.RollbackTerms) -> str:
         offset = self._attempt.step_offset
-        which = ", ".join(f"{one.alert} from step {one.at + offset} to {one.to + offset}" for one in counted)
+        names = [f"{one.alert} from step {one.at + offset} to {one.to + offset}" for one in counted]
+        which = join_names(names, SHOWN)
         counts = f": {which}; a rollback counts until {quiet(terms)} healthy steps have followed" if counted else ""
         return f"{case.alert} again after {len(counted)} rollback(s), which is the budget{counts}"
 

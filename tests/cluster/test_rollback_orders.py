@@ -13,7 +13,16 @@ from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.rollback_state import Outcome
 from sentinel.cluster.membership import NO_ORDERS
-from sentinel.cluster.protocol.messages import Beat, Pulse, RollbackOrder, decode, encode
+from sentinel.cluster.protocol.messages import (
+    WORDS,
+    Beat,
+    NodeRollback,
+    Pulse,
+    RankReport,
+    RollbackOrder,
+    decode,
+    encode,
+)
 from sentinel.cluster.protocol.relay import APART, RelayedRollback
 from sentinel.cluster.protocol.rollback import ARRIVAL_SECONDS, JobRollbacks
 from sentinel.diagnose.case import Case
@@ -425,3 +434,92 @@ def test_no_commit_without_all_promises_and_no_rank_goes_back_alone(seed: int) -
     assert [len(node.followed) for node in job.nodes] == [len(loops[0].restored)] * 2
     for one in asked:
         assert one.state == "rolled_back" or one.done[-1].startswith("not rolled back: "), one.done
+
+
+LONG = "RuntimeError('" + "size mismatch for layer.weight; " * 10_000 + "')"
+
+
+def test_a_rank_that_says_more_than_a_message_holds_keeps_no_order_from_the_nodes() -> None:
+    job = Job()
+    zero, one = job.nodes
+    broken = one.break_down()
+    job.exchange()
+    zero.promise()
+    one.promise(ok=False, reason=LONG)
+    job.exchange()
+    job.exchange()
+    assert broken.done[-1].startswith("not rolled back: RuntimeError(")
+    assert len(broken.done[-1]) == WORDS
+
+
+def test_ranks_in_a_mixed_state_are_stopped_however_long_the_reason_is() -> None:
+    job = Job()
+    zero, one = job.nodes
+    one.break_down()
+    job.exchange()
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
+    zero.restore()
+    one.restore(ok=False, touched=True, reason=LONG)
+    job.exchange()
+    job.exchange()
+    assert len(job.told(wire.Stop)) == 2
+
+
+def test_of_512_ranks_that_do_not_promise_every_beat_can_be_read() -> None:
+    node = Node(0)
+    identity = msgspec.structs.replace(node.identity, world_size=512, local_world_size=8)
+    lead, fired = JobRollbacks(0, identity, 64), msgspec.structs.replace(case("LossSpike"), id="0.1", first_seq=SIGN)
+    now, words = 0.0, ""
+    while not words.startswith("not rolled back"):
+        for number in range(64):
+            ranks = tuple(
+                RankReport(rank=8 * number + one, state="live", last_seq=250, version="t", held=(150,), terms=TERMS)
+                for one in range(8)
+            )
+            report = NodeRollback(attempt=0, step_offset=0, step_seconds=0.1, ranks=ranks)
+            if number == 1:
+                report = msgspec.structs.replace(report, cases=(fired,), asks=("0.1",))
+            lead.take_report(number, report, "", now)
+        lead.advance(now)
+        beat = decode(encode(Beat(epoch=1, expected=64, nodes=(), rollback=lead.make_order())), Beat)
+        words = beat.rollback.words[0].done[0] if beat.rollback is not None and beat.rollback.words else ""
+        now += 1.0
+        assert now < 100.0
+    assert "no answer from ranks 0 to 511 in" in words
+
+
+def test_a_promise_that_was_taken_back_is_not_committed() -> None:
+    """The coordinator does not act for a moment, as its beats are late, and goes on with what it has asked."""
+    job = Job()
+    zero, one = job.nodes
+    one.break_down()
+    job.exchange()
+    taken_back = zero.promise()
+    for node in job.nodes:
+        node.relay.take_order(None, 0.5)
+    one.promise()  # it was on its way
+    assert {abort.id for abort in job.told(wire.Abort)} == {taken_back}
+    for now in (1.0, 1.1, 1.2):
+        job.exchange(now)
+    assert not job.told(wire.Commit)
+    again = [node.promise() for node in job.nodes]
+    assert taken_back not in again
+    job.exchange(1.3)
+    job.exchange(1.4)
+    assert [commit.id for commit in job.told(wire.Commit)] == again
+
+
+def test_a_node_that_took_its_promise_back_says_so_though_it_hears_no_order() -> None:
+    job = Job()
+    zero, one = job.nodes
+    one.break_down()
+    job.exchange()
+    taken_back = zero.promise()
+    job.exchange(cut=(0,))
+    zero.relay.apart = APART
+    zero.relay.tick(1.0)
+    one.promise()
+    job.exchange(2.0, cut=(0,))
+    assert taken_back not in [commit.id for commit in job.told(wire.Commit)]

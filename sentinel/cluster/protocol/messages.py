@@ -20,6 +20,8 @@ CASE_BYTES = 48 * 1024
 """One case, without what is large in it: stacks and the like stay on their node."""
 SHOWN_MEMBERS = 64
 TEXT = 4096
+WORDS = 1000
+"""Characters of a sentence in a field that is a `Name`, which has room for 1,024."""
 
 MOST_NODES = 4096
 """Of a job."""

@@ -6,14 +6,16 @@ What its own ranks came to is proof enough for it: they restore, or leave, only 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from sentinel import wire
 from sentinel.actions.held_snapshots import ACTION, HeldSnapshots, RollbackCases
 from sentinel.actions.rollback import NO_SNAPSHOT, WAITS, explain_stopped
 from sentinel.actions.rollback_state import Outcome, Phase, Saved
 from sentinel.cluster.protocol.disk import NodeDisk
-from sentinel.cluster.protocol.messages import NodeRollback, RankReport, RollbackOrder, shorten_case
+from sentinel.cluster.protocol.messages import WORDS, NodeRollback, RankReport, RollbackOrder, shorten_case
 from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt, Rank, RankLink
 
@@ -23,6 +25,7 @@ also while the nodes are apart, since they meet seconds after a start, and anoth
 ASKED = "asked of the job's coordinator"
 """What a case says until there is a word."""
 APART = "the nodes of this job do not meet (docs/cluster.md)"
+Answer = TypeVar("Answer", wire.Prepared, wire.RolledBack)
 HELD, CASES = 64, 16
 """Snapshots of a rank and cases that are reported at most: a message has a limit."""
 
@@ -90,6 +93,8 @@ class RelayedRollback:
         self._prepared: dict[int, wire.Prepared] = {}
         self._restored: dict[int, wire.RolledBack] = {}
         """Rank -> its last answers."""
+        self._withdrawn = 0
+        """Id of the last Prepare that was taken back here."""
         self._withholds = False
         self._followed = 0
         """Id of the last rollback or stop that this node took note of."""
@@ -195,7 +200,8 @@ class RelayedRollback:
         if message != before:
             if isinstance(before, wire.Prepare) and not _is_about(message, before.id):
                 self._broadcast(wire.Abort(id=before.id, reason="it is not asked for any more"))
-            if message is not None:
+                self._withdraw_promises(before.id)
+            if message is not None and not (isinstance(message, wire.Prepare) and message.id == self._withdrawn):
                 self._broadcast(message)
         for words in order.words if order is not None else ():
             if words.node == self._node and words.case in self._asked:
@@ -205,12 +211,13 @@ class RelayedRollback:
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""
-        self._prepared[rank] = answer
-        self.pass_on()
+        if answer.id != self._withdrawn:
+            self._prepared[rank] = _shorten(answer)
+            self.pass_on()
 
     def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """A rank restored its snapshot, or could not."""
-        self._restored[rank] = answer
+        self._restored[rank] = _shorten(answer)
         self._follow()
         self.pass_on()
 
@@ -258,8 +265,17 @@ class RelayedRollback:
     def _node(self) -> int:
         return min(self._attempt.ranks.items())[1].identity.node if self._attempt.ranks else -1
 
+    def _withdraw_promises(self, identity: int) -> None:
+        """No rank of this node is bound by this Prepare any more, whatever it has answered: should a coordinator that
+        did not act for a while go on with it, it is refused, and asked for under another id."""
+        self._withdrawn, seq = identity, self._attempt.last_seq
+        self._prepared = {
+            rank.identity.rank: wire.Prepared(id=identity, ok=False, seq=seq) for rank in self._attempt.live
+        }
+
     def _report_rank(self, number: int, rank: Rank) -> RankReport:
         prepared, restored = self._prepared.get(number), self._restored.get(number)
+        is_asked = prepared is not None and (prepared.id == self._withdrawn or _is_about(self._message, prepared.id))
         return RankReport(
             rank=number,
             state=rank.state,
@@ -269,7 +285,7 @@ class RelayedRollback:
             takes_stop=rank.hello.takes_stop,
             held=tuple(sorted(rank.snapshots)[-HELD:]),
             terms=rank.hello.rollback,
-            prepared=prepared if prepared is not None and _is_about(self._message, prepared.id) else None,
+            prepared=prepared if is_asked else None,
             restored=restored if restored is not None and _is_about(self._message, restored.id) else None,
         )
 
@@ -325,3 +341,8 @@ class RelayedRollback:
 
 def _is_about(message: wire.Message | None, identity: int) -> bool:
     return isinstance(message, wire.Prepare | wire.Commit | wire.Abort) and message.id == identity
+
+
+def _shorten(answer: Answer) -> Answer:
+    """What a rank says of an exception may be longer than a message."""
+    return msgspec.structs.replace(answer, reason=answer.reason[:WORDS])

@@ -31,13 +31,12 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.cluster.protocol.messages import NodeState
+from sentinel.cluster.protocol.messages import WORDS, NodeState
 from sentinel.text import join_names, name_nodes
 
 PATIENCE_SECONDS = 60.0
 """From the first node's end to the last one's: to end a start of the job takes up to half a minute."""
 NAMED = 4
-_WORDS = 1000
 
 
 class JobMember(NamedTuple):
@@ -107,12 +106,12 @@ class RestartOrders:
         if len(ended) < self._expected and not _list_accepted(ended, order.start):
             missing = self.name_missing(members)
             if now - self._since <= PATIENCE_SECONDS:
-                return msgspec.structs.replace(order, does="end", why=f"waits for {missing}"[:_WORDS])
+                return msgspec.structs.replace(order, does="end", why=f"waits for {missing}"[:WORDS])
             if (hindrance := self._find_hindrance(ended, members)) is not None:
                 words = order.fault.words if order.fault is not None else ""
                 why = f"it ended ({words}), and cannot begin again without {missing}"
                 why = f"{why}: {hindrance}" if hindrance else why
-                return msgspec.structs.replace(order, does="stop", why=why[:_WORDS])
+                return msgspec.structs.replace(order, does="stop", why=why[:WORDS])
         for option, field in (("--restarts", "restarts"), ("--allow-shrink", "allow_shrink")):
             if len(given := {getattr(m.job, field) for m in ended}) > 1:
                 why = f"the nodes have different {option}: {join_names([str(n) for n in sorted(given)], NAMED)}"
@@ -156,7 +155,7 @@ def combine_faults(ended: Sequence[JobMember], blame: str = "") -> wire.JobFault
     words = f"node {member.state.node} ({member.state.hostname}): {first.words}"
     return msgspec.structs.replace(
         first,
-        words=(f"{words}; {blame}" if blame else words)[:_WORDS],
+        words=(f"{words}; {blame}" if blame else words)[:WORDS],
         step=max((fault.step for _, fault in faults if fault.step is not None), default=None),
         sign=min((fault.sign for _, fault in faults if fault.sign is not None), default=None),
     )

@@ -23,7 +23,14 @@ from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stop import StopAction
 from sentinel.cluster.protocol.disk import find_floor, list_on_all
-from sentinel.cluster.protocol.messages import CaseWords, NodeRollback, NodeState, RankReport, RollbackOrder
+from sentinel.cluster.protocol.messages import (
+    WORDS,
+    CaseWords,
+    NodeRollback,
+    NodeState,
+    RankReport,
+    RollbackOrder,
+)
 from sentinel.diagnose.case import Case
 from sentinel.runs import Ending, NoRanks, Rank, Stage
 from sentinel.runs.rank_set import RankSet
@@ -32,6 +39,8 @@ from sentinel.text import join_names
 ARRIVAL_SECONDS = 10.0
 """How long a rollback that is asked for waits for the nodes that were not heard yet."""
 NAMED = 4
+SAID = 8
+"""The last sentences about a case that travel."""
 Asked = tuple[int, str]
 """Node and id of a case."""
 
@@ -214,7 +223,7 @@ class JobRollbacks:
         if not self.ranks.ranks:
             return None
         words = tuple(
-            CaseWords(node=node, case=case, done=asked.case.done, over=not self._handles(asked.case))
+            CaseWords(node=node, case=case, done=_shorten(asked.case.done), over=not self._handles(asked.case))
             for asked in (*self._firing.values(), *self._stopping.values())
             for node, case in sorted(asked.asking)
             if asked.fired
@@ -301,3 +310,8 @@ class JobRollbacks:
                 asked.case.state = "rolled_back"
             self._firing.clear()
             self._stopping.clear()
+
+
+def _shorten(done: Sequence[str]) -> tuple[str, ...]:
+    """What was done about a case, as far as it fits into a beat: one text too long makes that unreadable for all."""
+    return tuple(text[:WORDS] for text in done[-SAID:])
