@@ -1,5 +1,5 @@
 """Simulate the protocol of a job over nodes, 10,000 times: what is sent is lost, doubled, delayed or late, links go,
-nodes and the coordinator die and come back.
+nodes and the coordinator die, or are ended in order, and come back; a daemon of a former job is heard.
 
 A trial is 100 simulations of one kind (tests/cluster/simulation.py). It fails where two coordinators act, where an
 order of an older coordinator or of a minority is carried out, where a case is on no page or open in two, where a
@@ -27,6 +27,7 @@ class Kind(NamedTuple):
     cuts: bool = True
     stops: bool = False
     shrinks: bool = False
+    leaves: bool = False
 
     def play(self, seed: int) -> Simulation:
         """One simulation, and what must hold of it."""
@@ -40,7 +41,7 @@ class Kind(NamedTuple):
             shrinking.play()
             check_shrink(shrinking)
             return shrinking
-        simulation = Simulation(seed, nodes=self.nodes, deaths=self.deaths, cuts=self.cuts)
+        simulation = Simulation(seed, nodes=self.nodes, deaths=self.deaths, cuts=self.cuts, leaves=self.leaves)
         simulation.play()
         check_all(simulation)
         return simulation
@@ -55,6 +56,7 @@ KINDS = {
     "stops": Kind(4, stops=True),
     "shrinks, 3 nodes": Kind(3, shrinks=True),
     "shrinks, 5 nodes": Kind(5, shrinks=True),
+    "daemons restarted in order": Kind(4, leaves=True),
 }
 
 

@@ -344,6 +344,7 @@ class Membership:
             attempt=attempt.number, step=attempt.last_seq + attempt.step_offset,
             ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
             last=self._node.last, epoch=election.epoch, stamp=election.stamp, leaving=leaving,
+            ended=leaving and self._has_ended(),
             job=report, last_job=self._last_report if report is None else None,
             rollback=self._report_rollback(),
             work=self.work.report(now) if self.work is not None else WorkReport(),
@@ -353,6 +354,11 @@ class Membership:
         if self._session is not None:
             with contextlib.suppress(Exception):  # the next one repeats it
                 self._session.publish_pulse(encode(pulse))
+
+    def _has_ended(self) -> bool:
+        """Whether the job is over here: no rank is left, and no supervisor would start one."""
+        report = self._supervisor.find_report()
+        return not self._run.attempt.live and (report is None or report.status == 0)
 
     def _find_report(self) -> wire.JobReport | None:
         """How the job stands here, for those who may give orders."""

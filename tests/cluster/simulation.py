@@ -171,9 +171,12 @@ class Simulation:
     """One seed: a job in which incidents begin and end, and anything dies, for `seconds`; then all is well again."""
 
     def __init__(
-        self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True
-    ) -> None:
+        self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True,
+        leaves: bool = False,
+    ) -> None:  # fmt: skip
+        """`leaves`: daemons are also ended in order, and come back; what they say at their end may be lost."""
         self.random, self._verdicts = random.Random(seed), random.Random(f"verdicts {seed}")
+        self._leaves, self._leaving, self._back_at = leaves, list[NodeMachine](), 0.0
         self.deaths, self.cuts = deaths, cuts
         self.loss, self.delay = self.random.choice([0.0, 0.05, 0.3]), self.random.choice([0.05, 0.5, 3.0])
         self.nodes = [NodeMachine(number, candidates, self.random) for number in range(nodes)]
@@ -252,6 +255,33 @@ class Simulation:
             self.nodes[acting.coordinator.node].die()
         if chance() < 0.001:
             self.random.choice(self.supervisors).gone = True
+        if self._leaves:
+            self.restart_services()
+
+    def restart_services(self) -> None:
+        """Daemons of some nodes are ended in order, and are back seconds later; a link may be down by then."""
+        if not self._leaving and self.random.random() < 0.01:
+            self._leaving = self.random.sample(self.nodes, self.random.randint(1, self.expected - 1))
+            self._back_at = self.now + self.random.uniform(1.0, 5.0)
+            for node in self._leaving:
+                self.leave(node)
+        elif self._leaving and self.now >= self._back_at:
+            self.cut = self.make_cut()
+            for node in self._leaving:
+                if node.daemon is None:
+                    node.start(self.now)
+            self._leaving = []
+
+    def leave(self, node: NodeMachine) -> None:
+        """A node's daemon ends as a service does that is restarted, while the ranks train on."""
+        if (daemon := node.daemon) is not None:
+            now = node.clock(self.now)
+            if (lead := node.lead) is not None:
+                self.tell(node, lead, leaving=True)
+                self.send(node.number, range(self.expected), lead.coordinator.make_beat(now, leaving=True))
+            node.page(daemon.take_untold(now, leaving=True))
+            self.hand_in(node.number, msgspec.structs.replace(self.pulse(node, daemon), leaving=True))
+            node.die()
 
     def make_cut(self) -> set[tuple[int, int]]:
         """No link, links of one direction, those of one node, or those between two parts of the nodes."""
@@ -308,7 +338,8 @@ class Simulation:
             assert self.find_acting() is lead
             assert 2 * fresh > lead.coordinator.expected, "an order of a minority"
             decided = (lead.coordinator, lead.order.start)  # it may raise its epoch, and repeats what it decided
-            if lead.order.does == "begin" and decided not in self.decided:
+            begun = any(one.start > lead.order.start for one in self.supervisors)
+            if lead.order.does == "begin" and decided not in self.decided and not begun:
                 self.decided.add(decided)
                 assert fresh == self.expected, "begun without a node"
 
@@ -534,14 +565,14 @@ class Simulation:
             elif self.now >= one.until:
                 one.incident.awaits_verdict = False
 
-    def tell(self, node: NodeMachine, lead: LeadMachine) -> None:
+    def tell(self, node: NodeMachine, lead: LeadMachine, *, leaving: bool = False) -> None:
         for incident in lead.coordinator.take_unexplained(node.clock(self.now)):
             found = Finding(cause="rank 0", confidence="high")
             verdict = found if self._verdicts.random() < 0.5 else None
             answered = self.now + self._verdicts.uniform(0.0, 2 * HOLD_SECONDS)
             lead.inquests.append(Inquest(incident, self.now + HOLD_SECONDS, answered, verdict))
-        changes = lead.coordinator.take_changes(node.clock(self.now))
-        waits = {one.incident.id for one in lead.inquests if self.now < one.until}
+        changes = lead.coordinator.take_changes(node.clock(self.now), leaving=leaving)
+        waits = {one.incident.id for one in lead.inquests if self.now < one.until and not leaving}
         for case in changes:
             assert self.find_acting() is lead
             assert case.id not in waits, "the page goes out before the cause is there"

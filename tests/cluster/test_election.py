@@ -127,13 +127,25 @@ def test_the_next_node_acts_in_seconds_and_the_old_one_comes_back_as_one_of_the_
     assert daemon.find_view(simulation.nodes[0].clock(simulation.now)) == "joined"
 
 
-def test_a_coordinator_goes_on_when_the_others_leave_in_order_and_not_when_they_are_lost() -> None:
+def test_a_coordinator_goes_on_when_the_job_of_the_others_has_ended_and_not_when_they_are_lost() -> None:
     for leaves in (True, False):
         epoch = next_epoch(0, 0)
         coordinator = Coordinator(0, 2, epoch, 0.0)
         for node in (0, 1):
             coordinator.take_pulse(pulse(node, epoch, 1.0), 2.0)
-        coordinator.take_pulse(msgspec.structs.replace(pulse(1, epoch, 1.0), leaving=leaves), 3.0)
+        coordinator.take_pulse(msgspec.structs.replace(pulse(1, epoch, 1.0), leaving=leaves, ended=leaves), 3.0)
         coordinator.take_pulse(pulse(0, epoch, 60.0), 60.0)
         assert coordinator.is_acting(61.0) == leaves
         assert coordinator.has_failed(61.0) == (not leaves)
+
+
+def test_a_daemon_that_is_restarted_in_order_is_counted_on_by_no_former_coordinator() -> None:
+    """The next one of its node follows another, five seconds after its start."""
+    former, epoch = Coordinator(0, 4, next_epoch(0, 0), 0.0), next_epoch(0, 0)
+    for node in range(4):
+        former.take_pulse(pulse(node, epoch, 9.5), 10.0)
+    assert former.is_acting(10.0)
+    for node in (1, 2):
+        former.take_pulse(msgspec.structs.replace(pulse(node, epoch, 10.0), leaving=True), 10.2)
+    former.take_pulse(pulse(0, epoch, 19.9), 20.0)
+    assert not former.is_acting(20.0)

@@ -41,6 +41,14 @@ def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int, 
 
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
+def test_with_daemons_that_are_restarted_in_order_never_two_coordinators_act(seed: int) -> None:
+    simulation = Simulation(seed, nodes=3 + seed % 3, leaves=True)
+    simulation.play()
+    check_all(simulation)
+
+
+@pytest.mark.sampled(25)
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_alerts_that_stop_the_run_end_all_ranks_at_one_step_or_none(seed: int) -> None:
     simulation = StopSimulation(seed, nodes=3 + seed % 2)
     simulation.play()

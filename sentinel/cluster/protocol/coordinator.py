@@ -50,9 +50,9 @@ class KnownNode:
 
     @property
     def counted_stamp(self) -> float:
-        """Of our last beat that it followed; without an end where it left in order and was counted on: it follows no
+        """Of our last beat that it followed; without an end where its job ended while it was counted on: it follows no
         other coordinator."""
-        return math.inf if self.pulse.leaving and self.heard - self.stamp < COUNTED_SECONDS else self.stamp
+        return math.inf if self.pulse.ended and self.heard - self.stamp < COUNTED_SECONDS else self.stamp
 
     def note_job(self, job: wire.JobReport | None) -> None:
         """What its supervisor said last, be it gone; of an older pulse, maybe."""

@@ -9,8 +9,9 @@ No two coordinators act at the same time, whatever the net loses, delays or lets
 
 A node can thus not be counted on by two, and two majorities share a node. Stamps are of the coordinator's own clock:
 clocks need not show the same time, only run at the same pace. A daemon that was started again does not know whom it
-followed, and follows none for as long. A node that leaves in order while it is counted on follows no other, and stays
-counted: a coordinator whose nodes have all ended well still tells people how it ended.
+followed, and follows none for as long. A node whose job is over while it is counted on follows no other, and stays
+counted: a coordinator whose nodes have all ended still tells people how it ended. A daemon that is restarted leaves in
+order, too; it is not counted on, as the next one may follow another coordinator.
 """
 
 from __future__ import annotations

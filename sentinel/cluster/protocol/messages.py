@@ -139,7 +139,10 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     stamp: float = 0.0
     """Of the last beat that it followed; see `election`."""
     leaving: bool = False
-    """Its ranks are gone, and its daemon goes."""
+    """Its daemon goes."""
+    ended: bool = False
+    """And no rank is left there, nor a supervisor that would start one: no later daemon of the node follows another
+    coordinator. Earlier versions do not say."""
     job: wire.JobReport | None = None
     """How the job stands there, which is the answer to an order; None: no supervisor says."""
     last_job: wire.JobReport | None = None
