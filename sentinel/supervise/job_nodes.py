@@ -52,7 +52,7 @@ class JobNodes:
     def begin(self, order: wire.Order) -> tuple[int, ...]:
         """The next start has the nodes of this order, this one among them. Returns those that it has no more."""
         before, nodes = self.members.nodes, order.nodes or self.members.nodes
-        self.members = msgspec.structs.replace(self.members, start=order.start + 1, nodes=nodes)
+        self.members = msgspec.structs.replace(self.members, start=order.start + 1, nodes=nodes, job=order.job)
         return tuple(node for node in before if node not in nodes)
 
     def add_to(self, report: wire.JobReport) -> wire.JobReport:

@@ -68,6 +68,8 @@ class Supervisor:
         without some of them. `as_json`: what is said, is said as JSON lines."""
         self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
         self._always, self._over_nodes, self._nodes = always, over_nodes, nodes
+        self._begun: wire.Order | None = None
+        """By which all nodes began the present start, or are to begin the next one."""
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
@@ -189,7 +191,7 @@ class Supervisor:
             if order is not None and order.does == "stop":
                 return Over(EXIT_UNFINISHED, order.why)
             if order is not None and order.does == "begin" and order.fault is not None:
-                self._attempt = order.attempt
+                self._attempt, self._begun = order.attempt, order
                 self._say_nodes(order, order.fault)
                 return self._policy.decide(order.fault)
             if order is not None and self._nodes is not None and self._nodes.hear(order):
@@ -218,7 +220,10 @@ class Supervisor:
         standing = self._words.standing
         attempt = max(self._attempt, standing.attempt if standing is not None else 0)
         start, restarts = self._policy.made, self._policy.restarts
-        report = wire.JobReport(start=start, attempt=attempt, restarts=restarts, fault=fault, status=self._status)
+        report = wire.JobReport(
+            start=start, attempt=attempt, restarts=restarts, fault=fault, status=self._status, begun=self._begun,
+            mark=self._environment[MARK],
+        )  # fmt: skip
         self._words.report(self._nodes.add_to(report) if self._nodes is not None else report)
 
     def _pause(self, seconds: float, awaited: set[int]) -> int | None:

@@ -63,6 +63,11 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     """The highest epoch of an order that was heard: it accepts none of a lower one. With `allow_shrink`."""
     accepted: Order | None = None
     """The last proposal that it agreed to. As long as it is about this start it may have been decided."""
+    begun: Order | None = None
+    """That by which it began this start: a coordinator that died may not have told all nodes of it. Earlier versions do
+    not say."""
+    mark: Name = ""
+    """The supervisor's own. Node 0's is the job's. Earlier versions do not say."""
 
 
 class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
@@ -97,6 +102,8 @@ class Order(Message, frozen=True, kw_only=True, tag="order"):
     nodes: Annotated[tuple[Ordinal, ...], msgspec.Meta(max_length=4096)] = ()
     """With `begin`, those that go on; with `end`, those that are proposed to; with `stop`, those that went on without
     this one. (): all."""
+    job: Name = ""
+    """Mark of node 0's supervisor."""
 
 
 class Standing(Message, frozen=True, kw_only=True, tag="standing"):

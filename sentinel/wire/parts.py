@@ -34,6 +34,13 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """(): all that the launcher started; none can be left out."""
     whole: Ordinal = 0
     """How many the job began with, where `nodes` says which are left."""
+    job: Name = ""
+    """Mark of node 0's supervisor, where that is known: another job under the same run id has another. Earlier versions
+    do not say."""
+
+    def is_of_other_job(self, job: str) -> bool:
+        """Whether these are the nodes of another job than that with this mark. False where either is not known."""
+        return bool(self.job and job) and self.job != job
 
     def has(self, node: int) -> bool:
         """Whether a node is one of them."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 from sentinel import wire
+from sentinel.cluster.protocol.messages import Beat, Pulse
 from sentinel.cluster.protocol.restart import PATIENCE_SECONDS
 from sentinel.supervise.job_nodes import JobNodes
 from tests.cluster.simulation import LeadMachine, NodeMachine, Simulation, SupervisorMachine
 
 LEAST = 2
+FORMER = 32
+"""Epoch of a coordinator of the job before, whose clock was behind."""
 
 
 class ShrinkSupervisor(SupervisorMachine):
@@ -51,6 +56,7 @@ class ShrinkSimulation(Simulation):
         """Start -> its nodes."""
         self.falls: list[tuple[float, int]] = []
         """When the daemon of a node dies which has just proposed something, or decided."""
+        self._former = random.Random(f"former {seed}")
         self.apart: tuple[int, float] | None = None
         """A node that is cut off for long, and until when."""
 
@@ -89,12 +95,25 @@ class ShrinkSimulation(Simulation):
         if self.now > self.lost_at:
             self.lost_at = self.now + self.random.uniform(PATIENCE_SECONDS, 3 * PATIENCE_SECONDS)
             self.lose(self.random.choice(self.nodes[1:]))
+        if self._former.random() < 0.1:
+            self.hear_former_job(self._former.randrange(1, self.expected))
         if self.apart is not None:
             node, until = self.apart
             links = {pair for other in range(self.expected) for pair in ((node, other), (other, node))}
             self.cut = self.cut | links if self.now < until else self.cut - links
             self.apart = self.apart if self.now < until else None
         self.end_daemons()
+
+    def hear_former_job(self, number: int) -> None:
+        """A daemon of the job before, under the same run id, is still there: it went on with two nodes."""
+        job = "mark 0 of the job before"
+        members = wire.Members(start=5, nodes=(0, number), whole=self.expected, job=job)
+        accepted = wire.Order(start=4, does="end", epoch=FORMER, nodes=members.nodes, job=job)
+        report = wire.JobReport(start=5, allow_shrink=LEAST, members=members, promised=FORMER, accepted=accepted)
+        pulse = Pulse(node=number, incarnation=0, hostname="h", attempt=5, step=0, epoch=FORMER, job=report)
+        self.send(number, range(self.expected), pulse)
+        beat = Beat(node=number, epoch=FORMER + number, stamp=self.now, expected=2, nodes=(), members=members)
+        self.send(number, range(self.expected), beat)
 
     def end_daemons(self) -> None:
         """The ranks of a node start its daemon, and they are gone."""

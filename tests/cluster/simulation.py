@@ -59,6 +59,7 @@ class SupervisorMachine:
         """When the last process of an ended start is gone."""
         self.waits_since = 0.0
         self.gone = False
+        self.last_begun: wire.Order | None = None
         self.begun: list[str] = []
         """Words of the fault after which each further start was begun."""
 
@@ -66,7 +67,10 @@ class SupervisorMachine:
     def report(self) -> wire.JobReport | None:
         if self.gone:
             return None
-        return wire.JobReport(start=self.start, attempt=self.start, restarts=99, fault=self.fault)
+        return wire.JobReport(
+            start=self.start, attempt=self.start, restarts=99, fault=self.fault, begun=self.last_begun,
+            mark=f"mark {self.number}",
+        )  # fmt: skip
 
     @property
     def runs(self) -> bool:
@@ -85,7 +89,7 @@ class SupervisorMachine:
         elif order.does == "begin" and self.fault is not None:
             assert order.fault is not None
             self.begun.append(order.fault.words)
-            self.start, self.fault = self.start + 1, None
+            self.start, self.fault, self.last_begun = self.start + 1, None, order
         elif order.does == "stop" and self.fault is not None:
             self.gone = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from sentinel import wire
@@ -91,3 +92,13 @@ def test_the_fault_is_the_alert_that_fired_first_and_the_first_sign_is_any_nodes
         ]
     )
     assert order == wire.JobFault(kind="RankLost", words="node 2 (host2): RankLost", step=231, sign=229, time=10.0)
+
+
+def test_what_some_nodes_have_begun_the_next_coordinator_has_all_begin() -> None:
+    """The former one died before it reached all."""
+    begun = wire.Order(start=0, does="begin", fault=fault("node 2: RankLost"), attempt=4, job="a")
+    members = [member(0, start=1, begun=begun, mark="a"), member(1, start=1, begun=begun), member(2, fault())]
+    for now in (0.0, PATIENCE_SECONDS + 1):
+        assert RestartOrders(3).decide(members, now, 32) == msgspec.structs.replace(begun, epoch=32)
+    members[0] = member(0, start=0, mark="another job's")
+    assert does(RestartOrders(3).decide(members, 0.0)) == "end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from sentinel import wire
@@ -31,7 +32,10 @@ class Supervisor:
 
     @property
     def report(self) -> wire.JobReport:
-        report = wire.JobReport(start=self.start, attempt=self.start, restarts=3, fault=self.fault, status=self.status)
+        report = wire.JobReport(
+            start=self.start, attempt=self.start, restarts=3, fault=self.fault, status=self.status,
+            mark=f"mark {self.node}",
+        )  # fmt: skip
         return self.nodes.add_to(report)
 
     def take(self, order: wire.Order | None) -> None:
@@ -300,3 +304,45 @@ def test_a_coordinator_left_over_from_a_job_that_is_over_leaves_no_node_out_of_t
         job.coordinator.take_pulse(gone, LATE)
     of_next.take_beat(job.coordinator.make_beat(LATE), LATE)
     assert not of_next.is_left_out
+
+
+FORMER = wire.Members(start=1, nodes=(0, 1, 3), whole=4, job="mark 0 of a former job")
+
+
+def former_pulse(node: int, incarnation: int) -> Pulse:
+    """Of a daemon of a job before, under the same run id, that went on without node 2."""
+    order = wire.Order(start=0, does="end", epoch=16, nodes=FORMER.nodes, job=FORMER.job)
+    job = wire.JobReport(start=1, attempt=7, restarts=3, allow_shrink=2, members=FORMER, accepted=order)
+    return Pulse(node=node, incarnation=incarnation, hostname="h", attempt=7, step=0, job=job)
+
+
+@pytest.mark.parametrize("incarnation", [0, 2], ids=["its next daemon is known", "it comes first"])
+def test_a_daemon_of_a_former_job_shrinks_no_other(incarnation: int) -> None:
+    job = Job(4)
+    for supervisor in job.supervisors:
+        supervisor.fault = None
+    job.hear([0, 1, 2] if incarnation else [0, 1, 2, 3], 0.0)
+    job.coordinator.take_pulse(former_pulse(3, incarnation), 0.1)
+    job.fail(range(4))
+    order = job.hear([0, 1, 2], 0.2)
+    assert order is not None
+    assert (order.does, order.nodes) == ("end", ())
+    assert job.coordinator.expected == 4
+    if not incarnation:
+        job.settle(range(4), 0.3)
+        assert job.list_running() == [(node, 1, (0, 1, 2, 3)) for node in range(4)]
+
+
+def test_a_beat_of_a_former_job_leaves_no_node_out() -> None:
+    node, late = Node(2, 1, 0.0), Node(2, 1, 0.0)
+    for one in (node, late):
+        one.note_members(wire.Members(nodes=(0, 1, 2, 3), whole=4))
+    beat = Beat(node=0, epoch=1600, stamp=1.0, acting=True, expected=4, nodes=(), members=node.members)
+    node.take_beat(msgspec.structs.replace(beat, members=wire.Members(nodes=(0, 1, 2, 3), whole=4, job="mark 0")), 9.0)
+    former = msgspec.structs.replace(beat, epoch=16, members=FORMER)
+    node.take_beat(former, 9.1)
+    late.take_beat(msgspec.structs.replace(former, acting=False), 1.0)
+    assert not node.is_left_out
+    assert not late.is_left_out
+    node.take_beat(msgspec.structs.replace(former, members=msgspec.structs.replace(FORMER, job="mark 0")), 9.2)
+    assert node.is_left_out, "of its own job"

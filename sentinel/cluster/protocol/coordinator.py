@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from sentinel import wire
 from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.election import COUNTED_SECONDS, TRIAL_SECONDS, find_leader, next_epoch
@@ -127,8 +129,10 @@ class Coordinator:
         without the others: it does not know whether another coordinator already counts on these alone."""
         if not self.members.has(self.node):
             return -math.inf
-        proposed = {find_proposed(known.bound) for known in self.nodes.values()}
-        return min(self._find_majority_end(nodes) for nodes in proposed | {self.members.nodes})
+        bound = [known.bound for known in self.nodes.values() if known.bound is not None]
+        begun = {job.members.nodes for job in bound if job.members.start > self.members.start}
+        groups = {self.members.nodes, *begun, *map(find_proposed, bound)}
+        return min(map(self._find_majority_end, groups))
 
     def _find_majority_end(self, nodes: tuple[int, ...]) -> float:
         """`nodes`: (): all."""
@@ -137,24 +141,47 @@ class Coordinator:
         needed = (len(nodes) or self.expected) // 2 + 1
         return stamps[needed - 1] + COUNTED_SECONDS if len(stamps) >= needed else -math.inf
 
-    def _adopt(self, members: wire.Members) -> None:
+    def _adopt(self, members: wire.Members, *, of_own_node: bool) -> None:
         """A node has begun a start with these: all of them agreed to that before. Others count no more."""
-        self.members, self.expected = members, members.count(self.expected)
+        if not of_own_node and members.job not in ("", self.members.job):
+            return  # whose job that is shows once node 0 is heard
+        self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
+        self.expected = members.count(self.expected)
         self._orders = RestartOrders(self.expected)
         for node in [node for node in self.nodes if not members.has(node)]:
             del self.nodes[node]
             self.incidents.close_unknown(node, set(), f"node {node} was left out of the job")
 
+    def _name_job(self, mark: str) -> None:
+        """Node 0's supervisor has this mark. Where it had another, the job was started from its beginning: what nodes
+        agreed to in the former one binds none."""
+        if not mark or mark == self.members.job or self.members.start:
+            return
+        for known in self.nodes.values() if self.members.job else ():
+            known.bound, known.completed = None, False
+        self.members = msgspec.structs.replace(self.members, job=mark)
+
+    def _is_of_other_job(self, job: wire.JobReport) -> bool:
+        """Whether it is of a former job under the same run id, of which a daemon is left, or was cut off."""
+        marks = [job.members.job, *(order.job for order in (job.accepted, job.begun) if order is not None)]
+        return bool(self.members.job) and any(mark not in ("", self.members.job) for mark in marks)
+
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
         """A node is there. Returns whether its job, or a rollback, stands otherwise than before."""
         if not self.members.has(pulse.node):
             return False
-        if (job := pulse.job or pulse.last_job) is not None and job.members.start > self.members.start:
-            self._adopt(job.members)
+        known = self.nodes.get(pulse.node)
+        is_present = known is None or pulse.incarnation >= known.pulse.incarnation
+        if pulse.node == 0 and pulse.job is not None and is_present:
+            self._name_job(pulse.job.mark)
+        job = pulse.job or pulse.last_job
+        if job is not None and self._is_of_other_job(job):
+            job = None
+        if job is not None and is_present and job.members.start > self.members.start:
+            self._adopt(job.members, of_own_node=pulse.node == self.node)
         bound = max(pulse.epoch, job.promised if job is not None else 0)
         if bound > self.epoch:  # its daemon, or its supervisor, heard another one: it heeds none of a lower epoch
             self.epoch = next_epoch(bound, self.node)
-        known = self.nodes.get(pulse.node)
         before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:
             self.nodes[pulse.node] = fresh = KnownNode(pulse, now)

@@ -60,7 +60,7 @@ class Node:
     def note_members(self, members: wire.Members) -> None:
         """What its supervisor, its ranks or a coordinator say of the nodes of the job."""
         if members.start > self.members.start or not self.members.nodes:
-            self.members = members
+            self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
 
     def find_view(self, now: float) -> View:
         """Whether the coordinator is heard."""
@@ -109,9 +109,12 @@ class Node:
         """The coordinator is there. Returns the ids of the cases that it knows by now: it tells people of them."""
         if not self.members.has(beat.node):
             return []
-        self.note_members(beat.members)  # be it followed or not: a node that tried the role has a higher epoch
+        if beat.acting and not beat.members.is_of_other_job(self.members.job):
+            self.note_members(beat.members)  # be it followed or not: a node that tried the role has a higher epoch
         if not self.election.follow(beat, now):
             return []
+        if beat.members.job and not self.members.start:
+            self.members = msgspec.structs.replace(self.members, job=beat.members.job)
         if self.beat is None or beat.epoch > self.beat.epoch:
             self.applied = 0
         self.beat = beat

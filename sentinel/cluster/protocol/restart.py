@@ -70,7 +70,8 @@ class RestartOrders:
         if 2 * len(heard) <= self._expected or not jobs:
             return None
         start = min(job.start for job in jobs)  # who is behind has not carried out the last order yet
-        if (begun := _find_begun(jobs, start)) is not None:  # by an order of this coordinator, or an earlier one
+        mark = next((m.job.mark for m in heard if m.job is not None and m.state.node == 0), "")
+        if (begun := _find_begun(jobs, start, mark)) is not None:  # by an order of this coordinator, or an earlier one
             return msgspec.structs.replace(begun, does="begin", epoch=epoch)
         before = self._order if self._order is not None and self._order.start == start else None
         if before is not None and before.does != "end":
@@ -81,7 +82,7 @@ class RestartOrders:
         if before is None:
             self._since = now
         order = wire.Order(
-            start=start, does="begin", fault=combine_faults(ended, blame), epoch=epoch,
+            start=start, does="begin", fault=combine_faults(ended, blame), epoch=epoch, job=mark,
             attempt=max(m.job.attempt for m in ended if m.job is not None),
         )  # fmt: skip
         self._order = self._follow_end(order, ended, members, now)
@@ -179,10 +180,11 @@ def _list_accepted(members: Iterable[JobMember], start: int) -> list[wire.Order]
     return [one for one in accepted if one is not None and one.start == start]
 
 
-def _find_begun(jobs: Iterable[wire.JobReport], start: int) -> wire.Order | None:
-    """That by which a node began the start after this one, where nodes agree on that."""
-    later = (job.accepted for job in jobs if job.start > start)
-    return next((one for one in later if one is not None and one.start == start), None)
+def _find_begun(jobs: Iterable[wire.JobReport], start: int, mark: str) -> wire.Order | None:
+    """That by which a node began the start after this one. `mark`: the job's, where that is known."""
+    later = (order for job in jobs if job.start > start for order in (job.begun, job.accepted))
+    of_job = (one for one in later if one is not None and (not one.job or one.job == mark or not mark))
+    return next((one for one in of_job if one.start == start), None)
 
 
 def _order_fault(member: JobMember, fault: wire.JobFault) -> tuple[bool, float, int]:
