@@ -24,6 +24,7 @@ from sentinel.cluster.connection import Connection
 from sentinel.cluster.inquiry import Inquiry
 from sentinel.cluster.lead import IncidentRecorder, JobJudge, Lead, restore_blame, restore_pages
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
+from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import next_epoch
 from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
@@ -37,7 +38,6 @@ from sentinel.cluster.protocol.work import WorkExchange, find_work_elsewhere
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
-from sentinel.notify.entry import Entry
 from sentinel.notify.notifier import Notifier
 from sentinel.runs import Run
 
@@ -59,11 +59,6 @@ NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [clust
 STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
 
 
-def own_name(run_id: str, node: int) -> str:
-    """Run id under which a node that hears no coordinator tells people: a page of its own, beside the job's."""
-    return f"{run_id}@node-{node}"
-
-
 class Membership:
     """Of one run. Lives in the daemon's event loop; the session's threads hand over to it."""
 
@@ -81,7 +76,7 @@ class Membership:
         """`list_cases`: those of this node. `tell` prints one line on the training terminal. `find_relay` gives what
         passes orders to the ranks of the present attempt. Sets `notifier.outlet`."""
         now = time.monotonic()
-        self._run, self._notifier, self._list_cases, self._tell = run, notifier, list_cases, tell
+        self._run, self._notifier, self._tell = run, notifier, tell
         self._supervisor, self._find_relay = supervisor, find_relay
         self._passing = False
         """Whether what is new of a rollback is about to be passed on."""
@@ -89,10 +84,7 @@ class Membership:
         """Set while news of the job's incidents are about to be passed on."""
         self._news_at = 0.0
         """When that was done last."""
-        self._name = own_name(run.run_id, identity.node)
         self._pipeline = notifier.pipeline
-        self._withheld: list[Entry] = []
-        """What people were told of the job from here, while another may tell them."""
         self._first_identity, self.node = identity, identity.node
         self._last_report: wire.JobReport | None = None
         """What the supervisor said last, be it gone."""
@@ -107,6 +99,7 @@ class Membership:
         """None where this node judges those of the job."""
         self._node = Node(identity.node, _read_clock(), now, count_candidates(meeting, identity))
         self._node.note_members(identity.members)
+        self._own_pages = OwnPages(self._pipeline, self._node, run.run_id, list_cases)
         self._lead: Lead | None = None
         """Where this node has the coordinator's role."""
         self._connection = Connection(
@@ -119,7 +112,7 @@ class Membership:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         notifier.outlet = self
-        self._withhold_pages()
+        self._own_pages.withhold()
         for case in list_cases():
             recent = case.state == "firing" or (case.resolved_time or 0.0) > time.time() - REMEMBERED_SECONDS
             if case.told and recent and case.attempt == run.attempt.number:
@@ -146,11 +139,11 @@ class Membership:
             self._lead.coordinator.take_events(events)
             self._pass_on_news()
         if self.is_known(case.id):  # people know of it by us: of its end, too
-            self._put_own(case)
+            self._own_pages.put(case)
 
     def is_known(self, identity: str) -> bool:
         """Whether people are to be told more of a case after a restart."""
-        return self._pipeline.is_known(identity, self._name)
+        return self._own_pages.is_known(identity)
 
     def hurry(self) -> None:
         """No rank is left: what waits goes out."""
@@ -162,7 +155,7 @@ class Membership:
             self._send_beat(now)
         stays = self._supervisor.find_report() is not None  # this daemon is kept: a coordinator may come
         if self._node.unapplied and now - self._ending > LAST_SECONDS and not stays:
-            self._tell_alone(now, leaving=True)
+            self._own_pages.tell_alone(now, leaving=True)
         self._send_digest(now)
         self._pipeline.hurry()
 
@@ -251,7 +244,7 @@ class Membership:
                 self._lead.judge.finish(now)
             self._lead.tell(now, ending=True)
             self._send_beat(now, leaving=True)
-        self._tell_alone(now, leaving=True)
+        self._own_pages.tell_alone(now, leaving=True)
         if self._session is not None:
             self._send_pulse(now, leaving=True)
             await self._connection.close()
@@ -280,7 +273,7 @@ class Membership:
         if self._reporter is not None:
             self._reporter.tick(now, joined=self._node.find_view(now) != "alone")
             self._send_digest(now)
-        self._tell_alone(now)
+        self._own_pages.tell_alone(now)
 
     def _change_role(self, now: float) -> None:
         """Become the coordinator where none is heard, and leave it to others where that leads to nothing."""
@@ -307,8 +300,8 @@ class Membership:
     def _begin_judging(self) -> JobJudge:
         """This node acts as the coordinator for the first time since it has the role."""
         assert self._steps is not None
-        withheld, self._withheld, self._reporter = self._withheld, [], None
-        self._pipeline.restore(withheld)
+        self._reporter = None
+        self._own_pages.take_up()
         log.info("run %s: node %d is the coordinator", self._run.name, self.node)
         return self._steps.judge()
 
@@ -321,21 +314,9 @@ class Membership:
             self._session.follow()
         if lead.judge is not None:
             assert self._steps is not None
-            self._withhold_pages()
+            self._own_pages.withhold()
             self._reporter = self._steps.report()
             log.info("run %s: node %d is the coordinator no more", self._run.name, self.node)
-
-    def _withhold_pages(self) -> None:
-        """Another may be the coordinator, and tell people of the job. It learns of what they were told from here."""
-        self._withheld = self._pipeline.withdraw()
-        told = {
-            case.id: case
-            for entry in self._withheld
-            for case in entry.cases.values()
-            if case.state == "firing" or entry.pending
-        }
-        for case in told.values():
-            self._node.record_page(case)
 
     def _send_pulse(self, now: float, *, leaving: bool = False) -> None:
         attempt, election, report = self._run.attempt, self._node.election, self._find_report()
@@ -476,13 +457,6 @@ class Membership:
         """What passes the coordinator's orders on; None where it has none to give."""
         return self._find_relay() if self._meeting.takes_orders else None
 
-    def _tell_alone(self, now: float, *, leaving: bool = False) -> None:
-        for case in self._node.take_untold(now, leaving=leaving):
-            self._put_own(case)
-
-    def _put_own(self, case: Case) -> None:
-        self._pipeline.put(case, self._name)
-
     def _say(self, text: str) -> None:
         log.warning("run %s: %s", self._run.name, text)
         self._tell(text)
@@ -564,8 +538,7 @@ class Membership:
             self._leave_role(now)
         self._follow_beat(beat, now)
         if beat.acting and self._node.beat is beat and not self._node.has_pages:
-            withheld, self._withheld = self._withheld, []
-            self._pipeline.forget(withheld)
+            self._own_pages.forget()
 
     def _follow_beat(self, beat: Beat, now: float) -> None:
         applied = self._node.take_beat(beat, now)
@@ -574,20 +547,8 @@ class Membership:
         if self._reporter is not None and beat.acting and beat.node != self.node:
             self._reporter.tick(now, joined=not beat.leaving)
             self._reporter.confirm(beat.digested.get(str(self.node), -1), now)
-        for identity in applied:
-            if self.is_known(identity):
-                self._end_own_page(identity)
+        self._own_pages.end(applied)
         self._follow_orders(now)
-
-    def _end_own_page(self, identity: str) -> None:
-        """The coordinator tells people of it now: it has one page, the job's."""
-        case = next((case for case in self._list_cases() if case.id == identity), None)
-        if case is not None:
-            over = "over here: the coordinator is heard again, and tells of it"
-            resolved = case.resolved_time or time.time()
-            self._put_own(
-                msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=(*case.done, over))
-            )
 
 
 def _read_clock() -> int:
