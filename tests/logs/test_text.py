@@ -37,6 +37,24 @@ SHAPES: dict[str, tuple[str, Series]] = {
         {"loss": [(1, 11.01), (2, INF)], "grad_norm": [(1, 15.39), (2, 15.1)],
          "learning_rate": [(1, 8.57e-7), (2, 1.57e-6)]},
     ),
+    "guided-diffusion": (
+        "Logging to ./results\n"
+        "| name | what it is |\n"
+        "----------------------------\n"
+        "| grad_norm     | 9.67     |\n"
+        "| loss          | 12.5     |\n"
+        "| train/        |          |\n"
+        "| loss_q0       | 1.02     |\n"
+        "| step          | 0        |\n"
+        "----------------------------\n"
+        "saving model 0...\n"
+        "----------------------------\n"
+        "| grad_norm     | nan      |\n"
+        "| loss          | 2.9e-01  |\n"
+        "| step          | 1,000    |\n"
+        "----------------------------\n",
+        {"loss": [(0, 12.5), (1000, 0.29)], "grad_norm": [(0, 9.67), (1000, NAN)]},
+    ),
     "modded-nanogpt": (
         "step:0/1750 val_loss:10.8258 train_time:0ms step_avg:nanms\n"
         "step:1/1750 train_loss:11.0250 train_time:256ms step_avg:nanms\n"

@@ -8,6 +8,7 @@
     :::MLLOG {..., "key": "train_loss", "value": 7.1, "metadata": {"step": 64}}           MLPerf
     2024-05-01 12:00:00,123 - INFO - Epoch 1 step 10 loss=2.31                            logging
     {'loss': 2.31, 'learning_rate': 1e-05, 'epoch': 0.1}                                  the Trainer's progress
+    | loss          | 2.31     |                            a table a step: guided-diffusion, by Baselines' logger
 
 A line counts that names a loss, or a step; of other lines (settings, progress of a download) nothing is taken. A line
 without a step belongs to the step before it where losses have steps of their own, and is the next step where they have
@@ -40,6 +41,8 @@ _PAIR = re.compile(
 """No date, no duration of hours and minutes, no version: what goes on after a colon, a dash or a second dot."""
 _BLOCK = re.compile(rf"^\s+(\S[^=]*?)\s*=\s*({_NUMBER})\s*$", re.IGNORECASE)
 """A line of a block: its name may be of any words."""
+_CELLS = re.compile(rf"^\s*+\|\s*+([^|\s][^|]*+)\|\s*+({_NUMBER})\s*+\|\s*+$", re.IGNORECASE)
+"""A row of a table with a name and its number. Rows of text, such as headings, may stand between them."""
 _MLLOG = re.compile(r'"key": "(\w+)", "value":')
 _QUOTES = str.maketrans("'\"", "  ")
 _STAMP = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
@@ -108,15 +111,29 @@ def _losses_have_steps(path: Path) -> bool:
 
 def _parse_lines(path: Path, most: int | None = None) -> Iterator[_Line]:
     """Each line that tells of a step or a loss, and those of a block after it."""
-    in_block = False
+    in_block, table = False, dict[str, float]()
     for _, text in islice(lines(path), most):
         for part in plain(text).split("\r"):  # bars of progress are drawn over each other
+            if cells := _CELLS.match(part):
+                table[_name(cells[1])] = float(cells[2].replace(",", ""))
+                continue
+            if table and not part.lstrip().startswith("|"):
+                yield from _close_table(table)
+                table = {}
             found = _parse_block(part) if in_block else None
             if found is None and _LIKELY.search(part) and not _OTHER_RANK.search(part):
                 found = _parse_line(part)
             in_block = found is not None and found.opens_block
             if found is not None:
                 yield found
+    if table:
+        yield from _close_table(table)
+
+
+def _close_table(table: dict[str, float]) -> Iterator[_Line]:
+    line = _make_line(None, table)
+    if line is not None:
+        yield line
 
 
 def _parse_block(text: str) -> _Line | None:
@@ -131,6 +148,10 @@ def _parse_line(text: str) -> _Line | None:
     time = seconds(stamp[0].replace("/", "-").replace(",", ".")) if stamp else None
     if "time_ms" in values:
         time = values.pop("time_ms") / 1e3
+    return _make_line(time, values)
+
+
+def _make_line(time: float | None, values: dict[str, float]) -> _Line | None:
     key = next((key for key in _STEPS if key in values), None)
     step = values.pop(key) if key is not None else -1.0
     line = _Line(int(step) if 0 <= step < rows.STEP_LIMIT else None, time, values, False)
