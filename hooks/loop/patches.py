@@ -33,6 +33,7 @@ from sentinel.hooks.loop import forward_passes, losses
 from sentinel.hooks.loop.grad_clipping import ClippingPatch
 from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
 from sentinel.hooks.loop.losses import BackwardPatch
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.internals import LoaderIterator, exclude_from_tracing, script_compiler
 
 
@@ -65,6 +66,11 @@ def unlisten(listener: LoopEvents) -> None:
         _listeners.replace(tuple(one for one in _listeners.all if one is not listener))
         if not _listeners.all:
             _restore()
+
+
+def list_accumulators() -> list[StepAccumulator]:
+    """Of all runs that are watched."""
+    return [listener.accumulator for listener in _listeners.all]
 
 
 def note_scaled(scaler: GradScaler) -> None:

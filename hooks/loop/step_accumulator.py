@@ -120,7 +120,7 @@ class StepTotals:
     evaluating: bool = False
     """A forward pass with gradients ran in a model in evaluation mode."""
     rivals: bool = False
-    """Another optimizer of the run steps on a loss of its own."""
+    """Another optimizer steps on a loss that plays against this one."""
     reinforcement: bool = False
     """The run is judged as reinforcement learning."""
     batch: dict[str, float] | None = None
@@ -163,6 +163,9 @@ class StepAccumulator:
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
         weakly: whose method it is has the model, and is to die with the optimizer, and not with the session."""
         self.loader_progress = LoaderProgress()
+        self.has_rivals = False
+        """Another run of this process trains through the model of this one, or this one through its: their losses play
+        against each other."""
         self.reinforcement = False
         """The run is judged as reinforcement learning: each step says so."""
         self._with_loss: set[int] = set()
@@ -196,14 +199,14 @@ class StepAccumulator:
         self.loader_progress.training = self.loader_progress.last
         taken, self.totals = self.totals, StepTotals()
         taken.loader_batches = self.loader_progress.length
-        taken.reinforcement = self.reinforcement
+        taken.reinforcement, taken.rivals = self.reinforcement, self.has_rivals
         return taken
 
     def record_owner(self, stream: int, totals: StepTotals) -> None:
         """Whose step it was that this was taken for: losses that play against each other have one optimizer each."""
         if totals.loss is not None:
             self._with_loss.add(stream)
-        totals.rivals = len(self._with_loss) > 1
+        totals.rivals = self.has_rivals or len(self._with_loss) > 1
 
     def end_fast_step(self, seconds: float) -> None:
         """A step is over of which only the loss is wanted, and which took `seconds` of the optimizer: go on with the

@@ -3,6 +3,8 @@
     a pass that did not reach the model     of another one, which trains in the same process and is not watched
     passes that were thrown away            the loop cleared the gradients and took the step again: it skips a batch
                                             whose norm is out of bounds, or tries again after an exception
+    passes that another run stepped on      its loss goes through the model of this one, as a generator's does through
+                                            the critic: what it left there is cleared before this one's own pass
     passes without a step of ours           another optimizer trains the model now, or `step()` is not called
 
 Gradients are seen by identity and version, which autograd counts: no value is read but, on the host, a few elements of
@@ -55,19 +57,26 @@ class PassFilter:
         """Whether they were in the present one."""
         self.clearings = 0
         """How often they were, since the last step."""
+        self.reached = False
+        """Whether one of the passes since the last step may have reached the model."""
         self.expects_trials = False
         """Whether passes before the first step that were cleared are thrown away."""
 
-    def begins(self, *, first: bool) -> bool:
-        """A pass begins, the `first` one of its step or another. Whether those before it were thrown away."""
+    def begins(self, *, first: bool, others_stepped: bool = False) -> bool:
+        """A pass begins, the `first` one of its step or another. Whether those before it were thrown away, or were of
+        another run, where one has stepped on them."""
         if first:
-            self.clearings = 0
+            self.clearings, self.reached = 0, False
         if first and self._passes:
             self._steps.append(self._cleared)
             self._cleared = False
         self._before = self._marks()
+        if not first and others_stepped and not self.reached:
+            return True
         if first or not self._was_cleared():
             return False
+        if others_stepped:
+            return True
         self._cleared = True
         self.clearings += 1
         if not self._steps:
@@ -78,6 +87,7 @@ class PassFilter:
         """It is over: whether it may have reached the model."""
         self._passes += 1
         reached = not self._chosen or self._marks() != self._before
+        self.reached |= reached
         if not self._chosen or self._passes % RENEWED_EVERY == 0 or any(one() is None for one in self._chosen):
             self._choose()
         self._after = self._marks()

@@ -13,7 +13,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from sentinel.hooks.evidence.collector import EvidenceCollector
-from sentinel.hooks.loop import losses
+from sentinel.hooks.loop import losses, patches
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.session.backward_passes import PassFilter, Succession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
@@ -42,6 +43,8 @@ class EventRouter:
         """None where several optimizers share the passes: what one clears another may want."""
         self._may_be_ours = True
         """The present pass: the model ran since its last step, or its forward passes are never seen."""
+        self._steps: list[tuple[StepAccumulator, int]] = []
+        """Of the other runs of this process: how many there were when the last pass was over."""
 
     def expect_trial_passes(self) -> None:
         """Passes before the first step whose gradients are cleared again were trials."""
@@ -56,8 +59,13 @@ class EventRouter:
         accumulator.totals.weighted |= weighted
         accumulator.sees_forwards = accumulator.sees_forwards or accumulator.totals.forwards > 0
         self._may_be_ours = not accumulator.sees_forwards or self.model_ran()
-        if self._pass_filter is not None and self._pass_filter.begins(first=not accumulator.totals.backwards):
-            self._start_over()
+        if self._pass_filter is not None:
+            stepped = [other for other, steps in self._steps if other.steps > steps]
+            first, reached = not accumulator.totals.backwards, self._pass_filter.reached
+            if self._pass_filter.begins(first=first, others_stepped=bool(stepped)):
+                self._start_over()
+                for one in (accumulator, *stepped) if stepped and reached else ():
+                    one.has_rivals = True
         if self._scales and not losses.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.loss_not_scaled()
@@ -72,6 +80,7 @@ class EventRouter:
             loss = None  # of a model that is trained beside ours
         else:
             self.accumulator.backward_ended(loss, seconds)
+        self._steps = [(one, one.steps) for one in patches.list_accumulators() if one is not self.accumulator]
         if self._looked_at:
             for stream in self._streams.live:
                 if stream.probes.awake:
