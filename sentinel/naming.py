@@ -72,6 +72,9 @@ SIGNS = frozenset({"reward", "episode_length", "approx_kl", "value_loss"})
 HINTS = frozenset({"exploration_rate", "clip_fraction", "completion_length", "critic_loss", "entropy", "kl"})
 """Metrics that it logs as well. Others do too: differential privacy has an epsilon and clips, language models have an
 entropy, autoencoders a divergence, GANs a critic. Alone, or with one another, they prove nothing."""
+AMBIGUOUS = frozenset({"return", "returns", "value_loss"})
+"""Columns of signs that others have as well: a portfolio has a return, any model may have a value head. It takes
+another sign beside them, and not a hint."""
 PREFERENCES = frozenset({"rewards_chosen", "rewards_rejected", "rewards_margins", "chosen_reward", "reject_reward"})
 """Cleaned names that are there only where pairs of answers are compared (DPO and its relatives, reward models): that
 loss comes down as any other."""
@@ -172,7 +175,7 @@ def clean_name(column: str, taken: Collection[str] = ()) -> str:
 
 def find_rl_columns(columns: Iterable[str]) -> tuple[str, ...]:
     """The columns by which a run is reinforcement learning, one for each sign of it; none where it is not. It takes
-    two different metrics, one of `SIGNS` among them."""
+    two different metrics: two of `SIGNS`, or one and a hint, where its column is not ambiguous."""
     found: dict[str, str] = {}
     for column in columns:
         if clean_name(column) in PREFERENCES:
@@ -180,7 +183,9 @@ def find_rl_columns(columns: Iterable[str]) -> tuple[str, ...]:
         metric = find_metric(column)
         if metric in SIGNS or metric in HINTS:
             found.setdefault(metric, column)
-    return tuple(found.values()) if len(found) >= 2 and not SIGNS.isdisjoint(found) else ()
+    signs = SIGNS & found.keys()
+    clear = any(_plain(found[metric]) not in AMBIGUOUS for metric in signs)
+    return tuple(found.values()) if len(signs) >= 2 or (clear and len(found) >= 2) else ()
 
 
 def _plain(column: str) -> str:

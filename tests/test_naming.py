@@ -52,6 +52,8 @@ NOT_RL = {
     "differential privacy": "loss epsilon clip_fraction",
     "a VAE": "loss kl_loss reconstruction_loss entropy",
     "a VAE-GAN": "generator_loss critic_loss kl_loss",
+    "a portfolio": "loss return entropy",
+    "a VAE with a value head": "loss kl_loss value_loss",
     "one sign": "loss reward reward_std mean_reward return",
     "language model": "loss grad_norm lr ppl",
 }

@@ -12,7 +12,7 @@ from sentinel.diagnose.catalogue import diagnose
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.signs import GrownLayer, first_signs
 from sentinel.runs.steps import RunStep
-from tests.diagnose.made import layered, run_of, table
+from tests.diagnose.made import judged, layered, run_of, table
 
 
 def diagnosis(alert: str, steps: list[RunStep], layers: tuple[str, ...] = (), **facts: object) -> Finding:
@@ -272,6 +272,22 @@ def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
     found = diagnose(evidence, "what the rule says")
     assert found.cause.startswith("the optimizer holds 1 tensors that are no parameters of the model")
     assert "(2.weight)" in found.cause
+
+
+def test_an_optimizer_of_a_copy_is_told_as_one_where_parameters_are_left_out() -> None:
+    """The copy's tensors get no gradient: the advice to add the model's own would leave them there."""
+    steps = run_of(20, lambda _: {"parameters_outside": 1.0, "outside_share": 0.5})
+    blocks = layered([10], lambda _: {"0.weight": {"layer_grad_norm": 1.0}})
+    names = "0.weight", "param_groups[0].params[1]"
+    known = {"blocks": blocks, "table": [*table(*names), *table("2.weight", held=False)]}
+    found = judged("ParametersNotInOptimizer", steps, **known)
+    assert found.cause.startswith("the optimizer holds 1 tensors that are no parameters of the model")
+    assert "after the last change to the model" in found.remedy
+    added = layered([10], lambda _: {name: {"layer_grad_norm": 1.0} for name in names})
+    assert (
+        "1 parameter tensors are in no optimizer"
+        in judged("ParametersNotInOptimizer", steps, **(known | {"blocks": added})).cause
+    )
 
 
 def test_frozen_statistics_name_their_module() -> None:

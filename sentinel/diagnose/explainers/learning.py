@@ -144,7 +144,7 @@ def unused_parameters(evidence: Evidence) -> Finding:
     idle = [layer for layer in evidence.table if layer.trainable and layer.name not in there]
     several = len(evidence.facts.get("optimizers", ())) > 1  # the table is the first one's
     names = [layer.name for layer in idle if layer.held or several]
-    foreign = sum(name.startswith("param_groups[") for name in names)
+    foreign = sum(map(_is_foreign, names))
     if there and foreign and (outside := _list_outside(evidence)):
         return finding(evidence.alert, "copies", count=foreign, outside=_name(outside))
     if not there or not names:
@@ -165,9 +165,18 @@ def parameters_not_in_optimizer(evidence: Evidence) -> Finding:
     count, names = evidence.latest("parameters_outside"), _list_outside(evidence)
     if not count or len(names) != count:  # the table also has those without a gradient, and another optimizer's
         return report_unknown("the names of the parameters that train and are in no optimizer", command=_OUTSIDE)
+    measured = evidence.column("layer_grad_norm")
+    copies = [layer for layer in evidence.table if _is_foreign(layer.name) and layer.name not in measured]
+    if measured and copies:
+        return finding(evidence.alert, "copies", count=len(copies), outside=_name(names))
     share = evidence.latest("outside_share") or 0.0
     found = finding(evidence.alert, "left-out", count=f"{count:.0f}", share=share, names=join_names(names, 5))
     return msgspec.structs.replace(found, layers=tuple(names))
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a tensor of the optimizer is no parameter of the model: it has the name of its place there."""
+    return name.startswith("param_groups[")
 
 
 def _list_outside(evidence: Evidence) -> list[str]:
