@@ -156,7 +156,7 @@ class Governor:
     def _is_scheduled(self, tier: int, seq: int) -> bool:
         """Whether a tier is sampled whatever the opening examination looks at. Until the first decision the limit of
         that holds for all but step 0, by whose cost it judges."""
-        if self._opening is not None and seq and self._next == DECISIONS[0]:
+        if self._opening is not None and seq and self._next == DECISIONS[0] and not self._opening.is_over(seq):
             return False
         return seq % self.spacing[tier] == 0 or seq < MEASURED
 

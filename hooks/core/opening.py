@@ -74,9 +74,8 @@ class Opening:
             every = RARE_EVERY if at < self._whole else END
         else:
             every = 1 if at < self._whole else 4 << (at.bit_length() - STEPS.bit_length())
-        if (at % every == 0 or seq == 1) and self._affords(
-            expected, self._share * (1.0 if tier == 3 else 1.0 - RESERVE)
-        ):
+        share = self._share * (1.0 if tier == 3 else 1.0 - RESERVE)
+        if (at % every == 0 or seq == 1) and self._affords(expected, share):  # the first sample had cold caches
             self._taken = seq
             return True
         return False

@@ -85,6 +85,10 @@ FILES = {
         HEAD + "    expr: loss > 1\n    downgrade: {when: loss > 2}\n",
         "my.yaml:5:16: downgrade needs 'severity'",
     ),
+    "a condition to keep firing, of a metric that is none": (
+        HEAD + "    expr: loss > 1\n    keep_while: los > 2\n",
+        "my.yaml:5:17: unknown metric 'los'; did you mean 'loss'?; a metric that the script logs itself is declared under `signals:`",
+    ),
     "a downgrade of a metric that is none": (
         HEAD + "    expr: loss > 1\n    downgrade: {when: los > 2, severity: info}\n",
         "my.yaml:5:23: unknown metric 'los'; did you mean 'loss'?; a metric that the script logs itself is declared under `signals:`",

@@ -398,6 +398,15 @@ def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_othe
     assert fired == [("fired", 20)]  # 10 at steps 0 and 10, 20 at step 20
 
 
+def test_a_rule_may_end_by_another_condition_than_it_begins() -> None:
+    rule = "{alert: High, expr: loss > 10, keep_while: 'mean(loss, 2) > 5', keep_firing: 2 steps}"
+    evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
+    found = []
+    for seq, loss in enumerate([6, 6, 11, 6, 6, 6, 6, 11, 1, 1, 1, 1, 6, 6]):
+        found += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": float(loss)}}))]
+    assert found == [("fired", 2), ("resolved", 11)]
+
+
 def test_a_rule_looks_where_any_of_the_metrics_of_its_list_has_a_sample() -> None:
     rule = "{alert: Rare, expr: 'update_ratio + loss > grad_norm', at: [update_ratio, loss], for: 3 of 3 steps}"
     evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")

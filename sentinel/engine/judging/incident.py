@@ -94,7 +94,7 @@ class Incidents:
     def new(self, rule: Rule, run: str, step: ObservedStep, slots: Slots) -> Incident:
         """Open an incident. It has no members yet, and no text."""
         self._count += 1
-        graded = rule.downgrade if rule.downgrade is not None and _holds(rule.downgrade.term, slots) else rule
+        graded = rule.downgrade if rule.downgrade is not None and holds_now(rule.downgrade.term, slots) else rule
         incident = Incident(
             id=self._count, run=run, rule=rule.name, severity=graded.severity, state="firing",
             first_seq=step.seq, seq=step.seq, time=step.time, members={}, summary="", annotations={},
@@ -126,7 +126,8 @@ class Incidents:
         return incident
 
 
-def _holds(condition: Term, slots: Slots) -> bool:
+def holds_now(condition: Term, slots: Slots) -> bool:
+    """Whether a condition holds; not where it has no value yet."""
     try:
         return bool(condition.read(slots))
     except UnreadyError:

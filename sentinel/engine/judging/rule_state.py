@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sentinel.engine.expressions.plan import ASKED, SEQ, Cohort, News, Slots, Track, UnreadyError
+from sentinel.engine.judging.incident import holds_now
 from sentinel.engine.judging.judgement import Judge, Status
 from sentinel.engine.observation import Entity, ObservedStep, Sampled
 from sentinel.engine.rules.rule import Condition, Rule
@@ -124,6 +125,8 @@ class RuleState:
         slots = track.slots
         slots[ASKED] = None
         holds, note = _verdict(rule.condition, slots, warm)
+        if holds is False and judge.firing and rule.keep_while is not None:
+            holds = holds_now(rule.keep_while, slots)
         judge.note = note
         # Most are none of the three, and were not.
         if holds is False and entity not in self.active and not rule.for_.of:

@@ -64,6 +64,11 @@ def _comment(lines: list[str]) -> list[str]:
     return found
 
 
+def _keep_while(rule: Rule) -> str:
+    node = rule.definition.fields.get("keep_while")
+    return f"`{node.text('keep_while').value.strip()}`" if node is not None else ""
+
+
 def _extras(rule: Rule) -> str:
     told = {
         "warm-up": str(rule.warmup) if rule.warmup.steps or rule.warmup.seconds else "",
@@ -71,6 +76,7 @@ def _extras(rule: Rule) -> str:
         "looks where there is": " or ".join(rule.at),
         "windows from": f"{rule.min_samples} samples" if rule.min_samples else "",
         "keeps firing": str(rule.keep_firing) if rule.keep_firing.steps or rule.keep_firing.seconds else "",
+        "and while": _keep_while(rule),
     }
     return "".join(f"; {name} {text}" for name, text in told.items() if text)
 

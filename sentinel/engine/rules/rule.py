@@ -16,8 +16,8 @@ from sentinel.signals import CLOCK, SIGNALS
 
 SEVERITIES = ("info", "warning", "critical")
 ANNOTATIONS = ("summary", "description", "remedy", "runbook")
-RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
-             "every", "at", "min_samples", "from_start", "severity", "problem", "consequence_of",
+RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "keep_while",
+             "rebase_after", "every", "at", "min_samples", "from_start", "severity", "problem", "consequence_of",
              "actions", "downgrade", "evidence", "layers", "annotations")  # fmt: skip
 DOWNGRADE_KEYS = ("when", "severity", "actions")
 OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "alert"))
@@ -84,6 +84,8 @@ class Rule:
     for_: Hold
     warmup: Span
     keep_firing: Span
+    keep_while: Term | None
+    """A condition under which it goes on firing, although its own does not hold."""
     rebase_after: int
     """Steps for which a baseline may stand still."""
     every: int

@@ -79,10 +79,12 @@ class RuleReader:
         if not self._unclear:
             shown = [(let, compile_any(parsed, self._builder, self._lets)) for let, parsed in self._lets.items()]
         annotations, templates, runbook = self._annotations()
-        members, downgrade = self._members(), self._downgrade()
+        members, downgrade, keep_while = self._members(), self._downgrade(), self._keep_while()
         metrics = term.metrics.union(needs, *(let.metrics for _, let in shown))
         if downgrade is not None:
             metrics |= downgrade.term.metrics
+        if keep_while is not None:
+            metrics |= keep_while.metrics
         if term is not _UNREAD and not term.metrics:
             self._mistakes.found.append(self._fields["expr"].text("expr").error("there is no metric in the condition"))
         self._unclear |= term is _UNREAD
@@ -90,7 +92,7 @@ class RuleReader:
             name=alert.word(), group=self._definition.group, scope=self._scope, needs=tuple(needs), expr=expr,
             lets=lets, condition=self._condition(self._builder, term, shown, needs), members=members,
             for_=self._hold(), warmup=self._span("warmup"), keep_firing=self._span("keep_firing"),
-            rebase_after=self._steps("rebase_after", REBASE_AFTER),
+            keep_while=keep_while, rebase_after=self._steps("rebase_after", REBASE_AFTER),
             every=self._integer("every", 1, 1000, default=1), at=self._read_at(metrics), min_samples=self._min_samples,
             from_start=self._truth("from_start"),
             severity=self._choice(self._fields, "severity", SEVERITIES, "warning"),
@@ -199,6 +201,11 @@ class RuleReader:
             term, _ = self._compile(compile_condition, value, "members", builder)
             return self._condition(builder, term, [], {})
         return None
+
+    def _keep_while(self) -> Term | None:
+        if "keep_while" not in self._fields:
+            return None
+        return self._compile(compile_condition, self._fields["keep_while"], "keep_while", self._builder)[0]
 
     def _downgrade(self) -> Downgrade | None:
         if "downgrade" not in self._fields:

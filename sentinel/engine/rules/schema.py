@@ -65,6 +65,7 @@ def _rule_properties(actions: Collection[str], evidence: Collection[str]) -> dic
         "for": _matching(rf"{lengths}|{span.SHARE.pattern}", "how long it must hold: 20 steps, 90s, 3 of 5 steps"),
         "warmup": _matching(lengths, "how long from the run's start nothing is judged: 200 steps, 10m"),
         "keep_firing": _matching(lengths, "how long it goes on firing after it was last true: 50 steps, 5m"),
+        "keep_while": {**_EXPRESSION, "description": "a condition under which it goes on firing, too"},
         "rebase_after": _matching(span.STEPS.pattern, "how long baselines stand still at most: 500 steps"),
         "every": {"type": "integer", "minimum": 1, "maximum": 1000, "description": "every n-th of its samples will do"},
         "at": {"type": ["string", "array"], "items": text,
