@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+import os
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -86,6 +90,20 @@ class MadeRun:
         if seq % 4 == 0 and rank % 3 != 2:  # not all of them sample it
             values["update_ratio"] = 1e-3 + draw(0.0, 1e-4)
         return values
+
+
+class RecordedRun(MadeRun):
+    """The losses that a real run logged, as means over ranks with batches of their own."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.random, self.ranks = random.Random(seed), 6
+        with gzip.open(path, "rt") as file:
+            losses = [float(json.loads(line)["loss"]) for line in file][:STEPS]
+        self.steps = [self.spread(seq, loss) for seq, loss in enumerate(losses)]
+
+    def spread(self, seq: int, loss: float) -> RunStep:
+        ranks = {rank: {"loss": loss * self.random.uniform(0.99, 1.01)} for rank in range(self.ranks)}
+        return RunStep(seq, 1e9 + seq * 0.5, ranks, combine_ranks(ranks.values()))
 
 
 def show(step: RunStep) -> str:
@@ -171,6 +189,23 @@ def test_any_split_into_nodes_and_any_order_of_arrival_finds_the_same(
     assert job.play() == judge_on_one_node(run)
     assert all(sender.every == 1 for sender in job.senders.values())
     assert list(map(show, job.rules.recent)) == list(map(show, run.steps[-len(job.rules.recent) :]))
+
+
+@pytest.mark.parametrize(
+    ("name", "alert"),
+    [("faulty/deepobs_F_cifar100_allcnnc_Momentum_lr4_earlyNaN", "NonFiniteLoss"),
+     ("healthy/mlperf_flux1_Nebius_n4", "")],
+)  # fmt: skip
+def test_a_recorded_run_in_any_split_where_it_is_there(name: str, alert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real logs, in the folder that SENTINEL_RECORDED_RUNS names: nothing is asked where there is none."""
+    path = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs" / f"{name}.jsonl.gz"
+    if path.exists():
+        monkeypatch.setattr(digest, "PATIENCE_SECONDS", 300.0)
+        for seed in range(3):
+            run = RecordedRun(path, seed)
+            judged = judge_on_one_node(run)
+            assert NodesOfJob(run, seed).play() == judged
+            assert alert in {"", *(found[1] for found in judged)}
 
 
 def test_the_made_runs_fire_what_compares_ranks_and_what_is_judged_over_their_mean() -> None:
