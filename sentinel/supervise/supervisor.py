@@ -38,6 +38,8 @@ CLOSING_SECONDS = 1.0
 """That it gets, once more, for what came of the run."""
 ORDER_SECONDS = 120.0
 """For which a node whose ranks have ended waits for the coordinator's word: twice what that waits for the nodes."""
+END_SECONDS = 10.0
+"""For which a node whose job is not started again stays, for the others to hear it. Ten beats of the coordinator."""
 ORDER_LOOK_SECONDS = 0.1
 _WORDS = 1000
 """Characters of what a fault is called, at most: it travels."""
@@ -160,11 +162,20 @@ class Supervisor:
         unfit = not self._words.attached and not self._policy.made  # a mistake, or no training at all
         idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
         stopped = standing is not None and bool(standing.stopped)
+        over_nodes = self._over_nodes or (standing is not None and standing.nodes > 1)
+        fault = _fault(status, standing, self._words.order)
+        if idle and over_nodes and not unfit:
+            self._end_with_nodes(fault, awaited)
         if status is not None and (unfit or idle):
             return EXIT_STOPPED if stopped else status
-        fault = _fault(status, standing, self._words.order)
         self._say_fault(fault, standing, "ended" if status is not None else "was ended")
-        if self._over_nodes or (standing is not None and standing.nodes > 1):
+        order = self._words.order
+        if idle and over_nodes and not (order is not None and self._is_left_out(order)):
+            why = "the script does not say that it resumes, and --restarts is not given"
+            said = f"not started again: {why} (exit code {EXIT_UNFINISHED})"
+            self._telling.say("stopped", said, status=EXIT_UNFINISHED, why=why)
+            return EXIT_UNFINISHED
+        if over_nodes:
             stopped = False  # one node's word; all are to have the same exit status
             decided = self._decide_with_nodes(fault, awaited)
         else:
@@ -200,6 +211,17 @@ class Supervisor:
         why = self._words.order.why if self._words.order is not None else "no daemon of this node is there"
         return Over(EXIT_UNFINISHED, f"no order came from the job's coordinator within {ORDER_SECONDS:g} s: {why}")
 
+    def _end_with_nodes(self, fault: wire.JobFault, awaited: set[int]) -> None:
+        """Have the ranks of the other nodes ended: they may wait for these for as long as torch lets them. This job is
+        not started again."""
+        self._report(fault, final=True)
+        until = time.monotonic() + END_SECONDS
+        while self._ended_by is None and time.monotonic() < until:
+            self._words.read()
+            if (order := self._words.order) is not None and order.does in ("begin", "stop"):
+                return
+            self._pause(ORDER_LOOK_SECONDS, awaited)
+
     def _is_left_out(self, order: wire.Order) -> bool:
         return self._nodes is not None and self._nodes.is_left_out(order)
 
@@ -215,11 +237,12 @@ class Supervisor:
         said += "with as much less in each global batch, unless the script makes up for it"
         self._telling.say("nodes", said, kind=fault.kind, nodes=members.nodes, left_out=lost)
 
-    def _report(self, fault: wire.JobFault | None) -> None:
-        """Tell the daemon how the job stands here: for the history, and for the other nodes."""
+    def _report(self, fault: wire.JobFault | None, *, final: bool = False) -> None:
+        """Tell the daemon how the job stands here: for the history, and for the other nodes. `final`: it is not started
+        again here, whatever was allowed."""
         standing = self._words.standing
         attempt = max(self._attempt, standing.attempt if standing is not None else 0)
-        start, restarts = self._policy.made, self._policy.restarts
+        start, restarts = self._policy.made, 0 if final else self._policy.restarts
         report = wire.JobReport(
             start=start, attempt=attempt, restarts=restarts, fault=fault, status=self._status, begun=self._begun,
             mark=self._environment[MARK],

@@ -16,6 +16,7 @@ import pytest
 from sentinel import wire
 from sentinel.cli import job_status
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from tests.cluster.job import RUN as JOB
 from tests.cluster.job import SECRET, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank
 from tests.supervise.test_supervised import PROGRAM, RUN, SOON
@@ -209,6 +210,61 @@ def test_a_fault_on_one_node_begins_the_next_attempt_on_all(private_places: Path
         assert re.search(f"all nodes have ended: {cause}", said)
         assert "it starts again in 0.1 s (restart 1 of 3)" in said
         assert "the run is complete, after 1 restart(s)" in said
+
+
+PLAIN = """
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import sentinel
+
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+monitor = sentinel.attach(net, optimizer)
+while not Path(sys.argv[1]).exists():
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+sys.exit(3)
+"""
+"""Goes on from nothing, and waits for no other rank."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_rank_that_fails_ends_all_nodes_of_a_job_that_is_not_started_again(tmp_path: Path, fails: bool) -> None:
+    """A real `sentinel run` on node 1, whose rank fails, or is to be ended because that of node 0 did."""
+    address, program, end = free_address(), tmp_path / "plain.py", tmp_path / "end"
+    program.write_text(PLAIN)
+    environment = {
+        **os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1",
+        "SENTINEL_RUN_ID": JOB, "SENTINEL_RUNTIME": str(tmp_path / "run1"), "SENTINEL_STATE": str(tmp_path / "state1"),
+        "SENTINEL_CLUSTER": address, "SENTINEL_CLUSTER_SECRET": SECRET,
+    }  # fmt: skip
+    command = [*RUN, "--", sys.executable, str(program), str(end)]
+    with (
+        node_daemon(0, 2, address, tmp_path, secret=SECRET, supervisor=MARK) as daemon,
+        NodeSupervisor(daemon) as zero,
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as one,
+    ):
+        try:
+            until(lambda: daemon.states().get(1) == "alive", "the nodes to meet", LIMIT_SECONDS)
+            if fails:
+                end.touch()
+            else:
+                zero.report(fault=LOST, restarts=0)
+            order = zero.await_order("end" if fails else "begin")
+            zero.report(fault=LOST, restarts=0)
+            said = one.communicate(timeout=LIMIT_SECONDS)[1]
+        finally:
+            one.kill()
+    assert order.fault is not None
+    assert order.fault.words.startswith("node 1 (" if fails else "node 0 (host0): RankLost")
+    assert one.returncode == (3 if fails else EXIT_UNFINISHED), said
+    assert fails or "not started again: the script does not say that it resumes" in said
 
 
 @pytest.mark.slow
