@@ -19,6 +19,10 @@ def lines(job: dict[str, Any]) -> list[str]:
         found.append(f"            {job['trouble']}")
     if job["refused"]:
         found.append(f"            {job['refused']} messages of other nodes refused")
+    if job["dropped"]:
+        found.append(
+            f"            {job['dropped']} incidents of this node never handed to a coordinator: too many waited"
+        )
     found += [f"  node {node['node']:<4} {describe_node(job, node)}" for node in job["nodes"]]
     if missing := describe_missing(job):
         found.append(f"            {missing}")

@@ -14,7 +14,8 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.protocol.blame import BlameLedger
-from sentinel.cluster.protocol.coordinator import Coordinator
+from sentinel.cluster.protocol.coordinator import Coordinator, find_bound
+from sentinel.cluster.protocol.election import check_epoch
 from sentinel.cluster.protocol.job_incident import CauseFinder, Page
 from sentinel.cluster.protocol.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
 from sentinel.cluster.protocol.relay import RelayedRollback
@@ -89,17 +90,22 @@ class Lead:
         ProtocolError."""
         if kind == "gone":
             self.coordinator.drop_node(node)
-        elif kind == "pulse":
-            changed = self.coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now)
-            return changed and self.decide(now)
-        elif kind == "digest":
+            return False
+        if not self.coordinator.admits(node):
+            raise ProtocolError(
+                f"node {node} is none of {self.coordinator.expected}; a job's nodes all need as many ranks as this one"
+            )
+        if kind == "pulse":
+            pulse: Pulse = _check_sender(decode(payload, Pulse), node)
+            check_epoch(find_bound(pulse), time.time())
+            return self.coordinator.take_pulse(pulse, now) and self.decide(now)
+        if kind == "digest":
             digest = _check_sender(decode(payload, Digest), node)
             if self.judge is not None:
                 self.judge.take_digest(digest, now)
-        else:
-            self.coordinator.take_events(_check_sender(decode(payload, Events), node))
-            return True
-        return False
+            return False
+        self.coordinator.take_events(_check_sender(decode(payload, Events), node))
+        return True
 
     def decide(self, now: float) -> bool:
         """Order what is to be ordered now. Returns whether that is news."""

@@ -26,7 +26,7 @@ from sentinel.cluster.lead import IncidentRecorder, JobJudge, Lead, restore_blam
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
 from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
-from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.election import check_epoch, next_epoch
 from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
 from sentinel.cluster.protocol.job_incident import CauseFinder
 from sentinel.cluster.protocol.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
@@ -213,6 +213,7 @@ class Membership:
             "blame": dict(beat.blame) if beat else {},
             "blamed_incidents": beat.blamed_incidents if beat else 0,
             "refused": self._refused,
+            "dropped": self._node.dropped,
             "trouble": self._connection.trouble,
         }
 
@@ -389,8 +390,9 @@ class Membership:
             states, heard = beat.nodes if beat is not None else (), self._node.heard
         self.work.note(*find_work_elsewhere(states, self.node, self._run.attempt.number, heard))
 
-    def _ask_missing(self, lead: Lead, now: float) -> None:
-        for node, after in lead.coordinator.list_missing(now):
+    def _ask_missing(self, lead: Lead, now: float, among: Iterable[int] | None = None) -> None:
+        """`among`: of these nodes; None: of all."""
+        for node, after in lead.coordinator.list_missing(now, among):
             if node == self.node:
                 lead.coordinator.take_events(self._node.list_events(after))
             elif self._session is not None:
@@ -525,6 +527,7 @@ class Membership:
                 self._take_beat(decode(payload, Beat), node, now)
             elif self._lead is not None and self._lead.take(kind, node, payload, now):
                 self._pass_on_news()
+                self._ask_missing(self._lead, now, [node])
         except ProtocolError as error:
             self._refuse(error)
 
@@ -532,6 +535,7 @@ class Membership:
         """Of another node."""
         if beat.node != node:
             raise ProtocolError(f"node {node} says that it is node {beat.node}")
+        check_epoch(beat.epoch, time.time())
         if self._lead is not None:
             if not self._lead.coordinator.yields_to(beat, now):
                 return

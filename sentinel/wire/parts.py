@@ -46,6 +46,10 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a node is one of them."""
         return not self.nodes or node in self.nodes
 
+    def admits(self, node: int, launched: int) -> bool:
+        """The same, where the launcher started so many."""
+        return node in self.nodes if self.nodes else node < launched
+
     def count(self, launched: int) -> int:
         """How many they are; `launched`: by the launcher, where all are in."""
         return len(self.nodes) or launched

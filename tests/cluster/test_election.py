@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import (
@@ -13,11 +14,14 @@ from sentinel.cluster.protocol.election import (
     STAGGER_SECONDS,
     TRIAL_SECONDS,
     Election,
+    check_epoch,
     find_leader,
     next_epoch,
 )
 from sentinel.cluster.protocol.messages import Beat, NodeState, Pulse
-from tests.cluster.simulation import Simulation
+from sentinel.cluster.protocol.node import AT_ONCE, KEPT, Node
+from sentinel.errors import ProtocolError
+from tests.cluster.simulation import Simulation, make_case
 
 E1, E2 = next_epoch(0, 1, 100), next_epoch(0, 2, 200)
 STARTED = 1000.0
@@ -25,7 +29,7 @@ FREE = STARTED + LEASE_SECONDS
 
 
 def beat(epoch: int, stamp: float = 1.0, **more: Any) -> Beat:
-    return Beat(node=find_leader(epoch), epoch=epoch, stamp=stamp, expected=3, **{"nodes": (), **more})
+    return Beat(node=find_leader(epoch), epoch=epoch, stamp=stamp, **{"expected": 3, "nodes": (), **more})
 
 
 def pulse(node: int, epoch: int, stamp: float, incarnation: int = 1) -> Pulse:
@@ -149,3 +153,47 @@ def test_a_daemon_that_is_restarted_in_order_is_counted_on_by_no_former_coordina
         former.take_pulse(msgspec.structs.replace(pulse(node, epoch, 10.0), leaving=True), 10.2)
     former.take_pulse(pulse(0, epoch, 19.9), 20.0)
     assert not former.is_acting(20.0)
+
+
+def test_nodes_that_are_made_up_are_none_of_the_job() -> None:
+    coordinator = Coordinator(0, 2, next_epoch(0, 0), 0.0)
+    for node in range(64):
+        coordinator.take_pulse(pulse(node, coordinator.epoch, 1.0), 2.0)
+    assert [state.node for state in coordinator.list_nodes(2.0)] == [0, 1]
+
+
+def test_a_node_that_its_coordinator_does_not_know_tells_people_by_itself() -> None:
+    """As of a job whose nodes have different numbers of ranks."""
+    node = Node(3, 1, STARTED)
+    assert node.take_beat(beat(E1, acting=True, expected=3), FREE) == []
+    assert node.find_view(FREE) == "local view"
+
+
+def test_an_epoch_far_ahead_of_the_clock_is_refused() -> None:
+    now = 1_800_000_000.0
+    check_epoch(next_epoch(0, 1, int(1000 * now)), now)
+    with pytest.raises(ProtocolError, match="set the nodes' clocks"):
+        check_epoch(2**53, now)
+
+
+def test_who_hands_in_more_than_a_message_holds_is_asked_for_the_rest_at_once() -> None:
+    coordinator, node = Coordinator(0, 2, next_epoch(0, 0), 0.0), Node(1, 1, 0.0)
+    for number in range(1, 11):
+        node.record(make_case(number, "Hang", number))
+    for number in range(2):
+        last = node.last if number else 0
+        coordinator.take_pulse(msgspec.structs.replace(pulse(number, coordinator.epoch, 1.0), last=last), 2.0)
+    missing, asked = coordinator.list_missing(2.0, [1]), []
+    while missing:
+        asked.append(missing[0][1])
+        coordinator.take_events(node.list_events(missing[0][1]))
+        missing = coordinator.list_missing(2.0, [1])
+    assert asked == [0, AT_ONCE, 2 * AT_ONCE]
+    assert sum(len(incident.cases) for incident in coordinator.incidents) == 10
+
+
+def test_cases_that_are_too_many_to_wait_are_counted() -> None:
+    node = Node(1, 1, 0.0)
+    for number in range(KEPT + 3):
+        node.record(make_case(number, "Hang", number))
+    assert (node.unapplied, node.dropped) == (KEPT, 3)

@@ -137,9 +137,26 @@ def test_nodes_that_are_made_up_are_limited(ops: Consumer, options: tuple[str, .
     with attacked_job(tmp_path, options) as (coordinator, node, attacker):
         for number in (5000, 99_999_999, 10**15):
             attacker.put(f"pulse/{number}", encode(Pulse(node=number, incarnation=1, hostname="h", attempt=0, step=0)))
-        until(lambda: coordinator.job()["refused"] >= 3, "the coordinator to count them")
+        for number in range(2, 40):
+            attacker.put(f"pulse/{number}", encode(Pulse(node=number, incarnation=1, hostname="h", attempt=0, step=0)))
+        until(lambda: coordinator.job()["refused"] >= 3 + 38, "the coordinator to count them")
         assert set(coordinator.states()) == {0, 1}
         still_works(node, ops)
+
+
+def test_an_epoch_above_all_blinds_no_node(ops: Consumer, options: tuple[str, ...], tmp_path: Path) -> None:
+    with attacked_job(tmp_path, options) as (coordinator, node, attacker):
+        job = wire.JobReport(promised=2**53)
+        for pulse in (
+            Pulse(node=1, incarnation=1, hostname="h", attempt=0, step=0, epoch=2**53),
+            Pulse(node=1, incarnation=1, hostname="h", attempt=0, step=0, last_job=job),
+        ):
+            attacker.put("pulse/1", encode(pulse))
+        attacker.put("beat/0", encode(Beat(epoch=2**53, stamp=1.0, acting=True, expected=2, nodes=())))
+        until(lambda: coordinator.job()["refused"] >= 2, "the coordinator to count them")
+        until(lambda: node.job()["refused"] >= 1, "node 1 to count its beat")
+        still_works(node, ops)
+        assert attacker.overhear().epoch < 2**50
 
 
 def test_an_order_of_the_past_reaches_no_rank(options: tuple[str, ...], tmp_path: Path) -> None:

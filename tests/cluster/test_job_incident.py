@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.cluster.protocol.job_incident import JobIncidents, Page
+from sentinel.cluster.protocol.job_incident import CASES, DONE, JobIncidents, Page
 from sentinel.cluster.protocol.messages import NodeCase
 from sentinel.diagnose.case import CaseMember
 from tests.cluster.simulation import make_case
@@ -72,3 +72,19 @@ def test_a_case_of_a_node_that_was_cut_off_joins_the_fault_that_it_is_of() -> No
         incidents.add(0, NodeCase(number=number, case=case))
     incidents.add(1, NodeCase(number=1, case=late))
     assert [(incident.id, incident.nodes) for incident in incidents] == [("n0-0.1", (0, 1)), ("n0-0.2", (0,))]
+
+
+def test_an_alert_that_always_fires_somewhere_takes_no_more_and_no_more_memory() -> None:
+    incidents, before = JobIncidents(), None
+    for number in range(1, 1000):
+        case = msgspec.structs.replace(make_case(number, "GpuThrottled", 10 * number), done=(f"stacks {number}",))
+        incidents.add(number % 64, NodeCase(number=2 * number, case=case))
+        if before is not None:
+            over = msgspec.structs.replace(before, state="resolved", resolved_step=10 * number + 1, resolved_time=1.0)
+            incidents.add((number - 1) % 64, NodeCase(number=2 * number + 1, case=over))
+        before = case
+    (incident,) = incidents
+    assert len(incident.cases) <= CASES + 2
+    (told,) = incidents.take_changes()
+    assert (told.state, told.first_step, len(told.done)) == ("firing", 10, DONE)
+    assert told.done[-1] == "stacks 999"

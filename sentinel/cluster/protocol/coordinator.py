@@ -42,7 +42,8 @@ class KnownNode:
         """Whether its connection ended since its last pulse."""
         self.known: set[str] | None = set()
         """Cases that its daemon handed in since its start; None once it has handed in all."""
-        self.asked = -ASK_SECONDS
+        self.asked = -math.inf
+        """When it was asked for events that have not come."""
         self.stamp = -math.inf
         """Of our last beat that it followed."""
         self.bound: wire.JobReport | None = None
@@ -120,6 +121,10 @@ class Coordinator:
         """Whether it cannot act for so long that another one is to try."""
         return now > max(self._began, self._find_acting_end()) + TRIAL_SECONDS
 
+    def admits(self, node: int) -> bool:
+        """Whether the job has a node with this number."""
+        return self.members.admits(node, self.expected)
+
     def yields_to(self, beat: Beat, now: float) -> bool:
         """Whether this one gives the role up for another: one that acts, or where neither does, the lower node."""
         return not self.is_acting(now) and (beat.acting or beat.node < self.node)
@@ -168,7 +173,7 @@ class Coordinator:
 
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
         """A node is there. Returns whether its job, or a rollback, stands otherwise than before."""
-        if not self.members.has(pulse.node):
+        if not self.admits(pulse.node):
             return False
         known = self.nodes.get(pulse.node)
         is_present = known is None or pulse.incarnation >= known.pulse.incarnation
@@ -179,8 +184,9 @@ class Coordinator:
             job = None
         if job is not None and is_present and job.members.start > self.members.start:
             self._adopt(job.members, of_own_node=pulse.node == self.node)
-        bound = max(pulse.epoch, job.promised if job is not None else 0)
-        if bound > self.epoch:  # its daemon, or its supervisor, heard another one: it heeds none of a lower epoch
+        if (
+            bound := max(pulse.epoch, job.promised if job is not None else 0)
+        ) > self.epoch:  # its daemon, or its supervisor, heard another one: it heeds none of a lower epoch
             self.epoch = next_epoch(bound, self.node)
         before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:
@@ -210,7 +216,8 @@ class Coordinator:
                 self.incidents.add(events.node, given)
                 if known.known is not None:
                     known.known.add(given.case.id)
-        known.applied = max(known.applied, events.upto)
+        if events.upto > known.applied:
+            known.applied, known.asked = events.upto, -math.inf
         if known.known is not None and known.applied >= known.pulse.last:
             self.incidents.close_unknown(events.node, known.known, f"the daemon of node {events.node} was restarted")
             known.known = None
@@ -220,10 +227,13 @@ class Coordinator:
         if node in self.nodes:
             self.nodes[node].gone = True
 
-    def list_missing(self, now: float) -> list[tuple[int, int]]:
-        """Nodes that have events which were not applied, and the last event that was."""
+    def list_missing(self, now: float, among: Iterable[int] | None = None) -> list[tuple[int, int]]:
+        """Nodes that have events which were not applied, and the last event that was: those to ask. `among`: only of
+        these; None: of all."""
         missing = []
-        for node, known in self.nodes.items() if self.is_acting(now) else ():
+        asked = self.nodes.keys() if among is None else self.nodes.keys() & set(among)
+        for node in sorted(asked) if self.is_acting(now) else ():
+            known = self.nodes[node]
             behind = known.applied < known.pulse.last or known.known is not None
             if behind and now - known.asked >= ASK_SECONDS:
                 known.asked = now
@@ -319,6 +329,12 @@ class Coordinator:
             blame={str(node): count for node, count in self.blame.counts.items() if count > 0},
             blamed_incidents=self.blame.incidents,
         )
+
+
+def find_bound(pulse: Pulse) -> int:
+    """The highest epoch that a node, or its supervisor, has heard: it heeds none of a lower one."""
+    job = pulse.job or pulse.last_job
+    return max(pulse.epoch, job.promised if job is not None else 0)
 
 
 def _order_job(job: wire.JobReport) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ order, too; it is not counted on, as the next one may follow another coordinator
 from __future__ import annotations
 
 from sentinel.cluster.protocol.messages import Beat
+from sentinel.errors import ProtocolError
 from sentinel.node.addresses import MOST_ADDRESSES
 
 LEASE_SECONDS = 5.0
@@ -29,6 +30,8 @@ START_SECONDS = 30.0
 """For which nodes that have heard no coordinator since their start leave the role to node 0."""
 TRIAL_SECONDS = 10.0
 """After which a coordinator that cannot act lets another one try."""
+AHEAD_MILLISECONDS = 365 * 24 * 3600 * 1000
+"""That an epoch may be ahead of a node's clock: the largest that a message can name would end all epochs."""
 
 
 class Election:
@@ -72,6 +75,12 @@ def next_epoch(epoch: int, node: int, milliseconds: int = 0) -> int:
     """An epoch above this one that no other node has. `milliseconds`: by the clock, so that it is above those of former
     daemons of this node, too."""
     return max(milliseconds, epoch // MOST_ADDRESSES + 1) * MOST_ADDRESSES + node
+
+
+def check_epoch(epoch: int, seconds: float) -> None:
+    """Raises ProtocolError for an epoch that no coordinator has. `seconds`: by this node's clock."""
+    if epoch // MOST_ADDRESSES > 1000 * seconds + AHEAD_MILLISECONDS:
+        raise ProtocolError(f"epoch {epoch} is more than a year ahead of this node's clock; set the nodes' clocks")
 
 
 def find_leader(epoch: int) -> int:

@@ -20,6 +20,9 @@ from sentinel.text import join_names
 ENDED = 1000
 """Ended incidents that are remembered, so that a case that comes late finds its own."""
 MEMBERS = 1000
+CASES, DONE = 256, 64
+"""Cases of an incident that have ended, and sentences of what was done: an alert that fires here and there, always
+somewhere, is one incident for days."""
 
 
 class Page(NamedTuple):
@@ -61,6 +64,13 @@ class JobIncident:
         first, last = _stretch(case)
         return any(first <= end and begin <= last for begin, end in map(_stretch, self.cases.values()))
 
+    def forget_ended(self) -> None:
+        """What stays: its first case, by which it is placed among others, those that fire, and the newest others."""
+        if len(self.cases) > CASES:
+            ended = [key for key, case in list(self.cases.items())[1:] if case.state != "firing"]
+            for key in ended[:-CASES]:
+                del self.cases[key]
+
     def find_distance(self, case: Case) -> int:
         """Steps from the first step of this case to the nearest first step of a case in the incident."""
         return min(abs(case.first_step - one.first_step) for one in self.cases.values())
@@ -99,7 +109,7 @@ class JobIncident:
             members=tuple(members.values())[:MEMBERS],
             summary=f"{best.summary} ({where})",
             diagnosis=msgspec.structs.replace(verdict, remedy=verdict.remedy or best.diagnosis.remedy),
-            done=tuple(dict.fromkeys(text for case in every for text in case.done)),
+            done=tuple(dict.fromkeys(text for case in every for text in case.done))[-DONE:],
             silenced="",
             told=True,
         )
@@ -142,6 +152,7 @@ class JobIncidents:
         if known == case:
             return
         incident.cases[node, case.id] = case
+        incident.forget_ended()
         over = known is None and not fired and case.state != "firing"
         if not (over and (given.paged or incident.told)):  # else people know by the node, or by the others
             incident.told = True

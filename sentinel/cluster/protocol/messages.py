@@ -27,6 +27,8 @@ MOST_NODES = 4096
 """Of a job."""
 
 _RANKS = msgspec.Meta(max_length=4096)
+_Number = Annotated[str, msgspec.Meta(max_length=8)]
+"""Of a rank, as a key."""
 _CASES = msgspec.Meta(max_length=1024)
 _NODES = msgspec.Meta(max_length=MOST_NODES)
 _SNAPSHOTS = msgspec.Meta(max_length=64)
@@ -131,7 +133,7 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     hostname: Name
     attempt: Integer
     step: Integer
-    ranks: Annotated[dict[Name, Integer], _RANKS] = {}
+    ranks: Annotated[dict[_Number, Integer], _RANKS] = {}
     """Rank -> the last step that it reported."""
     last: Integer = 0
     """Number of its last event."""
@@ -197,7 +199,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     silent_seconds: float
     attempt: Integer
     step: Integer
-    ranks: Annotated[dict[Name, Integer], _RANKS] = {}
+    ranks: Annotated[dict[_Number, Integer], _RANKS] = {}
     work: WorkReport = WorkReport()
 
 

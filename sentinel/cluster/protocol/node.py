@@ -41,6 +41,8 @@ class Node:
         self.heard = now
         """When the last one came of a coordinator that acts."""
         self._joined = self._coordinator_left = False
+        self.dropped = 0
+        """Cases that were too many to wait for a coordinator which has not applied them."""
         self._kept: dict[str, NodeCase] = {}
         self._known: set[str] = set()
         """Cases that a coordinator applied: it tells people of them."""
@@ -86,7 +88,8 @@ class Node:
         self._kept[case.id] = kept
         if len(self._kept) > KEPT:
             ended = (identity for identity, one in self._kept.items() if one.case.state != "firing")
-            del self._kept[next(ended, next(iter(self._kept)))]
+            dropped = self._kept.pop(next(ended, next(iter(self._kept))))
+            self.dropped += dropped.number > self.applied
         return self._events(self.last - 1, [kept], self.last)
 
     def record_page(self, case: Case) -> None:
@@ -118,7 +121,7 @@ class Node:
         if self.beat is None or beat.epoch > self.beat.epoch:
             self.applied = 0
         self.beat = beat
-        if beat.acting:
+        if beat.acting and self.members.admits(self.node, beat.expected):
             self.heard, self._joined = now, True
             self._coordinator_left = beat.leaving and not self._is_replaceable(beat)
         own = next((state for state in beat.nodes if state.node == self.node), None)
