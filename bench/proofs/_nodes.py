@@ -75,7 +75,7 @@ class NodesJob:
 
     @property
     def has_met(self) -> bool:
-        """Whether each node's daemon has joined the one that coordinates."""
+        """Whether the daemons of all nodes have met: each has joined the coordinator."""
         views = [(self.ask(node).get("job") or {}).get("view", "") for node in range(self.node_count)]
         return sorted(views) == ["coordinator", *["joined"] * (self.node_count - 1)]
 

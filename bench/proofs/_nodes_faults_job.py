@@ -2,7 +2,7 @@
 
     torchrun ... -m bench.proofs._nodes_faults_job KIND FOLDER/FILE SECONDS RANK
 
-Faults and arguments are those of `tests/programs/waiting_ranks.py`, and RANK is the one that has the fault. Training
+Faults and arguments are those of `tests/programs/waiting_ranks.py`, and RANK has the fault. Training
 begins once there is `met` in the folder; when the rank does something else, it notes that in `fault`.
 """
 
