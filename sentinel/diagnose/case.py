@@ -40,6 +40,10 @@ class CaseMember(msgspec.Struct, frozen=True):
     """Number of its node, in an incident of a job over several nodes."""
 
 
+BY_RANK = ("stacks", "census", "out_of_memory", "moments", "provenance")
+"""Evidence of a case, by rank: of a job over several nodes, a node has that of its own ranks alone."""
+
+
 class Case(msgspec.Struct, kw_only=True):
     """An incident with its evidence."""
 

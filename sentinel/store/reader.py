@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sentinel.diagnose.case import BY_RANK
 from sentinel.errors import ConfigError, DamageError
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store.layout import (
@@ -37,8 +38,6 @@ AT_A_TIME = 16
 MOST_UNPACKED, MOST_RATIO = 128 * 1024**2, 32
 """Bytes that a history may unpack to while it is read: so many, and so many for each packed byte. Losses, norms and
 times do not pack tenfold."""
-EVIDENCE = ("stacks", "census", "out_of_memory", "moments", "provenance")
-"""Of an incident: what its node alone has, by rank."""
 _TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
 """Those of each schema. Where one is a view, it is no writer's, and may have any number of rows."""
 
@@ -96,10 +95,6 @@ class _Incident(msgspec.Struct):
     diagnosis: _Diagnosis = msgspec.field(default_factory=_Diagnosis)
     layers: list[_Layer] = []
     stacks: dict[str, str] = {}
-    census: dict[str, Any] = {}
-    out_of_memory: dict[str, Any] = {}
-    moments: dict[str, Any] = {}
-    provenance: dict[str, Any] = {}
     done: list[str] = []
     silenced: str = ""
 
@@ -303,7 +298,7 @@ class History:
         job = self._read_incidents("job_incidents", _JobIncident) if "job_incidents" in self._tables else []
         for case in job:
             for part in (own.pop(identity, {}) for identity in case["own"]):
-                case.update({name: case[name] | part.get(name, {}) for name in EVIDENCE})
+                case.update({name: _read_by_rank(case, name) | _read_by_rank(part, name) for name in BY_RANK})
         cases = sorted([*own.values(), *job], key=lambda case: (case["step"], case["id"]))
         ended = ((case, UNRESOLVED if case["state"] == "firing" else case["state"]) for case in cases)
         return [case | {"state": state, "over": True} for case, state in ended]
@@ -390,6 +385,10 @@ class History:
         self._unpackable += MOST_RATIO * packed - unpacked
         if self._unpackable < 0:
             raise Damaged(f"it unpacks to far more than its {self.path.stat().st_size} bytes can be of a run")
+
+
+def _read_by_rank(case: dict[str, Any], name: str) -> dict[str, Any]:
+    return msgspec.convert(case.get(name, {}), dict[str, Any])
 
 
 def _series(chunks: Iterable[Chunk], names: Sequence[str]) -> dict[str, Series]:

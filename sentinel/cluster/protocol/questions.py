@@ -12,7 +12,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.protocol.messages import MESSAGE_BYTES, ClusterMessage, encode, trim_case
-from sentinel.diagnose.case import Case
+from sentinel.diagnose.case import BY_RANK, Case
 from sentinel.diagnose.standstill.stacks import training
 from sentinel.runs import Rank, RankState
 from sentinel.wire.flight_recorder import Flight
@@ -116,13 +116,7 @@ def view_case(case: Case) -> Case:
 
 def add_details(incident: Case, cases: Sequence[Case]) -> Case:
     """The job's incident with what its nodes have of it: the evidence of each of its cases."""
-    found: dict[str, dict[str, Any]] = {
-        "stacks": {},
-        "census": {},
-        "out_of_memory": {},
-        "moments": {},
-        "provenance": {},
-    }
+    found: dict[str, dict[str, Any]] = {name: {} for name in BY_RANK}
     for case in cases:
         for name, evidence in found.items():
             evidence |= getattr(case, name)
