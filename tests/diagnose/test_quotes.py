@@ -109,6 +109,28 @@ def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None
     assert "with depth" in found.cause
 
 
+def test_how_many_were_clipped_is_one_number() -> None:
+    """Of the 200 norms that make a usual one, fewer were clipped."""
+    steps = run_of(900, lambda seq: {"grad_norm": 4.0 if seq % 20 or seq > 640 else 0.5, "clip_limit": 1.0})
+    summary, found = told("AlwaysClipping", steps)
+    assert summary.startswith("20 of the last 20 sampled gradients were clipped")
+    assert ": 20 of the last 20 sampled gradients were clipped" in found.cause
+
+
+def test_how_many_batches_came_again_is_one_number() -> None:
+    """The rule was told when six had; more have by the step up to which the diagnosis sees."""
+    steps = run_of(40, lambda seq: {"batch_repeated": float(seq >= 20)})
+    summary, found = told("DuplicateBatches", steps, facts={"loader": {"num_workers": 2}})
+    count = summary.partition(" ")[0]
+    assert f": {count} of the last 16 batches looked at" in found.cause
+
+
+def test_what_a_sum_loses_is_one_number() -> None:
+    steps = run_of(40, lambda seq: {"accumulation_error": 0.001 if seq < 30 else 0.004, "micro_batches": 8.0})
+    summary, found = told("LowPrecisionAccumulation", steps)
+    assert f"{summary.partition(' ')[0]} of the sum is lost" in found.cause
+
+
 def test_no_scale_is_advised_under_the_present_one() -> None:
     """The histogram is of all layers: with the bulk of it far from 0 a scale of less than 1 would do."""
     steps = run_of(20, lambda _: {"loss_scale": 1.0, below(-24): 0.0, below(-16): 0.0, below(-8): 0.01})

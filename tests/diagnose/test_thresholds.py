@@ -294,10 +294,10 @@ def test_layers_whose_updates_left_the_rest_are_named() -> None:
 
 def test_clipping_at_every_step_in_words() -> None:
     steps = run_of(300, lambda seq: {"grad_norm": 0.5 if seq % 10 == 9 else 4.0, "clip_limit": 1.0})
-    found = judged("AlwaysClipping", steps)
+    found = judged("AlwaysClipping", steps, numbers={"run": {"clipped": 20.0}})
     assert found.cause == (
-        "the limit of 1 lies under the usual gradient norm of 4: 90% of the last 200 steps were clipped, "
-        "to 0.25 of their size"
+        "the limit of 1 lies under the usual gradient norm of 4: 20 of the last 20 sampled gradients were "
+        "clipped, to 0.25 of their size"
     )
     assert found.remedy.startswith("set max_norm to two to three times the usual norm, about 10, and lower the rate")
     assert (found.confidence, found.missing) == ("high", ())

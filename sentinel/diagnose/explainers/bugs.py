@@ -39,17 +39,14 @@ def gradients_not_cleared(evidence: Evidence) -> Finding:
 @explains("DuplicateBatches")
 def duplicate_batches(evidence: Evidence) -> Finding:
     """Whether there are workers that may give the same."""
-    looked = [value for _, value in evidence.series("batch_repeated")][-16:]
-    workers = evidence.facts.get("loader", {}).get("num_workers")
-    share = sum(value == 1.0 for value in looked) / len(looked) if looked else 0.0
-    facts = (f"{share:.0%} of the last {len(looked)} batches looked at had been there before in their epoch",)
-    if not workers:
+    workers, quoted = evidence.facts.get("loader", {}).get("num_workers"), evidence.quote("repeated")
+    if not workers or quoted is None:
         missing = ["whether the data set holds the same samples several times"]
         command = "len({x.numpy().tobytes() for x, _ in dataset}) against len(dataset)"
         if workers is None:
             missing, command = [*missing, "how many workers the loader has"], "attach(loader=...)"
-        return report_unknown(*missing, command=command, evidence=facts)
-    return finding(evidence.alert, "workers", facts, share=share, workers=workers)
+        return report_unknown(*missing, command=command)
+    return finding(evidence.alert, "workers", repeated=quoted[0], workers=workers)
 
 
 @explains("AccumulationNotNormalised")
@@ -64,7 +61,7 @@ def accumulation_not_normalised(evidence: Evidence) -> Finding:
 @explains("LowPrecisionAccumulation")
 def low_precision_accumulation(evidence: Evidence) -> Finding:
     """What is lost, and of how many passes."""
-    lost, passes = evidence.usual("accumulation_error", most=3), evidence.latest("micro_batches")
-    if lost is None or not passes:
+    quoted, passes = evidence.quote("lost"), evidence.latest("micro_batches")
+    if quoted is None or not passes:
         return report_unknown("the sum in float32 beside it", command=SAMPLE_MORE)
-    return finding(evidence.alert, "bf16-sum", lost=lost, passes=passes)
+    return finding(evidence.alert, "bf16-sum", lost=quoted[0], passes=passes)

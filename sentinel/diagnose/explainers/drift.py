@@ -147,16 +147,18 @@ def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
 
 @explains("AlwaysClipping")
 def always_clipping(evidence: Evidence) -> Finding:
-    """The share of clipped steps, and the usual norm."""
+    """How many were clipped, and the usual norm."""
     limit = evidence.latest("clip_limit")
     norms = [norm for _, norm in evidence.series("grad_norm")[-200:] if math.isfinite(norm)]
     if limit is None or not norms:
         return report_unknown("the norms before clipping", command=SAMPLE_MORE)
     if (loss := evidence.sign("loss")) is not None:  # no measure of the limit that a healthy run needs
         return finding(evidence.alert, "loss-left", since=evidence.step(loss.seq), value=loss.value, usual=loss.usual)
-    usual, share = statistics.median(norms), sum(norm > limit for norm in norms) / len(norms)
+    if (quoted := evidence.quote("clipped")) is None:
+        return report_unknown("the numbers that the rule went by", command=ALL_STEPS)
+    usual = statistics.median(norms)
     return finding(
-        evidence.alert, "under-usual", limit=limit, norm=usual, share=share, steps=len(norms), factor=limit / usual,
+        evidence.alert, "under-usual", limit=limit, norm=usual, clipped=quoted[0], factor=limit / usual,
         wanted=2.5 * usual,
     )  # fmt: skip
 
