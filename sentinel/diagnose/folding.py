@@ -21,8 +21,9 @@ REACH_STEPS = 200
 """Steps within which alerts on one problem are one: the slowest rule on what a jump of the rate does takes 100 rows,
 and a divergence that came and went did so three times in 400 steps. Our judgement."""
 CRITICAL_REACH_STEPS = 1024
-"""While a critical one of them fires. So far apart are the rarest samples (docs/performance.md), by which a consequence
-is seen. A divergence that lasts is no reason to keep quiet about a NaN 50,000 steps later."""
+"""And while a critical one of them fires, if that is no less than `REACH_SECONDS`. So far apart are the rarest samples
+(docs/performance.md), by which a consequence is seen. A divergence that lasts is no reason to keep quiet about a NaN
+50,000 steps later."""
 REACH_SECONDS = 60.0
 """And seconds, in a loop in which so many steps take less: the shortest time between two messages about one problem."""
 
@@ -38,21 +39,27 @@ def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
     explaining = {*case.consequence_of, case.diagnosis.problem} - {""}
     same_attempt = [other for other in others if other.attempt == case.attempt and other.id != case.id]
     for members in reversed(group_by_problem(same_attempt)):
-        last = max(member.step if member.state == "firing" else member.resolved_step or 0 for member in members)
+        changes = [_last_change(member) for member in members]
+        last, last_time = max(step for step, _ in changes), max(time for _, time in changes)
+        long_past = case.first_step > last + CRITICAL_REACH_STEPS and case.time > last_time + REACH_SECONDS
         paged = any(member.severity == "critical" for member in members)
-        if is_over(members, case.step, case.time) or (
-            paged and case.severity == "critical" and case.first_step > last + CRITICAL_REACH_STEPS
-        ):
+        if is_over(members, case.step, case.time) or (long_past and paged and case.severity == "critical"):
             continue
         firing = [member for member in members if member.state == "firing"]
         problems = {member.problem for member in members} - {""}
         lasts = any(member.severity == "critical" for member in firing)
-        alike = case.problem in problems and case.first_step <= last + (CRITICAL_REACH_STEPS if lasts else REACH_STEPS)
+        close = case.first_step <= last + REACH_STEPS
+        alike = case.problem in problems and (close or (lasts and not long_past))
         follows = firing and explaining & problems
-        explains = case.first_step <= last + REACH_STEPS and any(may_explain(case, member) for member in firing)
+        explains = close and any(may_explain(case, member) for member in firing)
         if alike or follows or explains:
             return next((member for member in members if not member.parent), members[0])
     return None
+
+
+def _last_change(case: Case) -> tuple[float, float]:
+    """Step and time at which an incident fired, or was over."""
+    return (case.step, case.time) if case.state == "firing" else (case.resolved_step or 0, case.resolved_time or 0.0)
 
 
 def explain_consequence(case: Case, parent: Case) -> Finding:

@@ -75,8 +75,15 @@ def test_another_problem_stands_alone_however_close(apart: int) -> None:
 @pytest.mark.parametrize(("severity", "reach"), [("warning", REACH_STEPS), ("critical", CRITICAL_REACH_STEPS)])
 def test_what_lasts_does_not_explain_what_begins_much_later(severity: str, reach: int) -> None:
     lasting = incident("0.1", 100, severity=severity)
-    assert parent_of(incident("0.2", 100 + reach), lasting) == "0.1"
-    assert parent_of(incident("0.2", 101 + reach), lasting) == ""
+    assert parent_of(later(incident("0.2", 100 + reach), 61), lasting) == "0.1"
+    assert parent_of(later(incident("0.2", 101 + reach), 61), lasting) == ""
+
+
+def test_in_a_loop_of_milliseconds_what_lasts_keeps_another_critical_one_quiet_for_a_minute() -> None:
+    lasting = incident("0.1", 100, severity="critical")
+    new = incident("0.2", 20_000, severity="critical")
+    assert parent_of(later(new, 59), lasting) == "0.1"
+    assert parent_of(later(new, 61), lasting) == ""
 
 
 def test_a_critical_one_does_not_join_where_the_page_is_long_past() -> None:
@@ -86,7 +93,7 @@ def test_a_critical_one_does_not_join_where_the_page_is_long_past() -> None:
     known = msgspec.structs.replace(first, parent="0.1", problem_id="0.1")
     late = 9001 + CRITICAL_REACH_STEPS
     assert parent_of(incident("0.3", late), chronic, known, consequence_of=("gradients-kept",)) == "0.1"
-    severe = incident("0.3", late, severity="critical")
+    severe = later(incident("0.3", late, severity="critical"), 61)
     assert parent_of(severe, chronic, known, consequence_of=("gradients-kept",)) == ""
 
 

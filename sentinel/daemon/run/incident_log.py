@@ -111,7 +111,10 @@ class IncidentLog:
         else:
             self._explain(case)
         for member in [other for other in self.cases.values() if other.parent == case.id]:
+            said = member.diagnosis
             self._explain(member)
+            if member.diagnosis is not said:
+                self.record_action(member)
 
     def record_action(self, case: Case) -> None:
         """An action wrote into a case."""
