@@ -274,7 +274,7 @@ def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
     assert "(2.weight)" in found.cause
 
 
-def test_an_optimizer_of_a_copy_is_told_as_one_where_parameters_are_left_out() -> None:
+def test_an_optimizer_of_a_copy_is_named_where_parameters_are_left_out() -> None:
     """The copy's tensors get no gradient: the advice to add the model's own would leave them there."""
     steps = run_of(20, lambda _: {"parameters_outside": 1.0, "outside_share": 0.5})
     blocks = layered([10], lambda _: {"0.weight": {"layer_grad_norm": 1.0}})

@@ -118,7 +118,7 @@ def test_how_many_were_clipped_is_one_number() -> None:
 
 
 def test_how_many_batches_came_again_is_one_number() -> None:
-    """The rule was told when six had; more have by the step up to which the diagnosis sees."""
+    """The rule fires at six of them."""
     steps = run_of(40, lambda seq: {"batch_repeated": float(seq >= 20)})
     summary, found = told("DuplicateBatches", steps, facts={"loader": {"num_workers": 2}})
     count = summary.partition(" ")[0]

@@ -291,6 +291,6 @@ FAULTS = (
     ),
     Fault(
         id="S11", what="a limit far under the usual norm", alert="AlwaysClipping", signal="grad_norm", delay=200,
-        loop=low_limit, cause="limit of 0.001 lies under the usual", names=("100%",),
+        loop=low_limit, cause="limit of 0.001 lies under the usual", names=("20 of the last 20",),
     ),
 )  # fmt: skip

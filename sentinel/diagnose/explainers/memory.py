@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import SAMPLE_MORE, Evidence, Finding, report_unknown
+from sentinel.diagnose.evidence import Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.holders import add_holders
 from sentinel.engine.windows.steady import Steady, count_steady_samples
@@ -181,7 +181,10 @@ def pressure(evidence: Evidence) -> Finding:
     sizes = evidence.series("batch_elements", rank)
     near = [(seq, size) for seq, size in sizes if evidence.since - _NEAR <= seq <= evidence.since]
     if len(sizes) < _LEAST or not near:
-        return report_unknown("the shape of that batch: batches are looked at now and then", command=SAMPLE_MORE)
+        return report_unknown(
+            "the shape of that batch: batches are looked at now and then",
+            command="monitor.log(batch_elements=inputs.numel()) at each step",
+        )
     at, elements = max(near, key=lambda found: found[1])
     usual = statistics.median(size for _, size in sizes)
     if elements < _LONGER * usual:
