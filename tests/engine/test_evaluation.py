@@ -398,6 +398,16 @@ def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_othe
     assert fired == [("fired", 20)]  # 10 at steps 0 and 10, 20 at step 20
 
 
+@pytest.mark.parametrize(("span", "pending"), [("3 of 3", [0, 1]), ("3 of 4", [0, 1, 2, 3, 4])])
+def test_of_n_in_a_row_one_that_is_missing_ends_pending(span: str, pending: list[int]) -> None:
+    rules = load_rules(f"{{group: t, rules: [{{alert: High, expr: loss > 10, for: {span} steps}}]}}", "t").rules
+    evaluator, found = Evaluator(rules, run="t"), []
+    for seq, loss in enumerate([11.0, 11.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
+        evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": loss}}))
+        found += [seq] * bool(evaluator.pending)
+    assert found == pending
+
+
 def test_a_rule_may_end_by_another_condition_than_it_begins() -> None:
     rule = "{alert: High, expr: loss > 10, keep_while: 'mean(loss, 2) > 5', keep_firing: 2 steps}"
     evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")

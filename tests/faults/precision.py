@@ -119,15 +119,13 @@ def scaled_too_little(trial: Trial) -> None:
 
 
 def pure_bf16(trial: Trial) -> None:
-    """P5: weights in bf16, and a rate at which an update is under their last digit, to which it falls where the fault
-    begins late. The twin keeps them in float32."""
+    """P5: weights in bf16, and a rate at which an update is under their last digit. The twin keeps them in float32."""
     model = classifier()
     if trial.faulty:
         model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     trial.attach(model, optimizer)
-    for (step, _), (x, y) in zip(trial.steps(300), images(trial.seed), strict=False):
-        optimizer.param_groups[0]["lr"] = 3e-3 if step < 0 else 1e-4
+    for (_, _), (x, y) in zip(trial.steps(300), images(trial.seed), strict=False):
         with torch.autocast("cpu", torch.bfloat16, enabled=not trial.faulty):
             output = model(x.bfloat16() if trial.faulty else x)
         optimizer.zero_grad()
@@ -196,7 +194,7 @@ FAULTS = (
     ),
     Fault(
         id="P5", what="weights in pure bf16", alert="LostUpdates", signal="lost_update_share", delay=50,
-        loop=pure_bf16, cause="bfloat16.*rounded back", names=("master weights", "stochastic"), begins=True,
+        loop=pure_bf16, cause="bfloat16.*rounded back", names=("master weights", "stochastic"),
     ),
     Fault(
         id="P6", what="clips before it unscales", alert="ClipBeforeUnscale", signal="loss_scale", delay=5,

@@ -98,5 +98,6 @@ class Judge:
             self.firing = False
             self._recent.clear()
             return "resolved"
-        self._held = max(self._recent, default=-1) >= 0
+        # Of n in a row one that is missing leaves nothing to wait for, and no samples to ask ranks for.
+        self._held = hold.times < hold.of and max(self._recent, default=-1) >= 0
         return ""
