@@ -18,13 +18,14 @@ OVERHEAD, OVERHEAD_GPU = 0.02, 0.01
 """Share of the loop's time that all of Sentinel may take where the user gave none: of a model on the CPU, and else."""
 DECISIONS = (4, 10, 20, 50)
 """Steps after which the first decisions are made: a tier that costs much is not sampled 50 times before."""
+UNDECIDED = DECISIONS[0]
+"""Steps before the first of them: only the opening examination keeps an expensive sample from being repeated there."""
 DECIDE_EVERY = 50
 """Steps between two decisions from then on."""
 FIRST = {0: 1, 1: 1, 2: 8, 3: 256}
 """Spacing by tier until the cost has been measured."""
 MEASURED = 2
-"""The first steps, at which every tier is sampled, the second one where the opening examination affords it: the first
-sample pays for cold caches, the second one counts."""
+"""The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
 WHOLE = 512
 """First steps of which all of tier 0 is taken."""
 RELAXED = range(1, 65)
@@ -154,9 +155,8 @@ class Governor:
         return self._is_scheduled(tier, seq) or self._opens(tier, seq)
 
     def _is_scheduled(self, tier: int, seq: int) -> bool:
-        """Whether a tier is sampled whatever the opening examination looks at. Until the first decision the limit of
-        that holds for all but step 0, by whose cost it judges."""
-        if self._opening is not None and seq and self._next == DECISIONS[0] and not self._opening.is_over(seq):
+        """Whether a tier is sampled whatever the opening examination looks at."""
+        if self._opening is not None and 0 < seq <= UNDECIDED and self._opening.forbids(self._expect(tier)):
             return False
         return seq % self.spacing[tier] == 0 or seq < MEASURED
 
@@ -177,9 +177,12 @@ class Governor:
         return self._is_scheduled(3, seq) or self._opens(3, seq)
 
     def _opens(self, tier: int, seq: int) -> bool:
+        return self._opening is not None and self._opening.wants(tier, seq, self._expect(tier))
+
+    def _expect(self, tier: int) -> float:
+        """Seconds of a sample of a tier, with the tiers below it."""
         # The mean of two samples, one of them interrupted, would keep a tier from being measured again.
-        expected = sum(self._tiers[part].least for part in range(1, tier + 1))
-        return self._opening is not None and self._opening.wants(tier, seq, expected)
+        return sum(self._tiers[part].least for part in range(1, tier + 1))
 
     def mark_opening(self, seq: int) -> float | None:
         """Whether step `seq` is looked at because of the opening examination, as `Opening.mark` has it."""

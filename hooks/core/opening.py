@@ -75,10 +75,16 @@ class Opening:
         else:
             every = 1 if at < self._whole else 4 << (at.bit_length() - STEPS.bit_length())
         share = self._share * (1.0 if tier == 3 else 1.0 - RESERVE)
-        if (at % every == 0 or seq == 1) and self._affords(expected, share):  # the first sample had cold caches
+        if at % every == 0 and self._affords(expected, share):
             self._taken = seq
             return True
         return False
+
+    def forbids(self, expected: float) -> bool:
+        """Whether a sample of about `expected` seconds goes over the limit of them all, or over the share that the user
+        gave. What the usual share affords is not asked: step 0 was slow for its cold caches."""
+        given = 0.0 < self._share < SHARE
+        return self._spent + expected > SECONDS or (given and not self._affords(expected, self._share))
 
     def mark(self, seq: int) -> float | None:
         """1 for a step that is looked at because of it, which costs caches and memory and is no measure for later ones;
