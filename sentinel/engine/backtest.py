@@ -108,7 +108,9 @@ def _list_judging(evaluator: Evaluator, rules: Sequence[Rule], seen: Collection[
         if judged and _settle(parse(Text.plain(rule.expr)).tree, rule, seen) is False:
             yield Looked(rule.name, rule.severity, 0, "no data", tuple(sorted(rule.metrics - {*seen})))
         else:
-            yield Looked(rule.name, rule.severity, judged, mine[0].state, mine[0].lacking)
+            lacking = mine[0].lacking
+            never = tuple(metric for metric in lacking if metric not in seen)
+            yield Looked(rule.name, rule.severity, judged, mine[0].state, lacking if judged else never or lacking)
 
 
 def _settle(node: ast.expr, rule: Rule, seen: Collection[str]) -> bool | None:

@@ -46,7 +46,6 @@ LINE = "[sentinel] "
 DEAD_AND_ALIVE = wire.LayerTable(
     digest="d", layers=tuple(wire.Layer(name=name, shape=(2, 2), dtype="float32") for name in ("a.weight", "b.weight"))
 )
-ZEROS = {"layer_grad_zero_share": 1.0, "layer_grad_norm": 0.0}
 """Of the layer that is dead."""
 
 
@@ -243,9 +242,11 @@ def test_a_dead_layer_may_be_the_cause_of_a_spike_that_has_none(tmp_path: Path) 
         await run.steps(loss=[*healthy[98:], *(9.0 + seq for seq in range(20))])
         assert run.case("LossSpike").diagnosis.confidence == "none"
         run.watch.ingest.message(run.rank, DEAD_AND_ALIVE, float(run.next))
-        for _ in range(8):
-            stats = {name: array("f", [zero, 1.0 - zero]).tobytes() for name, zero in ZEROS.items()}
-            await run.steps(layers=[wire.LayerBlock(seq=run.next, table="d", stats=stats)], loss=[9.0])
+        for _ in range(32):
+            stats = {"layer_grad_norm": array("f", [0.0, 1.0]).tobytes()}
+            await run.steps(
+                layers=[wire.LayerBlock(seq=run.next, table="d", stats=stats)], loss=[9.0], grad_norm_applied=[1.0]
+            )
 
     run = watched(tmp_path, scenario, stock=True)
     dead, spike = run.case("DeadLayer"), run.case("LossSpike")
