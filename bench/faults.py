@@ -126,7 +126,7 @@ def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Se
             if not found and fault.id in shown:
                 rows.append(shown[fault.id])
                 untrained.append(fault.id)
-            else:
+            elif found or not late:
                 rows.append(row(fault, found, timed=family in TIMED))
     return make_table(HEAD, rows) + note_stale(kept, untrained)
 

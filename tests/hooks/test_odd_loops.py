@@ -70,7 +70,7 @@ def test_an_optimizer_without_a_learning_rate(missing: bool, daemon: FakeDaemon)
 def test_names_that_never_end_do_not_grow_the_hello(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sentinel.hooks.session.session.NAMES", 3)
+    monkeypatch.setattr("sentinel.hooks.session.logged_signals.NAMES", 3)
     monkeypatch.setattr("sentinel.hooks.session.session.LINES", 6)
     net = loops.model()
     optimizer = sgd(net)
