@@ -38,3 +38,8 @@ def test_one_in_evaluation_does_not_count(daemon: FakeDaemon) -> None:
 )
 def test_what_trains_or_keeps_no_statistics_is_none_of_them(daemon: FakeDaemon, body: nn.Module) -> None:
     assert streamed(daemon, body) == ({}, {})
+
+
+def test_one_without_weights_is_frozen_with_what_is_around_it(daemon: FakeDaemon) -> None:
+    trunk = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8, affine=False))).requires_grad_(False)
+    assert streamed(daemon, trunk) == ({0: 1.0}, {0: -1.0})

@@ -6,7 +6,8 @@ with nothing between. In Pre-LN networks the sum before it is that part. Where t
 a normalisation of the user's) nothing is reported.
 
 `FrozenStatistics`: `requires_grad_(False)` stops the weights of a batch norm, and `model.train()` goes on updating its
-running mean and variance; what the layer computes in evaluation is then another thing than what was frozen.
+running mean and variance; what the layer computes in evaluation is then another thing than what was frozen. One without
+weights is frozen where all that the module around it has is.
 
 `Communication`: by the timers of DDP's own logger, on CPU and GPU. They show how long gradients were on their way after
 the backward pass had computed the last of them; what went on beside it costs nothing. DDP times its first ten
@@ -17,6 +18,7 @@ happens on a GPU: for them there is no number.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -127,8 +129,8 @@ class FrozenStatistics(Probe):
     tier = 3
 
     def __init__(self) -> None:
-        self._norms: list[weakref.ref[nn.Module]] | None = None
-        """All that keep running statistics and have weights."""
+        self._norms: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] | None = None
+        """All that keep running statistics, each with what has weights: itself, or else the module around it."""
         self._rows: dict[int, int] = {}
 
     def after(self, step: Step) -> None:
@@ -136,14 +138,12 @@ class FrozenStatistics(Probe):
         if known is None or known.stream:
             return
         if self._norms is None:
-            self._norms = [
-                weakref.ref(module)
-                for model in known.models
-                for module in model.modules()
-                if isinstance(module, NormWithStatistics) and module.running_mean is not None and module.affine
-            ]
-        norms = [module for ref in self._norms if (module := ref()) is not None]
-        frozen = [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
+            self._norms = [pair for model in known.models for pair in _list_norms(model)]
+        frozen = [
+            norm
+            for ref, owner in self._norms
+            if (norm := ref()) is not None and (held := owner()) is not None and _is_frozen(held)
+        ]
         if not frozen:
             return
         moving = [norm for norm in frozen if norm.training]
@@ -153,8 +153,25 @@ class FrozenStatistics(Probe):
 
     def _row(self, known: Layers, norm: nn.Module) -> int:
         """The layer-table row of its weight; -1 where it has none."""
+        if norm.weight is None:
+            return -1
         key = id(norm.weight)
         if key not in self._rows:
             rows = (row for row, (_, _, p) in enumerate(named_parameters(known.models)) if p is norm.weight)
             self._rows[key] = next(rows, -1)
         return self._rows[key]
+
+
+def _list_norms(model: nn.Module) -> Iterator[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]]:
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, NormWithStatistics) and module.running_mean is not None:
+            path = name
+            while path and next(modules[path].parameters(), None) is None:
+                path = path.rpartition(".")[0]
+            yield weakref.ref(module), weakref.ref(modules[path])
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
