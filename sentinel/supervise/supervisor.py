@@ -164,17 +164,20 @@ class Supervisor:
         stopped = standing is not None and bool(standing.stopped)
         over_nodes = self._over_nodes or (standing is not None and standing.nodes > 1)
         fault = _fault(status, standing, self._words.order)
-        if idle and over_nodes and not unfit:
+        in_training = standing is not None and bool(standing.alert or standing.raised)  # and not in what came after it
+        if idle and over_nodes and not unfit and (status is None or in_training):
             self._end_with_nodes(fault, awaited)
+            if self._ended_by is not None:
+                return status if status is not None else -self._ended_by
         if status is not None and (unfit or idle):
             return EXIT_STOPPED if stopped else status
         self._say_fault(fault, standing, "ended" if status is not None else "was ended")
         order = self._words.order
         if idle and over_nodes and not (order is not None and self._is_left_out(order)):
             why = "the script does not say that it resumes, and --restarts is not given"
-            said = f"not started again: {why} (exit code {EXIT_UNFINISHED})"
-            self._telling.say("stopped", said, status=EXIT_UNFINISHED, why=why)
-            return EXIT_UNFINISHED
+            said = f"not started again: {why} (exit code {EXIT_STOPPED})"
+            self._telling.say("stopped", said, status=EXIT_STOPPED, why=why)
+            return EXIT_STOPPED
         if over_nodes:
             stopped = False  # one node's word; all are to have the same exit status
             decided = self._decide_with_nodes(fault, awaited)

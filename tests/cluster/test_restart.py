@@ -228,14 +228,17 @@ while not Path(sys.argv[1]).exists():
     net(torch.ones(2)).sum().backward()
     optimizer.step()
     time.sleep(0.01)
+if sys.argv[2] == "raises":
+    raise RuntimeError("boom")
+monitor.detach()
 sys.exit(3)
 """
 """Goes on from nothing, and waits for no other rank."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_rank_that_fails_ends_all_nodes_of_a_job_that_is_not_started_again(tmp_path: Path, fails: bool) -> None:
+@pytest.mark.parametrize("how", ["raises", "is ended", "fails after training"])
+def test_a_rank_that_fails_ends_all_nodes_of_a_job_that_is_not_started_again(tmp_path: Path, how: str) -> None:
     """A real `sentinel run` on node 1, whose rank fails, or is to be ended because that of node 0 did."""
     address, program, end = free_address(), tmp_path / "plain.py", tmp_path / "end"
     program.write_text(PLAIN)
@@ -244,7 +247,7 @@ def test_a_rank_that_fails_ends_all_nodes_of_a_job_that_is_not_started_again(tmp
         "SENTINEL_RUN_ID": JOB, "SENTINEL_RUNTIME": str(tmp_path / "run1"), "SENTINEL_STATE": str(tmp_path / "state1"),
         "SENTINEL_CLUSTER": address, "SENTINEL_CLUSTER_SECRET": SECRET,
     }  # fmt: skip
-    command = [*RUN, "--", sys.executable, str(program), str(end)]
+    command = [*RUN, "--", sys.executable, str(program), str(end), how]
     with (
         node_daemon(0, 2, address, tmp_path, secret=SECRET, supervisor=MARK) as daemon,
         NodeSupervisor(daemon) as zero,
@@ -252,19 +255,21 @@ def test_a_rank_that_fails_ends_all_nodes_of_a_job_that_is_not_started_again(tmp
     ):
         try:
             until(lambda: daemon.states().get(1) == "alive", "the nodes to meet", LIMIT_SECONDS)
-            if fails:
-                end.touch()
-            else:
+            if how == "is ended":
                 zero.report(fault=LOST, restarts=0)
-            order = zero.await_order("end" if fails else "begin")
-            zero.report(fault=LOST, restarts=0)
+            else:
+                end.touch()
+            if how != "fails after training":
+                order = zero.await_order("end" if how == "raises" else "begin")
+                zero.report(fault=LOST, restarts=0)
+                assert order.fault is not None
+                assert order.fault.words.startswith("node 1 (" if how == "raises" else "node 0 (host0): RankLost")
             said = one.communicate(timeout=LIMIT_SECONDS)[1]
         finally:
             one.kill()
-    assert order.fault is not None
-    assert order.fault.words.startswith("node 1 (" if fails else "node 0 (host0): RankLost")
-    assert one.returncode == (3 if fails else EXIT_UNFINISHED), said
-    assert fails or "not started again: the script does not say that it resumes" in said
+        assert how != "fails after training" or not zero.list_arrived(wire.Order)
+    assert one.returncode == {"raises": 1, "is ended": EXIT_STOPPED, "fails after training": 3}[how], said
+    assert how != "is ended" or "not started again: the script does not say that it resumes" in said
 
 
 @pytest.mark.slow

@@ -84,6 +84,11 @@ class SimulatedRank:
         self.say(wire.Query(what=what))
         return self.expect(wire.Answer).content
 
+    def list_arrived(self, kind: type[Message]) -> list[Message]:
+        """The messages of a kind that have come and were not expected."""
+        self.ask("status")
+        return [message for message in self._arrived if isinstance(message, kind)]
+
     def expect(self, kind: type[Message]) -> Message:
         """The next message of a kind; others that come before it are kept."""
         for index, message in enumerate(self._arrived):
