@@ -92,8 +92,9 @@ class Lead:
             self.coordinator.drop_node(node)
             return False
         if not self.coordinator.admits(node):
+            expected = self.coordinator.expected
             raise ProtocolError(
-                f"node {node} is none of {self.coordinator.expected}; a job's nodes all need as many ranks as this one"
+                f"node {node} is not one of this job's {expected} nodes: each must have the same number of ranks"
             )
         if kind == "pulse":
             pulse: Pulse = _check_sender(decode(payload, Pulse), node)

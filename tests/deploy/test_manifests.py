@@ -98,6 +98,8 @@ def test_a_misspelt_key_is_found() -> None:
 
 def test_pods_agree_with_each_other_and_with_sentinel() -> None:
     (monitor,) = documents(DEPLOY / "kubernetes" / "podmonitor.yaml")
+    # Monitors and policies of users select by it: a public name, whatever modules are called.
+    assert monitor["spec"]["selector"]["matchLabels"] == {"sentinel.daemon.metrics": "true"}
     for name in ("sidecar", "daemonset"):
         settings, workload = documents(DEPLOY / "kubernetes" / f"{name}.yaml")[-2:]
         content = config.parse_settings(settings["data"]["sentinel.toml"], Path("/etc/sentinel/sentinel.toml"))

@@ -9,7 +9,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "sentinel.pod" -}}
 {{ include "sentinel.selector" . }}
-sentinel.daemon.frontend.metrics: "true"
+sentinel.daemon.metrics: "true"
 {{- end -}}
 
 {{- /* A pod starts again where settings or rules have changed. */ -}}
