@@ -15,7 +15,7 @@ import msgspec
 from sentinel import wire
 from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.coordinator import Coordinator, find_bound
-from sentinel.cluster.protocol.election import check_epoch
+from sentinel.cluster.protocol.election import check_epoch, check_incarnation
 from sentinel.cluster.protocol.job_incident import CauseFinder, Page
 from sentinel.cluster.protocol.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
 from sentinel.cluster.protocol.relay import RelayedRollback
@@ -99,6 +99,7 @@ class Lead:
         if kind == "pulse":
             pulse: Pulse = _check_sender(decode(payload, Pulse), node)
             check_epoch(find_bound(pulse), time.time())
+            check_incarnation(pulse.incarnation, time.time())
             return self.coordinator.take_pulse(pulse, now) and self.decide(now)
         if kind == "digest":
             digest = _check_sender(decode(payload, Digest), node)

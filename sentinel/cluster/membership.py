@@ -26,7 +26,7 @@ from sentinel.cluster.lead import IncidentRecorder, JobJudge, Lead, restore_blam
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
 from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
-from sentinel.cluster.protocol.election import check_epoch, next_epoch
+from sentinel.cluster.protocol.election import check_epoch, check_incarnation, next_epoch
 from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
 from sentinel.cluster.protocol.job_incident import CauseFinder
 from sentinel.cluster.protocol.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
@@ -536,6 +536,9 @@ class Membership:
         if beat.node != node:
             raise ProtocolError(f"node {node} says that it is node {beat.node}")
         check_epoch(beat.epoch, time.time())
+        for state in beat.nodes:
+            if state.node == self.node:  # above which it would set its own
+                check_incarnation(state.incarnation, time.time())
         if self._lead is not None:
             if not self._lead.coordinator.yields_to(beat, now):
                 return

@@ -27,7 +27,7 @@ class CountedJob:
         self.coordinator = Coordinator(0, NODES, EPOCH, 0.0, blame=blame)
         self._last = dict.fromkeys(range(NODES), 0)
         for node in range(NODES):
-            self._beat(node)
+            self.beat(node)
             self.coordinator.take_events(Events(node=node, incarnation=1, after=0, upto=0))
 
     def hand_in(self, node: int, *cases: Case) -> None:
@@ -45,9 +45,12 @@ class CountedJob:
         beat = self.coordinator.make_beat(1.0)
         return beat.blame, beat.blamed_incidents
 
-    def _beat(self, node: int) -> None:
-        ranks = {str(2 * node): 5, str(2 * node + 1): 5}
-        pulse = Pulse(node=node, incarnation=1, hostname="h", attempt=0, step=5, ranks=ranks, epoch=EPOCH, stamp=0.0)
+    def beat(self, node: int, attempt: int = 0) -> None:
+        """As of a node whose ranks have all said hello in the first attempt, and none in another one."""
+        ranks = {str(2 * node): 5, str(2 * node + 1): 5} if attempt == 0 else {}
+        pulse = Pulse(
+            node=node, incarnation=1, hostname="h", attempt=attempt, step=5, ranks=ranks, epoch=EPOCH, stamp=0.0
+        )
         self.coordinator.take_pulse(pulse, 0.0)
 
 
@@ -71,6 +74,18 @@ def test_of_a_hang_of_all_nodes_the_node_counts_whose_ranks_its_cause_names() ->
     (incident,) = job.coordinator.incidents
     job.coordinator.incidents.explain(incident, Finding("rank 5 never came", "high", ranks=(5,)))
     job.coordinator.take_changes(1.0)
+    assert job.count() == ({"2": 1}, 1)
+
+
+def test_a_restart_moves_the_blame_of_a_hang_to_no_other_node() -> None:
+    job = CountedJob()
+    named = msgspec.structs.replace(hang(1), diagnosis=Finding("rank 5 never came", "high", ranks=(5,)))
+    for node in range(NODES):
+        job.hand_in(node, named)
+    assert job.count() == ({"2": 1}, 1)
+    for node in range(NODES):
+        job.beat(node, attempt=1)
+        job.hand_in(node, msgspec.structs.replace(named, state="resolved", resolved_step=100))
     assert job.count() == ({"2": 1}, 1)
 
 

@@ -15,6 +15,7 @@ from sentinel.cluster.protocol.election import (
     TRIAL_SECONDS,
     Election,
     check_epoch,
+    check_incarnation,
     find_leader,
     next_epoch,
 )
@@ -174,6 +175,29 @@ def test_an_epoch_far_ahead_of_the_clock_is_refused() -> None:
     check_epoch(next_epoch(0, 1, int(1000 * now)), now)
     with pytest.raises(ProtocolError, match="set the nodes' clocks"):
         check_epoch(2**53, now)
+
+
+def test_an_incarnation_far_ahead_of_the_clock_is_refused() -> None:
+    now = 1_800_000_000.0
+    check_incarnation(int(1000 * now), now)
+    with pytest.raises(ProtocolError, match="set the nodes' clocks"):
+        check_incarnation(2**53, now)
+
+
+def test_a_stamp_that_a_coordinator_has_not_reached_keeps_no_node_from_following_it() -> None:
+    coordinator, node = Coordinator(0, 2, next_epoch(0, 0), 0.0), Node(1, 1, -LEASE_SECONDS)
+    node.take_beat(beat(coordinator.epoch, 1e15, acting=True), 1.0)
+    for now in (1.0, 2.0, 3.0):
+        for number in range(2):
+            stamp = node.election.stamp if number else now
+            epoch = node.election.epoch if number else coordinator.epoch
+            coordinator.take_pulse(pulse(number, epoch, stamp), now)
+        node.take_beat(coordinator.make_beat(now), now)
+    assert node.election.stamp == 3.0
+    assert coordinator.is_acting(3.0)
+    raised = coordinator.epoch
+    coordinator.take_pulse(pulse(1, next_epoch(0, 0), 1e15), 3.0)
+    assert coordinator.epoch == raised, "a pulse that was delayed"
 
 
 def test_who_hands_in_more_than_a_message_holds_is_asked_for_the_rest_at_once() -> None:

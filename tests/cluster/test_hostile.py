@@ -159,6 +159,22 @@ def test_an_epoch_above_all_blinds_no_node(ops: Consumer, options: tuple[str, ..
         assert node.job()["view"] == "joined", "it has told people by way of the coordinator, not alone after 30 s"
 
 
+def test_an_incarnation_above_all_and_a_stamp_of_the_future_blind_no_node(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with attacked_job(tmp_path, options) as (coordinator, node, attacker):
+        attacker.put("pulse/1", encode(Pulse(node=1, incarnation=2**53, hostname="h", attempt=0, step=0)))
+        until(lambda: coordinator.job()["refused"] >= 1, "the coordinator to refuse the pulse")
+        beat = attacker.overhear()
+        states = tuple(msgspec.structs.replace(state, incarnation=2**53) for state in beat.nodes)
+        attacker.put("beat/0", encode(msgspec.structs.replace(beat, stamp=beat.stamp + 0.1, nodes=states)))
+        until(lambda: node.job()["refused"] >= 1, "node 1 to refuse the beat")
+        attacker.put("beat/0", encode(msgspec.structs.replace(beat, stamp=1e15)))
+        until(lambda: attacker.overhear().epoch > beat.epoch, "the coordinator to go on with a higher epoch")
+        still_works(node, ops)
+        assert node.job()["view"] == "joined"
+
+
 def test_an_order_of_the_past_reaches_no_rank(options: tuple[str, ...], tmp_path: Path) -> None:
     """Replayed, of another attempt, of a lower epoch, or under another node's key. What the coordinator could have
     sent now does: those who have the secret can roll a job back."""

@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.cluster.protocol.messages import NodeState
+from sentinel.cluster.protocol.blame import BlameLedger
+from sentinel.cluster.protocol.coordinator import Coordinator
+from sentinel.cluster.protocol.election import next_epoch
+from sentinel.cluster.protocol.messages import NodeState, Pulse
 from sentinel.cluster.protocol.restart import PATIENCE_SECONDS, JobMember, RestartOrders, combine_faults
 
 
@@ -102,3 +105,22 @@ def test_what_some_nodes_have_begun_the_next_coordinator_has_all_begin() -> None
         assert RestartOrders(3).decide(members, now, 32) == msgspec.structs.replace(begun, epoch=32)
     members[0] = member(0, start=0, mark="another job's")
     assert does(RestartOrders(3).decide(members, 0.0)) == "end"
+
+
+def test_an_order_of_a_former_job_does_not_reach_the_next_one_of_the_same_run_id() -> None:
+    """Its daemons stay for a minute, the coordinator among them."""
+    coordinator = Coordinator(0, 2, next_epoch(0, 0), 0.0, blame=BlameLedger({1: 3}, 3))
+
+    def hear(mark: str, now: float, *, failed: bool) -> wire.Order | None:
+        for node in range(2):
+            job = wire.JobReport(fault=fault() if failed else None, restarts=3, mark=f"{mark}{node}")
+            pulse = Pulse(
+                node=node, incarnation=1, hostname="h", attempt=0, step=0, epoch=coordinator.epoch, stamp=now, job=job
+            )
+            coordinator.take_pulse(pulse, now)
+        return coordinator.order_nodes(now)
+
+    assert does(hear("former", 1.0, failed=True)) == "begin"
+    assert hear("next", 2.0, failed=False) is None
+    assert coordinator.make_beat(2.0).blame == {}
+    assert does(hear("next", 3.0, failed=True)) == "begin"

@@ -211,6 +211,18 @@ def test_a_proposal_that_one_node_took_binds_the_next_coordinator_too() -> None:
     assert job.list_running() == [(node, 1, (0, 1, 2, 3)) for node in (0, 1, 2, 3)]
 
 
+def test_nodes_of_which_one_drops_the_mark_of_the_job_come_to_an_agreement() -> None:
+    """As a daemon of an earlier version does, in both directions."""
+    job = Job(3)
+    for now in (0.0, 1.0, 2.0):
+        order = job.hear(range(3), now)
+        assert order is not None
+        for supervisor in job.supervisors:
+            supervisor.take(order if supervisor.node else msgspec.structs.replace(order, job=""))
+    assert order.job == "mark 0"
+    assert job.list_running() == [(node, 1, (0, 1, 2)) for node in range(3)]
+
+
 def test_an_order_of_a_former_coordinator_is_not_agreed_to() -> None:
     nodes = JobNodes(1, 2, 5)
     order = wire.Order(start=0, does="end", epoch=20)

@@ -158,12 +158,14 @@ class Coordinator:
             self.incidents.close_unknown(node, set(), f"node {node} was left out of the job")
 
     def _name_job(self, mark: str) -> None:
-        """Node 0's supervisor has this mark. Where it had another, the job was started from its beginning: what nodes
-        agreed to in the former one binds none."""
+        """Node 0's supervisor has this mark. Where it had another, the job was started from its beginning: what was
+        ordered, agreed to and counted in the former one holds no more."""
         if not mark or mark == self.members.job or self.members.start:
             return
-        for known in self.nodes.values() if self.members.job else ():
-            known.bound, known.completed = None, False
+        if self.members.job:
+            self._orders, self.blame = RestartOrders(self.expected), BlameLedger()
+            for known in self.nodes.values():
+                known.bound, known.completed = None, False
         self.members = msgspec.structs.replace(self.members, job=mark)
 
     def _is_of_other_job(self, job: wire.JobReport) -> bool:
@@ -198,7 +200,10 @@ class Coordinator:
         self.nodes[pulse.node].note_job(job)
         latest = self.nodes[pulse.node].pulse
         follows = self._first_epoch <= pulse.epoch and find_leader(pulse.epoch) == self.node
-        if follows and pulse.incarnation == latest.incarnation and pulse.stamp <= now:
+        if follows and pulse.stamp > now:  # of a forged beat, beside which all of this epoch are older
+            if pulse.epoch == self.epoch:
+                self.epoch = next_epoch(self.epoch, self.node)
+        elif follows and pulse.incarnation == latest.incarnation:
             self.nodes[pulse.node].stamp = max(self.nodes[pulse.node].stamp, pulse.stamp)
         return (latest.job, latest.rollback) != before
 
@@ -250,8 +255,10 @@ class Coordinator:
             return []
         self._settle_until = 0.0
         changes = self.incidents.take_changes(leaving=leaving)
+        present = max((known.pulse.attempt for known in self.nodes.values()), default=0)
         for case in changes:
-            self.blame.note(case.id, self._list_blamed(case))
+            if case.attempt >= present:  # of a former attempt, the pulses name the ranks no more
+                self.blame.note(case.id, self._list_blamed(case))
         if leaving or not self.incidents.awaits_verdict:
             for known in self.nodes.values():
                 known.handed_out = known.applied

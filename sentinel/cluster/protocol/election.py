@@ -5,7 +5,8 @@ No two coordinators act at the same time, whatever the net loses, delays or lets
     a node         follows one coordinator; for `LEASE_SECONDS` after each of its beats no other one, and never an
                    epoch below one that it followed. Its pulses name the epoch, and the stamp of the last beat
     a coordinator  counts on a node for less than that after it sent the beat that the node names. It acts while it
-                   counts on more than half of the job's nodes. Where a node followed a higher epoch, it raises its own
+                   counts on more than half of the job's nodes. Where a node followed a higher epoch, or a stamp that it
+                   has not reached, it raises its own
 
 A node can thus not be counted on by two, and two majorities share a node. Stamps are of the coordinator's own clock:
 clocks need not show the same time, only run at the same pace. A daemon that was started again does not know whom it
@@ -31,7 +32,8 @@ START_SECONDS = 30.0
 TRIAL_SECONDS = 10.0
 """After which a coordinator that cannot act lets another one try."""
 AHEAD_MILLISECONDS = 365 * 24 * 3600 * 1000
-"""That an epoch may be ahead of a node's clock: the largest that a message can name would end all epochs."""
+"""That an epoch, or an incarnation, may be ahead of a node's clock: above the largest that a message can name there is
+none."""
 
 
 class Election:
@@ -81,6 +83,15 @@ def check_epoch(epoch: int, seconds: float) -> None:
     """Raises ProtocolError for an epoch that no coordinator has. `seconds`: by this node's clock."""
     if epoch // MOST_ADDRESSES > 1000 * seconds + AHEAD_MILLISECONDS:
         raise ProtocolError(f"epoch {epoch} is more than a year ahead of this node's clock; set the nodes' clocks")
+
+
+def check_incarnation(incarnation: int, seconds: float) -> None:
+    """Raises ProtocolError for an incarnation that no daemon has: it is the time of its start in milliseconds.
+    `seconds`: by this node's clock."""
+    if incarnation > 1000 * seconds + AHEAD_MILLISECONDS:
+        raise ProtocolError(
+            f"incarnation {incarnation} is more than a year ahead of this node's clock; set the nodes' clocks"
+        )
 
 
 def find_leader(epoch: int) -> int:

@@ -143,7 +143,7 @@ class RestartOrders:
             fresh = msgspec.structs.replace(order, nodes=nodes, why=f"waits for {name_nodes(nodes)} to agree")
             chosen = max(_list_accepted(ended, order.start), key=lambda one: one.epoch, default=fresh)
             self._proposal = proposal = msgspec.structs.replace(chosen, does="end", epoch=order.epoch)
-        agreed = {m.state.node for m in ended if m.is_counted and m.job is not None and m.job.accepted == proposal}
+        agreed = {m.state.node for m in ended if m.is_counted and _has_accepted(m, proposal)}
         decided = agreed.issuperset(proposal.nodes)
         return msgspec.structs.replace(proposal, does="begin") if decided else proposal
 
@@ -178,6 +178,13 @@ def is_unaware(job: wire.JobReport, members: wire.Members) -> bool:
 def _list_accepted(members: Iterable[JobMember], start: int) -> list[wire.Order]:
     accepted = (member.job.accepted for member in members if member.job is not None)
     return [one for one in accepted if one is not None and one.start == start]
+
+
+def _has_accepted(member: JobMember, proposal: wire.Order) -> bool:
+    accepted = member.job.accepted if member.job is not None else None
+    if accepted is not None and not accepted.job:  # an earlier version drops the mark
+        accepted = msgspec.structs.replace(accepted, job=proposal.job)
+    return accepted == proposal
 
 
 def _find_begun(jobs: Iterable[wire.JobReport], start: int, mark: str) -> wire.Order | None:
