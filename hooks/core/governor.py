@@ -26,6 +26,9 @@ FIRST = {0: 1, 1: 1, 2: 8, 3: 256}
 """Spacing by tier until the cost has been measured."""
 MEASURED = 2
 """The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
+COLD_SECONDS = 0.03
+"""A first sample that took less is taken once more whatever share the user gave: the spacing would be chosen by what
+cold caches cost, and be far too coarse."""
 WHOLE = 512
 """First steps of which all of tier 0 is taken."""
 RELAXED = range(1, 65)
@@ -122,7 +125,8 @@ class Governor:
         """Seconds by tier, of this step."""
         self._fixed = Mean()
         self._sender, self._daemon = CpuRate(), 0.0
-        self._attend_until = -1
+        self._attend_until, self._latest = -1, -1
+        """Steps of the first optimizer: up to which everything is sampled, and the last one that is over."""
         self._rare_left = 0
         """Samples of tier 3 that the daemon asked for."""
         self._order: tuple[int, dict[int, int]] | None = None
@@ -146,9 +150,10 @@ class Governor:
         spacing, wanted = ({str(tier): every for tier, every in of.items()} for of in (self.spacing, self.wanted))
         return wire.Pace(spacing=spacing, wanted=wanted, costs=dict(self.costs))
 
-    def due(self, tier: int, seq: int) -> bool:
-        """Whether this tier is to be sampled at this step."""
-        if seq <= self._attend_until:
+    def due(self, tier: int, seq: int, *, first: bool = True) -> bool:
+        """Whether this tier is to be sampled at this step. `first`: of the first optimizer, by whose steps attention is
+        measured; another one may make five steps in one of its, or one in five."""
+        if (seq if first else self._latest + 1) <= self._attend_until:
             return True
         if tier == 0:
             return seq % self.spacing[0] == 0 or seq < WHOLE
@@ -156,8 +161,10 @@ class Governor:
 
     def _is_scheduled(self, tier: int, seq: int) -> bool:
         """Whether a tier is sampled whatever the opening examination looks at."""
-        if self._opening is not None and 0 < seq <= UNDECIDED and self._opening.forbids(self._expect(tier)):
-            return False
+        if self._opening is not None and 0 < seq <= UNDECIDED:
+            again = self._tiers[tier].count < MEASURED and self._expect(tier) < COLD_SECONDS
+            if not again and self._opening.forbids(self._expect(tier)):
+                return False
         return seq % self.spacing[tier] == 0 or seq < MEASURED
 
     def stretch(self, seq: int) -> int:
@@ -168,10 +175,10 @@ class Governor:
         end = -(-seq // self.spacing[0]) * self.spacing[0]
         return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # at which it is obeyed
 
-    def rare(self, seq: int) -> bool:
+    def rare(self, seq: int, *, first: bool = True) -> bool:
         """Whether tier 3 is; to be asked once a step. What looks odd makes it more frequent only where a rule is about
-        to fire by it."""
-        if self._rare_left and seq % RARE_EVERY == 0:
+        to fire by it: of the first optimizer, which is judged."""
+        if first and self._rare_left and seq % RARE_EVERY == 0:
             self._rare_left -= 1
             return True
         return self._is_scheduled(3, seq) or self._opens(3, seq)
@@ -193,9 +200,10 @@ class Governor:
         if self._opening is not None:
             self._opening.begin_stage(seq)
 
-    def attend(self, seq: int, steps: int = NONFINITE_STEPS, *, rare: bool = False) -> None:
-        """Sample tiers 1 and 2 from `seq` on, for `steps` steps; `rare`: and tier 3 at the next `RARE_ATTENTION` steps
-        at which it may be."""
+    def attend(self, seq: int | None, steps: int = NONFINITE_STEPS, *, rare: bool = False) -> None:
+        """Sample tiers 1 and 2 for `steps` steps of the first optimizer, from its step `seq` on, or from its next one;
+        `rare`: and tier 3 at the next `RARE_ATTENTION` steps at which it may be."""
+        seq = self._latest + 1 if seq is None else seq
         self._rare_left = RARE_ATTENTION if rare else self._rare_left
         self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True
@@ -242,6 +250,7 @@ class Governor:
         if self._order is not None and seq + 1 >= self._order[0]:
             self.spacing.update(self._order[1])
             self._order, self._ordered = None, True
+        self._latest = seq
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
         self.account(1, loop, own)

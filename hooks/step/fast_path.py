@@ -63,7 +63,9 @@ class FastPath(MonitorBase):
         self.probes, self._accumulator, self._governor = probes, session.accumulator, session.governor
         self._submit, self._queued, self._append = session.submit, session.queued, session.queued.append
         self._clipping = Clipping(lambda: layers.ids)
-        self._loss_outliers = LossOutlierResponse(session.governor, weakref.WeakMethod(self._suspect))
+        self._loss_outliers = LossOutlierResponse(
+            session.governor, weakref.WeakMethod(self._suspect), first=not layers.stream
+        )
         self._losses = self._loss_outliers.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None

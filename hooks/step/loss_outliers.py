@@ -22,6 +22,8 @@ LEAST = 0.01
 """Share of the mean that is never odd: of a loss without noise the last bit would be."""
 LEAP = 5.0
 """Gradient norms over the running mean: half of what GradientSpike asks for."""
+LEAPS = 64
+"""Such norms that are followed up in a stage: where there are more, they are usual in that loop."""
 SPAN = 50
 """Samples that the running mean looks back on."""
 ODD_STEPS = 4
@@ -76,8 +78,8 @@ class NormOutliers:
 
     def observe(self, norm: float) -> bool:
         """Take in a norm; whether it is far above those before it. Never within the first `SPAN`, nor what is not
-        finite: that is judged beside the loss."""
-        if not math.isfinite(norm):
+        finite: that is judged beside the loss. A norm of 0 is of a step without a gradient, and no measure of any."""
+        if not 0.0 < norm < math.inf:
             return False
         odd = norm > (reach := self.reach)
         self._count += 1
@@ -109,9 +111,11 @@ class LossOutlierResponse:
     """What a suspicion sets off: all is sampled for some steps, no snapshot kept of what may be broken, and the sender
     is woken."""
 
-    def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
-        self._suspicion, self._governor, self._warn = LossOutliers(), governor, warn
+    def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]], *, first: bool = True) -> None:
+        """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer.
+        `first`: of the first optimizer, whose steps the governor counts."""
+        self._suspicion, self._governor, self._warn, self._first = LossOutliers(), governor, warn, first
+        self._leaps_left = LEAPS
         self._norms, self._late_norms = NormOutliers(), LateValues("grad_norm")
         self._odd = self._suspected = self._suspicious = False
         self._late = LateValues("loss")
@@ -134,9 +138,11 @@ class LossOutlierResponse:
         odd = [self._norms.observe(late) for late in self._late_norms.take_arrived()]
         if isinstance(norm, float):
             odd.append(self._norms.observe(norm))
-        if any(odd):
-            self._governor.attend(seq, ODD_STEPS)
-        return any(odd)
+        if not any(odd) or not self._leaps_left:
+            return False
+        self._leaps_left -= 1
+        self._governor.attend(seq if self._first else None, ODD_STEPS)
+        return True
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Judge the loss of step `seq`. A loss on a device is not read; those of earlier steps may have arrived."""
@@ -155,7 +161,7 @@ class LossOutlierResponse:
         self._suspicion = LossOutliers()
         self.unjudged.clear()
         self._late.records.clear()
-        self._norms = NormOutliers()
+        self._norms, self._leaps_left = NormOutliers(), LEAPS
         self._late_norms.records.clear()
 
     def add_record(self, record: Record) -> None:
@@ -181,7 +187,7 @@ class LossOutlierResponse:
 
     def _suspect(self, seq: int, steps: int) -> None:
         self._suspected = True
-        self._governor.attend(seq, steps)
+        self._governor.attend(seq if self._first else None, steps)
         warn = self._warn()
         if warn is not None:
             warn()

@@ -195,7 +195,7 @@ class OptimizerMonitor(FastPath):
             self._loss_outliers.look_at(self._accumulator.totals.loss, self.seq)
         self._step = step = self._open(optimizer, read_overflow(optimizer))
         step.clip = clip
-        if self._governor.rare(step.seq):
+        if self._governor.rare(step.seq, first=not self.layers.stream):
             self._shield(self._enter_rarely, step)
         if not self._deferred:
             self._before(step, looked=True)
@@ -298,9 +298,10 @@ class OptimizerMonitor(FastPath):
         if step.clip is not None:
             self._loss_outliers.look_at_norm(step.clip[0], step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
-        every_layer = self._governor.due(2, step.seq) or step.rare or step.is_withheld
+        first = not self.layers.stream
+        every_layer = self._governor.due(2, step.seq, first=first) or step.rare or step.is_withheld
         self.probes.before(step, 0)
-        if every_layer or self._governor.due(1, step.seq):
+        if every_layer or self._governor.due(1, step.seq, first=first):
             self._shield(self._sample, step, every_layer)
             step.blind = every_layer and step.gradients is None
 
@@ -358,7 +359,12 @@ class OptimizerMonitor(FastPath):
 
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
-        whole = not self.alone or self.probes.awake or step.gradients is not None or self._governor.due(0, step.seq)
+        whole = (
+            not self.alone
+            or self.probes.awake
+            or step.gradients is not None
+            or self._governor.due(0, step.seq, first=not self.layers.stream)
+        )
         whole = (
             whole or not self._accumulator.is_training_thread()
         )  # the thread that takes the totals is the one that trains

@@ -242,7 +242,7 @@ def test_a_dead_layer_may_be_the_cause_of_a_spike_that_has_none(tmp_path: Path) 
         await run.steps(loss=[*healthy[98:], *(9.0 + seq for seq in range(20))])
         assert run.case("LossSpike").diagnosis.confidence == "none"
         run.watch.ingest.message(run.rank, DEAD_AND_ALIVE, float(run.next))
-        for _ in range(32):
+        for _ in range(48):
             stats = {"layer_grad_norm": array("f", [0.0, 1.0]).tobytes()}
             await run.steps(
                 layers=[wire.LayerBlock(seq=run.next, table="d", stats=stats)], loss=[9.0], grad_norm_applied=[1.0]

@@ -131,3 +131,36 @@ def test_a_loss_that_comes_late_and_is_no_number_is_news() -> None:
     response.look_at(torch.tensor(0.0), 2001)
     assert (warned.times, governor.due(2, 2003)) == (1, True)
     assert response.judge_step(2001, {}, skipped=False)
+
+
+def test_steps_without_a_gradient_are_no_measure_of_a_norm() -> None:
+    norms = NormOutliers()
+    assert not any(norms.observe(norm) for norm in [*[0.0] * 300, *noisy(1.0, 0.1, 300)])
+
+
+def test_norms_that_leap_all_the_time_are_not_followed_up_for_ever() -> None:
+    governor = Governor(0.02)
+    response = LossOutlierResponse(governor, weakref.WeakMethod(governor.clear_orders))
+    norms = [1.0 if seq % 20 == 0 else 1e-6 for seq in range(20_000)]
+    followed = [seq for seq, norm in enumerate(norms) if response.look_at_norm(norm, seq)]
+    assert 0 < len(followed) < 100
+
+
+def test_attention_is_measured_in_steps_of_the_first_optimizer() -> None:
+    """A critic makes five steps in one of the generator's; what is odd in it concerns the step at hand."""
+    governor = Governor(0.02)
+    critic = LossOutlierResponse(governor, weakref.WeakMethod(governor.clear_orders), first=False)
+    governor.spacing.update({1: 1000, 2: 1000})
+    for seq in range(600):
+        governor.record_step(seq, 0.01, 0.0)
+    for seq in range(3000):
+        critic.look_at(1.0 + seq % 7 / 100, seq)
+    critic.look_at(9.0, 3000)
+    governor.spacing.update({1: 1000, 2: 1000})
+    assert governor.due(2, 601)
+    assert governor.due(2, 3001, first=False)
+    assert not governor.due(2, 650)
+    for seq in range(600, 650):
+        governor.record_step(seq, 0.01, 0.0)
+    governor.spacing.update({1: 1000, 2: 1000})
+    assert not governor.due(2, 3251, first=False)
