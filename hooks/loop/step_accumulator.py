@@ -18,6 +18,9 @@ from sentinel.wire.heartbeat_page import Work
 
 # Looked up once: in a fast loop the lookup of an enumeration's member at every step is measurable.
 _STEP, _BACKWARD = Work.STEP, Work.BACKWARD
+RIVALS_STEPS = 256
+"""For which a run is judged as one of two rivals since it was seen to be: a critic may make 100 steps for one of the
+generator (Arjovsky et al. 2017, arXiv:1701.07875), and what was taken for one is judged again after it."""
 
 
 class LoaderPass:
@@ -163,9 +166,9 @@ class StepAccumulator:
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
         weakly: whose method it is has the model, and is to die with the optimizer, and not with the session."""
         self.loader_progress = LoaderProgress()
-        self.has_rivals = False
-        """Another run of this process trains through the model of this one, or this one through its: their losses play
-        against each other."""
+        self.in_last_pass = False
+        """The last backward pass of this process may have reached the model."""
+        self._rivals_until = 0
         self.reinforcement = False
         """The run is judged as reinforcement learning: each step says so."""
         self._with_loss: set[int] = set()
@@ -201,6 +204,16 @@ class StepAccumulator:
         taken.loader_batches = self.loader_progress.length
         taken.reinforcement, taken.rivals = self.reinforcement, self.has_rivals
         return taken
+
+    @property
+    def has_rivals(self) -> bool:
+        """Whether another run of this process trained through the model of this one, or this one through its, within
+        the last `RIVALS_STEPS` steps: their losses play against each other."""
+        return self.steps < self._rivals_until
+
+    def record_rival(self) -> None:
+        """Another run stepped on a pass through both models, and what it left in one of them was cleared."""
+        self._rivals_until = self.steps + RIVALS_STEPS
 
     def record_owner(self, stream: int, totals: StepTotals) -> None:
         """Whose step it was that this was taken for: losses that play against each other have one optimizer each."""

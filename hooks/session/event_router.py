@@ -61,11 +61,13 @@ class EventRouter:
         self._may_be_ours = not accumulator.sees_forwards or self.model_ran()
         if self._pass_filter is not None:
             stepped = [other for other, steps in self._steps if other.steps > steps]
-            first, reached = not accumulator.totals.backwards, self._pass_filter.reached
+            first = not accumulator.totals.backwards
             if self._pass_filter.begins(first=first, others_stepped=bool(stepped)):
                 self._start_over()
-                for one in (accumulator, *stepped) if stepped and reached else ():
-                    one.has_rivals = True
+                for other in stepped:
+                    if accumulator.in_last_pass and other.in_last_pass:
+                        accumulator.record_rival()
+                        other.record_rival()
         if self._scales and not losses.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.loss_not_scaled()
@@ -76,7 +78,8 @@ class EventRouter:
                     stream.probes.pass_begins(roots)
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
-        if self._pass_filter is not None and not self._pass_filter.end_pass() and not self._may_be_ours:
+        self.accumulator.in_last_pass = self._pass_filter is None or self._pass_filter.end_pass()
+        if not self.accumulator.in_last_pass and not self._may_be_ours:
             loss = None  # of a model that is trained beside ours
         else:
             self.accumulator.backward_ended(loss, seconds)

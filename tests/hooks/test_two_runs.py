@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sentinel
+from sentinel.hooks.loop.step_accumulator import RIVALS_STEPS
 from tests.hooks.conftest import FakeDaemon
 
 STEPS = 8
@@ -67,3 +68,43 @@ def test_models_that_train_beside_each_other_are_no_rivals(daemons: list[FakeDae
         daemon.ended()
         assert all(abs(loss - 100 * which) < 10 for seq, loss in daemon.series("loss").items() if seq > 1)
         assert daemon.series("rival_loss") == {}
+
+
+def test_a_batch_that_one_of_two_loops_skips_makes_them_no_rivals(daemons: list[FakeDaemon]) -> None:
+    nets = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in nets]
+    with (
+        sentinel.attach(nets[0], optimizers[0], address=daemons[0].address),
+        sentinel.attach(nets[1], optimizers[1], address=daemons[1].address),
+    ):
+        for number in range(STEPS):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                net(torch.randn(8, 4)).mean().backward()
+                if optimizer is optimizers[1] or number != STEPS // 2:
+                    optimizer.step()
+    for daemon in daemons:
+        daemon.ended()
+        assert daemon.series("rival_loss") == {}
+
+
+def test_what_no_longer_trains_through_the_other_is_judged_alone_again(daemons: list[FakeDaemon]) -> None:
+    generator, critic = torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (generator, critic)]
+    with (
+        sentinel.attach(generator, optimizers[0], address=daemons[0].address),
+        sentinel.attach(critic, optimizers[1], address=daemons[1].address),
+    ):
+        for number in range(RIVALS_STEPS + 10):
+            optimizers[1].zero_grad()
+            critic(torch.randn(8, 2)).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            fake = generator(torch.randn(8, 4))
+            (critic(fake) if number < 3 else fake).mean().backward()
+            optimizers[0].step()
+    for daemon in daemons:
+        daemon.ended()
+        rivals = daemon.series("rival_loss")
+        assert rivals
+        assert max(rivals) < max(daemon.series("loss"))
