@@ -13,6 +13,7 @@ from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import Rank
 from sentinel.runs.devices import Devices, Gpu
 from sentinel.runs.steps import LayerStats, RunStep
+from sentinel.signals import OPENING_END
 from sentinel.wire import Layer
 from sentinel.wire.evidence import Census, Moments, OutOfMemory, Provenance
 
@@ -21,9 +22,9 @@ SURENESS: Mapping[Confidence, int] = {"none": 0, "low": 1, "medium": 2, "high": 
 
 NOT_KNOWN = "not known"
 
-SAMPLE_MORE = "attach(overhead=0.1) samples more steps"
-"""What gets figures that are taken at some steps only."""
-ALL_STEPS = "sentinel history export RUN has all steps"
+SAMPLE_MORE = f"attach(overhead=0.1) samples more of the steps after step {OPENING_END}"
+"""What gets figures that are taken at some steps only. Before that step a given overhead only limits the samples."""
+ALL_STEPS = "sentinel history export RUN"
 """What gets steps that are not in memory any more."""
 
 
@@ -166,7 +167,8 @@ class Finding(msgspec.Struct, frozen=True):
     layers: tuple[str, ...] = ()
     """Parameters that it names, where the rule is about the run and has no layers as members."""
     command: str = ""
-    """Command, call or setting that gets what is missing, where the cause is not known."""
+    """The one command, call or setting that gets what is missing, where the cause is not known. It can be copied; RUN
+    stands for the run's name, RANK for a rank, LOG for a file of what ranks print."""
 
 
 def report_unknown(

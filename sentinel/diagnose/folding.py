@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel.diagnose.case import Case
-from sentinel.diagnose.evidence import SURENESS, Confidence, Finding
+from sentinel.diagnose.evidence import SURENESS, Finding
 from sentinel.text import rank_severity
 
 REACH_STEPS = 200
@@ -34,7 +34,7 @@ def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
     An alert on the same problem joins where it began close to the last that joined, further away while that is
     critical: what lasts for days does not explain what comes then. What its rule or its cause names joins as long as
     that fires; and what the rule of a member names, where it began close to it: a cause may be seen after its effect.
-    A critical one joins no problem whose page is long past: it would be none.
+    A critical one joins no problem whose page is long past, or was for what is over: it would be none.
     """
     explaining = {*case.consequence_of, case.diagnosis.problem} - {""}
     same_attempt = [other for other in others if other.attempt == case.attempt and other.id != case.id]
@@ -42,12 +42,14 @@ def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
         changes = [_last_change(member) for member in members]
         last, last_time = max(step for step, _ in changes), max(time for _, time in changes)
         long_past = case.first_step > last + CRITICAL_REACH_STEPS and case.time > last_time + REACH_SECONDS
-        paged = any(member.severity == "critical" for member in members)
-        if is_over(members, case.step, case.time) or (long_past and paged and case.severity == "critical"):
+        critical = [member for member in members if member.severity == "critical"]
+        if is_over(members, case.step, case.time):
+            continue
+        if case.severity == "critical" and critical and (long_past or is_over(critical, case.step, case.time)):
             continue
         firing = [member for member in members if member.state == "firing"]
         problems = {member.problem for member in members} - {""}
-        lasts = any(member.severity == "critical" for member in firing)
+        lasts = any(member.state == "firing" for member in critical)
         close = case.first_step <= last + REACH_STEPS
         alike = case.problem in problems and (close or (lasts and not long_past))
         follows = firing and explaining & problems
@@ -74,17 +76,16 @@ def explain_consequence(case: Case, parent: Case) -> Finding:
 
 
 def explain_parent(parent: Case, case: Case) -> Finding:
-    """The diagnosis of `parent`, where less is known of it than of `case`, which is of its problem and no other sign of
-    the same: then that may be the cause. Only `medium`, as above; `low`, where no rule says that it may."""
+    """The diagnosis of `parent`, where less is known of it than of `case`, which its rule names as what brings it about
+    and which is no other sign of the same. Only `medium`, as above. What its rule does not name may be its effect."""
     own, known = parent.diagnosis, case.diagnosis
-    sure: Confidence = "medium" if may_explain(case, parent) else "low"
-    says_more = case.problem not in ("", parent.problem) and SURENESS[known.confidence] >= SURENESS["medium"]
-    if not says_more or SURENESS[own.confidence] >= SURENESS[sure]:
+    says_more = case.problem != parent.problem and SURENESS[known.confidence] >= SURENESS["medium"]
+    if not (may_explain(case, parent) and says_more) or SURENESS[own.confidence] >= SURENESS["medium"]:
         return own
     return msgspec.structs.replace(
         known,
         cause=f"as of {case.alert} ({case.id}): {known.cause}",
-        confidence=sure,
+        confidence="medium",
         evidence=(*own.evidence, *known.evidence),
         problem=own.problem,
         leads=False,

@@ -39,9 +39,10 @@ rules:
   - {alert: Mild, expr: mild > 0, severity: warning, problem: shared}
   - {alert: Severe, expr: severe > 0, severity: critical, problem: shared, actions: [evidence]}
   - {alert: Follows, expr: follows > 0, severity: warning, consequence_of: [shared]}
+  - {alert: Grave, expr: grave > 0, severity: critical, problem: grave, consequence_of: [shared]}
   - {alert: Leak, expr: leaked > 0, severity: critical, problem: memory}
 """
-SIGNALS = {name: "rank" for name in ("mild", "severe", "follows", "leaked")}
+SIGNALS = {name: "rank" for name in ("mild", "severe", "follows", "grave", "leaked")}
 LINE = "[sentinel] "
 DEAD_AND_ALIVE = wire.LayerTable(
     digest="d", layers=tuple(wire.Layer(name=name, shape=(2, 2), dtype="float32") for name in ("a.weight", "b.weight"))
@@ -232,8 +233,8 @@ def test_a_card_that_dies_with_its_rank_is_one_page_and_the_cause_of_both(tmp_pa
     assert diagnosis.confidence == "medium"
 
 
-def test_a_dead_layer_may_be_the_cause_of_a_spike_that_has_none(tmp_path: Path) -> None:
-    """The layer is seen after the loss has jumped: its samples are rare."""
+def test_what_follows_from_a_spike_is_not_given_as_its_cause(tmp_path: Path) -> None:
+    """By its rule a dead layer is an effect of it."""
 
     async def scenario(run: Watched) -> None:
         noise = random.Random(0)
@@ -251,8 +252,8 @@ def test_a_dead_layer_may_be_the_cause_of_a_spike_that_has_none(tmp_path: Path) 
     run = watched(tmp_path, scenario, stock=True)
     dead, spike = run.case("DeadLayer"), run.case("LossSpike")
     assert (dead.parent, spike.problem_id) == (spike.id, spike.id)
-    assert spike.diagnosis.cause == f"as of DeadLayer ({dead.id}): {dead.diagnosis.cause}"
-    assert spike.diagnosis.confidence == "low"
+    assert dead.diagnosis.confidence != "none"
+    assert spike.diagnosis.confidence == "none"
 
 
 def test_what_was_not_known_for_want_of_a_reading_of_the_host_is_known_with_it(tmp_path: Path) -> None:
@@ -312,6 +313,16 @@ def test_a_pager_that_knows_the_critical_one_alone_is_not_paged_again_while_a_wa
     run = watched(tmp_path, scenario)
     assert len(pages(run.pager.got)) == 1
     assert all(message.firing for message in run.pager.got)
+
+
+def test_a_critical_one_is_paged_though_a_warning_of_its_problem_never_ends(tmp_path: Path) -> None:
+    async def scenario(run: Watched) -> None:
+        await run.steps(**values(60, mild=(0, 60), grave=(20, 40)))
+        await run.steps(**values(400, mild=(0, 400), grave=(300, 320)))
+
+    run = watched(tmp_path, scenario)
+    assert run.watch.incidents.log.fired["Grave", "critical"] == 2
+    assert len(pages(run.pager.got)) == 2
 
 
 def test_silencing_one_silences_no_other(tmp_path: Path) -> None:

@@ -97,6 +97,15 @@ def test_a_critical_one_does_not_join_where_the_page_is_long_past() -> None:
     assert parent_of(severe, chronic, known, consequence_of=("gradients-kept",)) == ""
 
 
+def test_a_critical_one_does_not_join_where_what_was_paged_is_over() -> None:
+    chronic = incident("0.1", 100, "accumulation")
+    spike = over(incident("0.2", 50_000, severity="critical"), 50_060)
+    known = msgspec.structs.replace(spike, parent="0.1", problem_id="0.1")
+    for severity, parent in (("critical", ""), ("warning", "0.1")):
+        new = later(incident("0.3", 51_000, severity=severity), 1000)
+        assert parent_of(new, chronic, known, consequence_of=("accumulation",)) == parent
+
+
 def test_a_cause_that_is_seen_after_its_effect_joins_it_where_it_is_close() -> None:
     effect = incident("0.1", 100, "progress", consequence_of=("hardware",))
     assert parent_of(incident("0.2", 105, "hardware"), effect) == "0.1"

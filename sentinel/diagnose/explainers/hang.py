@@ -54,7 +54,7 @@ def hang(evidence: Evidence) -> Finding:
     ranks = [evidence.rank(number) for number in evidence.ranks]
     stalled = next((rank for rank in ranks if rank is not None), None)
     if stalled is None:
-        return report_unknown("its stacks: the rank is gone", command="sentinel hang, with the job's logs and dumps")
+        return report_unknown("its stacks: the rank is gone", command="sentinel hang /tmp/nccl_trace_rank_* LOG")
     return name_nodes(_explain_rank(stalled, evidence), [stalled.identity.rank], evidence.live)
 
 

@@ -32,7 +32,7 @@ def rank_lost(evidence: Evidence) -> Finding:
     """The first that died; the launcher ends the others soon after it."""
     dead = [rank for number in evidence.ranks if (rank := evidence.rank(number)) is not None]
     if not dead:
-        return report_unknown("which process it was", command="sentinel last RUN, and the launcher's log")
+        return report_unknown("which process it was", _STATUS, command="sentinel last RUN")
     first = min(dead, key=_order)
     number = first.identity.rank
     facts = [

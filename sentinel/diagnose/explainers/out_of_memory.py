@@ -9,7 +9,7 @@ from sentinel.diagnose.explanations import explains
 from sentinel.text import format_bytes
 from sentinel.wire.evidence import OutOfMemory
 
-_MISSING = "the figures of that moment: the rank ended before it could say them"
+_MISSING = "the figures of that moment: the rank ended before it could say them; the exception's message has some"
 _CHECKPOINTED = 0.6
 """Of the activations that checkpointing each block of a transformer saves, at least: 1 - 1/sqrt(layers), of 8 or more
 (Chen et al. 2016, arXiv:1604.06174)."""
@@ -23,7 +23,7 @@ def out_of_memory(evidence: Evidence) -> Finding:
     rank = evidence.ranks[0] if evidence.ranks else None
     found = evidence.out_of_memory.get(rank) if rank is not None else None
     if found is None:
-        return report_unknown(_MISSING, command="sentinel memory, or the exception's message in its log")
+        return report_unknown(_MISSING, command="grep -i 'tried to allocate' LOG")
     wanted = max(found.requested - found.free, 0) * _MARGIN
     changes = [(text, saved) for text, saved in _changes(found, evidence) if saved > 0]
     chosen = next((text for text, saved in changes if saved >= wanted), None)

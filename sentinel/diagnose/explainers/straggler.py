@@ -29,7 +29,7 @@ def straggler(evidence: Evidence) -> Finding:
     number = max(behind, key=lambda each: behind[each], default=None)
     rank = evidence.rank(number) if number is not None else None
     if number is None or rank is None or behind[number] <= 0:
-        return report_unknown("the times of the ranks' last steps", command=f"{ALL_STEPS}, by --rank")
+        return report_unknown("the times of the ranks' last steps", command=f"{ALL_STEPS} --rank RANK")
     longer = f"{behind[number] * 1e3:.0f} ms a step longer than the quickest rank"
     cause = f"rank {number}, {_where(rank, evidence)}, takes {longer}"
     since = f"since step {evidence.step(evidence.since)}, or up to 30 before"
