@@ -75,7 +75,8 @@ def measure() -> dict[str, tuple[object, list[str]]]:
     product = {path: parse(path) for path in list_sources(*PRODUCT)}
     own = {path: tree for path, tree in product.items() if path.relative_to(ROOT).parts[0] in ("hooks", "sentinel")}
     hooks = [path for path in own if path.relative_to(ROOT).parts[0] == "hooks"]
-    folders = collections.Counter(str(path.parent.relative_to(ROOT)) for path in hooks if path.name != "__init__.py")
+    folders = collections.Counter(str(path.parent.relative_to(ROOT)) for path in own if path.name != "__init__.py")
+    hooks_folders = {name: n for name, n in folders.items() if name.startswith("hooks")}
     loose = [path for path in own if path.parent == ROOT / "sentinel"]
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in own}
     participles = [
@@ -98,7 +99,11 @@ def measure() -> dict[str, tuple[object, list[str]]]:
     c_lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "hooks").rglob("*.[ch]"))
     return {
         "modules in hooks/": (len(hooks), []),
-        "largest folder of hooks/": (max(folders.values()), [f"{name} {n}" for name, n in folders.most_common()]),
+        "largest folder of hooks/": (max(hooks_folders.values()), [f"{name} {n}" for name, n in hooks_folders.items()]),
+        "largest folder of sentinel/, after its commands": (
+            max(n for name, n in folders.items() if name != "sentinel/cli"),
+            [f"{name} {n}" for name, n in folders.most_common()],
+        ),
         "loose modules on top of sentinel/": (len(loose), [path.stem for path in loose]),
         "lines of a module, median": (median(lines.values()), []),
         "lines of the longest module": (
