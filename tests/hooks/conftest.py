@@ -89,8 +89,8 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiers are sampled at every step."""
-    monkeypatch.setattr(Governor, "due", lambda self, tier, seq: True)
-    monkeypatch.setattr(Governor, "rare", lambda self, seq: True)
+    monkeypatch.setattr(Governor, "due", lambda self, tier, seq, first=True: True)
+    monkeypatch.setattr(Governor, "rare", lambda self, seq, first=True: True)
 
 
 @pytest.fixture

@@ -126,8 +126,10 @@ def test_looks_that_a_busy_machine_left_no_time_for_are_made_later(
 ) -> None:
     monkeypatch.setattr(governor, "DECISIONS", (1 << 30,))
     due, late = governor.Governor.due, OPENING_STEPS - 10
-    monkeypatch.setattr(governor.Governor, "due", lambda self, tier, seq: seq > late and due(self, tier, seq))
-    monkeypatch.setattr(governor.Governor, "rare", lambda self, seq: False)
+    monkeypatch.setattr(
+        governor.Governor, "due", lambda self, tier, seq, first=True: seq > late and due(self, tier, seq, first=first)
+    )
+    monkeypatch.setattr(governor.Governor, "rare", lambda self, seq, first=True: False)
     net = model()
     loop = Loop(net, sgd(net[3]))
     with sentinel.attach(net, loop.optimizer):
