@@ -48,7 +48,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.cluster import RUN_ID, SECRET, LocalRanks, await_daemon, find_free_address
 from bench.pages import BUILD, DOCS, make_table, write_section
 from bench.places import make_places
 
@@ -387,6 +386,9 @@ def measure_loop(name: str, overhead: float, rounds: int, seconds: float, *, in_
 def open_job(folder: Path) -> Iterator[dict[str, str]]:
     """The coordinator of a job over two nodes, with a rank that makes a step a second. Yields the environment of a rank
     of the other node."""
+    # Needs zenoh, which the machine with a GPU that measures the rest may not have.
+    from bench.cluster import RUN_ID, SECRET, LocalRanks, await_daemon, find_free_address
+
     job = {"SENTINEL_CLUSTER": find_free_address(), "SENTINEL_CLUSTER_SECRET": SECRET}
     folder.mkdir()
     directory = folder / "run" / RUN_ID

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import sentinel
-from bench.gpu_checks import Line
+from bench.gpu_checks import Line, equal
 from bench.gpu_checks.loops import Loop, toy
 from sentinel.cli.client import ask_daemons
 from sentinel.collect.gpus import Gpus
@@ -70,7 +70,7 @@ def _check_join(loop: Loop) -> Iterator[Line]:
             loop.run(5)
             torch.cuda.synchronize()
             found = _device(ask_daemons("status"))
-        yield Line("UUID of CUDA and of NVML", found.get("uuid", "none"), uuid in found.get("uuid", ""), uuid)
+        yield equal("UUID of CUDA and of NVML", found.get("uuid", "").removeprefix("GPU-"), uuid)
         yield Line("joined to rank", str(found.get("ranks")), found.get("ranks") == [0], "[0]")
         known = found.get("values", {})
         used = next((value for name, value in known.items() if "memory_used" in name), 0.0)

@@ -25,8 +25,7 @@ def check(device: str) -> Iterator[Line]:
         ways |= {"graphed callables": _graph_model, "reduce-overhead": _reduce_overhead}
     for name, way in ways.items():
         bare, again = _make_loop(device), _make_loop(device)
-        kernels = way(bare)
-        way(again)
+        kernels = {way(bare), way(again)}
         for armed in (False, True):
             seen = _make_loop(device)
             terms = {"rollback": sentinel.Rollback(every=1, keep=2, margin=1)} if armed else {}
@@ -36,8 +35,9 @@ def check(device: str) -> Iterator[Line]:
             what = f"{name}, rollback armed" if armed else name
             yield compare_states(f"{what}: weights", bare, again, seen)
             if name == "captured step" and device == "cuda":
-                figure = str(launched) if launched == kernels else f"{launched} against {kernels}"
-                yield Line(f"{what}: kernels of a replay", figure, launched == kernels > 0)
+                usual = " or ".join(map(str, sorted(kernels)))
+                figure = str(launched) if launched in kernels else f"{launched} against {usual}"
+                yield Line(f"{what}: kernels of a replay", figure, launched in kernels and launched > 0)
             unseen = " ".join(daemon.of(wire.Hello)[-1].unseen)
             if name == "captured step":
                 yield Line(f"{what}: said to be unseen", unseen or "nothing", "CUDA graph" in unseen)

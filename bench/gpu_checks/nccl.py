@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ def check(device: str) -> Iterator[Line]:
 
 def _check_record(way: str, found: dict[str, Any], errors: str) -> Iterator[Line]:
     if not found:
-        yield Line(f"{way}: a run", errors[-200:] or "nothing was said", False)
+        yield Line(f"{way}: a run", _first_error(errors), False)
         return
     issued = max((number for number, _ in found["groups"].values()), default=0)
     said = f"{issued} collectives: {', '.join(found['operations']) or 'none'}"
@@ -56,6 +57,14 @@ def _hang() -> Line:
         return Line(what, cause(told("Hang", "wait_for_the_device")), True, "its function is named")
     except AssertionError as error:
         return Line(what, f"not told in 30 s: {str(error)[-200:]}")
+
+
+def _first_error(output: str) -> str:
+    """The line that says why the rank died: torchrun's own report comes after it, and is long."""
+    said = [
+        line.strip() for line in output.splitlines() if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)
+    ]
+    return said[0] if said else output[-200:] or "nothing was said"
 
 
 @contextlib.contextmanager

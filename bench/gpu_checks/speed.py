@@ -31,8 +31,6 @@ def check(device: str) -> Iterator[Line]:
         yield at_most(f"{name}: Triton, all six", whole / floor, BAR, ".2f", device)
         for what, statistics in {"norm": (NORM,), "norm, extremes, non-finite": (NORM, HIGH, NONFINITE)}.items():
             yield Line(f"{name}: eager, {what}", f"{time_call(device, _eager(gradients, statistics)) / floor:.2f}")
-        if device == "cuda":
-            yield from _sizes(name, gradients, floor)
         del gradients
     small = [torch.randn(32, 32, device=device) for _ in range(200 if device == "cuda" else 4)]
     yield Line(
@@ -55,26 +53,3 @@ def _eager(tensors: list[torch.Tensor], statistics: tuple[int, ...]) -> Callable
             found.column(statistic)
 
     return measure
-
-
-def _sizes(name: str, gradients: list[torch.Tensor], floor: float) -> Iterator[Line]:
-    """Other elements in a program, other warps: which this card likes best."""
-    usual, found = (triton_kernel.CHUNK, triton_kernel.WARPS), {}
-    try:
-        for triton_kernel.CHUNK, triton_kernel.WARPS in (
-            (2048, 4),
-            (4096, 4),
-            (4096, 8),
-            (8192, 4),
-            (8192, 8),
-            (16384, 8),
-        ):
-            triton_kernel._plans.clear()
-            found[triton_kernel.CHUNK, triton_kernel.WARPS] = (
-                time_call("cuda", lambda: triton_kernel.measure_tensors(gradients)) / floor
-            )
-    finally:
-        triton_kernel.CHUNK, triton_kernel.WARPS = usual
-        triton_kernel._plans.clear()
-    said = ", ".join(f"{chunk} / {warps}: {ratio:.2f}" for (chunk, warps), ratio in found.items())
-    yield Line(f"{name}: elements / warps of a program", said)

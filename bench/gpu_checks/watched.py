@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import sentinel
 from sentinel import wire
 from sentinel.hooks.core import governor
 from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure.device_kernel import DeviceKernel
+from sentinel.hooks.measure.statistics import Statistics
 from tests.hooks.conftest import FakeDaemon
 
 
@@ -32,18 +36,34 @@ def daemon() -> Iterator[FakeDaemon]:
 @contextlib.contextmanager
 def statistics_by(kernel: str) -> Iterator[None]:
     """`eager`: torch's operations; `Triton`: the fused kernel. The compiled one of the CPU is left out."""
-    before = cpu_kernel._MISSING, cpu_kernel._fused
-    cpu_kernel._MISSING, cpu_kernel._fused = "left out", None
-    if kernel == "Triton":
-        from sentinel.hooks.measure import triton_kernel
-
-        cpu_kernel._fused = triton_kernel.measure_tensors
+    before = cpu_kernel._MISSING, cpu_kernel.device_kernel
+    cpu_kernel._MISSING, cpu_kernel.device_kernel = "left out", ONLY[kernel]()
     try:
         yield
-        if kernel == "Triton" and cpu_kernel._fused is None:
-            raise RuntimeError("the Triton kernel failed and torch's operations took its place")
     finally:
-        cpu_kernel._MISSING, cpu_kernel._fused = before
+        cpu_kernel._MISSING, cpu_kernel.device_kernel = before
+
+
+class Torch(DeviceKernel):
+    """None."""
+
+    def __init__(self) -> None:
+        super().__init__(usable=False)
+
+
+class Triton(DeviceKernel):
+    """It is compiled where it is launched first, on the CPU too, and what fails there is raised."""
+
+    def __init__(self) -> None:
+        super().__init__(usable=True)
+
+    def measure(self, tensors: list[torch.Tensor], scale: torch.Tensor | None) -> Statistics:
+        from sentinel.hooks.measure import triton_kernel
+
+        return triton_kernel.measure_tensors(tensors, scale)
+
+
+ONLY: dict[str, type[DeviceKernel]] = {"eager": Torch, "Triton": Triton}
 
 
 def signals(daemon: FakeDaemon) -> set[str]:

@@ -7,13 +7,10 @@ can since 2.10), torch's operations do the same in more time (`statistics.TorchS
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
 
 import torch
 
-from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.unseen import is_passing
+from sentinel.hooks.measure.device_kernel import DeviceKernel, is_usable
 from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Statistics, TorchStatistics
 from sentinel.node.compiled_kernel import load_kernel
 
@@ -21,6 +18,8 @@ _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _onepass, _MISSING = load_kernel()
 if _onepass is not None and _EXCHANGE is None:
     _MISSING = "it needs torch 2.10"
+
+device_kernel = DeviceKernel(is_usable())
 
 ROWS = 6
 """Norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros."""
@@ -68,8 +67,10 @@ def whole(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Ker
 
 def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Statistics:
     """The statistics of `tensors`, none of them empty: in one pass if possible, otherwise each when it is read."""
+    if not tensors:
+        return TorchStatistics(tensors, scale)
     if not _applies(tensors, scale):
-        return _on_device(tensors, scale)
+        return device_kernel.measure(tensors, scale) or TorchStatistics(tensors, scale)
     packed = bytearray(ROWS * 4 * len(tensors))
     total, left = _onepass.measure(_EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, False)
     if left:  # not on the CPU, or not in memory without gaps, or of another type
@@ -88,33 +89,3 @@ def _applies(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> bool:
         return False
     first = tensors[0]
     return (first is None or first.is_cpu) and (scale is None or scale.is_cpu)
-
-
-def _on_device(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> Statistics:
-    global _fused
-    if _fused is None or not tensors or any(tensor.device != tensors[0].device for tensor in tensors):
-        return TorchStatistics(tensors, scale)
-    try:
-        return _fused(tensors, scale)
-    except Exception as error:
-        fault_guard.let_through(error)
-        if is_passing(error):
-            raise
-        _fused = None  # it cannot be compiled here
-        fault_guard.swallow("the Triton kernel", "with torch's operations in its place")
-        return TorchStatistics(tensors, scale)
-
-
-def _triton() -> Callable[[list[torch.Tensor], torch.Tensor | None], Statistics] | None:
-    """The kernel for CUDA, which has never run on a GPU yet: where SENTINEL_TRITON asks for it."""
-    if os.environ.get("SENTINEL_TRITON", "0") in ("", "0"):
-        return None
-    try:
-        from sentinel.hooks.measure import triton_kernel
-    except ImportError as error:
-        fault_guard.say(f"SENTINEL_TRITON is set, and Triton cannot be used ({error}): torch's operations stay")
-        return None
-    return triton_kernel.measure_tensors
-
-
-_fused = _triton()

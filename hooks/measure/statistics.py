@@ -102,7 +102,7 @@ class TorchStatistics:
         """See Statistics.
 
         On the CPU only the tensors whose minimum or maximum is not finite are counted. A device cannot be asked without
-        waiting for it, so there all are (two launches a tensor; never run on a GPU yet).
+        waiting for it, so there all are (two launches a tensor).
         """
         if not self.on_host:
             return self._column([_nonfinite(tensor) for tensor in self._tensors], scaled=False)

@@ -1,8 +1,5 @@
 """Statistics of tensors on CUDA in one read of each, by Triton: a launch for each type, and one.
 
-Not the default: it has run in Triton's interpreter alone, never on a GPU yet. SENTINEL_TRITON=1 turns it on; it is
-compiled at the first step that is sampled, for some seconds.
-
     read    one program for each CHUNK of elements; leaves a column of sums. Tensors whose addresses are no multiples of
             16 bytes, as views into a larger buffer may be, have a launch of their own
     gather  one program for each tensor: of its columns, what goes to the host
@@ -24,10 +21,12 @@ import triton.language as tl
 from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, combine_norms
 from sentinel.hooks.torch_interop.tensors import Scalar
 
-CHUNK = 8192
+CHUNK = 65536
 """Elements of one program."""
-WARPS = 4
-"""That it has."""
+BLOCK = 2048
+"""Elements that it reads at a time: eight a thread, one load of 16 bytes for the narrow types."""
+WARPS = 8
+"""That it has. The three sizes are the fastest of those tried on an H200 (docs/performance.md)."""
 STEP = 1024
 """Columns that `gather` takes at a time: the largest tensor's decide how long it takes."""
 _SUMS = 6
@@ -55,37 +54,52 @@ def _value(address, places, there, KIND: tl.constexpr, ALIGNED: tl.constexpr, WH
 @triton.jit(do_not_specialize=["begin", "width"])
 def _read(
     addresses, counts, slot_of, first_of, sums, begin, width,
-    KIND: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = begin + tl.program_id(0)
     slot = tl.load(slot_of + column)
     start = (column - tl.load(first_of + slot)).to(tl.int64) * CHUNK
-    inside = tl.arange(0, CHUNK)
+    inside = tl.arange(0, BLOCK)
     left = tl.minimum(tl.load(counts + slot) - start, CHUNK).to(tl.int32)
     address = tl.load(addresses + slot)
+    infinity = float("inf")
+    squares = tl.zeros([BLOCK], tl.float32)
+    low = tl.full([BLOCK], infinity, tl.float32)
+    high = tl.full([BLOCK], -infinity, tl.float32)
+    small = tl.full([BLOCK], infinity, tl.float32)
+    zeros = tl.zeros([BLOCK], tl.int32)
     # NaN is left out of minimum and maximum here; where there is one, the squares tell.
     if left == CHUNK:
-        value = _value(address, start + inside, inside < left, KIND, ALIGNED, True)
-        low, high = tl.min(value), tl.max(value)
+        for at in range(0, CHUNK, BLOCK):
+            value = _value(address, start + at + inside, inside < left, KIND, ALIGNED, True)
+            size, nothing = tl.abs(value), value == 0
+            squares += value * value
+            low, high = tl.minimum(low, value), tl.maximum(high, value)
+            small = tl.minimum(small, tl.where(nothing, infinity, size))
+            zeros += nothing.to(tl.int32)
     else:
-        there = inside < left
-        value = _value(address, start + inside, there, KIND, ALIGNED, False)
-        low = tl.min(tl.where(there, value, float("inf")))
-        high = tl.max(tl.where(there, value, float("-inf")))
-    size = tl.abs(value)
-    squares = tl.sum(value * value)
-    small = tl.min(tl.where(size > 0, size, float("inf")))
-    nothing = left.to(tl.float32) - tl.sum((size > 0).to(tl.float32))
-    broken = 0.0
-    if (squares < float("inf")) == 0:  # rare, so that elements are usually read only once
-        broken = tl.sum(((size < float("inf")) == 0).to(tl.float32))  # what is masked is 0
-        nothing = nothing - tl.sum((value != value).to(tl.float32))
-    tl.store(sums + column, squares)
-    tl.store(sums + width + column, low)
-    tl.store(sums + 2 * width + column, high)
+        for at in range(0, left, BLOCK):
+            there = at + inside < left
+            value = _value(address, start + at + inside, there, KIND, ALIGNED, False)
+            size, nothing = tl.abs(value), value == 0
+            squares += value * value
+            low = tl.minimum(low, tl.where(there, value, infinity))
+            high = tl.maximum(high, tl.where(there, value, -infinity))
+            small = tl.minimum(small, tl.where(nothing, infinity, size))
+            zeros += (nothing & there).to(tl.int32)
+    total, broken = tl.sum(squares), 0.0
+    if (total < infinity) == 0:  # rare, so that elements are usually read only once
+        for at in range(0, left, BLOCK):
+            value = _value(
+                address, start + at + inside, at + inside < left, KIND, ALIGNED, False
+            )  # what is masked is 0
+            broken += tl.sum(((tl.abs(value) < infinity) == 0).to(tl.float32))
+    tl.store(sums + column, total)
+    tl.store(sums + width + column, tl.min(low))
+    tl.store(sums + 2 * width + column, tl.max(high))
     tl.store(sums + 3 * width + column, broken)
-    tl.store(sums + 4 * width + column, small)
-    tl.store(sums + 5 * width + column, nothing)
+    tl.store(sums + 4 * width + column, tl.min(small))
+    tl.store(sums + 5 * width + column, tl.sum(zeros).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["width", "tensors"])
@@ -206,13 +220,55 @@ def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = No
     sums = torch.empty(_SUMS * max(plan.width, 1), device=device)
     out = torch.empty(6, len(tensors), device=device)
     by = plan.one if scale is None else scale.to(device, torch.float32, non_blocking=True)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _on(device):
         for kind, aligned, begin, number in plan.launches:
             given = (addresses, plan.counts, plan.slot_of, plan.first_of, sums, begin, plan.width)
-            _read[(number,)](*given, KIND=kind, ALIGNED=aligned, CHUNK=CHUNK, num_warps=WARPS)
+            _read[(number,)](*given, **_options(kind, aligned))
         given = (sums, plan.first_of, plan.place_of, by, out, plan.width, len(tensors))
-        _gather[(len(tensors),)](*given, STEP=STEP)
+        _gather[(len(tensors),)](*given, STEP=STEP, enable_fp_fusion=True)
     return TritonStatistics(out)
+
+
+Variant = tuple[torch.device, int, bool]
+"""Of `_read`: the device, the type, whether addresses are no multiples of the widest load."""
+_compiled: set[Variant] = set()
+
+
+def list_uncompiled(tensors: list[torch.Tensor]) -> set[Variant]:
+    """What is still to be compiled before `measure_tensors` can launch for these without taking seconds."""
+    needed = {
+        (tensor.device, *(_likeness(tensor) if _is_readable(tensor) else (_KINDS.get(tensor.dtype, 0), False)))
+        for tensor in tensors
+    }
+    return needed - _compiled
+
+
+def compile_variants(variants: set[Variant]) -> None:
+    """Compile, for some seconds, and launch nothing: done on another thread than the loop's, a launch could break into
+    a CUDA graph that the loop captures."""
+    for device, kind, odd in variants:
+        with _on(device):
+            numbers = (torch.int64, torch.int64, torch.int32, torch.int32, torch.float32)
+            _make_launcher(_read.warmup(*numbers, 0, 1, grid=(1,), **_options(kind, not odd)))
+            counts = (torch.float32, torch.int32, torch.int32, torch.float32, torch.float32)
+            _make_launcher(_gather.warmup(*counts, 1, 1, grid=(1,), STEP=STEP, enable_fp_fusion=True))
+        _compiled.add((device, kind, odd))
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Up to Triton 3.6 it is a C program, else compiled at the first launch. The interpreter has none."""
+    if kernel is not None:
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _options(kind: int, aligned: bool) -> dict[str, Any]:
+    """Fusing multiplication and addition is asked for, as Triton 3.9 warns on the terminal where nothing is said."""
+    sizes = {"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS}
+    return {"KIND": kind, "ALIGNED": aligned, "enable_fp_fusion": True, **sizes}
 
 
 def _likeness(tensor: torch.Tensor) -> tuple[int, bool]:
@@ -220,12 +276,17 @@ def _likeness(tensor: torch.Tensor) -> tuple[int, bool]:
     return _KINDS[tensor.dtype], tensor.data_ptr() % _VECTOR != 0
 
 
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether it is read where it lies."""
+    gapless = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return tensor.dtype in _KINDS and gapless
+
+
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    if tensor.dtype not in _KINDS:
-        tensor = tensor.to(torch.float32)
-    gapless = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    return tensor if gapless else tensor.contiguous()
+    if _is_readable(tensor):
+        return tensor
+    return tensor.to(tensor.dtype if tensor.dtype in _KINDS else torch.float32).contiguous()
 
 
 def _send_numbers(numbers: list[int], kind: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """From a step's values, which may still be on the device, to records of plain numbers and the batches that are sent.
 
-On the CPU values are read immediately. On CUDA (written from the documentation, never run on a GPU yet) all values of a
-step are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that
-says "arrived" is copied after it, on the same stream, so that it is there last. The sender's thread polls the word: it
-must not query CUDA events, which takes the driver's lock. Nothing is done while the stream is capturing a graph.
+On the CPU values are read immediately. On CUDA all values of a step are packed into one float32 buffer on the device,
+which one asynchronous copy brings to pinned memory; a word that says "arrived" is copied after it, on the same stream,
+so that it is there last. The sender's thread polls the word: it must not query CUDA events, which takes the driver's
+lock. Nothing is done while the stream is capturing a graph.
 
 Records wait in a bounded queue, in which the oldest makes room. Before the daemon is there the first steps stay, and
 what came right after them makes room: rules look back on a run's start, and a fast loop makes thousands of steps while

@@ -108,7 +108,8 @@ class Flight(msgspec.Struct, frozen=True):
 def flight_of(dump: Mapping[str, Any], members: Mapping[str, Iterable[int]] | None = None) -> Flight:
     """From a dump: a dict of `entries`, `pg_config` and `pg_status`, as JSON and pickle have it. `members`: name of a
     group -> its ranks, where the dump does not say. Raises ValueError where it is no such dump."""
-    entries = dump.get("entries")
+    # As JSON, an empty ring has no `entries`: the general recorder of a job whose only backend is NCCL, say.
+    entries = dump.get("entries", [] if "version" in dump else None)
     if not isinstance(entries, list):
         raise ValueError("a flight recorder's dump has `entries`")
     config = _read_config(dump)

@@ -62,14 +62,15 @@ class Net(nn.Module):
 def _masked(x: Tensor) -> Tensor:
     """Healthy: some scores are masked with minus infinity."""
     scores = x.unsqueeze(-1) * x.unsqueeze(-2)
-    later = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)
+    later = torch.ones(WIDTH, WIDTH, dtype=torch.bool, device=x.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(-1)
     return (weights * x.unsqueeze(-2)).sum(-1)
 
 
 def _all_masked(x: Tensor) -> Tensor:
     scores = x.unsqueeze(-1) * x.unsqueeze(-2)
-    return scores.masked_fill(torch.ones(WIDTH, WIDTH, dtype=torch.bool), float("-inf")).softmax(-1).sum(-1)
+    every = torch.ones(WIDTH, WIDTH, dtype=torch.bool, device=x.device)
+    return scores.masked_fill(every, float("-inf")).softmax(-1).sum(-1)
 
 
 def _left_out(x: Tensor) -> Tensor:

@@ -30,8 +30,10 @@ def entry(group: str, seq: int, op: str) -> dict[str, Any]:
 
 
 def dump(*entries: dict[str, Any], **status: int) -> bytes:
+    """As JSON, an empty ring has no `entries`: seen with NCCL on a GPU, and in torch's FlightRecorderDetail.hpp."""
     said = {group: {"last_completed_collective": seq} for group, seq in status.items()}
-    return json.dumps({"entries": entries, "pg_status": said}).encode()
+    ring = {"entries": entries} if entries else {}
+    return json.dumps({"version": "2.10", "pg_status": said, **ring}).encode()
 
 
 @pytest.fixture
@@ -53,6 +55,20 @@ def test_nccl_has_a_ring_of_its_own(recorders: dict[str, bytes]) -> None:
     issued = found.find_issued("0", 7)
     assert issued is not None
     assert issued.op == "all_reduce"
+
+
+def test_where_all_groups_are_on_nccl_the_general_ring_is_empty(recorders: dict[str, bytes]) -> None:
+    recorders["_dump_fr_trace_json"] = dump()
+    recorders["_dump_nccl_trace_json"] = dump(entry("0", 7, "nccl:all_reduce"))
+    assert [one.seq for one in internals.read_flight_record().collectives] == [7]
+
+
+def test_before_the_first_collective_nothing_is_recorded() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert internals.read_flight_record().collectives == ()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_both_rings_have_counts_once(recorders: dict[str, bytes]) -> None:

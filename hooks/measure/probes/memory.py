@@ -102,7 +102,7 @@ class HostMemory:
 
 
 class MemoryProbe(Probe):
-    """Resident set size; the allocator's state where the parameters are on CUDA (never run on a GPU yet)."""
+    """Resident set size; the allocator's state where the parameters are on CUDA."""
 
     tier = 0
     spared = True
