@@ -245,12 +245,15 @@ class Governor:
             self._tiers[tier].add(seconds)
         self._samples.clear()
 
-    def record_step(self, seq: int, loop: float, own: float) -> None:
-        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours."""
+    def record_step(self, seq: int, loop: float, own: float, *, of: float = 0.0) -> None:
+        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours. `of`: what
+        they took on the host, as the samples' seconds are, of which a GPU may feel a part (`device_clock`)."""
         if self._order is not None and seq + 1 >= self._order[0]:
             self.spacing.update(self._order[1])
             self._order, self._ordered = None, True
         self._latest = seq
+        if of > 0.0:
+            self._samples = {tier: seconds * own / of for tier, seconds in self._samples.items()}
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
         self.account(1, loop, own)

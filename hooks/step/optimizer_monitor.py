@@ -19,6 +19,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.hooks.core.device_clock import DeviceClock, make_device_clock
 from sentinel.hooks.loop.forward_passes import ORIGIN
 from sentinel.hooks.loop.grad_clipping import read_overflow, scale_left
 from sentinel.hooks.loop.step_accumulator import StepTotals
@@ -62,6 +63,8 @@ class OptimizerMonitor(FastPath):
         self._told_exit: float | None = None
         """Of the last step whose times were taken."""
         self._own_seconds = self._layers_seconds = 0.0
+        self._device_clock: DeviceClock | None = None
+        """From the first step on, where the parameters are on a GPU."""
         self._scaler: GradScaler | None = None
         self._scale: Scalar | None = None
         self._own_scale = own_scale
@@ -187,6 +190,11 @@ class OptimizerMonitor(FastPath):
         if tensors.is_capturing():
             self._accumulator.capture()
             return
+        if self._previous_exit is None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._device_clock = make_device_clock(parameters)
+        if self._device_clock is not None:
+            self._device_clock.begin_step()
         # With a closure the backward pass runs inside the step: until then there are only the last step's gradients.
         self._deferred = closure is not None
         clip = None
@@ -202,6 +210,8 @@ class OptimizerMonitor(FastPath):
             self._inquire(step)
         else:
             step.passes_before = step.totals.passes_seconds
+        if self._device_clock is not None:
+            self._device_clock.mark()
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
 
@@ -242,6 +252,8 @@ class OptimizerMonitor(FastPath):
                 self._next(skipped=False, captured=True)
             return
         step.left = time.perf_counter()
+        if self._device_clock is not None:
+            self._device_clock.mark()
         if self._deferred:
             self._before(step)
             self._inquire(step, exact=False)
@@ -387,7 +399,7 @@ class OptimizerMonitor(FastPath):
         record = records.record(step, self.layers, time.time(), self._transfers, self._unseen)
         self._loss_outliers.add_record(record)
         self._submit(record, news or step.urgent)
-        self._account(step.left)
+        self._account(step)
         self._next(skipped=skipped)
 
     def report_logged(self) -> None:
@@ -410,17 +422,22 @@ class OptimizerMonitor(FastPath):
         self._told_exit = step.left
         self._governor.record_sample(0, time.perf_counter() - begin)
 
-    def _account(self, left: float) -> None:
-        self._own_seconds += time.perf_counter() - left
+    def _account(self, step: Step) -> None:
+        self._own_seconds += time.perf_counter() - step.left
         self._own_since_told += self._own_seconds
+        felt = self._own_seconds
+        if self._device_clock is not None:
+            tier = 3 if step.rare else 2 if step.thorough else 1 if step.gradients is not None else 0
+            self._device_clock.mark()
+            felt = self._device_clock.end_step(tier, self._own_seconds)
         if self.layers.stream:
-            self._governor.aside(self._own_seconds)
+            self._governor.aside(felt)
         elif self._previous_exit is None:
-            self._governor.record_first_step(self._own_seconds)
+            self._governor.record_first_step(felt)
         else:
             self._account_stretch()
-            self._governor.record_step(self.seq, left - self._previous_exit, self._own_seconds)
-        self._previous_exit = left
+            self._governor.record_step(self.seq, step.left - self._previous_exit, felt, of=self._own_seconds)
+        self._previous_exit = step.left
 
     def _next(self, *, skipped: bool, captured: bool = False) -> None:
         plain = self._scaler is None and self._own_scale is None and not captured
