@@ -113,5 +113,5 @@ def make_device_clock(parameters: list[torch.Tensor]) -> DeviceClock | None:
     device = parameters[0].device
     return DeviceClock(
         lambda: torch.cuda.current_stream(device),
-        lambda: torch.cuda.Event(enable_timing=True),
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
     )
