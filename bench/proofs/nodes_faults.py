@@ -121,7 +121,9 @@ class _Trial:
         assert (page.alert, page.run_id) == (fault.alert, RUN_ID), "the page is of another alert"
         _expect_words(f"{page.summary}; {page.cause}", words, "the page")
         critical = [case for case in self._incidents if case["severity"] == "critical"]
-        problems = {case["parent"] or case["id"] for case in critical}  # a hang may follow on a warning of UnevenBatches
+        problems = {
+            case["parent"] or case["id"] for case in critical
+        }  # a hang may follow on a warning of UnevenBatches
         told = [case for case in critical if case["alert"] == fault.alert]
         assert (len(problems), len(told)) == (1, 1), "there are other incidents"
         _expect_words(told[0]["diagnosis"]["cause"], words[:2], "`sentinel incidents`")

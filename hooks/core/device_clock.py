@@ -2,9 +2,10 @@
 
 A loop launches work ahead of its device. While the device is behind, what our hooks take on the host delays nothing,
 and a launch that waits for room in the queue only looks dear: on an H200, 8 % of a step by the host's clock were 0.4 %
-of the wall time. So two events on the loop's stream go around our work: the device spends between them what our work
-has it do where it is behind, and as long as the host takes where the host is behind. They are read some steps later,
-and nothing waits for them.
+of the wall time. So two events on the loop's stream go around our work: what passes on the device between them is what
+our work has it do. That counts in place of the host's time where the device is still behind when the next backward pass
+begins. Where it is not, it may have waited for the host since, and each second of ours has held it up: then the host's
+time counts. Events are read some steps later, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +21,8 @@ from sentinel.hooks.core import fault_guard
 
 MOST_AWAITED = 8
 """Steps whose events are not read yet; the next ones are not measured."""
+LEAST_SHARE = 0.1
+"""Not less is believed: a bound on what a mistake here can cost."""
 _NEWEST = 0.25
 """Weight of the newest measurement in a running mean."""
 
@@ -37,13 +40,15 @@ class DeviceEvent(Protocol):
         """Milliseconds from this one to that one; both are over."""
 
 
-class _Measured(NamedTuple):
+class _Measured:
     """A step that the device has still to come to."""
 
-    tier: int
-    host_seconds: float
-    marks: list[DeviceEvent]
-    """Begin, end, begin, end of our work."""
+    def __init__(self, tier: int, host_seconds: float, marks: list[DeviceEvent]) -> None:
+        self.tier, self.host_seconds = tier, host_seconds
+        self.marks = marks
+        """Begin, end, begin, end of our work."""
+        self.behind = False
+        """Whether the device had not come to its end when the next backward pass began."""
 
 
 class DeviceClock:
@@ -57,6 +62,8 @@ class DeviceClock:
         self._marks: list[DeviceEvent] = []
         """Of the present step."""
         self._awaited = deque[_Measured]()
+        self._unchecked: _Measured | None = None
+        """The last step, until the next backward pass begins."""
         self._free: list[DeviceEvent] = []
         self._broken = False
 
@@ -78,17 +85,27 @@ class DeviceClock:
                 self._marks.append(event)
 
     def end_step(self, tier: int, host_seconds: float) -> float:
-        """The last mark of the step was set; the seconds that the device felt of `host_seconds`, which are all of ours,
-        as far as is known. `tier`: the highest that was sampled."""
+        """The last mark of the step was set: what share the device feels of `host_seconds`, which are all of ours, as
+        far as is known. `tier`: the highest that was sampled."""
         if self._marks and len(self._marks) % 2 == 0 and host_seconds > 0.0:
-            self._awaited.append(_Measured(tier, host_seconds, self._marks))
+            self._unchecked = _Measured(tier, host_seconds, self._marks)
+            self._awaited.append(self._unchecked)
             self._marks = []
-        return host_seconds * self._shares.get(tier, 1.0)
+        return self._shares.get(tier, 1.0)
+
+    def begin_backward(self) -> None:
+        """A backward pass begins; the first after a step tells whether the device is behind."""
+        step, self._unchecked = self._unchecked, None
+        if step is not None and not self._broken:
+            with self._giving_up():
+                step.behind = not step.marks[-1].query()
 
     def _read(self, step: _Measured) -> None:
-        pairs = zip(step.marks[::2], step.marks[1::2], strict=True)
-        felt = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-        share = min(felt / step.host_seconds, 1.0)
+        share = 1.0
+        if step.behind:
+            pairs = zip(step.marks[::2], step.marks[1::2], strict=True)
+            felt = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+            share = min(max(felt / step.host_seconds, LEAST_SHARE), 1.0)
         before = self._shares.get(step.tier, share)
         self._shares[step.tier] = before + _NEWEST * (share - before)
         self._free += step.marks

@@ -116,13 +116,15 @@ class Governor:
         self.costs: dict[str, float] = {}
         """Part (hooks, sender, daemon) -> share of the loop's time that it took, at the last decision."""
         self.hook_seconds = 0.0
-        """On the thread that trains, so far."""
+        """On the thread that trains, so far, by the host's clock."""
         self.attentive = False
         """Whether everything is sampled, because something looked odd."""
         self._overhead, self._opening, self._norm_first = overhead, opening, norm_first
         self._tiers = {tier: Mean() for tier in FIRST}
         self._samples: dict[int, float] = {}
-        """Seconds by tier, of this step."""
+        """Seconds by tier, of this optimizer's step."""
+        self._felt: dict[int, float] = {}
+        """The same that the loop felt, of all optimizers since the first one's last step."""
         self._fixed = Mean()
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
@@ -229,35 +231,44 @@ class Governor:
         """One sample of a tier took `seconds`."""
         self._samples[tier] = self._samples.get(tier, 0.0) + seconds
 
-    def aside(self, own: float) -> None:
-        """`own` seconds went to a step of another optimizer than the first. They count with the first one's next."""
-        self._aside += own
+    def aside(self, own: float, share: float = 1.0) -> None:
+        """`own` seconds went to a step of another optimizer than the first. They count with the first one's next.
+        `share`: see `record_step`."""
+        self.hook_seconds += own
+        self._aside += own * share
+        self._feel_samples(share)
 
     def record_first_step(self, own: float) -> None:
         """The first step of the first optimizer took `own` seconds that were ours; of how many is not known."""
         self.hook_seconds += own
+        self._feel_samples(1.0)
         self._take_samples()
         if self._opening is not None:
             self._opening.record_first_step(own)
 
-    def _take_samples(self) -> None:
+    def _feel_samples(self, share: float) -> None:
         for tier, seconds in self._samples.items():
-            self._tiers[tier].add(seconds)
+            self._felt[tier] = self._felt.get(tier, 0.0) + seconds * share
         self._samples.clear()
 
-    def record_step(self, seq: int, loop: float, own: float, *, of: float = 0.0) -> None:
-        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours. `of`: what
-        they took on the host, as the samples' seconds are, of which a GPU may feel a part (`device_clock`)."""
+    def _take_samples(self) -> None:
+        for tier, seconds in self._felt.items():
+            self._tiers[tier].add(seconds)
+        self._felt.clear()
+
+    def record_step(self, seq: int, loop: float, own: float, share: float = 1.0) -> None:
+        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours on the host.
+        `share`: how much of these, and of the samples' since, the loop felt (`device_clock`)."""
         if self._order is not None and seq + 1 >= self._order[0]:
             self.spacing.update(self._order[1])
             self._order, self._ordered = None, True
         self._latest = seq
-        if of > 0.0:
-            self._samples = {tier: seconds * own / of for tier, seconds in self._samples.items()}
-        own, self._aside = own + self._aside, 0.0
+        self.hook_seconds += own
+        own, self._aside = own * share + self._aside, 0.0
+        self._feel_samples(share)
         self.attentive = seq < self._attend_until
-        self.account(1, loop, own)
-        self._beside -= sum(self._samples.values())
+        self._count(1, loop, own)
+        self._beside -= sum(self._felt.values())
         self._take_samples()
         if self._opening is not None:
             self._opening.record_step(seq, loop, own)
@@ -269,12 +280,15 @@ class Governor:
     def account(self, steps: int, loop: float, own: float) -> None:
         """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
         that is looked at whole."""
+        self.hook_seconds += own
+        self._count(steps, loop, own)
+
+    def _count(self, steps: int, loop: float, own: float) -> None:
         self._counted += steps
         self._steps += steps
         self._loop += loop
         self._own += own
         self._beside += own
-        self.hook_seconds += own
 
     def _decide(self) -> None:
         if self._loop <= 0.0:

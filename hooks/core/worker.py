@@ -17,6 +17,8 @@ from queue import SimpleQueue
 
 from sentinel.hooks.core import fault_guard
 
+EXIT_SECONDS = 60.0
+"""For which the process waits for its threads at its end: one may hang, on a file system that does not answer, say."""
 START_SECONDS = 5.0
 """How long a new thread may take to begin. It takes 0.1 ms where there is memory for it."""
 _LOOK_SECONDS = 1.0
@@ -82,8 +84,8 @@ class Worker:
     """One thread. It sleeps while there is nothing to do, and ends with its worker."""
 
     def __init__(self, name: str, *, finishes: bool = False) -> None:
-        """`finishes`: process exit waits for its tasks. A task inside torch would abort the process when it returned to
-        an interpreter that is gone; other tasks are dropped."""
+        """`finishes`: process exit waits for its tasks, for `EXIT_SECONDS` at most. A task inside torch would abort the
+        process when it returned to an interpreter that is gone; other tasks are dropped."""
         self._name, self._finishes = name, finishes
         self._queue = SimpleQueue[Task | None]()
         self._thread: threading.Thread | None = None
@@ -150,5 +152,6 @@ def _finish() -> None:
     finishing = dict(_finishing)
     for queue in finishing.values():
         queue.put(None)
+    until = time.monotonic() + EXIT_SECONDS
     for thread in finishing:
-        thread.join()
+        thread.join(max(until - time.monotonic(), 0.0))

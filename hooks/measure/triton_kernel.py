@@ -4,8 +4,8 @@
             16 bytes, as views into a larger buffer may be, have a launch of their own
     gather  one program for each tensor: of its columns, what goes to the host
 
-A tensor of another type than float32, float16 and bfloat16, or with gaps in its memory, is copied first. Nothing waits
-for the device: addresses are written to pinned memory, and only when they have changed.
+Tensors of other types than float32, float16 and bfloat16, or with gaps in their memory, are left to torch (`can_read`).
+Nothing waits for the device: addresses are written to pinned memory, and only when they have changed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class LaunchPlan:
             begin, number = first[own[0]], first[own[-1] + 1] - first[own[0]]
             if number:
                 self.launches.append((kind, not odd, begin, number))
-        self.one = torch.ones((), device=device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
         self._addresses: list[int] = []
         self._sent = torch.empty(0)
 
@@ -207,9 +207,19 @@ _PLANS = 16
 """At most: a model whose gradients come and go must not let them pile up."""
 
 
+def can_read(tensors: list[torch.Tensor]) -> bool:
+    """Whether all are on one device, without gaps, and of types that are read where they lie."""
+    device = tensors[0].device
+    return all(tensor.device == device and tensor.dtype in _KINDS and _is_gapless(tensor) for tensor in tensors)
+
+
+def _is_gapless(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
 def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> TritonStatistics:
-    """The statistics of `tensors`, which are on one device, on their way."""
-    tensors = [_readable(tensor) for tensor in tensors]
+    """The statistics of `tensors`, which `can_read` has passed, on their way."""
+    tensors = [tensor.detach() for tensor in tensors]
     key = (tensors[0].device, *((tensor.numel(), *_likeness(tensor)) for tensor in tensors))
     if key not in _plans:
         if len(_plans) >= _PLANS:
@@ -217,8 +227,8 @@ def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = No
         _plans[key] = LaunchPlan(tensors)
     plan, device = _plans[key], tensors[0].device
     addresses = plan.addresses(tensors)
-    sums = torch.empty(_SUMS * max(plan.width, 1), device=device)
-    out = torch.empty(6, len(tensors), device=device)
+    sums = torch.empty(_SUMS * max(plan.width, 1), dtype=torch.float32, device=device)
+    out = torch.empty(6, len(tensors), dtype=torch.float32, device=device)
     by = plan.one if scale is None else scale.to(device, torch.float32, non_blocking=True)
     with _on(device):
         for kind, aligned, begin, number in plan.launches:
@@ -236,11 +246,7 @@ _compiled: set[Variant] = set()
 
 def list_uncompiled(tensors: list[torch.Tensor]) -> set[Variant]:
     """What is still to be compiled before `measure_tensors` can launch for these without taking seconds."""
-    needed = {
-        (tensor.device, *(_likeness(tensor) if _is_readable(tensor) else (_KINDS.get(tensor.dtype, 0), False)))
-        for tensor in tensors
-    }
-    return needed - _compiled
+    return {(tensor.device, *_likeness(tensor)) for tensor in tensors} - _compiled
 
 
 def compile_variants(variants: set[Variant]) -> None:
@@ -276,20 +282,7 @@ def _likeness(tensor: torch.Tensor) -> tuple[int, bool]:
     return _KINDS[tensor.dtype], tensor.data_ptr() % _VECTOR != 0
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether it is read where it lies."""
-    gapless = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    return tensor.dtype in _KINDS and gapless
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if _is_readable(tensor):
-        return tensor
-    return tensor.to(tensor.dtype if tensor.dtype in _KINDS else torch.float32).contiguous()
-
-
 def _send_numbers(numbers: list[int], kind: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers, on the device once it comes to them."""
-    host = torch.tensor(numbers, dtype=kind, pin_memory=device.type == "cuda")
+    host = torch.tensor(numbers, dtype=kind, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

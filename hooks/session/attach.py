@@ -27,6 +27,7 @@ from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.loop.losses import EngineLossScale
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probe, probes
+from sentinel.hooks.measure.cpu_kernel import device_kernel
 from sentinel.hooks.measure.probe import Probes
 from sentinel.hooks.measure.probes.loop import LrSchedule
 from sentinel.hooks.rollback import framework_checkpoints
@@ -199,10 +200,11 @@ class _Setup:
 
     def open_session(self, who: RunIdentity, step: int) -> Monitor:
         """Build the session, put everything in place, and say so."""
-        given = self.overhead
+        given, on_device = self.overhead, _is_on_device(self.models)
+        if on_device:
+            device_kernel.load()
         if given is None:
-            share = OVERHEAD_GPU if _is_on_device(self.models) else OVERHEAD
-            governor = Governor(share, Opening(), norm_first=True)
+            governor = Governor(OVERHEAD_GPU if on_device else OVERHEAD, Opening(), norm_first=True)
         else:
             governor = Governor(given, Opening(given))
         accumulator = StepAccumulator()

@@ -18,7 +18,7 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.session.backward_passes import PassFilter, Succession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
-from sentinel.hooks.torch_interop.tensors import Scalar, is_finite
+from sentinel.hooks.torch_interop.tensors import Scalar, is_capturing, is_finite
 
 if TYPE_CHECKING:
     from sentinel.hooks.session.session import RunSession
@@ -68,6 +68,9 @@ class EventRouter:
                     if accumulator.in_last_pass and other.in_last_pass:
                         accumulator.record_rival()
                         other.record_rival()
+        for stream in self._streams.live:
+            if stream.device_clock is not None and not is_capturing():
+                stream.device_clock.begin_backward()
         if self._scales and not losses.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.loss_not_scaled()

@@ -63,8 +63,9 @@ class OptimizerMonitor(FastPath):
         self._told_exit: float | None = None
         """Of the last step whose times were taken."""
         self._own_seconds = self._layers_seconds = 0.0
-        self._device_clock: DeviceClock | None = None
+        self.device_clock: DeviceClock | None = None
         """From the first step on, where the parameters are on a GPU."""
+        self._seeks_device = True
         self._scaler: GradScaler | None = None
         self._scale: Scalar | None = None
         self._own_scale = own_scale
@@ -190,11 +191,12 @@ class OptimizerMonitor(FastPath):
         if tensors.is_capturing():
             self._accumulator.capture()
             return
-        if self._previous_exit is None:
+        if self._seeks_device:
+            self._seeks_device = False
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._device_clock = make_device_clock(parameters)
-        if self._device_clock is not None:
-            self._device_clock.begin_step()
+            self.device_clock = make_device_clock(parameters)
+        if self.device_clock is not None:
+            self.device_clock.begin_step()
         # With a closure the backward pass runs inside the step: until then there are only the last step's gradients.
         self._deferred = closure is not None
         clip = None
@@ -210,8 +212,8 @@ class OptimizerMonitor(FastPath):
             self._inquire(step)
         else:
             step.passes_before = step.totals.passes_seconds
-        if self._device_clock is not None:
-            self._device_clock.mark()
+        if self.device_clock is not None:
+            self.device_clock.mark()
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
 
@@ -252,8 +254,8 @@ class OptimizerMonitor(FastPath):
                 self._next(skipped=False, captured=True)
             return
         step.left = time.perf_counter()
-        if self._device_clock is not None:
-            self._device_clock.mark()
+        if self.device_clock is not None:
+            self.device_clock.mark()
         if self._deferred:
             self._before(step)
             self._inquire(step, exact=False)
@@ -276,6 +278,8 @@ class OptimizerMonitor(FastPath):
             step = self._open(optimizer, 1.0)
             step.entered = step.left = time.perf_counter()
             self._own_seconds = 0.0
+            if self.device_clock is not None:
+                self.device_clock.begin_step()
             self._before(step)
             self._inquire(step, withheld=True)
             self._close(step)
@@ -425,18 +429,18 @@ class OptimizerMonitor(FastPath):
     def _account(self, step: Step) -> None:
         self._own_seconds += time.perf_counter() - step.left
         self._own_since_told += self._own_seconds
-        felt = self._own_seconds
-        if self._device_clock is not None:
+        share = 1.0
+        if self.device_clock is not None:
             tier = 3 if step.rare else 2 if step.thorough else 1 if step.gradients is not None else 0
-            self._device_clock.mark()
-            felt = self._device_clock.end_step(tier, self._own_seconds)
+            self.device_clock.mark()
+            share = self.device_clock.end_step(tier, self._own_seconds)
         if self.layers.stream:
-            self._governor.aside(felt)
+            self._governor.aside(self._own_seconds, share)
         elif self._previous_exit is None:
-            self._governor.record_first_step(felt)
+            self._governor.record_first_step(self._own_seconds)
         else:
             self._account_stretch()
-            self._governor.record_step(self.seq, step.left - self._previous_exit, felt, of=self._own_seconds)
+            self._governor.record_step(self.seq, step.left - self._previous_exit, self._own_seconds, share)
         self._previous_exit = step.left
 
     def _next(self, *, skipped: bool, captured: bool = False) -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sentinel.hooks.measure import cpu_kernel
-from sentinel.hooks.measure.device_kernel import DeviceKernel
+from sentinel.hooks.measure.device_kernel import DeviceKernel, is_usable
 from sentinel.hooks.measure.statistics import Statistics, TorchStatistics
 from tests.hooks.test_onepass import gradients, shown
 
@@ -61,13 +61,31 @@ def test_more_than_one_chunk_and_more_than_one_step(fused: ModuleType) -> None:
     check(fused.measure_tensors(tensors), tensors)
 
 
-def test_what_has_gaps_and_what_is_empty(fused: ModuleType) -> None:
-    odd = [torch.randn(64, 64)[:, ::2], torch.randn(1).expand(5, 3), torch.randn(8, 3).double()]
-    check(fused.measure_tensors(odd), odd)
+def test_what_has_gaps_or_is_of_another_type_is_left_to_torch(fused: ModuleType) -> None:
+    for odd in (torch.randn(64, 64)[:, ::2], torch.randn(1).expand(5, 3), torch.randn(8, 3).double()):
+        assert not fused.can_read([torch.ones(2), odd])
+    permuted = [torch.randn(4, 6, 5).permute(2, 0, 1), torch.randn(2, 8, 3, 3).to(memory_format=torch.channels_last)]
+    assert fused.can_read(permuted)
+    check(fused.measure_tensors(permuted), permuted)
+
+
+def test_what_is_empty(fused: ModuleType) -> None:
     found = shown(fused.measure_tensors([torch.ones(2), torch.empty(0), torch.full((3,), 2.0)]))
     assert found["norm"] == pytest.approx([2**0.5, 0.0, 12**0.5])
     assert (found["low"][1], found["high"][1]) == (float("inf"), float("-inf"))
     assert [found[name][1] for name in ("nonfinite", "smallest", "zeros")] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_type_does_not_matter(fused: ModuleType, dtype: torch.dtype) -> None:
+    tensors, scale = [torch.randn(12_345), torch.zeros(12_345)], torch.tensor(512.0)
+    torch.set_default_dtype(dtype)
+    try:
+        found, scaled = fused.measure_tensors(tensors), fused.measure_tensors(tensors, scale)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(found, tensors)
+    check(scaled, tensors, scale)
 
 
 def test_gradients_are_unscaled(fused: ModuleType) -> None:
@@ -107,6 +125,13 @@ def test_plans_do_not_pile_up(fused: ModuleType) -> None:
     assert len(fused._plans) <= fused._PLANS
 
 
+def make_kernel() -> DeviceKernel:
+    """As `attach` makes it ready, for tensors of the CPU."""
+    kernel = DeviceKernel(usable=True, device_type="cpu")
+    kernel.load()
+    return kernel
+
+
 def wait_until_ready(kernel: DeviceKernel, tensors: list[torch.Tensor]) -> Statistics:
     """As a loop does that samples again and again."""
     until = time.monotonic() + 60
@@ -116,13 +141,25 @@ def wait_until_ready(kernel: DeviceKernel, tensors: list[torch.Tensor]) -> Stati
     return found
 
 
+class Compiler:
+    """Compiles once it may."""
+
+    def __init__(self, fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+        self._compile = fused.compile_variants
+        monkeypatch.setattr(fused, "_compiled", set())
+        monkeypatch.setattr(fused, "compile_variants", self)
+
+    def __call__(self, variants: object) -> None:
+        self.entered.set()
+        assert self.may_go_on.wait(60)
+        self._compile(variants)
+
+
 def test_torch_computes_until_it_is_compiled(fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, tensors = DeviceKernel(usable=True, device_type="cpu"), [torch.randn(5), torch.randn(7).half()]
-    may_compile, compiled = threading.Event(), fused.compile_variants
-    monkeypatch.setattr(fused, "_compiled", set())
-    monkeypatch.setattr(fused, "compile_variants", lambda variants: may_compile.wait(60) and compiled(variants))
+    kernel, tensors, compiler = make_kernel(), [torch.randn(5), torch.randn(7).half()], Compiler(fused, monkeypatch)
     assert [kernel.measure(tensors, None) for _ in range(3)] == [None] * 3
-    may_compile.set()
+    compiler.may_go_on.set()
     check(wait_until_ready(kernel, tensors), tensors)
     odd = [torch.randn(9)[1:]]
     assert kernel.measure(odd, None) is None, "addresses of another kind have a variant of their own"
@@ -130,33 +167,45 @@ def test_torch_computes_until_it_is_compiled(fused: ModuleType, monkeypatch: pyt
 
 
 def test_compiling_holds_no_gradient(fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, tensors, go = DeviceKernel(usable=True, device_type="cpu"), [torch.randn(5)], threading.Event()
-    monkeypatch.setattr(fused, "_compiled", set())
-    monkeypatch.setattr(fused, "compile_variants", lambda variants: go.wait(60))
+    kernel, tensors, compiler = make_kernel(), [torch.randn(5)], Compiler(fused, monkeypatch)
     gone = weakref.ref(tensors[0])
-    for _ in range(3):
-        kernel.measure(tensors, None)
+    assert kernel.measure(tensors, None) is None
+    assert compiler.entered.wait(60)
     tensors.clear()
     assert gone() is None
-    go.set()
+    compiler.may_go_on.set()
+
+
+def test_before_attach_made_it_ready_torch_computes() -> None:
+    assert DeviceKernel(usable=True, device_type="cpu").measure([torch.ones(3)], None) is None
 
 
 def test_tensors_on_several_devices_are_left_to_torch(fused: ModuleType) -> None:
-    kernel = DeviceKernel(usable=True, device_type="cpu")
+    kernel = make_kernel()
     wait_until_ready(kernel, [torch.ones(3)])
     assert kernel.measure([torch.ones(3), torch.ones(3, device="meta")], None) is None
     assert kernel.measure([torch.ones(3, device="meta")], None) is None
 
 
+@pytest.mark.parametrize("variable", ["TRITON_INTERPRET=1", "SENTINEL_TRITON=0"])
+def test_it_is_turned_off(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its interpreter Triton reads addresses of the device in host memory, and the process dies of it."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert is_usable()
+    monkeypatch.setenv(*variable.split("="))
+    assert not is_usable()
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("fails", ["measure_tensors", "compile_variants"])
+@pytest.mark.parametrize("fails", ["measure_tensors", "compile_variants", "can_read"])
 def test_a_kernel_that_fails_gives_way_to_torch(
     fused: ModuleType, fails: str, monkeypatch: pytest.MonkeyPatch, swallowed: list[str]
 ) -> None:
     def broken(*_: object) -> Statistics:
         raise RuntimeError("no compiler for it")
 
-    kernel, tensors = DeviceKernel(usable=True, device_type="cpu"), [torch.ones(3)]
+    kernel, tensors = make_kernel(), [torch.ones(3)]
     monkeypatch.setattr(fused, "_compiled", set())
     monkeypatch.setattr(fused, fails, broken)
     monkeypatch.setattr(cpu_kernel, "_MISSING", "left out")
@@ -170,10 +219,26 @@ def test_a_kernel_that_fails_gives_way_to_torch(
     assert len(swallowed) == 1
 
 
+@pytest.mark.faults
+def test_without_a_thread_that_compiles_torch_computes(
+    fused: ModuleType, monkeypatch: pytest.MonkeyPatch, swallowed: list[str]
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(fused, "_compiled", set())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    kernel = make_kernel()
+    assert [kernel.measure([torch.ones(3)], None) for _ in range(3)] == [None] * 3
+
+
 COMPILED = """
+import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from sentinel.hooks.measure import triton_kernel
 
@@ -188,6 +253,23 @@ for kind, aligned in ((0, True), (1, True), (2, True), (0, False)):
     options = {"num_warps": triton_kernel.WARPS}
     ptx = compile(ASTSource(triton_kernel._read, read, fixed), target=hopper, options=options).asm["ptx"]
     print(ptx.count("ld.global.v4.b32"))  # loads of 16 bytes
+def list_keys(function, *arguments, **fixed):  # as JITFunction.run finds a kernel that is compiled
+    bind = create_function_from_signature(function.signature, function.params, make_backend(hopper))
+    _, specialization, options = bind(*arguments, **fixed)
+    return specialization, options
+
+
+launches = []
+for function in (triton_kernel._read, triton_kernel._gather):
+    function.run = lambda *given, grid, warmup, function=function, **fixed: launches.append(
+        list_keys(function, *given, **fixed))
+tensors = [torch.randn(30), torch.randn(40).half(), torch.randn(9)[1:]]
+triton_kernel._make_launcher = lambda kernel: None
+triton_kernel.compile_variants(triton_kernel.list_uncompiled(tensors))
+warm, launches = launches, []
+triton_kernel.measure_tensors(tensors)
+missing = [launch for launch in launches if launch not in warm]
+assert launches and not missing, (missing, warm)
 print(len(compile(ASTSource(triton_kernel._gather, gather, {"STEP": triton_kernel.STEP}), target=hopper).asm["cubin"]))
 """
 
