@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from sentinel import wire
+from sentinel.actions.rollback import RESTORE_SECONDS
 from sentinel.actions.rollback_state import Outcome
 from sentinel.actions.stop import StopAction
 from sentinel.cluster.protocol.coordinator import SILENT_SECONDS
@@ -121,6 +122,11 @@ class StopMachine:
         self._interrupted = [case for case in self.cases if not case.done or case.done[-1].startswith("stopping")]
         if rank.bound is not None:
             self.relay.rejoin_rank(self.number, rank.bound.id)
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether nothing is known yet of what comes of a case."""
+        return any(not case.done or case.done[-1].startswith("stopping") for case in self.cases)
 
     def call(self, now: float) -> None:
         """A rule fires."""
@@ -268,6 +274,9 @@ class StopSimulation(Simulation):
     def play(self, seconds: float = 150.0) -> None:
         """As of every simulation; and then, if the ranks are still there, they leave."""
         super().play(seconds)
+        until = self.now + RESTORE_SECONDS  # an order ends then, where a rank's answer was lost with its daemon
+        while self.now < until and any(node.is_awaiting for node in self.stops):
+            self.turn()
         if all(rank.left is None for rank in self.ranks):
             self.call_stop()
         until = self.now + STOP_SECONDS

@@ -228,6 +228,24 @@ def test_a_refusal_means_none_and_is_said() -> None:
     assert not job.told(wire.Commit)
 
 
+def test_a_case_that_fires_when_the_same_alert_of_another_node_is_over_is_not_answered_with_its_end() -> None:
+    job = Job()
+    first = job.nodes[1].break_down()
+    job.exchange()
+    job.nodes[0].promise()
+    job.nodes[1].promise(ok=False, reason="the ranks cannot agree")
+    job.exchange(cut=(1,))  # it still asks
+    second = job.nodes[0].break_down()
+    job.exchange(cut=(1,))
+    assert second.done[-1].startswith("rolling back to step")
+    job.exchange()
+    assert first.done == ("not rolled back: the ranks cannot agree",)
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
+    assert len(job.told(wire.Commit)) == 2
+
+
 def test_a_rank_that_was_past_the_step_is_asked_for_a_later_one_and_a_late_promise_counts_for_nothing() -> None:
     job = Job()
     job.nodes[1].break_down()

@@ -64,6 +64,12 @@ def test_in_jobs_that_once_ended_with_a_page_that_nothing_resolves_or_none_for_w
     check_all(simulation)
 
 
+def test_a_stop_that_is_asked_for_when_another_one_failed_is_one_of_its_own() -> None:
+    simulation = StopSimulation(5090, nodes=4)
+    simulation.play()
+    check_stop(simulation)
+
+
 def test_a_former_coordinator_keeps_its_pages_until_the_next_one_knows_of_none_that_is_open() -> None:
     node, case = Node(0, 1, 0.0), make_case(1, "Hang", 10)
     node.record_page(case)

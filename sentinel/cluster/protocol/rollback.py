@@ -158,9 +158,9 @@ class JobRollbacks:
         self._action.stopped = stopped
         self._action.is_followed_by_stop = self._is_followed_by_stop
         self._stop = StopAction(self._action, self)
-        self._firing: dict[str, JobCase] = {}
-        """By alert: those that ask for a rollback."""
-        self._stopping: dict[str, JobCase] = {}
+        self._firing: list[JobCase] = []
+        """Those that ask for a rollback."""
+        self._stopping: list[JobCase] = []
         """The same of those that ask for a stop."""
         self._others: dict[int, list[Case]] = {}
         """Node -> its cases that are over, or for which nothing more is done."""
@@ -224,7 +224,7 @@ class JobRollbacks:
             return None
         words = tuple(
             CaseWords(node=node, case=case, done=_shorten(asked.case.done), over=not self._handles(asked.case))
-            for asked in (*self._firing.values(), *self._stopping.values())
+            for asked in (*self._firing, *self._stopping)
             for node, case in sorted(asked.asking)
             if asked.fired
         )
@@ -243,10 +243,10 @@ class JobRollbacks:
         last = self._orders.last
         return None if isinstance(last, wire.Commit) and self._action.phase == "idle" else last
 
-    def _list_due(self, firing: dict[str, JobCase], now: float) -> list[JobCase]:
+    def _list_due(self, firing: Sequence[JobCase], now: float) -> list[JobCase]:
         """Those whose turn has come. A node that is missing is waited for, for a while."""
         patience = ARRIVAL_SECONDS if self.ranks.absence else 0.0
-        due = [asked for asked in firing.values() if not asked.fired and now - asked.since >= patience]
+        due = [asked for asked in firing if not asked.fired and now - asked.since >= patience]
         for asked in due:
             asked.fired = True
         return due
@@ -255,7 +255,7 @@ class JobRollbacks:
         return self._action.handles(case) or self._stop.awaits_turn(case)
 
     def _is_followed_by_stop(self, case: Case) -> bool:
-        return any(asked.case is case and asked.is_followed_by_stop for asked in self._firing.values())
+        return any(asked.case is case and asked.is_followed_by_stop for asked in self._firing)
 
     def _take_cases(self, node: int, report: NodeRollback, now: float) -> None:
         firing = {case.id: case for case in report.cases if case.state == "firing"}
@@ -266,33 +266,42 @@ class JobRollbacks:
         self._others[node] = [case for case in unasked if (node, case.id) not in self._settled]
         self._take_asks(self._firing, node, report.asks, firing, now)
         self._take_asks(self._stopping, node, tuple(stopping), stopping, now)
-        for asked in self._firing.values():
+        for asked in self._firing:
             asked.is_followed_by_stop |= any((node, identity) in asked.asking for identity in report.followed)
 
     def _take_asks(
-        self, known: dict[str, JobCase], node: int, asks: Sequence[str], firing: Mapping[str, Case], now: float
+        self, known: list[JobCase], node: int, asks: Sequence[str], firing: Mapping[str, Case], now: float
     ) -> None:
-        """What a node asks for now: of one kind, which is `known` by alert so far."""
-        for asked in known.values():
+        """What a node asks for now: of one kind, of which these are `known` so far."""
+        for asked in known:
             asked.asking -= {key for key in asked.asking if key[0] == node and key[1] not in asks}
         for identity in asks:
-            case = firing.get(identity)
-            if case is None or (node, identity) in self._settled:
+            case, key = firing.get(identity), (node, identity)
+            if case is None or key in self._settled:
                 continue
-            asked = known.setdefault(case.alert, JobCase(case, now))
-            asked.asking.add((node, identity))
+            asked = next((one for one in known if key in one.asking), None) or self._join(known, case, now)
+            asked.asking.add(key)
             asked.case.first_seq = min(asked.case.first_seq, case.first_seq)
-        for alert, asked in list(known.items()):
-            if not asked.asking:
-                asked.case.state = "resolved"  # its turn does not come any more
-                del known[alert]
+        for asked in [one for one in known if not one.asking]:
+            asked.case.state = "resolved"  # its turn does not come any more
+            known.remove(asked)
+
+    def _join(self, known: list[JobCase], case: Case, now: float) -> JobCase:
+        """The same alert of another node, or a new one: what was done for one that is over says nothing of a case that
+        fires after it, though the other's nodes may not know yet."""
+        alike = (one for one in known if one.case.alert == case.alert)
+        found = next((one for one in alike if not one.fired or self._handles(one.case)), None)
+        if found is None:
+            found = JobCase(case, now)
+            known.append(found)
+        return found
 
     # What the action knows of the incidents, and who learns how it ends.
 
     def list_asking(self, action: str) -> Iterator[Case]:
         """The cases of all nodes that ask for a rollback. What fires on several of them is one."""
         assert action == ACTION
-        yield from (asked.case for asked in self._firing.values())
+        yield from (asked.case for asked in self._firing)
         for cases in self._others.values():
             yield from cases
 
@@ -305,7 +314,7 @@ class JobRollbacks:
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         """All ranks went back, which ends all that fires; or they left, or none did either, which the cases say."""
         if outcome.ok and not outcome.stops:
-            for asked in (*self._firing.values(), *self._stopping.values()):
+            for asked in (*self._firing, *self._stopping):
                 self._settled |= asked.asking
                 asked.case.state = "rolled_back"
             self._firing.clear()
