@@ -38,6 +38,7 @@ from sentinel.cluster.session import Session
 
 pytestmark = pytest.mark.processes
 
+NOT_ASKED = "ranks 0, 1 wait in all_reduce of 4, number 3, for rank 2: rank 2 is on node 2 (host2): "
 WAITING = "rank 2 never came to all_reduce of 4, number 3, in which ranks 0, 1 wait: rank 2 "
 DUMP = 'Thread 0x00000001 (most recent call first):\n  File "/x/train.py", line {line} in wait\n'
 
@@ -230,7 +231,7 @@ def test_a_hang_names_the_rank_and_the_node_that_never_came(
             assert run["not_asked"] == []
         nodes[2].process.send_signal(signal.SIGSTOP)
         (run,), _ = shown("hang", of=nodes[1], monkeypatch=monkeypatch)
-        assert run["cause"].startswith(WAITING)
+        assert run["cause"].startswith(NOT_ASKED)
         assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
         assert [words.startswith("node 2 (host2): ") for words in run["not_asked"]] == [True]
         text = CliRunner().invoke(cli, ["hang"]).stdout

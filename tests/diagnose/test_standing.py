@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sentinel import wire
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Evidence
+from sentinel.diagnose.explainers.hang import hang
 from sentinel.engine import Entity, Incident
 from sentinel.engine.judging.incident import Member
 from sentinel.runs import Attempt, Run
+from sentinel.runs.steps import RunStep
 from sentinel.wire.flight_recorder import Flight, flight_of
 from sentinel.wire.heartbeat_page import Kind, Stall
 from tests.diagnose.test_collectives import entry
@@ -91,3 +95,32 @@ def test_who_goes_on_a_moment_before_the_others_takes_nothing_away(first: int) -
     assert standstill.again() == told
     standstill.attempt.ranks[1 - first].flight = recorded(entry(1), entry(2), entry(3), batches=3)
     assert standstill.again() == told
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "where"),
+    [
+        (2, "on another node, which was not asked"),
+        (4, "not watched, or on another node"),
+        (0, "not watched, or on another node"),
+    ],
+)
+def test_of_ranks_that_are_not_seen_here_it_is_not_said_that_they_never_came(local_world_size: int, where: str) -> None:
+    """Ranks 0 and 1 of four. A launcher may not say how many are on a node."""
+    waits = recorded(entry(1), entry(2, done=False), batches=2)
+    groups = {name: msgspec.structs.replace(group, ranks=(0, 1, 2, 3)) for name, group in waits.groups.items()}
+    run = Run("r", "r-1", 0.0)
+    for number in (0, 1):
+        identity = wire.Identity(
+            run="r", run_id="r-1", rank=number, world_size=4, local_rank=number, local_world_size=local_world_size,
+            pid=1, session="s",
+        )  # fmt: skip
+        run.hello(wire.Hello(version="1", identity=identity), 0.0)
+        run.attempt.ranks[number].flight = msgspec.structs.replace(waits, groups=groups)
+    found = hang(
+        Evidence(alert="Hang", since=1, until=1, last=RunStep(-1, 0.0, {}, {}), ranks=(0, 1), live=run.attempt.ranks)
+    )
+    assert found.cause == f"ranks 0, 1 wait in all_reduce of 5, number 2, for ranks 2, 3: rank 2 is {where}"
+    assert found.confidence == "low"
+    assert found.missing[0] == f"what ranks 2, 3 did: {where}"
+    assert not [fact for fact in found.evidence if "never" in fact]

@@ -4,6 +4,7 @@ its loader and its heartbeat say why.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -47,7 +48,9 @@ def across(ranks: Mapping[int, Rank], unasked: Mapping[int, str] = MappingProxyT
     stand = find_standstill(flights, world, elsewhere, stacks) if world > 1 else None
     if stand is None:
         return None
-    reasons = {number: _reason(number, ranks, unasked) for number in stand.culprits}
+    unseen = [number for number in stand.culprits if number not in ranks]
+    explained = [number for number in stand.culprits if number not in unseen[1:]]  # of the others, `missing` says it
+    reasons = {number: _reason(number, ranks, unasked) for number in explained}
     if stand.kind == "mismatch":  # an uneven loader explains it; where the rank is now does not
         reasons = {number: each for number, each in reasons.items() if each.remedy == UNEVEN}
     unknown = sorted({rank for wait in each_wait(stand) for rank in wait.unknown})
@@ -59,10 +62,16 @@ def _explain_unknown(unknown: Iterable[int], ranks: Mapping[int, Rank], unasked:
     """Why what these ranks did is not known, a line for each reason: of 512 ranks, 504 may be on other nodes."""
     by_reason: dict[str, list[int]] = {}
     for number in unknown:
-        elsewhere = unasked.get(number, "not watched, or on another node")
-        reason = "no flight record" if number in ranks else elsewhere
+        reason = "no flight record" if number in ranks else unasked.get(number, _locate_unseen(ranks))
         by_reason.setdefault(reason, []).append(number)
     return [f"what {name_ranks(numbers)} did: {reason}" for reason, numbers in by_reason.items()]
+
+
+def _locate_unseen(ranks: Mapping[int, Rank]) -> str:
+    """Where ranks are that are not among these, as far as is known."""
+    seen = Counter(rank.identity.node for rank in ranks.values())
+    full = all(0 < rank.identity.local_world_size <= seen[rank.identity.node] for rank in ranks.values())
+    return "on another node, which was not asked" if full else "not watched, or on another node"
 
 
 def name_nodes(found: Finding, culprits: Collection[int], ranks: Mapping[int, Rank]) -> Finding:
@@ -102,7 +111,8 @@ def explain_standstill(
     confidence = stand.confidence
     if reason is not None:
         cause, remedy = f"{cause}: {reason.text}", reason.remedy or remedy
-        facts += [f"rank {rank} never issued it: {reasons[rank].text}" for rank in stand.culprits[:SHOWN_RANKS]
+        lead = "" if stand.kind == "silent" and not past else "rank {} never issued it: "
+        facts += [lead.format(rank) + reasons[rank].text for rank in stand.culprits[:SHOWN_RANKS]
                   if rank in reasons and rank != first]  # fmt: skip
         facts += reason.evidence
         if stand.kind == "missing" and confidence == "medium":
@@ -138,9 +148,14 @@ def _blame(stand: Standstill, past: bool) -> tuple[str, str]:
         case "missing" | "silent":
             absent = {*wait.missing, *wait.unknown}
             shown = [rank for rank in stand.culprits if rank in absent]
-            cause = f"{name_ranks(shown)} never came to {wait}, in which {name_ranks(wait.waiting)} {waits}"
-            if rest := [rank for rank in stand.culprits if rank not in absent]:
-                cause += f"; nor did {name_ranks(rest)} come to where {_verb(rest, 'it is', 'they are')} waited for"
+            rest = [rank for rank in stand.culprits if rank not in absent]
+            if stand.kind == "silent" and not past:  # where they are, they may be in it
+                cause = f"{name_ranks(wait.waiting)} {waits} in {wait}, for {name_ranks(shown)}"
+                cause += f"; other ranks wait for {name_ranks(rest)}" if rest else ""
+            else:
+                cause = f"{name_ranks(shown)} never came to {wait}, in which {name_ranks(wait.waiting)} {waits}"
+                where = _verb(rest, "it is", "they are")
+                cause += f"; nor did {name_ranks(rest)} come to where {where} waited for" if rest else ""
             behind = {rank for each in stand.others for rank in each.waiting} - {*wait.waiting, *stand.culprits}
             if behind:
                 cause += f"; {name_ranks(sorted(behind))} {'waited' if past else _verb(behind, 'waits', 'wait')} behind"
@@ -221,13 +236,14 @@ def _reason(number: int, ranks: Mapping[int, Rank], unasked: Mapping[int, str]) 
     if rank is None and number in unasked:
         remedy = f"look at that node: its daemon, its host, its link; `sentinel hang` there has rank {number}"
         return Reason(f"rank {number} is on {unasked[number]}", remedy, "medium")
+    if rank is None:
+        remedy = f"look at rank {number}'s own node: `sentinel hang` there"
+        return Reason(f"rank {number} is {_locate_unseen(ranks)}", remedy, "medium")
     text, remedy, confidence = _tell(number, rank, ranks)
     return Reason(f"rank {number} {text}", remedy, confidence, _stack(rank))
 
 
-def _tell(number: int, rank: Rank | None, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidence]:
-    if rank is None:
-        return "is not seen here", f"look at rank {number}'s own node: `sentinel hang` there", "medium"
+def _tell(number: int, rank: Rank, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidence]:
     if rank.state == "lost":
         return (
             "has died without a word",
@@ -265,8 +281,8 @@ def _explain_exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
     return f"came to the end of its loader, after {flight.batches} batches{more}"
 
 
-def _stack(rank: Rank | None, most: int = 8) -> tuple[str, ...]:
-    main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat else 0) if rank is not None else None
+def _stack(rank: Rank, most: int = 8) -> tuple[str, ...]:
+    main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat else 0)
     return format_stack(main, most) if main is not None else ()
 
 

@@ -231,7 +231,8 @@ class WaitGraph:
             )
         if silent := set(range(self._world)) - set(self._flights) - set(self._elsewhere):
             doubts.append(
-                f"{name_ranks(sorted(silent))} left no record and may have died before: a log or an exit code decides"
+                f"of {name_ranks(sorted(silent))} there is no record, and one may have died before: a log or an exit "
+                "code decides"
             )
         return self._make_verdict("missing", late, confidence, node, *doubts)
 
