@@ -348,10 +348,8 @@ class Membership:
         if report is None:
             return None
         mark = self._supervisor.find_mark()
-        if (
-            self._mark not in ("", mark) and self._node.members.start
-        ):  # the job was started from its beginning under its run id, with all nodes
-            self._node.members = wire.Members()
+        if self._mark not in ("", mark) and self._node.members.start:
+            self._node.forget_members()
             if self._lead is not None:
                 self._leave_role(time.monotonic())
         self._mark, self._last_report = mark, report

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
+from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import next_epoch
 from sentinel.cluster.protocol.messages import Beat, Pulse
@@ -21,8 +22,8 @@ LATE = PATIENCE_SECONDS + 1.0
 class Supervisor:
     """What `sentinel run` of a node says, and does."""
 
-    def __init__(self, node: int, whole: int, least: int) -> None:
-        self.node, self.nodes = node, JobNodes(least, node, whole)
+    def __init__(self, node: int, whole: int, least: int, mark: str = "mark") -> None:
+        self.node, self.nodes, self._mark = node, JobNodes(least, node, whole), mark
         self.start, self.status = 0, -9
         self.fault: wire.JobFault | None = None
         self.end()
@@ -34,7 +35,7 @@ class Supervisor:
     def report(self) -> wire.JobReport:
         report = wire.JobReport(
             start=self.start, attempt=self.start, restarts=3, fault=self.fault, status=self.status,
-            mark=f"mark {self.node}",
+            mark=f"{self._mark} {self.node}",
         )  # fmt: skip
         return self.nodes.add_to(report)
 
@@ -358,3 +359,28 @@ def test_a_beat_of_a_former_job_leaves_no_node_out() -> None:
     assert not late.is_left_out
     node.take_beat(msgspec.structs.replace(former, members=msgspec.structs.replace(FORMER, job="mark 0")), 9.2)
     assert node.is_left_out, "of its own job"
+
+
+def test_the_next_job_of_the_run_id_has_neither_the_orders_nor_the_blame_of_one_that_shrank() -> None:
+    """Daemons stayed. Node 1 has the role, and none of the next job's supervisors yet."""
+    job = Job(4)
+    for now in (0.0, LATE):
+        job.settle([0, 1, 3], now)
+    job.elect(1, LATE)
+    job.fail([0, 1, 3])
+    before = job.hear([0, 1, 3], LATE)
+    assert before is not None
+    assert (before.start, before.does) == (1, "end")
+    job.supervisors = [Supervisor(node, 4, 1, mark="next") for node in range(4)]
+    job.supervisors[3].fault = None
+    order = job.hear([0, 3], LATE + 1.0)
+    assert order is not None
+    assert (order.start, order.does, order.job, order.nodes) == (0, "end", "next 0", ()), "its own, of node 0's fault"
+    node = Node(1, 1, 0.0, 3)
+    node.note_members(FORMER)
+    node.forget_members()
+    assert node.members.count(4) == 4
+    taken_over = BlameLedger({3: 2}, 2)
+    job.coordinator = Coordinator(1, 4, job.epoch, LATE + 2.0, (), node.members, taken_over)
+    job.hear([0, 3], LATE + 2.0)
+    assert job.coordinator.make_beat(LATE + 2.0).blame == {}

@@ -159,7 +159,13 @@ class Coordinator:
 
     def _name_job(self, mark: str) -> None:
         """Node 0's supervisor has this mark. Where it had another, the job was started from its beginning: what was
-        ordered, agreed to and counted in the former one holds no more."""
+        ordered, agreed to and counted in the former one holds no more.
+
+        Not so once nodes have agreed on a start: `sentinel run` may have been started again on node 0 alone, and the
+        agreement holds. If all were, this node's supervisor has another mark, too, and its membership leaves the role.
+        Before that no order of the former job is about a start of the next one: that is at start 0, and to begin
+        another takes the end of all nodes, this one among them, or `PATIENCE_SECONDS`, after which a daemon without
+        ranks is gone."""
         if not mark or mark == self.members.job or self.members.start:
             return
         if self.members.job:

@@ -64,6 +64,11 @@ class Node:
         if members.start > self.members.start or not self.members.nodes:
             self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
 
+    def forget_members(self) -> None:
+        """The job was started from its beginning under its run id, with all nodes. The former one's mark stays: by it a
+        coordinator knows that what it takes over was counted there."""
+        self.members = wire.Members(job=self.members.job)
+
     def find_view(self, now: float) -> View:
         """Whether the coordinator is heard."""
         silent = now - self.heard
