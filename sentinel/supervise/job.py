@@ -117,6 +117,17 @@ def members() -> list[_Process]:
     return list(_below(os.getpid(), children))
 
 
+def count_launched_nodes() -> int | None:
+    """How many nodes torchrun says that the ranks here are of, as many on each; None: it has started none yet."""
+    for process in members():
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            words = (Path("/proc") / str(process.pid) / "environ").read_bytes().split(b"\0")
+            said = dict(word.partition(b"=")[::2] for word in words)
+            if b"TORCHELASTIC_RUN_ID" in said:
+                return -(-int(said[b"WORLD_SIZE"]) // int(said[b"LOCAL_WORLD_SIZE"]))
+    return None
+
+
 def _but(spared: tuple[bytes, ...], processes: list[_Process]) -> list[_Process]:
     return [process for process in processes if not any(name in word for name in spared for word in process.words)]
 

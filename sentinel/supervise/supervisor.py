@@ -19,7 +19,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.errors import EXIT_BY_RULE, EXIT_LEFT_OUT, EXIT_STOPPED, EXIT_UNFINISHED
-from sentinel.supervise.job import Job
+from sentinel.supervise.job import Job, count_launched_nodes
 from sentinel.supervise.job_nodes import JobNodes
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Over, Policy
 from sentinel.supervise.telling import Telling, ending, signal_name
@@ -41,6 +41,9 @@ ORDER_SECONDS = 120.0
 END_SECONDS = 10.0
 """For which a node whose job is not started again stays, for the others to hear it. Ten beats of the coordinator."""
 ORDER_LOOK_SECONDS = 0.1
+WHOLE_AGAIN = "a job that runs takes no node back; end it, and start it on all nodes (docs/cluster.md)"
+_ELASTIC = "TORCHELASTIC_RUN_ID"
+"""In the environment of what torchrun starts."""
 _WORDS = 1000
 """Characters of what a fault is called, at most: it travels."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -70,6 +73,10 @@ class Supervisor:
         without some of them. `as_json`: what is said, is said as JSON lines."""
         self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
         self._always, self._over_nodes, self._nodes = always, over_nodes, nodes
+        self._awaits_ranks = _ELASTIC not in environment
+        """Whether torchrun has started none yet, so that it may have met another job than this."""
+        self._met = ""
+        """Which one that was; empty: none."""
         self._begun: wire.Order | None = None
         """By which all nodes began the present start, or are to begin the next one."""
         self._policy = Policy(restarts, pause)
@@ -138,8 +145,18 @@ class Supervisor:
                 return status
             standing, order = self._words.read(), self._words.order
             ends = order is not None and (order.does == "end" or self._is_left_out(order))
-            if ends or (standing is not None and standing.ends):
+            if ends or (standing is not None and standing.ends) or self._meets_smaller_job():
                 return None
+
+    def _meets_smaller_job(self) -> bool:
+        """Whether torchrun met one at its address, which goes on without this node: no daemon is there to say so before
+        a rank attaches, and these ranks would wait for others in vain."""
+        if self._nodes is None or not self._awaits_ranks or (found := count_launched_nodes()) is None:
+            return False
+        self._awaits_ranks, expected = False, len(self._nodes.members.nodes)
+        if found < expected:
+            self._met = f"torchrun met a job of {found} nodes at its address, where this start has {expected}"
+        return bool(self._met)
 
     def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:
         if taken.si_signo in _ENDING:
@@ -154,6 +171,10 @@ class Supervisor:
         if self._ended_by is not None or (status is not None and -status in self._passed):  # somebody wanted it
             self._say_wanted(status, standing)
             return status if status is not None else -(self._ended_by or signal.SIGTERM)
+        if self._met:
+            why = f"{self._met}: it goes on without this node; {WHOLE_AGAIN}"
+            self._telling.say("stopped", f"{why} (exit code {EXIT_LEFT_OUT})", status=EXIT_LEFT_OUT, why=why)
+            return EXIT_LEFT_OUT
         if standing is not None and standing.by_rule:
             said = f"not started again: stopped at step {standing.step}, by {standing.stopped}"
             said += f" (exit code {EXIT_BY_RULE})"
@@ -170,6 +191,9 @@ class Supervisor:
             if self._ended_by is not None:
                 return status if status is not None else -self._ended_by
         if status is not None and (unfit or idle):
+            if unfit and self._nodes is not None:
+                why = f"no rank of this node came to train; if the others do, {WHOLE_AGAIN}"
+                self._telling.say("stopped", why, status=status, why=why)
             return EXIT_STOPPED if stopped else status
         self._say_fault(fault, standing, "ended" if status is not None else "was ended")
         order = self._words.order

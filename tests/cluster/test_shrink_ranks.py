@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sentinel.errors import EXIT_LEFT_OUT
 from sentinel.store import History
 from tests.cluster.job import SECRET, free_address
 from tests.programs.saving_nodes import list_written
@@ -64,18 +65,24 @@ def _find_runtime(process: psutil.Process) -> str:
         return ""
 
 
-def test_two_of_three_nodes_complete_the_job_when_one_is_lost_for_good(private_places: Path) -> None:
+def test_two_of_three_nodes_complete_the_job_when_one_is_lost_though_it_is_started_again(private_places: Path) -> None:
+    """Too late, and alone."""
     master, meeting = free_address(), free_address()
     snapshots = private_places / "snapshots"
     nodes = [start_node(private_places, node, master, meeting) for node in range(NODES)]
     try:
         until(lambda: list_written({snapshots}, NODES), "a snapshot of all nodes", seconds=START_SECONDS)
         lose_node(private_places, LOST, nodes[LOST])
+        until((private_places / "left.0").exists, "the others to go on", seconds=LIMIT_SECONDS)
+        nodes[LOST] = start_node(private_places, LOST, master, meeting)
+        late = nodes[LOST].communicate(timeout=LIMIT_SECONDS)[1]
+        (private_places / "end").touch()
         said = [node.communicate(timeout=LIMIT_SECONDS)[1] for number, node in enumerate(nodes) if number != LOST]
     finally:
         for node in nodes:
             node.kill()
-    assert [node.returncode for node in nodes] == [0, -9, 0], said
+    assert [node.returncode for node in nodes] == [0, EXIT_LEFT_OUT, 0], said
+    assert "torchrun met a job of 2 nodes at its address" in late
     ranks = [json.loads((private_places / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["node"] for rank in ranks] == [["2", "0", "0"], ["2", "1", "2"]], "no gap in ranks"
     weights = (private_places / "weights.0").read_text().split()

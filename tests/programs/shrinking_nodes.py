@@ -2,7 +2,8 @@
 
     sentinel run --allow-shrink MIN -- torchrun --nnodes={nodes} ... shrinking_nodes.py FOLDER
 
-Each rank adds to FOLDER/weights.RANK what its weights are after each step, and leaves FOLDER/RANK.json.
+Each rank adds to FOLDER/weights.RANK what its weights are after each step, and leaves FOLDER/RANK.json. Those that are
+left make FOLDER/left.RANK when they go on, and end once there is FOLDER/end.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ def digest(training: Training) -> str:
     return hashlib.sha256(bits).hexdigest()
 
 
+def is_end_wanted(folder: Path) -> bool:
+    """Whether all ranks see that it is."""
+    seen = torch.tensor(float((folder / "end").exists()))
+    dist.all_reduce(seen, dist.ReduceOp.MIN)
+    return bool(seen)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -40,12 +48,15 @@ def main() -> None:
     began = digest(training)
     terms = sentinel.Rollback(every=EVERY, keep=4, margin=5, directory=place, disk_every=1)
     monitor = sentinel.attach(training.net, training.optimizer, run="shrinking", rollback=terms, step=start)
-    end = start + AFTER if start else LIMIT
+    if start:
+        (folder / f"left.{rank}").touch()
+    end = start
     with (folder / f"weights.{rank}").open("a", buffering=1) as log:
-        for step in range(start, end):
-            training.step(step)
-            log.write(f"{step} {digest(training)}\n")
+        while end < LIMIT and not (start and end >= start + AFTER and is_end_wanted(folder)):
+            training.step(end)
+            log.write(f"{end} {digest(training)}\n")
             time.sleep(0.05)  # a snapshot is written before it is overwritten
+            end += 1
     said = {
         "start": start, "began": began, "end": end, "world": dist.get_world_size(), "ended": digest(training),
         "node": [os.environ[name] for name in ("SENTINEL_NODES", "SENTINEL_NODE_RANK", "SENTINEL_NODE")],

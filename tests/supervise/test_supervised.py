@@ -20,7 +20,7 @@ import pytest
 
 from sentinel.cli.client import ask_daemons
 from sentinel.daemon.ranks.exit_status import has_ended
-from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.errors import EXIT_LEFT_OUT, EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History
 from tests.waiting import until
@@ -244,6 +244,30 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
 print("ready", flush=True)
 time.sleep(1000)
 """
+
+
+def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
+    """Of node 1 of three, whose launcher gets their number behind these words."""
+    environment = {**os.environ, "SENTINEL_NODES": "3", "SENTINEL_NODE_RANK": "1"}
+    command = [*RUN, "--allow-shrink", "2", "--", *launcher, "{nodes}{node_rank}"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(4, 200), (6, 1)], ids=["of two nodes", "of all three"])
+def test_a_node_whose_torchrun_meets_a_job_that_goes_on_without_it_is_ended_and_says_so(
+    ranks: int, seconds: int
+) -> None:
+    """Its ranks wait for others in vain, long before one can attach."""
+    elastic = ("TORCHELASTIC_RUN_ID=job", "LOCAL_WORLD_SIZE=2", f"WORLD_SIZE={ranks}")
+    done = start_shrinkable("env", *elastic, "timeout", str(seconds), "sleep")
+    if ranks == 4:
+        assert done.returncode == EXIT_LEFT_OUT
+        met = "torchrun met a job of 2 nodes at its address, where this start has 3: it goes on without this node"
+        assert met in done.stderr
+    else:
+        assert done.returncode == 124, "the command's own"
+        assert "no rank of this node came to train" in done.stderr
+    assert "end it, and start it on all nodes" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 9), (signal.SIGUSR1, -signal.SIGUSR1)])
