@@ -117,13 +117,14 @@ def members() -> list[_Process]:
     return list(_below(os.getpid(), children))
 
 
-def count_launched_nodes() -> int | None:
-    """How many nodes torchrun says that the ranks here are of, as many on each; None: it has started none yet."""
+def count_launched_nodes(wanted: int) -> int | None:
+    """Of how many nodes, with as many ranks each, the ranks here are that a torchrun started which wants so many nodes;
+    None: there are none yet."""
     for process in members():
         with contextlib.suppress(OSError, KeyError, ValueError):
             words = (Path("/proc") / str(process.pid) / "environ").read_bytes().split(b"\0")
             said = dict(word.partition(b"=")[::2] for word in words)
-            if b"TORCHELASTIC_RUN_ID" in said:
+            if b"TORCHELASTIC_RUN_ID" in said and int(said[b"GROUP_WORLD_SIZE"]) == wanted:
                 return -(-int(said[b"WORLD_SIZE"]) // int(said[b"LOCAL_WORLD_SIZE"]))
     return None
 

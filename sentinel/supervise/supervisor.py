@@ -151,11 +151,13 @@ class Supervisor:
     def _meets_smaller_job(self) -> bool:
         """Whether torchrun met one at its address, which goes on without this node: no daemon is there to say so before
         a rank attaches, and these ranks would wait for others in vain."""
-        if self._nodes is None or not self._awaits_ranks or (found := count_launched_nodes()) is None:
+        if self._nodes is None or not self._awaits_ranks:
             return False
-        self._awaits_ranks, expected = False, len(self._nodes.members.nodes)
-        if found < expected:
-            self._met = f"torchrun met a job of {found} nodes at its address, where this start has {expected}"
+        expected = len(self._nodes.members.nodes)
+        if (found := count_launched_nodes(expected)) is not None:
+            self._awaits_ranks = False
+            if found < expected:
+                self._met = f"torchrun met a job of {found} nodes at its address, where this start has {expected}"
         return bool(self._met)
 
     def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:

@@ -247,18 +247,22 @@ time.sleep(1000)
 
 
 def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
-    """Of node 1 of three, whose launcher gets their number behind these words."""
+    """On node 1 of three. The last word that the launcher gets is `31`."""
     environment = {**os.environ, "SENTINEL_NODES": "3", "SENTINEL_NODE_RANK": "1"}
     command = [*RUN, "--allow-shrink", "2", "--", *launcher, "{nodes}{node_rank}"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 
-@pytest.mark.parametrize(("ranks", "seconds"), [(4, 200), (6, 1)], ids=["of two nodes", "of all three"])
+@pytest.mark.parametrize(
+    ("ranks", "wanted", "seconds"),
+    [(4, 3, 200), (6, 3, 1), (2, 1, 1)],
+    ids=["of two nodes", "of all three", "of another command before the job"],
+)
 def test_a_node_whose_torchrun_meets_a_job_that_goes_on_without_it_is_ended_and_says_so(
-    ranks: int, seconds: int
+    ranks: int, wanted: int, seconds: int
 ) -> None:
     """Its ranks wait for others in vain, long before one can attach."""
-    elastic = ("TORCHELASTIC_RUN_ID=job", "LOCAL_WORLD_SIZE=2", f"WORLD_SIZE={ranks}")
+    elastic = ("TORCHELASTIC_RUN_ID=job", f"GROUP_WORLD_SIZE={wanted}", "LOCAL_WORLD_SIZE=2", f"WORLD_SIZE={ranks}")
     done = start_shrinkable("env", *elastic, "timeout", str(seconds), "sleep")
     if ranks == 4:
         assert done.returncode == EXIT_LEFT_OUT
