@@ -76,7 +76,7 @@ class Supervisor:
         self._awaits_ranks = _ELASTIC not in environment
         """Whether torchrun has started none yet, so that it may have met another job than this."""
         self._met = ""
-        """Which one that was; empty: none."""
+        """What it has met, in words; empty: no other job."""
         self._begun: wire.Order | None = None
         """By which all nodes began the present start, or are to begin the next one."""
         self._policy = Policy(restarts, pause)
