@@ -8,6 +8,7 @@ One process, its own CPU time. Parts:
     many ranks      R ranks report each step, 40 scalars each, memory and 50 layers at every 16th, judged by the stock
                     rules. CPU time of a step, which at 1 step/s is the share of a core, and of the decision
     one process     a step of tiers 0 and 1: microseconds, and samples/s on one core
+    many layers     the same with tier 2: 200 layers at each step, as with overhead=1.0
     a long run      100,000 steps of loss and gradient norm through `sentinel rules backtest`
     memory          bytes of the rules' state, a series (one metric of one entity that a rule reads)
 """
@@ -24,15 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sentinel.engine import RUN, Entity, Evaluator, Observation
+from sentinel.engine import RUN, Entity, Evaluator, Observation, Table
 from sentinel.rulebook import loader
 from sentinel.signals import SIGNALS
 
 LAYERS = 50
+TABLE = 200
+"""Layers where all are sampled at each step: as many as bench/overhead.py's small loop has."""
 SCALARS = 40
 COMBINED = {"mean": statistics.fmean, "sum": sum, "max": max, "min": min, "any": max, "norm": max}
 
@@ -121,6 +125,24 @@ def one_process(steps: int) -> tuple[float, int]:
     return statistics.fmean(used), len(scalars({0, 1}))
 
 
+def many_layers(steps: int) -> float:
+    """CPU seconds of a step with statistics of all layers."""
+    generator = random.Random(1)
+    entities = tuple(Entity("layer", f"layers.{layer}.weight") for layer in range(TABLE))
+    names = scalars({0, 1, 2})
+
+    def make_step(seq: int) -> Observation:
+        columns = {s.name: array("f", [0.0] * TABLE) for s in SIGNALS.values() if s.scope == "layer" and s.tier == 2}
+        columns["layer_grad_norm"] = array("f", [value("layer_grad_norm", generator) for _ in entities])
+        values = {name: value(name, generator) for name in names}
+        return Observation(seq, float(seq), {RUN: values, Entity("rank", "0"): values}, Table(entities, columns))
+
+    evaluator = Evaluator(loader.stock_rules(), run="bench")
+    judge_steps(evaluator, (make_step(seq) for seq in range(300)))
+    used, after = judge_steps(evaluator, (make_step(seq) for seq in range(300, 300 + steps)))
+    return statistics.fmean(used) + statistics.fmean(after)
+
+
 def long_run(steps: int) -> tuple[float, float]:
     """(wall, CPU) seconds of `sentinel rules backtest` over so many steps."""
     generator = random.Random(1)
@@ -149,6 +171,7 @@ def main() -> int:
     step, samples = one_process(5000)
     print(f"| one process: a step of {samples} samples, {len(loader.stock_rules())} rules | {step * 1e6:.0f} us |")
     print(f"| samples on one core | {samples / step:,.0f} a second |")
+    print(f"| the same with statistics of {TABLE} layers | {many_layers(2000) * 1e6:.0f} us |")
     share, median, slow, size = many_ranks(asked.ranks, asked.steps)
     print(f"| {asked.ranks:,} ranks at 1 step/s, {SCALARS} scalars each | {share:.1%} of a core |".replace("%", " %"))
     print(f"| CPU time of a decision there: median, 99 of 100 | {median * 1e3:.1f} ms, {slow * 1e3:.1f} ms |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 
@@ -21,6 +22,13 @@ rules:
   - {alert: Rare, scope: layer, expr: "median(layer_grad_norm, 2) > 1.5 and loss > 1", every: 3}
   - {alert: Apart, scope: run, expr: 'across(layer_grad_norm, "spread") > 0.9'}
   - {alert: Missing, scope: layer, expr: 'age(layer_grad_norm) > 2'}
+  - {alert: Row, scope: layer, expr: "layer_nonfinite > 0 and loss > 1", for: 2 of 2 steps, warmup: 3 steps}
+  - {alert: Some, scope: layer, expr: "layer_nonfinite > 0 or mean(loss, 3) < 1", for: 2 of 4 steps, keep_firing: 2s}
+  - alert: Needy
+    scope: layer
+    needs: [fp16]
+    let: {shown: layer_grad_norm * loss}
+    expr: (layer_nonfinite > 0 or isnan(layer_grad_norm)) and loss > 1
 """
 LOADED = rules_of([load_rules(RULES, "t.yaml")])
 LAYERS = tuple(f"layer.{i}" for i in range(5))
@@ -32,19 +40,36 @@ def both(seed: int, length: int) -> tuple[list[Observation], list[Observation]]:
     rng = random.Random(seed)
     tabled, single = [], []
     for seq in range(length):
-        values = {RUN: {"loss": 2.0 * (rng.random() < 0.9)}}
+        values = {RUN: {"loss": 2.0 * (rng.random() < 0.9)} | ({"fp16": 1.0} if rng.random() < 0.1 else {})}
+        if rng.random() < 0.03:
+            values[RUN]["loss"] = math.nan
         table, rows = None, {}
         if rng.random() < 0.8:
-            columns = {"layer_grad_norm": array("f", [1 + rng.random() for _ in LAYERS])}
-            if rng.random() < 0.5:
-                columns["layer_nonfinite"] = array("f", [float(rng.random() < 0.1) for _ in LAYERS])
-            table = Table(ENTITIES, columns)
+            # Now and then other layers than before, a NaN, and layers with something nonfinite for steps in a row.
+            entities = ENTITIES[: 5 if seq < 20 or rng.random() < 0.8 else 3]
+            columns = {"layer_grad_norm": array("f", [1 + rng.random() for _ in entities])}
+            if rng.random() < 0.7:
+                share = 0.2 * (seq // 10 % 3)
+                columns["layer_nonfinite"] = array("f", [float(rng.random() < share) for _ in entities])
+            if rng.random() < 0.05:
+                rng.choice(list(columns.values()))[1] = math.nan
+            table = Table(entities, columns)
             rows = {
-                entity: {metric: column[i] for metric, column in columns.items()} for i, entity in enumerate(ENTITIES)
+                entity: {metric: column[i] for metric, column in columns.items()} for i, entity in enumerate(entities)
             }
         tabled.append(Observation(seq, 0.1 * seq, values, table))
         single.append(Observation(seq, 0.1 * seq, values | rows))
     return tabled, single
+
+
+def judge_and_look(evaluator: Evaluator, sample: Observation) -> list[object]:
+    """What comes of a step, and at some steps where the rules stand."""
+    seen: list[object] = [*told(evaluator.observe(sample)), evaluator.suspicions]
+    if sample.seq % 5 == 0:
+        seen.append(evaluator.states())
+    if sample.seq % 7 == 0:
+        seen.append(repr(evaluator.status()))
+    return seen
 
 
 @settings(max_examples=80, deadline=None)
@@ -55,13 +80,28 @@ def test_as_if_each_came_by_itself(seed: int, to: int, wide: bool) -> None:
         outcomes = []
         for run in both(seed, 90):
             evaluator = Evaluator(LOADED, run="r")
-            transitions = [row for sample in run[:60] for row in told(evaluator.observe(sample))]
-            transitions += told(evaluator.rewound(to, 59))
-            transitions += [row for sample in run[60:] for row in told(evaluator.observe(sample))]
-            outcomes.append((transitions, evaluator.status()))
+            seen = [row for sample in run[:60] for row in judge_and_look(evaluator, sample)]
+            seen += told(evaluator.rewound(to, 59))
+            seen += [row for sample in run[60:] for row in judge_and_look(evaluator, sample)]
+            outcomes.append(seen)
         assert outcomes[0] == outcomes[1]
     finally:
         observation.WIDE = limit
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), before=st.integers(1, 59))
+def test_what_was_kept_of_columns_goes_on(seed: int, before: int) -> None:
+    run, _ = both(seed, 60)
+    first = Evaluator(LOADED, run="r")
+    for sample in run[:before]:
+        first.observe(sample)
+    state, checkpoints = first.save_state()
+    second = Evaluator(LOADED, run="r")
+    second.restore(state, checkpoints, run[:before])
+    for sample in run[before:]:
+        assert told(second.observe(sample)) == told(first.observe(sample))
+    assert repr(second.status()) == repr(first.status())
 
 
 def test_layers_that_all_have_values_come_in_columns_and_others_do_not() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sentinel.engine.expressions.operators import NAMES
-from sentinel.engine.expressions.plan import SEQ, Advance, Input, PlanStage, Read
+from sentinel.engine.expressions.plan import SEQ, Advance, Input, PlanStage, Read, Scan
 from sentinel.engine.windows.since_start import First, Highest, Lowest
 from sentinel.engine.windows.steady import Steady
 
@@ -35,6 +35,13 @@ def reading(source: str) -> Read:
     """The function of the slots that an expression is, as `operators` writes it."""
     read: Read = eval(f"lambda s: {source}", NAMES)
     return read
+
+
+def scanning(source: str, inputs: Iterable[Input]) -> Scan:
+    """The function that looks for a row of samples of the inputs for which a condition holds."""
+    targets = "".join(f"s[{each.slot}], " for each in inputs)
+    scan: Scan = eval(f"lambda s, rows: any({source} for {targets}in rows)", NAMES)
+    return scan
 
 
 def advancing(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int = 0) -> Advance:

@@ -112,7 +112,7 @@ def _lacks(slots: Slots, seen: int, count: int) -> bool:
 
 NAMES: dict[str, Any] = {
     "__builtins__": {},
-    "UnreadyError": UnreadyError, "inf": math.inf, "float": float,
+    "UnreadyError": UnreadyError, "any": any, "inf": math.inf, "float": float,
     "differ": _differ, "divided": _divide, "lacks": _lacks, "since": _read_since, "unready": _unready,
     **{name: function.pure for name, function in FUNCTIONS.items() if function.pure is not None},
 }  # fmt: skip

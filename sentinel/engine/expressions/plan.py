@@ -41,6 +41,11 @@ are fresh already, whether windows over `past` stand still. Answers the fresh bi
 feeds of another plan ask for."""
 
 
+Scan = Callable[[Slots, Iterable[Sequence[float]]], bool]
+"""Takes slots that have what is the same for all entities, and the samples of each entity; answers whether a condition
+holds for any. Raises UnreadyError."""
+
+
 class UnreadyError(Exception):
     """A slot that is asked for has no value yet. Raised often, with its number: an `__init__` would double the cost."""
 
@@ -114,15 +119,23 @@ class Plan:
     """Bits of the slots that are fresh at each step."""
     reads: frozenset[str] = field(init=False)
     """Metrics of the inputs."""
+    scopes: frozenset[str] = field(init=False)
+    """Its own, and those of what feeds it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "standing", 1 << SEQ if self.always else 0)
         object.__setattr__(self, "reads", frozenset(source.metric for source in self.inputs))
+        object.__setattr__(self, "scopes", frozenset([self.scope, *(plan.scope for plan in self.subplans)]))
 
     @property
     def forgetful(self) -> bool:
         """Whether what it says of a step depends on nothing but a sample of that step."""
         return not self.stages and not self.feeds and len(self.inputs) == 1
+
+    @property
+    def momentary(self) -> bool:
+        """Whether nothing is kept of an entity but its last samples, and no step without one is news."""
+        return self.scope != "run" and not self.stages and not self.always and bool(self.inputs)
 
     @property
     def weight(self) -> int:
@@ -205,14 +218,14 @@ class Cohort:
             track = tracks.get(entity)
             if track is None:
                 track = tracks[entity] = Track(plan)
-            fresh = always | self._put(plan, track.slots) if self._fed else always
+            fresh = always | self.put(plan, track.slots) if self._fed else always
             stand_still = below_frozen or (entity in frozen if frozen else False)
             track.fresh = advance(track.slots, track.states, step.seq, step.time, values, fresh, stand_still)
             if track.fresh:
                 news.append((entity, track))
         return news
 
-    def _put(self, plan: Plan, slots: Slots) -> int:
+    def put(self, plan: Plan, slots: Slots) -> int:
         """Put what the feeds have into an entity's slots; answer the bits of what is new."""
         fresh = 0
         for feed, (value, is_new) in zip(plan.feeds, self._fed, strict=True):

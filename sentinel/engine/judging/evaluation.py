@@ -333,6 +333,7 @@ class Evaluator:
         """Every rule, for each entity that it has seen; once without an entity if it has seen none."""
         rows = []
         for rule, state in zip(self._rules, self._states, strict=True):
+            state.catch_up(rule)
             for entity, track in state.cohort.tracks.items():
                 judge = state.judges.get(entity)
                 status = judge.status if judge else _unseen(rule)
@@ -347,6 +348,7 @@ class Evaluator:
         """How many entities are in each state, over all rules; a rule that has seen no entity counts as one."""
         found: Counter[Status] = Counter()
         for rule, state in zip(self._rules, self._states, strict=True):
+            state.catch_up(rule)
             judges = [state.judges.get(entity) for entity in state.cohort.tracks] or [None]
             found.update(judge.status if judge else _unseen(rule) for judge in judges)
         return found

@@ -47,7 +47,7 @@ class Judge:
 
     @property
     def suspicious(self) -> bool:
-        """Pending or firing."""
+        """Pending or firing. Where it is not, a condition that does not hold changes nothing."""
         return self._held or self.firing
 
     @property
@@ -90,14 +90,13 @@ class Judge:
         return "fired"
 
     def _take_false(self, seq: int, time: float, hold: Hold, keep: Span) -> Change:
-        if self.firing:
-            self._held = False
-            # Between two steps the step is that at which it held last.
-            if not keep.is_reached(max(seq - self._last_seq - 1, 0), time - self._last_time):
-                return ""
-            self.firing = False
-            self._recent.clear()
-            return "resolved"
+        # Between two steps the step is that at which it held last.
+        over = self.firing and keep.is_reached(max(seq - self._last_seq - 1, 0), time - self._last_time)
         # Of n in a row one that is missing leaves nothing to wait for, and no samples to ask ranks for.
-        self._held = hold.times < hold.of and max(self._recent, default=-1) >= 0
-        return ""
+        self._held = not over and hold.times < hold.of and max(self._recent, default=-1) >= 0
+        if not self._held:
+            self._recent.clear()
+        if not over:
+            return ""
+        self.firing = False
+        return "resolved"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from sentinel.engine.expressions.plan import ASKED, SEQ, Cohort, News, Slots, Track, UnreadyError
+from sentinel.engine.expressions.plan import ASKED, SEQ, Cohort, News, Plan, Scan, Slots, Track, UnreadyError
 from sentinel.engine.judging.incident import holds_now
 from sentinel.engine.judging.judgement import Judge, Status
-from sentinel.engine.observation import Entity, ObservedStep, Sampled
+from sentinel.engine.observation import Entity, ObservedStep, Sampled, Table
 from sentinel.engine.rules.rule import Condition, Rule
 
 PIECE = 32
@@ -26,6 +27,16 @@ class Verdicts:
     resolved: bool = False
 
 
+class Skimmed(NamedTuple):
+    """Steps whose tables were looked at as a whole, and what tracks and judges still lack of them."""
+
+    table: Table
+    """Of the last of them. All are of the same entities."""
+    slots: Slots
+    """At the last of them: what is the same for all entities."""
+    steps: int
+
+
 Work = Generator[int, None, Verdicts | None]
 """A step's work for a rule: yields for each piece about how many operations it took, and returns the verdicts, or None
 if there are none."""
@@ -34,7 +45,7 @@ if there are none."""
 class RuleState:
     """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
 
-    __slots__ = ("active", "blind", "cohort", "judges", "named", "passed", "timed")
+    __slots__ = ("_skimmed", "active", "blind", "cohort", "judges", "named", "passed", "timed")
 
     def __init__(self, rule: Rule) -> None:
         self.cohort = Cohort(rule.condition.plan)
@@ -48,6 +59,7 @@ class RuleState:
         """Entities whose last judgement may become another as time passes, without a sample."""
         self.passed = rule.every - 1
         """Steps that it has not looked at, since it last did: see `Rule.every`."""
+        self._skimmed: Skimmed | None = None
 
     def passes(self, every: int) -> bool:
         """Whether the rule skips this step, although it has a sample for it."""
@@ -57,8 +69,7 @@ class RuleState:
     def advance(self, rule: Rule, step: ObservedStep, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
         condition, cohort = rule.condition, self.cohort
-        group = step.list_sampled(rule.scope)
-        if len(group) != 1 or self.active or cohort.below:
+        if condition.scan or self.active or cohort.below or len(group := step.list_sampled(rule.scope)) != 1:
             return self._advance_all(rule, step, warm)
         # One entity, nothing pending or firing, nothing that feeds it: so are most rules at most steps, and the general
         # way took as long as the windows.
@@ -71,9 +82,13 @@ class RuleState:
         return verdicts if self.named is None else self._name_members(rule, step, verdicts, ())
 
     def _advance_all(self, rule: Rule, step: ObservedStep, warm: bool) -> Verdicts | None:
+        plan, cohort = rule.condition.plan, self.cohort
         frozen = self._list_frozen(rule, step) if self.active else ()
+        cohort.feed(plan, step, bool(frozen))
+        if self._skim(rule, step, warm):
+            return None
         verdicts = None
-        for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
+        for entity, track in cohort.take(plan, step.list_sampled(plan.scope), step, frozen):
             verdicts = self._judge(rule, step, warm, entity, track, verdicts)
         return verdicts if self.named is None else self._name_members(rule, step, verdicts, frozen)
 
@@ -91,12 +106,44 @@ class RuleState:
                     yield len(group) * subplan.weight
                 below.append(news)
             cohort.gather(plan, below)
+        if self._skim(rule, step, warm):
+            return None
         verdicts = None
         for group in _pieces(step.list_sampled(plan.scope)):
             for entity, track in cohort.take(plan, group, step, frozen):
                 verdicts = self._judge(rule, step, warm, entity, track, verdicts)
             yield len(group) * plan.weight
         return self._name_members(rule, step, verdicts, frozen)
+
+    def _skim(self, rule: Rule, step: ObservedStep, warm: bool) -> bool:
+        """Judge the step's table as a whole, once what feeds the rule is there. True: the condition holds for none of
+        its entities, and did for none before; there is nothing to do but what `catch_up` does."""
+        condition, table = rule.condition, step.table
+        if condition.scan and table and table.scope == rule.scope and not (self.active or self.blind or self.timed):
+            slots = Track(condition.plan).slots
+            self.cohort.put(condition.plan, slots)
+            if _holds_for_none(condition, condition.scan, slots, table, warm):
+                if self._skimmed is not None and self._skimmed.table.entities != table.entities:
+                    self.catch_up(rule)
+                self._skimmed = Skimmed(table, slots, 1 + (self._skimmed.steps if self._skimmed else 0))
+                return True
+        self.catch_up(rule)
+        return False
+
+    def catch_up(self, rule: Rule) -> None:
+        """Write into tracks and judges what they lack of skimmed steps. To be called before they are read."""
+        if self._skimmed is None:
+            return
+        (table, slots, steps), self._skimmed = self._skimmed, None
+        plan = rule.condition.plan
+        for entity, row in zip(table.entities, _list_rows(plan, table), strict=True):
+            track = self.cohort.tracks.setdefault(entity, Track(plan))
+            track.slots = list(slots)
+            for source, value in zip(plan.inputs, row, strict=True):
+                track.slots[source.slot] = value
+            judge = self.judges.setdefault(entity, Judge())
+            judge.judged += steps
+            judge.note = "inactive"
 
     def _list_frozen(self, rule: Rule, step: ObservedStep) -> Sequence[Entity]:
         return [entity for entity in self.active if self.judges[entity].is_frozen(step.seq, rule.rebase_after)]
@@ -129,7 +176,7 @@ class RuleState:
             holds = holds_now(rule.keep_while, slots)
         judge.note = note
         # Most are none of the three, and were not.
-        if holds is False and entity not in self.active and not rule.for_.of:
+        if holds is False and entity not in self.active:
             judge.judged += 1  # which is all that `judge` would do
         elif holds is not None:
             change = judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
@@ -163,6 +210,11 @@ class RuleState:
             judge = self.judges[entity]
             judge.firing = False
             _mark(self.active, entity, judge.pending)
+
+
+def _list_rows(plan: Plan, table: Table) -> Iterable[tuple[float, ...]]:
+    """Of each entity what the plan reads."""
+    return zip(*(table.columns[source.metric] for source in plan.inputs), strict=True)
 
 
 def finish_work(work: Work) -> Verdicts | None:
@@ -208,3 +260,21 @@ def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | Non
                 return None, "no data"
         return None, "warming"
     return (holds, "inactive") if warm else (None, "warming")
+
+
+def _holds_for_none(condition: Condition, scan: Scan, slots: Slots, table: Table, warm: bool) -> bool:
+    """Whether a condition is judged false for every entity of a table; `slots` have what feeds it."""
+    plan = condition.plan
+    if not plan.reads <= table.columns.keys():
+        return False
+    for source in plan.inputs:
+        column = table.columns[source.metric]
+        slots[source.slot] = column[0]
+        if not math.isfinite(sum(column)):
+            return False
+    if _verdict(condition, slots, warm) != (False, "inactive"):
+        return False
+    try:
+        return not scan(slots, _list_rows(plan, table))
+    except UnreadyError:
+        return False

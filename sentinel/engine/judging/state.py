@@ -12,7 +12,7 @@ from typing import Any
 
 _OTHERS = {("array", "_array_reconstructor"), ("array", "array"), ("collections", "deque")}
 _HOUSE = "sentinel.engine."
-LAYOUT = 6
+LAYOUT = 7
 """Counted up where an object that is part of a state has another class name or module, or other attributes, or means
 something else by them: a daemon of the same version that is newer by that judges the last steps again."""
 

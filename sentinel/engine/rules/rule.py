@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sentinel.engine.expressions.builder import Term, Vocabulary
-from sentinel.engine.expressions.plan import SEQ, Plan
+from sentinel.engine.expressions.plan import SEQ, Plan, Scan
 from sentinel.engine.observation import Scope
 from sentinel.engine.rules.template import Template
 from sentinel.engine.source import YamlNode
@@ -53,6 +53,8 @@ class Condition:
     """Slots that must have had a sample for the rule to be one for this run."""
     sources: Mapping[int, frozenset[int]]
     """Slot -> the inputs that it comes from: where one is empty there is no data, and the rule is not just warming."""
+    scan: Scan | None
+    """Judges all entities of a table together; None where the plan is not `momentary`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +145,9 @@ class Rule:
         return any(metric not in SIGNALS or SIGNALS[metric].staged for metric in self.metrics)
 
     @property
-    def scopes(self) -> set[str]:
+    def scopes(self) -> frozenset[str]:
         """Whose numbers it looks at one by one."""
-        plan = self.condition.plan
-        return {plan.scope, *(subplan.scope for subplan in plan.subplans)}
+        return self.condition.plan.scopes
 
     @property
     def always(self) -> bool:

@@ -9,6 +9,7 @@ from sentinel.engine import span
 from sentinel.engine.expressions.builder import Builder, Term
 from sentinel.engine.expressions.compiler import compile_any, compile_condition, compile_number
 from sentinel.engine.expressions.functions import FUNCTIONS
+from sentinel.engine.expressions.generation import scanning
 from sentinel.engine.expressions.plan import Plan
 from sentinel.engine.expressions.syntax import Parsed, parse
 from sentinel.engine.observation import SCOPES, Scope
@@ -172,6 +173,7 @@ class RuleReader:
             finite=tuple(slot for slot in range(plan.size) if term.exposed >> slot & 1),
             needs=tuple(needed.needs.bit_length() - 1 for needed in needs.values()),
             sources=_sources(plan),
+            scan=scanning(term.source, plan.inputs) if plan.momentary else None,
         )
 
     def _read_lets(self) -> dict[str, str]:
