@@ -13,9 +13,12 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
+from sentinel.engine import RUN, Observation
+from sentinel.engine.backtest import backtest
 from sentinel.hooks.core import governor
 from sentinel.hooks.measure import cpu_kernel
 from sentinel.hooks.torch_interop.tensors import BUDGET, Sample, checksum, row_length, short
+from sentinel.rulebook import loader
 from sentinel.signals import EXPONENTS, SIGNALS, below
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -103,6 +106,28 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
     moments = 2 * sum(p.numel() for p in net.parameters() if p.requires_grad)
     steps = sum(p.requires_grad for p in net.parameters())
     assert daemon.series("optimizer_state_bytes")[1] == 4 * (moments + steps)
+
+
+def test_a_weight_at_its_minimum_is_no_optimizer_without_effect(daemon: FakeDaemon) -> None:
+    """Some last digits before it an update is less than half of one, and the gradient is not 0 yet."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer = sgd(net, 0.2)
+    with sentinel.attach(net, optimizer):
+        for _ in range(60):
+            optimizer.zero_grad()
+            (net(torch.ones(1, 1)) - 1.3).square().sum().backward()
+            optimizer.step()
+    daemon.ended()
+    series = {name: daemon.series(name) for name in ("learning_rate", "grad_norm", "update_ratio")}
+    last = [seq for seq, ratio in series["update_ratio"].items() if ratio == 0 < series["grad_norm"][seq]]
+    assert len(last) >= 3
+    steps = [
+        Observation(seq, float(seq), {RUN: {name: values[seq] for name, values in series.items() if seq in values}})
+        for seq in range(60)
+    ]
+    alerts = [alert.alert for alert in backtest(loader.stock_rules(), steps, run="t").alerts]
+    assert "ParametersNotUpdated" not in alerts
 
 
 def test_updates_that_are_rounded_away(daemon: FakeDaemon) -> None:
