@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from sentinel.cluster.protocol.job_incident import CASES, DONE, JobIncidents, Page
 from sentinel.cluster.protocol.messages import NodeCase
@@ -41,6 +42,26 @@ def test_a_page_of_an_earlier_coordinator_that_a_new_fault_goes_on_with_is_not_c
     told = {case.id: case.state for case in incidents.take_changes()}
     assert told == {"n0-0.1": "resolved", "n1-0.2": "firing"}
     assert {page.case.id for page in incidents.list_open()} == {"n1-0.2"}
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(0, {"n0-0.1": "resolved", "n0-0.2": "firing"}), (3, {"n0-0.1": "firing"})],
+    ids=["a case that it had not heard comes first", "a case that it had heard comes first"],
+)
+def test_of_a_fault_that_an_earlier_coordinator_put_into_a_former_incident_one_page_is_open(
+    first: int, told: dict[str, str]
+) -> None:
+    over = msgspec.structs.replace(make_case(1, "Hang", 100), state="resolved", resolved_step=105)
+    incidents = JobIncidents([Page(msgspec.structs.replace(make_case(1, "Hang", 100), id="n0-0.1"), (1, 3))])
+    incidents.add(0, NodeCase(number=1, case=over))
+    again = {0: NodeCase(number=2, case=make_case(2, "Hang", 115))}
+    again[3] = NodeCase(number=1, case=make_case(3, "Hang", 115), incident="n0-0.1")
+    for node in (first, 3 - first):
+        incidents.add(node, again[node])
+    assert {case.id: case.state for case in incidents.take_changes()} == told
+    (page,) = incidents.list_open()
+    assert set(page.nodes) == {0, 3}
 
 
 def test_a_consequence_keeps_the_problem_of_its_page_when_its_opener_is_forgotten() -> None:

@@ -263,13 +263,15 @@ class JobIncidents:
     def _find_incident(self, node: int, given: NodeCase) -> JobIncident | None:
         case = given.case
         same = [i for i in self if (i.attempt, i.alert) == (case.attempt, case.alert)]
-        of_member = (i for i in same if (node, case.id) in i.cases)
-        by_id = (i for i in same if i.id in (given.incident, _first_id(node, case)))
-        if (known := next((i for found in (of_member, by_id) for i in found), None)) is not None:
+        if (known := next((i for i in same if (node, case.id) in i.cases), None)) is not None:
             return known
+        named = next((i for i in same if i.id in (given.incident, _first_id(node, case))), None)
+        if named is not None and (named.firing or case.state != "firing"):
+            return named
         # A node that was cut off hands in the begin of what is over elsewhere, where the alert fires once more since.
+        # And a case that an earlier coordinator put into what is over does not open that again beside what fires.
         overlapping = (i for i in reversed(same) if i.overlaps(case))
-        return min(overlapping, key=lambda one: one.find_distance(case), default=None)
+        return min(overlapping, key=lambda one: one.find_distance(case), default=named)
 
     def _find_page(self, case: Case) -> str:
         last = _stretch(case)[1]
