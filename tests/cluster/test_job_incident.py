@@ -62,6 +62,7 @@ def test_of_a_fault_that_an_earlier_coordinator_put_into_a_former_incident_one_p
     assert {case.id: case.state for case in incidents.take_changes()} == told
     (page,) = incidents.list_open()
     assert set(page.nodes) == {0, 3}
+    assert sum(len(incident.cases) for incident in incidents) == 3
 
 
 def test_a_consequence_keeps_the_problem_of_its_page_when_its_opener_is_forgotten() -> None:
