@@ -91,6 +91,8 @@ class RollbackAction:
         """Whether a case has all ranks leave at one step, by its rule, where it is not rolled back."""
         self.stopped = ""
         """Why all ranks left the run; empty: they did not."""
+        self._stops_for = ""
+        """Why the ranks were told to stop, each by itself. Nothing else is asked of them after that."""
         self._done: list[Outcome] = []
         self._waiting: list[Case] = []
 
@@ -131,6 +133,9 @@ class RollbackAction:
         if self.stopped:
             case.done += (explain_stopped(self.stopped),)
             return
+        if self._stops_for:
+            case.done += (f"the run is stopped: {self._stops_for}",)
+            return
         if self._current is not None:
             case.done += (WAITS,)
             self._waiting.append(case)
@@ -162,6 +167,8 @@ class RollbackAction:
         """Have all ranks leave the run for this case. Nothing is under way."""
         if self.stopped:
             case.done += (explain_stopped(self.stopped),)
+        elif self._stops_for:
+            case.done += (f"the run is stopped: {self._stops_for}",)
         elif why := self._attempt.absence or self._find_unable():
             case.done += (f"not stopped: {why}",)
         else:
@@ -437,6 +444,7 @@ class RollbackAction:
         self._finish(Outcome(False, current.case.alert, current.to, reason=reason, stops=current.stops), now)
 
     def _stop(self, case: Case, reason: str) -> None:
+        self._stops_for = reason
         case.done += (f"the run is stopped: {reason}",)
         self._broadcast(wire.Stop(reason=f"{reason}. What was seen: {case.summary}"))
 

@@ -41,6 +41,9 @@ ORDER_SECONDS = 120.0
 END_SECONDS = 10.0
 """For which a node whose job is not started again stays, for the others to hear it. Ten beats of the coordinator."""
 ORDER_LOOK_SECONDS = 0.1
+ATTACH_SECONDS, ATTACH_LOOK_SECONDS = 60.0, 10.0
+"""After which a rank that has not attached may wait for a job that it is not of; and between two looks, which read all
+of /proc."""
 WHOLE_AGAIN = "a job that runs takes no node back; end it, and start it on all nodes (docs/cluster.md)"
 _ELASTIC = "TORCHELASTIC_RUN_ID"
 """In the environment of what torchrun starts."""
@@ -75,6 +78,8 @@ class Supervisor:
         self._always, self._over_nodes, self._nodes = always, over_nodes, nodes
         self._awaits_ranks = _ELASTIC not in environment
         """Whether torchrun has started none yet, so that it may have met another job than this."""
+        self._look_at = time.monotonic() + ATTACH_SECONDS
+        """When it is looked next what torchrun has met."""
         self._met = ""
         """What it has met, in words; empty: no other job."""
         self._begun: wire.Order | None = None
@@ -145,14 +150,16 @@ class Supervisor:
                 return status
             standing, order = self._words.read(), self._words.order
             ends = order is not None and (order.does == "end" or self._is_left_out(order))
+            self._awaits_ranks &= standing is None
             if ends or (standing is not None and standing.ends) or self._meets_smaller_job():
                 return None
 
     def _meets_smaller_job(self) -> bool:
         """Whether torchrun met one at its address, which goes on without this node: no daemon is there to say so before
-        a rank attaches, and these ranks would wait for others in vain."""
-        if self._nodes is None or not self._awaits_ranks:
+        a rank attaches, and these ranks would wait for others in vain. On node 0 is the address itself."""
+        if self._nodes is None or self._nodes.node == 0 or not self._awaits_ranks or time.monotonic() < self._look_at:
             return False
+        self._look_at += ATTACH_LOOK_SECONDS
         expected = len(self._nodes.members.nodes)
         if (found := count_launched_nodes(expected)) is not None:
             self._awaits_ranks = False

@@ -65,6 +65,16 @@ def test_of_a_fault_that_an_earlier_coordinator_put_into_a_former_incident_one_p
     assert sum(len(incident.cases) for incident in incidents) == 3
 
 
+def test_a_case_that_names_what_is_over_joins_what_fires_and_opens_no_third() -> None:
+    incidents = JobIncidents([Page(msgspec.structs.replace(make_case(1, "Hang", 100), id="n0-0.1"), (1, 3))])
+    for number, (first, last) in enumerate([(100, 105), (107, 110)], start=1):
+        over = msgspec.structs.replace(make_case(number, "Hang", first), state="resolved", resolved_step=last)
+        incidents.add(0, NodeCase(number=number, case=over))
+    incidents.add(0, NodeCase(number=3, case=make_case(4, "Hang", 115)))
+    incidents.add(3, NodeCase(number=1, case=make_case(3, "Hang", 108), incident="n0-0.1"))
+    assert [page.case.id for page in incidents.list_open()] == ["n0-0.4"]
+
+
 def test_a_consequence_keeps_the_problem_of_its_page_when_its_opener_is_forgotten() -> None:
     page = msgspec.structs.replace(make_case(2, "Divergence", 130), id="n1-0.2", problem_id="n1-0.1", parent="n1-0.1")
     incidents = JobIncidents([Page(page, (1,))])

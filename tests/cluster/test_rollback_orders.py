@@ -12,6 +12,7 @@ import pytest
 from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.rollback_state import Outcome
+from sentinel.actions.stop import StopAction
 from sentinel.cluster.membership import NO_ORDERS
 from sentinel.cluster.protocol.messages import (
     WORDS,
@@ -244,6 +245,40 @@ def test_a_case_that_fires_when_the_same_alert_of_another_node_is_over_is_not_an
         node.promise()
     job.exchange()
     assert len(job.told(wire.Commit)) == 2
+
+
+def test_once_the_ranks_are_told_to_stop_no_case_begins_a_rollback() -> None:
+    job = Job()
+    zero, one = job.nodes
+    zero.break_down()
+    job.exchange()
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
+    one.restore()
+    zero.restore(ok=False, reason="CUDA error", touched=True)
+    second = one.break_down(identity="0.2")
+    job.exchange()
+    assert len(job.told(wire.Stop)) == 2
+    assert len(job.told(wire.Prepare)) == 2, "those of the first"
+    assert second.done[-1].startswith("the run is stopped: rank 0 is not in the state that was agreed on")
+
+
+def test_words_about_a_rollback_that_was_refused_do_not_end_the_stop_that_is_asked_for_since() -> None:
+    job = Job()
+    one = job.nodes[1]
+    one.relay.is_followed_by_stop = lambda case: True
+    stop = StopAction(one.relay, one)
+    case = one.break_down(sign=60)
+    stop.fired(case, 0.0)
+    job.exchange()
+    assert case.done[0].startswith("not rolled back: no snapshot")
+    stop.tick(0.1)
+    late = job.lead.make_order()  # the coordinator has not heard of the stop yet
+    one.relay.take_order(late, 0.2)
+    stop.tick(0.3)
+    job.exchange(0.4)
+    assert case.done[-1].startswith("not stopped: rank 0 cannot leave at an agreed step")
 
 
 def test_a_rank_that_was_past_the_step_is_asked_for_a_later_one_and_a_late_promise_counts_for_nothing() -> None:

@@ -255,7 +255,7 @@ def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "wanted", "seconds"),
-    [(4, 3, 200), (6, 3, 1), (2, 1, 1)],
+    [pytest.param(4, 3, 200, marks=pytest.mark.slow), (6, 3, 1), (2, 1, 1)],
     ids=["of two nodes", "of all three", "of another command before the job"],
 )
 def test_a_node_whose_torchrun_meets_a_job_that_goes_on_without_it_is_ended_and_says_so(

@@ -270,7 +270,9 @@ class JobIncidents:
             return named
         # A node that was cut off hands in the begin of what is over elsewhere, where the alert fires once more since.
         # And a case that an earlier coordinator put into what is over does not open that again beside what fires.
-        overlapping = (i for i in reversed(same) if i.overlaps(case))
+        overlapping = [i for i in reversed(same) if i.overlaps(case)]
+        if named is not None:
+            overlapping = [i for i in overlapping if i.firing] or overlapping
         return min(overlapping, key=lambda one: one.find_distance(case), default=named)
 
     def _find_page(self, case: Case) -> str:

@@ -96,6 +96,8 @@ class CaseWords(msgspec.Struct, frozen=True, kw_only=True):
     done: Annotated[tuple[Name, ...], _CASES]
     over: bool
     """It does nothing more about it."""
+    stops: bool | None = None
+    """Whether it asked for a stop. None: of an earlier version, which does not say."""
 
 
 class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -204,7 +204,9 @@ class RelayedRollback:
             if message is not None and not (isinstance(message, wire.Prepare) and message.id == self._withdrawn):
                 self._broadcast(message)
         for words in order.words if order is not None else ():
-            if words.node == self._node and words.case in self._asked:
+            # A case whose rollback was refused may ask for a stop since the coordinator heard of it last.
+            ask = self._asked.get(words.case) if words.node == self._node else None
+            if ask is not None and words.stops in (None, ask.stops):
                 self._take_words(words.case, words.done, now, over=words.over)
         if called:  # where its ranks stand is wanted, though this node asks for nothing
             self.pass_on()

@@ -223,8 +223,11 @@ class JobRollbacks:
         if not self.ranks.ranks:
             return None
         words = tuple(
-            CaseWords(node=node, case=case, done=_shorten(asked.case.done), over=not self._handles(asked.case))
-            for asked in (*self._firing, *self._stopping)
+            CaseWords(
+                node=node, case=case, done=_shorten(asked.case.done), over=not self._handles(asked.case), stops=stops
+            )
+            for stops, known in ((False, self._firing), (True, self._stopping))
+            for asked in known
             for node, case in sorted(asked.asking)
             if asked.fired
         )
