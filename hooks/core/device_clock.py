@@ -123,9 +123,10 @@ class DeviceClock:
 
 
 def make_device_clock(parameters: list[torch.Tensor]) -> DeviceClock | None:
-    """For an optimizer of these parameters; None where they are not on one CUDA device."""
+    """For an optimizer of these parameters; None where they are not on one CUDA device that is there: fake tensors are
+    on none."""
     devices = {parameter.device for parameter in parameters}
-    if len(devices) != 1 or not parameters[0].is_cuda:
+    if len(devices) != 1 or not parameters[0].is_cuda or not torch.cuda.is_available():
         return None
     device = parameters[0].device
     return DeviceClock(

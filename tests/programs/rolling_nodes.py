@@ -28,7 +28,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     training = Training(way)
     last = training.rank == dist.get_world_size() - 1
-    terms = sentinel.Rollback(every=EVERY, keep=3, margin=5, budget=2)
+    # They reach back further than a beat of the coordinator, by which a node knows what all of them hold.
+    terms = sentinel.Rollback(every=EVERY, keep=16, margin=5, budget=2)
     monitor = sentinel.attach(training.net, training.optimizer, run=way, rollback=terms)
     rolled: list[tuple[int, int]] = []
     monitor.on_rollback(lambda to, at: rolled.append((to, at)))
