@@ -290,7 +290,7 @@ class JobRollbacks:
             known.remove(asked)
 
     def _join(self, known: list[JobCase], case: Case, now: float) -> JobCase:
-        """The same alert of another node, or a new one: what was done for a case that is over says nothing of a case that
+        """The same alert of another node, or a new one: what was done for a case that is over says nothing of one which
         fires after it, though the other's nodes may not know yet."""
         alike = (one for one in known if one.case.alert == case.alert)
         found = next((one for one in alike if not one.fired or self._handles(one.case)), None)
