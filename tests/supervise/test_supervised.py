@@ -247,9 +247,9 @@ time.sleep(1000)
 
 
 def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
-    """On node 1 of three. The last word that the launcher gets is `31`."""
+    """On node 1 of three. The last word that the launcher gets is `310`."""
     environment = {**os.environ, "SENTINEL_NODES": "3", "SENTINEL_NODE_RANK": "1"}
-    command = [*RUN, "--allow-shrink", "2", "--", *launcher, "{nodes}{node_rank}"]
+    command = [*RUN, "--allow-shrink", "2", "--", *launcher, "{nodes}{node_rank}0"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 
