@@ -7,7 +7,7 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,44 @@ SETTINGS = (
 )
 
 
+SHARDED = PROGRAM.with_name("sharded_norm.py")
+NORMS = """
+group: mine
+signals: {whole_norm: the gradient norm over all ranks, as the script computes it}
+rules:
+  - alert: NormIsWhole
+    expr: count(abs(grad_norm - whole_norm) < 1e-4 * whole_norm, 20) >= 20
+    severity: critical
+  - {alert: NormIsPart, expr: grad_norm < 0.9 * whole_norm, severity: critical}
+"""
+
+
+def waiting_ranks(kind: str, root: Path, ops: Consumer) -> contextlib.AbstractContextManager[None]:
+    """`tests/programs/waiting_ranks.py`, two ranks a node."""
+    return torchrun_on_two_nodes([PROGRAM, kind, root / "go-on"], root, ops, SOON)
+
+
 @contextlib.contextmanager
-def waiting_ranks(kind: str, root: Path, ops: Consumer, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """torchrun of `tests/programs/waiting_ranks.py` on two nodes, each with a daemon and a history of its own, killed
-    at the end. `ranks`: of each node."""
-    rules, settings, (master, meeting) = root / "soon.yaml", root / "sentinel.toml", (free_address(), free_address())
-    rules.write_text(SOON)
+def torchrun_on_two_nodes(program: Sequence[str | Path], root: Path, ops: Consumer, rules: str) -> Iterator[None]:
+    """Two ranks a node, each with a daemon and a history of its own, killed at the end."""
+    file, settings, (master, meeting) = root / "rules.yaml", root / "sentinel.toml", (free_address(), free_address())
+    file.write_text(rules)
     settings.write_text(SETTINGS)
     nodes = []
     for node in range(2):
         torchrun = (
-            f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
+            f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node 2 --rdzv-id job"
             f" --master-addr 127.0.0.1 --master-port {master.rpartition(':')[2]}"
         )
         environment = {
-            **os.environ, "SENTINEL_RULES": str(rules), "SENTINEL_CONFIG": str(settings), "OPS": ops.url,
+            **os.environ, "SENTINEL_RULES": str(file), "SENTINEL_CONFIG": str(settings), "OPS": ops.url,
             "SENTINEL_RUNTIME": str(root / f"run{node}"), "SENTINEL_STATE": str(root / f"state{node}"),
             "SENTINEL_CLUSTER": meeting, "SENTINEL_CLUSTER_SECRET": SECRET,
         }  # fmt: skip
-        command = [sys.executable, *torchrun.split(), str(PROGRAM), kind, str(root / "go-on")]
+        command = [sys.executable, *torchrun.split(), *map(str, program)]
         nodes.append(subprocess.Popen(command, env=environment, cwd="/"))
     try:
-        yield nodes
+        yield
     finally:
         for node in nodes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -74,7 +90,7 @@ def collect_pages(ops: Consumer) -> list[dict[str, Any]]:
 def test_a_rank_of_the_other_node_that_never_comes_is_one_page_with_its_name(
     ops: Consumer, private_places: Path
 ) -> None:
-    with waiting_ranks("user-code", private_places, ops, ranks=2):
+    with waiting_ranks("user-code", private_places, ops):
         (page,) = collect_pages(ops)
     (alert,) = page["alerts"]
     assert alert["labels"]["alertname"] == "Hang"
@@ -83,7 +99,7 @@ def test_a_rank_of_the_other_node_that_never_comes_is_one_page_with_its_name(
 
 
 def test_a_rank_that_dies_on_the_other_node_is_the_cause_of_the_one_page(ops: Consumer, private_places: Path) -> None:
-    with waiting_ranks("killed", private_places, ops, ranks=2):
+    with waiting_ranks("killed", private_places, ops):
         pages = collect_pages(ops)
     assert len({page["groupKey"] for page in pages}) == 1
     first = pages[0]["alerts"][0]
@@ -93,8 +109,17 @@ def test_a_rank_that_dies_on_the_other_node_is_the_cause_of_the_one_page(ops: Co
 
 
 def test_replicas_that_differ_between_nodes_alone_are_found(ops: Consumer, private_places: Path) -> None:
-    with waiting_ranks("node-drift", private_places, ops, ranks=2):
+    with waiting_ranks("node-drift", private_places, ops):
         (page,) = collect_pages(ops)
     (alert,) = page["alerts"]
     assert alert["labels"]["alertname"] == "ReplicaDivergence"
     assert "ranks 0, 1 hold other parameters than ranks 2, 3, after step" in str(alert)
+
+
+def test_the_norm_of_gradients_that_are_sharded_over_nodes_is_judged_whole(ops: Consumer, private_places: Path) -> None:
+    stop = private_places / "stop"
+    with torchrun_on_two_nodes([SHARDED, stop], private_places, ops, NORMS):
+        pages = collect_pages(ops)
+        stop.touch()
+    assert [page["alerts"][0]["labels"]["alertname"] for page in pages] == ["NormIsWhole"]
+    assert pages[0]["alerts"][0]["annotations"]["summary"].endswith("(all nodes)")

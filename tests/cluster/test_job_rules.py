@@ -302,7 +302,7 @@ def test_what_is_no_digest_is_refused(body: bytes) -> None:
         job.take(Digest(node=1, attempt=0, after=-1, upto=3, body=body), 0.0)
 
 
-def test_rules_that_compare_no_ranks_stay_on_their_node() -> None:
+def test_rules_that_compare_no_ranks_and_weigh_no_norm_stay_on_their_node() -> None:
     text = (
         "group: mine\nsignals: {tokens: how many}\nrules:\n"
         "  - {alert: OverMean, expr: tokens > 3, annotations: {summary: s}}\n"
@@ -310,12 +310,42 @@ def test_rules_that_compare_no_ranks_stay_on_their_node() -> None:
         "  - {alert: Behind, scope: rank, expr: 'across(tokens, \"max\") > 2 * tokens', annotations: {summary: s}}\n"
         "  - {alert: Layers, expr: 'across(layer_grad_norm, \"max\") > 3', annotations: {summary: s}}\n"
         "  - {alert: Clock, expr: stalled_seconds > 3, annotations: {summary: s}}\n"
+        "  - {alert: Large, expr: 'count(grad_norm > 3, 5) >= 5', annotations: {summary: s}}\n"
+        "  - {alert: LargeOfRank, scope: rank, expr: grad_norm > 3, annotations: {summary: s}}\n"
+        "  - {alert: Broken, expr: not isfinite(grad_norm) and age(grad_norm) == 0, annotations: {summary: s}}\n"
     )
     rules = load_rules(text, "rules.yaml").rules
-    assert [rule.name for rule in select_job_rules(rules)] == ["Behind"]
-    assert find_signals(select_job_rules(rules)) == {"tokens"}
+    assert [rule.name for rule in select_job_rules(rules)] == ["Behind", "Large"]
+    assert find_signals(select_job_rules(rules)) == {"tokens", "grad_norm", "grad_norm_sharded"}
     names: Sequence[str] = [rule.name for rule in select_job_rules(stock_rules())]
-    assert names == ["Straggler", "UnevenBatches", "ReplicaDivergence"]
+    assert sorted(names) == [
+        "AlwaysClipping", "ExplodingGradient", "GradientSpike", "ParametersNotUpdated", "ReplicaDivergence",
+        "Straggler", "UnevenBatches", "VanishingGradient",
+    ]  # fmt: skip
+
+
+def test_a_diagnosis_sees_all_ranks_as_far_as_rules_read_them_and_the_rest_of_its_own_node() -> None:
+    job = JobRules(select_job_rules(RULES), "r", 0, range(2))
+    sender = DigestSender(1, 0, find_signals(select_job_rules(RULES)))
+    own, other = (
+        RunStep(0, 1e9, {rank: values}, combine_ranks([values]))
+        for rank, values in enumerate(
+            {"loss": 1.0 + rank, "grad_norm": part, "grad_norm_sharded": part, "tokens": 7.0}
+            for rank, part in enumerate((3.0, 4.0))
+        )
+    )
+    job.steps.add_own(own, 0.0)
+    sender.add(other)
+    message = sender.make_digest(0.0)
+    assert message is not None
+    job.take(message, 0.0)
+    job.advance((), 0, 0.0)
+    (step,) = job.view_recent([own])
+    assert step.run == {"loss": 1.5, "grad_norm": 5.0, "grad_norm_sharded": 7.0, "tokens": 7.0}
+    assert step.ranks == {
+        0: {"loss": 1.0, "grad_norm": 3.0, "grad_norm_sharded": 3.0, "tokens": 7.0},
+        1: {"loss": 2.0, "grad_norm": 4.0, "grad_norm_sharded": 4.0},
+    }
 
 
 def test_a_node_of_eight_ranks_sends_less_than_4_kb_a_second() -> None:

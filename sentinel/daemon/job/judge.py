@@ -214,7 +214,7 @@ class CoordinatorJudge:
     def _view_attempt(self) -> Attempt:
         """The attempt of this node, with the steps and ranks of all nodes."""
         view = copy.copy(self._context.run.attempt)
-        view.recent, view.clock_shift, view.before_alert = self._job.recent, 0.0, {}
+        view.recent, view.clock_shift, view.before_alert = self._job.view_recent(view.recent), 0.0, {}
         view.ranks = {rank: one for state in self._list_nodes() for rank, one in self._make_ranks(state)} | view.ranks
         return view
 

@@ -135,8 +135,9 @@ class RunIncidents:
         if self.opening is None and self._first_judged >= 0:
             self.finish_pending(now)
             alerts = [case.alert for case in self.log.present()]
+            judged = [rule for rule in self.rules if rule.name not in self.elsewhere]
             report = make_opening_report(
-                self.rules, self.evaluator.status(), alerts, first=self._first_judged, last=self.judged_to
+                judged, self.evaluator.status(), alerts, first=self._first_judged, last=self.judged_to
             )
             self.opening = report
             self._save_state()  # the next daemon must know what was said
