@@ -34,12 +34,16 @@ SETTINGS = (
 SHARDED = PROGRAM.with_name("sharded_norm.py")
 NORMS = """
 group: mine
-signals: {whole_norm: the gradient norm over all ranks, as the script computes it}
+signals: {whole_norm: the gradient norm over all ranks}
 rules:
   - alert: NormIsWhole
-    expr: count(abs(grad_norm - whole_norm) < 1e-4 * whole_norm, 20) >= 20
+    let: {sampled: age(grad_norm) == 0 and age(whole_norm) == 0}
+    expr: count(sampled and abs(grad_norm - whole_norm) < 1e-4 * whole_norm, 500) >= 20
     severity: critical
-  - {alert: NormIsPart, expr: grad_norm < 0.9 * whole_norm, severity: critical}
+  - alert: NormIsPart
+    let: {sampled: age(grad_norm) == 0 and age(whole_norm) == 0}
+    expr: sampled and grad_norm < 0.9 * whole_norm
+    severity: critical
 """
 
 
