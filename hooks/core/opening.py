@@ -3,7 +3,8 @@
 What is wrong from the start shows there: a layer that gets no gradient, weights that no step moves, a format that is
 too small. The examination has a limit of its own, and the limit wins: at most half of any 16 steps' time and 2 s in
 all; where the user gave `overhead`, at most that. What is ours of a step counts as at most the processor's time that
-the thread had in it: the rest was the turn of another process.
+the thread had in it: the rest was the turn of another process. A step that is slower than the others (a compilation, an
+evaluation) counts as one of them: by its own time the samples of the next 16 would be free, and soon use up the 2 s.
 
     steps 0 to 63       tiers 1 and 2 at each, tier 3 at every 8th
     steps 64 to 511     tiers 1 and 2 at every 4th, 8th, 16th (twice as far apart each time the step number doubles)
@@ -13,6 +14,7 @@ the thread had in it: the rest was the turn of another process.
 from __future__ import annotations
 
 from collections import deque
+from statistics import median_low
 from time import monotonic, thread_time
 
 from sentinel.signals import OPENING_END, OPENING_STEPS
@@ -46,7 +48,7 @@ class Opening:
         self._share = SHARE if share is None else min(share, SHARE)
         self._first, self._whole = 0, STEPS
         self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW - 1)
-        """(seconds of a step, seconds of that which were ours)."""
+        """(seconds of a step that were not ours, seconds that were)."""
         self._spent = 0.0
         self._used = 0.0
         """Of the processor's time, by the thread that trains, up to the last step."""
@@ -97,24 +99,29 @@ class Opening:
     def record_first_step(self, own: float) -> None:
         """The first step took `own` seconds of ours, cold as caches are. It counts in the total, and against a share
         that the user gave."""
-        self._spent += own
+        ours = self._count_own(own)
+        self._spent += ours
         if self._share < SHARE:
-            self._window.append((own, own))
+            self._window.append((0.0, ours))
 
     def record_step(self, seq: int, seconds: float, own: float) -> None:
         """Step `seq` took `seconds`, `own` of them ours. Called by the thread that trains."""
         if self.is_over(seq):
             return
+        ours = self._count_own(own)
+        self._window.append((max(seconds - own, 0.0), ours))
+        self._spent += ours
+
+    def _count_own(self, own: float) -> float:
+        """Of `own` seconds of ours since the last step, those that count."""
         before, self._used = self._used, thread_time()
-        waited = max(own - (self._used - before), 0.0)
-        self._window.append((max(seconds, own) - waited, own - waited))
-        self._spent += own - waited
+        return min(own, max(self._used - before, 0.0))
 
     def _affords(self, expected: float, share: float) -> bool:
         if self._spent + expected > SECONDS:
             return False
         if not self._window:
             return share > 0.0
-        seconds, own = sum(step for step, _ in self._window), sum(ours for _, ours in self._window)
-        bare = (seconds - own) / len(self._window)
-        return own + expected <= share * (seconds + bare + expected)
+        own = expected + sum(ours for _, ours in self._window)
+        usual = median_low(bare for bare, _ in self._window)
+        return own <= share * (own + usual * (len(self._window) + 1))

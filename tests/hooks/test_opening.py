@@ -99,6 +99,40 @@ def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at(mon
     assert taken == list(range(STEPS))
 
 
+@pytest.mark.parametrize("slow", [1, 2, 20])
+def test_a_slow_step_makes_no_sample_free(slow: int) -> None:
+    """30 s at one of the first steps, as a compilation takes: the examination goes as it does without."""
+
+    def list_taken(slow: int | None) -> list[int]:
+        examination, taken = Opening(), []
+        for seq in range(END):
+            own = 0.05 if examination.wants(2, seq, expected=0.05) else 0.0
+            examination.record_step(seq, (30.0 if seq == slow else 0.01) + own, own)
+            taken += [seq] if own else []
+        return taken
+
+    assert list_taken(slow) == list_taken(None)
+
+
+def test_turns_of_the_processes_that_compile_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on it is known what of our time the thread had the processor for."""
+    monkeypatch.setattr(opening, "thread_time", itertools.count(60.0, 0.02).__next__)
+    examination = Opening()
+    examination.record_first_step(0.01)
+    examination.record_step(1, seconds=30.0, own=2.5)
+    assert examination.wants(2, 2, expected=1e-3)
+
+
+def test_another_thread_that_trains_gives_no_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock begins at 0: what the examination may spend in all stays the same."""
+    monkeypatch.setattr(opening, "thread_time", iter([60.0, 61.9, 1.0]).__next__)
+    examination = Opening()
+    examination.record_first_step(0.0)
+    for seq in (1, 2):
+        examination.record_step(seq, seconds=100.0, own=1.9)
+    assert not examination.wants(2, 3, expected=0.2)
+
+
 def test_samples_that_grow_count_as_what_they_are() -> None:
     """As where an optimizer begins with a part of the model, or gradients come late."""
     examination, spent = Opening(), 0.0
