@@ -186,6 +186,14 @@ _ALL = (
         1,
         "1 where this batch's hash equals that of one of the last 64 examined in this epoch, else 0",
     ),
+    _rank(
+        "copied_generators",
+        "1",
+        "max",
+        1,
+        "random generators of the data set that methods use and of which each worker of the loader has a copy in the "
+        "same state; absent where there are none, with fewer than two workers, and with a worker_init_fn",
+    ),
     _rank("gradients_kept", "1", "max", 1, "1 where the gradients of the step before were added to, else 0"),
     _rank(
         "unnormalised_passes",

@@ -4,6 +4,7 @@
                batch has the same identity in every run; what was in it does not leave the process
     repeated   1 where one of the last `REMEMBERED` that were looked at in this epoch had the same: workers that draw
                the same numbers, or each give the whole of a stream
+    copied     how many random generators its workers have copies of (`worker_generators.py`)
 
 Tensors in host memory are read; of those on a device only the shape is, since reading one would wait for it.
 
@@ -32,6 +33,7 @@ from sentinel.hooks.core import fault_guard
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor
 from sentinel.hooks.torch_interop.tensors import dense, spread
+from sentinel.hooks.torch_interop.worker_generators import list_copied_generators
 
 Batch = TypeVar("Batch")
 _IDENTITY = "the identity of batches"
@@ -228,6 +230,8 @@ class BatchFingerprints:
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
         self._source: weakref.ref[object] | None = None
+        self._copied: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Generators by iterator, as found at its first batch that was looked at."""
         self._count = 0
         self._again_at = self._came_at = 0.0
         self._spacing = SPACING_SECONDS
@@ -248,8 +252,16 @@ class BatchFingerprints:
         if now - before < self._spacing and now < self._again_at and number % BURST_EVERY >= BURST:
             return None
         found = self._look(batch)
+        if found is not None and (copied := self._count_copied(source)):
+            found["copied_generators"] = float(copied)
         self._again_at = now + max(self._spacing, (time.perf_counter() - now) / SHARE)
         return found
+
+    def _count_copied(self, source: object) -> int:
+        if source not in self._copied:
+            iterator = source._iterator if isinstance(source, _Pull) else source
+            self._copied[source] = len(list_copied_generators(iterator))
+        return self._copied[source]
 
     def _look(self, batch: object) -> dict[str, float] | None:
         tensors = [tensor for tensor in _tensors(batch, DEPTH) if not tensor.is_nested][:LEAVES]

@@ -6,10 +6,11 @@ import itertools
 import time
 from collections.abc import Iterator
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from tests.faults.fault import Fault, Trial
 from tests.faults.models import classifier, images
@@ -192,6 +193,41 @@ def same_stream(trial: Trial) -> None:
         optimizer.step()
 
 
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Digits with noise from a generator that is made here, and so copied into each worker."""
+
+    def __init__(self, seed: int) -> None:
+        self.rows = list(itertools.islice(images(seed, 8), 220))
+        self.generator = numpy.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.rows[index]
+        return x + 0.1 * torch.from_numpy(self.generator.standard_normal(x.shape)).float(), y
+
+
+def seed_worker(_: int) -> None:
+    """Gives the data set of this worker a generator of its own."""
+    worker = get_worker_info()
+    assert worker is not None
+    worker.dataset.generator = numpy.random.default_rng(worker.seed)
+
+
+def same_noise(trial: Trial) -> None:
+    """B4: two workers that add the same noise to different samples. The twin seeds it in each."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    prepare = None if trial.faulty else seed_worker
+    loader = DataLoader(Noisy(trial.seed), batch_size=None, num_workers=2, worker_init_fn=prepare)
+    trial.attach(model, optimizer, loader=loader)
+    for (_, _), (x, y) in zip(trial.steps(100), loader, strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def summed(trial: Trial) -> None:
     """S7: four micro-batches a step, and no loss is divided by four."""
     model = classifier()
@@ -262,6 +298,11 @@ FAULTS = (
     Fault(
         id="B4", what="two workers that give the same", alert="DuplicateBatches", signal="batch_repeated", delay=50,
         loop=same_stream, cause="workers that give the same.* 2 workers", names=("get_worker_info", "seed"),
+    ),
+    Fault(
+        id="B4 noise", what="two workers that add the same noise", alert="RepeatedRandomness",
+        signal="copied_generators", delay=1, loop=same_noise, cause="2 workers got a copy of Noisy.generator",
+        names=("worker_init_fn",),
     ),
     Fault(
         id="S7", what="a sum of four micro-batches", alert="AccumulationNotNormalised", signal="micro_batches",

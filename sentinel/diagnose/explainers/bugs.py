@@ -5,6 +5,7 @@ from __future__ import annotations
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
+from sentinel.text import join_names
 
 
 @explains("FrozenParameterChanged")
@@ -47,6 +48,15 @@ def duplicate_batches(evidence: Evidence) -> Finding:
             missing, command = [*missing, "how many workers the loader has"], "attach(loader=...)"
         return report_unknown(*missing, command=command)
     return finding(evidence.alert, "workers", repeated=quoted[0], workers=workers)
+
+
+@explains("RepeatedRandomness")
+def repeated_randomness(evidence: Evidence) -> Finding:
+    """Which generators, and how many workers have a copy."""
+    loader = evidence.facts.get("loader", {})
+    if not (names := loader.get("copied_generators")):
+        return report_unknown("which attribute of the data set it is", command="attach(loader=...)")
+    return finding(evidence.alert, "copies", names=join_names(names, 3), workers=loader.get("num_workers"))
 
 
 @explains("AccumulationNotNormalised")

@@ -1,0 +1,165 @@
+"""Random generators of a data set that are copied into the workers of its loader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks.torch_interop.worker_generators import list_copied_generators
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import loss_of, model
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws from its generator at each sample."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.generator.normal() for _ in range(6)], dtype=torch.float32)
+
+
+class Quiet(Noisy):
+    """Has one, and draws nothing after it is made."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(generator)
+        self.shift = self.generator.normal()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((6,), self.shift)
+
+
+class Seeded(Noisy):
+    """Makes one for each sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.generator = numpy.random.default_rng(index)
+        return super().__getitem__(index)
+
+
+class SeededByHand(Noisy):
+    """Sets its state for each sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.generator.manual_seed(index)
+        return torch.randn(6, generator=self.generator)
+
+
+class Shared(IterableDataset[torch.Tensor]):
+    """Each worker draws the same order, and takes its share of it."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = list(range(32))
+        self.generator.shuffle(order)
+        worker = get_worker_info()
+        yield from (torch.full((6,), float(one)) for one in order[worker.id :: worker.num_workers])
+
+
+class Jitter:
+    """A transform."""
+
+    def __init__(self) -> None:
+        self.source = torch.Generator()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape, generator=self.source)
+
+
+class Steps:
+    """Some, one after another; and an attribute that would answer to its name."""
+
+    def __init__(self, *transforms: object) -> None:
+        self.transforms = list(transforms)
+
+    @property
+    def dataset(self) -> object:
+        raise AssertionError("called")
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError("called")
+
+
+class Images(Dataset[torch.Tensor]):
+    def __init__(self, transform: object) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(6)
+
+
+def own() -> Noisy:
+    return Noisy(numpy.random.default_rng(1))
+
+
+COPIED = {
+    "numpy's": (own, "Noisy.generator"),
+    "numpy's former": (lambda: Noisy(numpy.random.RandomState(1)), "Noisy.generator"),
+    "python's": (lambda: Noisy(random.Random(1)), "Noisy.generator"),
+    "torch's": (lambda: Noisy(torch.Generator()), "Noisy.generator"),
+    "within others": (lambda: Subset(ConcatDataset([own(), own()]), [1, 2]), "Noisy.generator"),
+    "of a transform": (lambda: Images(Steps(Jitter())), "Jitter.source"),
+}
+
+NOT_COPIED = {
+    "used in __init__ only": lambda: Quiet(numpy.random.default_rng(1)),
+    "made for each sample": lambda: Seeded(numpy.random.default_rng(1)),
+    "seeded for each sample": lambda: SeededByHand(torch.Generator()),
+    "a stream that is shared out": Shared,
+    "the global one of numpy": lambda: Noisy(numpy.random.rand.__self__),
+    "the global one of python": lambda: Noisy(random.random.__self__),
+    "the global one of torch": lambda: Noisy(torch.default_generator),
+    "the system's, which has no state": lambda: Noisy(random.SystemRandom()),
+    "no generator": lambda: Noisy(None),
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_a_generator_that_methods_draw_from(case: str) -> None:
+    make, name = COPIED[case]
+    assert list_copied_generators(DataLoader(make(), num_workers=2)) == [name]
+
+
+@pytest.mark.parametrize("case", NOT_COPIED)
+def test_one_that_does_not_repeat(case: str) -> None:
+    assert list_copied_generators(DataLoader(NOT_COPIED[case](), num_workers=2)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2, "worker_init_fn": print}])
+def test_a_loader_without_copies_or_with_a_function_that_may_seed_them(options: dict[str, Any]) -> None:
+    assert list_copied_generators(DataLoader(own(), **options)) == []
+    assert list_copied_generators(iter(DataLoader(own()))) == []
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine of one core
+@pytest.mark.parametrize("given", [True, False])
+def test_a_loop_says_so_at_its_batches(daemon: FakeDaemon, given: bool) -> None:
+    net, loader = model(), DataLoader(own(), batch_size=8, num_workers=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer, loader=loader if given else None) as monitor:
+        batches = iter(loader if given else monitor.batches(loader))
+        first, second = next(batches), next(batches)
+        assert torch.equal(first, second), "the noise repeats"
+        for batch in (first, second):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+    daemon.ended()
+    assert set(daemon.series("copied_generators").values()) == {1.0}
+    (hello,) = daemon.of(wire.Hello)
+    assert hello.facts["loader"].get("copied_generators") == (["Noisy.generator"] if given else None)
