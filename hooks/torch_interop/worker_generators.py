@@ -74,8 +74,7 @@ def _walk(dataset: object) -> Iterator[tuple[object, dict[str, Any]]]:
         except AttributeError:  # it has slots, or is built in
             continue
         yield owner, attributes
-        for name in WITHIN:
-            held = attributes.get(name)
+        for held in [attributes[name] for name in WITHIN if name in attributes]:
             waiting += held[:MOST_OWNERS] if type(held) in (list, tuple) else [held]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -113,6 +114,7 @@ COPIED = {
     "python's": (lambda: Noisy(random.Random(1)), "Noisy.generator"),
     "torch's": (lambda: Noisy(torch.Generator()), "Noisy.generator"),
     "within others": (lambda: Subset(ConcatDataset([own(), own()]), [1, 2]), "Noisy.generator"),
+    "deep within": (lambda: functools.reduce(lambda data, _: Subset(data, [0]), range(20), own()), "Noisy.generator"),
     "of a transform": (lambda: Images(Steps(Jitter())), "Jitter.source"),
 }
 
