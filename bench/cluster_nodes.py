@@ -153,7 +153,7 @@ class Line:
         node = self.nodes[int(str(query.key_expr).rpartition("/")[2])]
         after = int(str(query.parameters).removeprefix("after="))
         with query:
-            query.reply(query.key_expr, encode(node.state.list_events(after)))
+            query.reply(query.key_expr, self._seal.sign(str(query.key_expr), encode(node.state.list_events(after))))
 
 
 class Load:

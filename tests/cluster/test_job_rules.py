@@ -319,8 +319,8 @@ def test_rules_that_compare_no_ranks_and_weigh_no_norm_stay_on_their_node() -> N
     assert find_signals(select_job_rules(rules)) == {"tokens", "grad_norm", "grad_norm_sharded"}
     names: Sequence[str] = [rule.name for rule in select_job_rules(stock_rules())]
     assert sorted(names) == [
-        "AlwaysClipping", "ExplodingGradient", "GradientSpike", "ParametersNotUpdated", "ReplicaDivergence",
-        "Straggler", "UnevenBatches", "VanishingGradient",
+        "AlwaysClipping", "ExplodingGradient", "GradientSpike", "OptimizerStateCorrupt", "ParametersNotUpdated",
+        "ReplicaDivergence", "Straggler", "UnevenBatches", "VanishingGradient",
     ]  # fmt: skip
 
 
