@@ -16,6 +16,7 @@ from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import sentinel as command
 from tests.hooks.conftest import FakeDaemon, daemon
 from tests.hooks.loops import Loop, model
+from tests.hooks.sessions import find_session
 
 __all__ = ["daemon"]
 
@@ -30,8 +31,7 @@ def trained(steps: int = 3) -> str:
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     monitor = sentinel.attach(net, loop.optimizer)
-    assert monitor._session is not None
-    monitor._session.sender.join(20)
+    find_session(monitor).sender.join(20)
     loop.run(steps)
     return monitor.state
 

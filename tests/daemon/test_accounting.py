@@ -10,9 +10,9 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.daemon.ingest.accounting import Accounting
-from sentinel.hooks.session import registry
 from sentinel.runs import Rank
 from tests.daemon.simulated import daemon_process
+from tests.hooks.sessions import list_sessions
 
 
 def rank(number: int) -> Rank:
@@ -83,7 +83,7 @@ def test_a_real_daemon_tells_real_hooks() -> None:
         net = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
         with sentinel.attach(net, optimizer, address=f"unix:{path}", run="train"):
-            (watch,) = registry._sessions
+            (watch,) = list_sessions()
             deadline = time.monotonic() + 60
             while not watch.governor.costs.get("daemon"):
                 assert time.monotonic() < deadline, watch.governor.costs

@@ -14,9 +14,9 @@ from sentinel import wire
 from sentinel.daemon.run.spacing import BETWEEN_SECONDS, LEAD_STEPS, PATIENCE_SECONDS, Spacings
 from sentinel.hooks.core import governor as hooks_governor
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.session import registry
 from sentinel.runs import Attempt
 from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.hooks.sessions import list_sessions
 
 
 @dataclasses.dataclass
@@ -134,7 +134,7 @@ def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatc
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with daemon_process() as (path, _), sentinel.attach(net, optimizer, address=f"unix:{path}", overhead=1.0):
-        (watch,) = registry._sessions
+        (watch,) = list_sessions()
         identity = watch.who.resolve()
         assert identity is not None
         with SimulatedRank(path, 1, 2, run_id=identity.run_id) as other:

@@ -18,6 +18,7 @@ from sentinel.hooks.session import registry
 from sentinel.hooks.transport import daemon_launcher
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, fit, model, sgd
+from tests.hooks.sessions import find_session
 from tests.zygote import TRAINING, run_fork
 
 
@@ -214,7 +215,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     optimizer: Any = adamw(net)
     optimizer.cycle = optimizer  # only the collector finds it
     first = sentinel.attach(net, optimizer)
-    gone = first._session
+    gone = find_session(first)
     optimizer = adamw(net)
     second = sentinel.attach(net, optimizer)
     assert gone is not None
@@ -232,8 +233,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
 def unmonitored(capsys: pytest.CaptureFixture[str], net: nn.Module, **options: Any) -> str:
     optimizer = adamw(net)
     monitor = sentinel.attach(net, optimizer, **options)
-    assert monitor._session is not None
-    monitor._session.sender.join(20)
+    find_session(monitor).sender.join(20)
     optimizer.step()
     assert monitor.state.startswith("unmonitored")
     said = [line for line in capsys.readouterr().err.splitlines() if "watching run" not in line]

@@ -19,6 +19,7 @@ from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop import discovery, tensors
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
+from tests.hooks.sessions import find_session
 
 
 class Launches:
@@ -163,8 +164,7 @@ def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
     with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, keep=2, margin=1)) as monitor:
-        assert monitor._session is not None
-        restorer: Any = monitor._session._restorer and monitor._session._restorer()
+        restorer: Any = find_session(monitor)._restorer and find_session(monitor)._restorer()
         for batch in batches(2):
             loss_of(net, batch).backward()
             optimizer.step()

@@ -23,6 +23,7 @@ from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.transport.sender import Sender
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
+from tests.hooks.sessions import find_session
 
 
 def loop(**options: Any) -> Loop:
@@ -31,8 +32,7 @@ def loop(**options: Any) -> Loop:
 
 
 def internals(monitor: Monitor) -> tuple[RunSession, OptimizerMonitor]:
-    assert monitor._session is not None
-    return monitor._session, monitor._session.streams[0]
+    return find_session(monitor), find_session(monitor).streams[0]
 
 
 def received(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -80,11 +80,10 @@ def test_batches_come_close_together_while_something_looks_odd(
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         daemon.wait(lambda: daemon.of(wire.Hello))
         watched.run(10)
-        assert monitor._session is not None
-        monitor._session.governor.attend(10, 50)
-        monitor._session.sender.wake()
+        find_session(monitor).governor.attend(10, 50)
+        find_session(monitor).sender.wake()
         daemon.wait(lambda: 9 in daemon.seqs())
-        monkeypatch.setattr(monitor._session.sender, "wake", lambda: None)
+        monkeypatch.setattr(find_session(monitor).sender, "wake", lambda: None)
         watched.run(2)
         daemon.wait(lambda: 11 in daemon.seqs())
 

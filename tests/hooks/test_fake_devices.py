@@ -27,6 +27,7 @@ from sentinel.hooks.torch_interop.tensors import Sample, meeting_place, on_one_d
 from sentinel.hooks.transport import records
 from sentinel.hooks.transport.records import Transfers
 from tests.hooks.conftest import FakeDaemon
+from tests.hooks.sessions import find_session
 
 STEPS = 6
 PARTS = 12
@@ -115,13 +116,12 @@ def test_all_is_measured_and_nobody_waits(
         optimizer = torch.optim.AdamW(net.parameters(), fused=scaled)  # else `scaler.step` itself reads from the device
         scaler = GradScaler("cpu", 8.0)
         with sentinel.attach(net, optimizer) as monitor:
-            assert monitor._session is not None
             for _ in range(STEPS):
                 for place in (places[-1], places[-2:][0]):  # two losses, of which autograd would tell
                     loss = torch.empty((), device=place)
                     if scaled:
                         scaler.scale(loss)
-                    monitor._session.accumulator.backward_ended(loss, 0.01)
+                    find_session(monitor).accumulator.backward_ended(loss, 0.01)
                 if places[0] != "cpu":  # where torch itself would bring the norm
                     nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 if scaled:

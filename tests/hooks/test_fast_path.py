@@ -33,6 +33,7 @@ from sentinel.hooks.step.fast_path import FastPath
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
+from tests.hooks.sessions import find_session
 
 WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 """Of 24 steps."""
@@ -92,8 +93,7 @@ def test_a_signal_while_the_loss_alone_is_read(daemon: FakeDaemon, monkeypatch: 
 def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._session is not None
-        accumulator = monitor._session.accumulator
+        accumulator = find_session(monitor).accumulator
 
         def wait(step: int) -> None:
             if step == 6:
@@ -132,8 +132,7 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     loop = Loop(net := model(), adamw(net), clip=0.5, overflow=frozenset({6}))
     attentive = []
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._session is not None
-        pace = monitor._session.governor
+        pace = find_session(monitor).governor
         loop.run(8, lambda step: attentive.append(pace.stretch(7) == 7))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
@@ -263,13 +262,11 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def attended(monitor: sentinel.Monitor) -> None:
-    assert monitor._session is not None
-    CommandHandler(monitor._session).receive(wire.Attend(steps=2))
+    CommandHandler(find_session(monitor)).receive(wire.Attend(steps=2))
 
 
 def asked_for_moments(monitor: sentinel.Monitor) -> None:
-    assert monitor._session is not None
-    CommandHandler(monitor._session).receive(wire.Ask(id=1, what="moments"))
+    CommandHandler(find_session(monitor)).receive(wire.Ask(id=1, what="moments"))
 
 
 def scaled(monitor: sentinel.Monitor) -> None:
@@ -333,8 +330,7 @@ class Clumsy(torch.optim.SGD):
 def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._session is not None
-        accumulator = monitor._session.accumulator
+        accumulator = find_session(monitor).accumulator
         loop.run(9)
         threads: list[tuple[int, int]] = []
 
@@ -354,7 +350,7 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
     told: list[int] = []
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        session = monitor._session
+        session = find_session(monitor)
         assert session is not None
         original = EventRouter.backward_ended
 
@@ -476,8 +472,7 @@ def test_a_step_with_a_closure_is_looked_at_whole(named: bool, daemon: FakeDaemo
 def test_who_is_stopped_in_a_stretch_counts_no_more(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._session is not None
-        (stream,) = monitor._session.streams
+        (stream,) = find_session(monitor).streams
         loop.run(10)
         stream.stop()
         loop.run(1)

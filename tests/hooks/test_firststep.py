@@ -18,6 +18,7 @@ from sentinel.hooks.session import registry
 from sentinel.hooks.torch_interop import discovery
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
+from tests.hooks.sessions import list_sessions
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +181,7 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
         try:
             other = model()
             Loop(other, sgd(*other.parameters())).run(1)
-            failed = len(registry._sessions)
+            failed = len(list_sessions())
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -30,7 +30,6 @@ from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.measure.probes import accumulation
 from sentinel.hooks.session import monitor as monitor_module
-from sentinel.hooks.session import registry
 from sentinel.hooks.session.event_router import EventRouter
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.step import optimizer_monitor
@@ -38,6 +37,7 @@ from sentinel.hooks.transport import records
 from tests.hooks import loops
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import fit, sgd
+from tests.hooks.sessions import list_sessions
 
 HOOKS = str(Path(optimizer_monitor.__file__).parents[1])
 
@@ -125,7 +125,7 @@ def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
             break
         at += 1 + at // 4
     assert reached > 12, "the loop got every one"
-    session = registry._sessions[-1]
+    session = list_sessions()[-1]
     fit(net, optimizer, 8)
     (watching,) = session.streams
     last = watching.seq - 1
@@ -148,7 +148,7 @@ def test_a_signal_while_a_snapshot_is_copied(handler: None, daemon: FakeDaemon) 
     with signalled_in("copy"), pytest.raises(TimeUp):
         fit(net, optimizer, 8)
     fit(net, optimizer, 8)
-    restorer = registry._sessions[-1].restorer
+    restorer = list_sessions()[-1].restorer
     assert restorer is not None
     assert restorer._fault == ""
     monitor.detach()
@@ -188,7 +188,7 @@ def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: Fake
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
     fit(net, optimizer, 4)
     daemon.wait(lambda: len(daemon.of(wire.SnapshotTaken)) >= 2)
-    restorer = registry._sessions[-1].restorer
+    restorer = list_sessions()[-1].restorer
     assert restorer is not None
     to, at = restorer.held[-1], restorer._promise.exited + 2
     daemon.send(wire.Prepare(id=1, at=at, to=to))
@@ -212,7 +212,7 @@ def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: Fake
     while len(daemon.of(wire.SnapshotTaken)) == taken and time.monotonic() < until:
         fit(net, optimizer, 4)  # none is taken in the half second after a promise
     assert len(daemon.of(wire.SnapshotTaken)) > taken
-    assert (restorer._fault, registry._sessions[-1].accumulator.unseen.texts) == ("", ())
+    assert (restorer._fault, list_sessions()[-1].accumulator.unseen.texts) == ("", ())
     monitor.detach()
 
 
@@ -299,7 +299,7 @@ def test_a_signal_in_the_users_state_dict_is_the_users(handler: None, daemon: Fa
     with pytest.raises(TimeUp):
         fit(net, optimizer, 6)
     fit(net, optimizer, 6)
-    restorer = registry._sessions[-1].restorer
+    restorer = list_sessions()[-1].restorer
     assert restorer is not None
     assert restorer._fault == ""
     assert restorer.held
@@ -350,7 +350,7 @@ def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
     with monkeypatch.context() as full:
         full.setattr(Gradients, "__init__", no_memory)
         fit(net, optimizer, 20)
-    before = registry._sessions[-1].accumulator.unseen.texts
+    before = list_sessions()[-1].accumulator.unseen.texts
     fit(net, optimizer, 20)
     monitor.detach()
     daemon.ended()
@@ -414,7 +414,7 @@ def test_an_error_that_passes_is_counted_wherever_it_hits(
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=4, margin=0))
-    unseen = registry._sessions[-1].accumulator.unseen
+    unseen = list_sessions()[-1].accumulator.unseen
 
     def train() -> None:
         for batch in monitor.batches(list(loops.batches(10))):
@@ -443,9 +443,9 @@ def test_a_snapshot_that_could_not_be_summed_up_is_counted(daemon: FakeDaemon, m
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
     lacking = Lacking(monkeypatch, HostBuffer, "checksum")
-    unseen = registry._sessions[-1].accumulator.unseen
+    unseen = list_sessions()[-1].accumulator.unseen
     fit(net, optimizer, 6)
-    restorer = registry._sessions[-1].restorer
+    restorer = list_sessions()[-1].restorer
     assert restorer is not None
     held = [restorer._ring.find(seq) for seq in restorer.held]
     assert ["making it failed" in one.flaw() for one in held if one is not None] == [True, True]

@@ -15,9 +15,9 @@ from torch import nn
 import sentinel
 from sentinel import wire
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
-from sentinel.hooks.session import registry
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import batches, fit, loss_of, model, sgd
+from tests.hooks.sessions import list_sessions
 
 
 class Trainer:
@@ -78,7 +78,7 @@ def test_an_alert_of_the_last_moment_is_told(daemon: FakeDaemon) -> None:
     monitor = sentinel.attach(trainer.net, trainer.optimizer)
     monitor.on_alert(trainer.on_alert)
     daemon.wait(lambda: daemon.of(wire.Hello))
-    session = registry._sessions[0]
+    session = list_sessions()[0]
     stop = session.sender.stop
 
     def stopped(*arguments: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, 
     terms = sentinel.Rollback(every=2, margin=1, directory=tmp_path / "snapshots")
     sentinel.attach(trainer.net, trainer.optimizer, rollback=terms)
     fit(trainer.net, trainer.optimizer, 3)
-    assert registry._sessions[0].accumulator.when_next is not None
+    assert list_sessions()[0].accumulator.when_next is not None
     alive = references(trainer)
     del trainer
     assert gone(alive)

@@ -23,6 +23,7 @@ from sentinel.hooks.torch_interop import tensors
 from sentinel.wire.heartbeat_page import SIZE, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
+from tests.hooks.sessions import find_session
 
 STEPS = 6
 Attach = Callable[..., object]
@@ -361,8 +362,7 @@ def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
     net = model()
     optimizer = adamw(*net.parameters())
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._session is not None
-        heartbeat_writer = monitor._session.sender._heartbeat_writer
+        heartbeat_writer = find_session(monitor).sender._heartbeat_writer
         assert heartbeat_writer is not None
 
         def step(capturing: bool) -> bool:

@@ -29,6 +29,7 @@ from sentinel.hooks.transport import connection, records, sender
 from sentinel.runs.step_alignment import BATCH_SECONDS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
+from tests.hooks.sessions import find_session, list_sessions
 
 
 def loop(**options: Any) -> Loop:
@@ -144,10 +145,9 @@ def test_ranks_that_are_waited_for_send_more_often(
         monkeypatch.setenv(name, value)
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
-        assert monitor._session is not None
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
-        assert monitor._session.sender._interval() == seconds
+        assert find_session(monitor).sender._interval() == seconds
     assert sender.TOGETHER_SECONDS < BATCH_SECONDS
     daemon.ended()
 
@@ -162,8 +162,7 @@ def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.Monke
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
         daemon.reading.clear()
-        assert monitor._session is not None
-        queue = monitor._session.sender.queue
+        queue = find_session(monitor).sender.queue
         while not queue.dropped:
             watched.run(50)
             assert len(queue.records) <= 40
@@ -182,8 +181,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
     """Nothing piles up behind it, nothing is measured any more, and the loop goes on."""
     bare, watched = loop(), loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._session is not None
-    thread = monitor._session.sender
+    thread = find_session(monitor).sender
     losses = watched.run(1)
     daemon.wait(lambda: daemon.of(wire.Batch))
 
@@ -225,8 +223,7 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     daemon.answer = lambda _: answer
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._session is not None
-    monitor._session.sender.join(20)
+    find_session(monitor).sender.join(20)
     watched.run(3)
     assert monitor.state.startswith("unmonitored")
     assert patches.list_installed() == (), "nobody will read it: nothing is measured"
@@ -247,8 +244,7 @@ def test_a_socket_of_somebody_else(
     monkeypatch.setattr(connection, "_CREDENTIALS", Stranger())
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._session is not None
-    monitor._session.sender.join(20)
+    find_session(monitor).sender.join(20)
     assert "who is neither you nor root" in capsys.readouterr().err
     assert daemon.of(wire.Hello) == []
 
@@ -257,8 +253,7 @@ def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture
     daemon.answer = lambda _: wire.frame(wire.Refused(reason="protocol 7 is wanted"))
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._session is not None
-    monitor._session.sender.join(20)
+    find_session(monitor).sender.join(20)
     watched.run(3)
     assert monitor.state == "refused: protocol 7 is wanted"
     assert patches.list_installed() == ()
@@ -315,8 +310,7 @@ def test_a_pickled_model_needs_no_sentinel(daemon: FakeDaemon) -> None:
 def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
-        assert monitor._session is not None
-        accumulator, stream = monitor._session.accumulator, monitor._session.streams[0]
+        accumulator, stream = find_session(monitor).accumulator, find_session(monitor).streams[0]
         ema, optimizer = copy.deepcopy(watched.net), copy.deepcopy(watched.optimizer)
         ema(torch.ones(1, 6))
         assert accumulator.totals.forwards == 0
@@ -331,8 +325,7 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
-        assert monitor._session is not None
-        line = monitor._session.sender._connection
+        line = find_session(monitor).sender._connection
         assert line is not None
         child = os.fork()
         if child == 0:
@@ -454,7 +447,7 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
     assert daemon.ended_as(reason="detach", next_seq=3)
-    session = registry._sessions[0]
+    session = list_sessions()[0]
     session.sender.join(20)
     assert patches.list_installed() == ()
 

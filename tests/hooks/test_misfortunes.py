@@ -23,6 +23,7 @@ from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
+from tests.hooks.sessions import list_sessions
 
 
 def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +32,7 @@ def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.M
     sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
     fit(net, optimizer, 1)
     daemon.wait(lambda: daemon.of(wire.Hello))
-    restorer = registry._sessions[-1].restorer
+    restorer = list_sessions()[-1].restorer
     assert restorer is not None
     restorer.receive(wire.Stop(reason="enough"))
     closed = io.StringIO()
@@ -124,7 +125,7 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)) as monitor:
         loader = monitor.batches(list(loops.batches(6)))
-        restorer = registry._sessions[-1].restorer
+        restorer = list_sessions()[-1].restorer
         assert restorer is not None
         for wrong in (float("nan"), 0.0, -1.0, 2.0):
             restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong), younger=())
@@ -144,7 +145,7 @@ def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: 
     optimizer = sgd(net)
     monkeypatch.setattr(DaemonLocator, "close", closed)
     monitor = sentinel.attach(net, optimizer)
-    sender = registry._sessions[-1].sender
+    sender = list_sessions()[-1].sender
     fit(net, optimizer)
     monitor.detach()
     assert sender._heartbeat_writer is None or sender._heartbeat_writer._ended
@@ -187,7 +188,7 @@ def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], mess
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
-    session = registry._sessions[-1]
+    session = list_sessions()[-1]
     assert session.restorer is not None
     session.restorer._verdict_seconds = 0.0
     for message in messages:

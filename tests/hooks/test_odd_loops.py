@@ -17,10 +17,10 @@ import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError
 from sentinel.hooks.loop import batches
-from sentinel.hooks.session import registry
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
+from tests.hooks.sessions import list_sessions
 
 # What the hello has of the user's.
 
@@ -100,7 +100,7 @@ def test_a_message_that_cannot_be_sent_costs_that_message(daemon: FakeDaemon, sw
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):
-        registry._sessions[-1].send(wire.Reply(id=1, ok=True, content={"what": object()}))
+        list_sessions()[-1].send(wire.Reply(id=1, ok=True, content={"what": object()}))
         fit(net, optimizer)
     daemon.ended()
     assert daemon.seqs() == [0, 1, 2]

@@ -28,6 +28,7 @@ from sentinel.hooks.measure.probe import Step as Stepped
 from sentinel.wire.evidence import Provenance
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.faulty import WIDTH, Case, Net, Step, cases
+from tests.hooks.sessions import find_session
 
 CASES = list(cases())
 COMPILED = [case for case in CASES if case.model.checkpointed is None][::4]
@@ -341,7 +342,7 @@ def test_a_daemon_that_comes_late_is_told_the_cause_before_the_step(
     loop = Loop(watched=True)
     loop.run(4, frozenset({2}))
     assert loop.watch is not None
-    loop.watch._session.sender.post(wire.Collected(what="out_of_memory", seq=3, content={}))
+    find_session(loop.watch).sender.post(wire.Collected(what="out_of_memory", seq=3, content={}))
     late = FakeDaemon(path)
     late.wait(lambda: len(late.of(wire.Collected)) == 2)
     assert [found.seq for found in told(late)] == [2]

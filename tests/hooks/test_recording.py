@@ -14,6 +14,7 @@ from sentinel.hooks.loop import patches
 from sentinel.hooks.transport import connection
 from sentinel.node import paths
 from tests.hooks.loops import Loop, model
+from tests.hooks.sessions import find_session
 
 
 def recorded(path: Path) -> list[wire.FromRank]:
@@ -25,8 +26,7 @@ def run(steps: int = 6, **options: Any) -> tuple[list[float], str]:
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     with sentinel.attach(net, loop.optimizer, **options) as monitor:
         losses = loop.run(steps)
-        assert monitor._session is not None
-        monitor._session.sender.wake()
+        find_session(monitor).sender.wake()
         state = monitor.state
     return losses, state
 
@@ -96,8 +96,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     monitor = sentinel.attach(net, loop.optimizer)
-    assert monitor._session is not None
-    monitor._session.sender.join(20)
+    find_session(monitor).sender.join(20)
     loop.run(2)
     told = capsys.readouterr().err
     assert f"SENTINEL_RECORD={tmp_path}/missing/run.rec: cannot be written (No such file or directory)" in told

@@ -19,6 +19,7 @@ from sentinel.hooks.transport.sender import Sender
 from sentinel.signals import SIGNALS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
+from tests.hooks.sessions import find_session
 
 EXACT = {"rel": 1e-6, "abs": 1e-12}
 
@@ -332,7 +333,7 @@ def test_sparse_complex_empty_and_missing_gradients_are_left_out(daemon: FakeDae
             optimizer.zero_grad()
             net(torch.tensor([1, 2])).backward()
             optimizer.step()
-        left_out = {} if monitor._session is None else dict(monitor._session.streams[0].left_out)
+        left_out = dict(find_session(monitor).streams[0].left_out)
     daemon.ended()
     assert left_out == {"table.weight": "sparse", "phase": "complex"}
     assert set(daemon.layers("layer_grad_norm")[1]) == {"plain.weight", "plain.bias"}
@@ -368,8 +369,7 @@ def test_monitor_batches_measures_the_wait_once(daemon: FakeDaemon) -> None:
         for (batch,) in watched:
             optimizer.zero_grad()
             loss_of(net, batch).backward()
-            assert monitor._session is not None
-            assert monitor._session.accumulator.totals.batches == 1
+            assert find_session(monitor).accumulator.totals.batches == 1
             optimizer.step()
     daemon.ended()
     assert list(daemon.series("data_seconds")) == [0, 1, 2]

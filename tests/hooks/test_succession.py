@@ -10,10 +10,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.session import backward_passes, registry
+from sentinel.hooks.session import backward_passes
 from tests.hooks import loops
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import fit, sgd
+from tests.hooks.sessions import find_session, list_sessions
 
 
 def test_an_optimizer_that_takes_the_place_of_one_that_is_held_is_watched(daemon: FakeDaemon) -> None:
@@ -25,11 +26,11 @@ def test_an_optimizer_that_takes_the_place_of_one_that_is_held_is_watched(daemon
     heard = threading.Event()
     monitor.on_alert(lambda alert: heard.set())
     fit(net, first, 5)
-    run = monitor._session.who.name  # type: ignore[union-attr]
+    run = find_session(monitor).who.name
     second = torch.optim.AdamW(net.parameters(), lr=1e-3)
     fit(net, second, backward_passes.LOOK_PASSES + 10)
     daemon.wait(lambda: daemon.of(wire.Goodbye) and len(daemon.of(wire.Hello)) > 1)
-    assert [session.watches(second) for session in registry._sessions if not session.ended] == [True]
+    assert [session.watches(second) for session in list_sessions() if not session.ended] == [True]
     hello = daemon.of(wire.Hello)[-1]
     assert (hello.streams, hello.identity.run) == (("AdamW",), run)
     assert hello.identity.run_id == daemon.of(wire.Hello)[0].identity.run_id
@@ -38,7 +39,7 @@ def test_an_optimizer_that_takes_the_place_of_one_that_is_held_is_watched(daemon
     daemon.send(wire.Notice(id="a", text="", alert={"alert": "NonFiniteLoss"}))
     assert heard.wait(WAIT)
     monitor.detach()
-    assert registry._sessions[-1].ended, "the handle is on what is watched now"
+    assert list_sessions()[-1].ended, "the handle is on what is watched now"
     daemon.wait(lambda: len(daemon.of(wire.Goodbye)) == 2)
     assert len(daemon.series("loss")) >= 8
     assert scheduler.optimizer is first
@@ -52,7 +53,7 @@ def test_an_optimizer_with_an_attach_of_its_own_is_watched_once(daemon: FakeDaem
     second = sgd(net)
     sentinel.attach(net, second)
     fit(net, second, backward_passes.LOOK_PASSES + 4)
-    (alive,) = [session for session in registry._sessions if not session.ended]
+    (alive,) = [session for session in list_sessions() if not session.ended]
     assert alive.watches(second)
 
 

@@ -19,6 +19,7 @@ from sentinel.hooks.loop.batches import BatchFingerprints, identity_of
 from sentinel.hooks.measure import probe
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model, sgd
+from tests.hooks.sessions import find_session
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, list[float]], None]
 
@@ -270,7 +271,7 @@ def test_a_batch_of_an_evaluation_is_not_the_next_steps(
                 evaluated(batch)
 
     monitor = sentinel.attach(net, optimizer)
-    looked = monitor._session.batches._contents  # type: ignore[union-attr]
+    looked = find_session(monitor).batches._contents
     assert looked is not None
     iterator = iter(train)
     for number in range(24):

@@ -1,0 +1,18 @@
+"""The sessions behind monitors: the one place where tests reach for what `attach` keeps to itself."""
+
+from __future__ import annotations
+
+import sentinel
+from sentinel.hooks.session import registry
+from sentinel.hooks.session.session import RunSession
+
+
+def find_session(monitor: sentinel.Monitor) -> RunSession:
+    """That of a monitor that watches something."""
+    assert monitor._session is not None
+    return monitor._session
+
+
+def list_sessions() -> list[RunSession]:
+    """Those of this process, the newest last; ended ones until the next one begins."""
+    return registry._sessions
