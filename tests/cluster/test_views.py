@@ -185,12 +185,14 @@ def test_the_coordinator_alone_has_the_figures_of_the_job(tmp_path: Path) -> Non
     settings.write_text("[daemon]\nhttp = 0\n")
     with job(tmp_path, ("--config", str(settings)), nodes=2) as nodes:
         for daemon in nodes:
-            daemon.rank.steps(0, [LOW] * (3 - daemon.node))
+            shards = [3.0 + daemon.node] * (3 - daemon.node)
+            daemon.rank.steps(0, [LOW] * len(shards), grad_norm=shards, grad_norm_sharded=shards)
         scrapes = [functools.partial(scrape, daemon) for daemon in nodes]
         until(lambda: 'sentinel_job_lag_steps{run="job1"} 1.0' in scrapes[0](), "the coordinator to know the steps")
+        until(lambda: 'sentinel_job_grad_norm{run="job1"} 5.0' in scrapes[0](), "the norm of all shards")
         coordinator, node = (read() for read in scrapes)
         for line in ('nodes{run="job1",state="alive"} 2.0', 'nodes{run="job1",state="silent"} 0.0',
-                     'step{run="job1"} 1.0'):  # fmt: skip
+                     'step{run="job1"} 1.0', 'grad_norm{run="job1"} 5.0'):  # fmt: skip
             assert f"sentinel_job_{line}" in coordinator
             assert f"sentinel_job_{line}" not in node
         assert 'sentinel_job_joined{run="job1"} 1.0' in node

@@ -238,6 +238,9 @@ def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
     lag = [((run,), float(max(known) - min(known))) for run, known in steps.items()]
     what = "Steps by which the last of the nodes that are heard is behind the first; from the coordinator."
     yield _gauge("job_lag_steps", what, ("run",), lag)
+    norms = [(w.run.run_id, w.incidents.job.find_newest("grad_norm")) for w in watches if w.incidents.job is not None]
+    what = "Total gradient norm over the ranks of all nodes, at the newest step that has one; from the coordinator."
+    yield _gauge("job_grad_norm", what, ("run",), [((run,), norm) for run, norm in norms if norm is not None])
 
 
 def _notifications(watches: list[WatchedRun]) -> Iterator[Metric]:

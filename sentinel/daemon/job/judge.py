@@ -66,6 +66,9 @@ class NodeJudge:
     def add_evidence(self, what: str, seq: int) -> None:
         """Nothing: the cases are the coordinator's."""
 
+    def find_newest(self, signal: str) -> None:
+        """None: the coordinator has the ranks of all nodes."""
+
     def list_unconfirmed(self) -> list[NodeStep]:
         """Steps that no coordinator has."""
         return self._sender.list_unconfirmed()
@@ -169,6 +172,10 @@ class CoordinatorJudge:
     def add_evidence(self, what: str, seq: int) -> None:
         """Evidence of this node's ranks came."""
         self._log.add_evidence(self._job.incidents, what, seq)
+
+    def find_newest(self, signal: str) -> float | None:
+        """The newest value over the ranks of all nodes of a signal that the job's rules read, if there was one."""
+        return next((step.run[signal] for step in reversed(self._job.recent) if signal in step.run), None)
 
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""

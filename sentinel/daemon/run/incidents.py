@@ -60,6 +60,10 @@ class JobJudgement(Protocol):
     def add_evidence(self, what: str, seq: int) -> None:
         """Evidence of step `seq` came."""
 
+    def find_newest(self, signal: str) -> float | None:
+        """The newest value over the ranks of all nodes of a signal that the job's rules read; None where this node does
+        not have them."""
+
 
 class RunIncidents:
     """Judges a run, and sees each of its transitions through. Other parts of the run hand in what they observed."""
