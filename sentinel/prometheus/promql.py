@@ -122,6 +122,8 @@ class _Translator:
         value, labels = inner.number(operand), _LABELS[scope]
         if how == "spread":
             return f"(max without ({labels}) ({value}) - min without ({labels}) ({value}))"
+        if how == "norm":
+            return f"sqrt(sum without ({labels}) (({value}) ^ 2))"
         if how not in _ACROSS:
             raise UntranslatableError(f"across(..., {how!r}) names a rank, and Prometheus gives values")
         return f"{_ACROSS[how]} without ({labels}) ({value})"

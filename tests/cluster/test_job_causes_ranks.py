@@ -37,12 +37,14 @@ group: mine
 signals: {whole_norm: the gradient norm over all ranks}
 rules:
   - alert: NormIsWhole
-    let: {sampled: age(grad_norm) == 0 and age(whole_norm) == 0}
-    expr: count(sampled and abs(grad_norm - whole_norm) < 1e-4 * whole_norm, 500) >= 20
+    let:
+      sampled: age(grad_norm) == 0 and age(whole_norm) == 0
+      norm: across(grad_norm_sharded, "norm")
+    expr: count(sampled and abs(norm - whole_norm) < 1e-4 * whole_norm, 500) >= 20
     severity: critical
   - alert: NormIsPart
     let: {sampled: age(grad_norm) == 0 and age(whole_norm) == 0}
-    expr: sampled and grad_norm < 0.9 * whole_norm
+    expr: sampled and across(grad_norm_sharded, "norm") < 0.9 * whole_norm
     severity: critical
 """
 
@@ -120,7 +122,7 @@ def test_replicas_that_differ_between_nodes_alone_are_found(ops: Consumer, priva
     assert "ranks 0, 1 hold other parameters than ranks 2, 3, after step" in str(alert)
 
 
-def test_the_norm_of_gradients_that_are_sharded_over_nodes_is_judged_whole(ops: Consumer, private_places: Path) -> None:
+def test_a_rule_over_the_norm_of_shards_gets_that_of_all_nodes(ops: Consumer, private_places: Path) -> None:
     stop = private_places / "stop"
     with torchrun_on_two_nodes([SHARDED, stop], private_places, ops, NORMS):
         pages = collect_pages(ops)

@@ -51,6 +51,7 @@ def promtool(*arguments: str, **options: str) -> None:
          "quantile_over_time(0.9, ((sentinel_data_seconds / sentinel_step_seconds))[300s:]) > 0.5"),
         ('across(step_seconds, "spread") > 1', "run",
          "(max without (rank) (sentinel_step_seconds) - min without (rank) (sentinel_step_seconds)) > 1"),
+        ('across(grad_norm, "norm") > 1', "run", "sqrt(sum without (rank) ((sentinel_grad_norm) ^ 2)) > 1"),
         ("gpu_temperature_celsius > 90", "gpu", "sentinel_gpu_temperature_celsius > 90"),
         ('across(gpu_temperature_celsius, "max") > 90', "run",
          "max without (gpu, UUID) (sentinel_gpu_temperature_celsius) > 90"),

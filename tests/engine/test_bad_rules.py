@@ -196,7 +196,7 @@ EXPRESSIONS = {
     "not loss": "5: expected a condition, but loss is a number; compare it with something",
     "1 > 0": "1: there is no metric in the condition",
     "layer_grad_norm > 1": '1: layer_grad_norm is one number a layer, and the rule is of scope run; set `scope: layer`, or write across(layer_grad_norm, "max")',
-    "across(loss, 'median') > 1": '14: across wants one of "max", "min", "mean", "spread", "argmax"',
+    "across(loss, 'median') > 1": '14: across wants one of "max", "min", "mean", "spread", "norm", "argmax"',
     "across(loss + layer_grad_norm, 'max') > 1": "8: across wants metrics of one scope: of ranks, layers, GPUs or nodes",
     "across(layer_grad_norm, 'argmax') > 1": '25: "argmax" is the number of a rank; a layer has none',
     "age(loss + 1) > 1": "5: age wants a bare metric",

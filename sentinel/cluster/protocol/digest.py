@@ -3,7 +3,8 @@
     RunStep of a node -> DigestSender -> Digest, once a second -> JobSteps -> RunStep of all nodes
 
 A digest has the value that each rank has of each signal the job's rules read, and no sums of them: what is made of the
-values of all ranks is then the same as on one node, to the last bit, whatever a signal's `combine` is.
+values of all ranks is then the same as on one node, to the last bit, whatever a signal's `combine` is. Of a norm whose
+gradients are sharded each rank's part is in it, too: no node has the whole.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ _NEVER = 1 << 60
 """Steps ahead of the others at which a node is waited for no longer: digests come once a second, however fast a loop
 is."""
 _UNPACKED_BYTES = 16 * MOST_VALUES
+
+
+_SHARDS = {name: signal.part_of for name, signal in SIGNALS.items() if signal.part_of}
+"""A rank's own part of a norm -> the norm."""
 
 
 class NodeStep(NamedTuple):
@@ -93,7 +98,7 @@ class DigestSender:
         """A step of this node closed."""
         self._closed_to = step.seq
         ranks = {
-            number: {name: values[name] for name in self.signals if name in values}
+            number: {name: values[name] for name in self.signals if name in values} | _select_shards(values)
             for number, values in step.ranks.items()
         }
         whole = NodeStep(RunStep(step.seq, step.time, ranks, {}), True)
@@ -158,14 +163,15 @@ class JobSteps:
     """The coordinator's side, for one attempt: brings the nodes' steps together, each once and in order.
 
     A step that a node did not send whole is whole for none: where one of them sends every fourth, the job has every
-    fourth. Of the others what is rare stays. A node that said nothing for `PATIENCE_SECONDS` is not missed.
+    fourth. Of the others what is rare stays. A node that said nothing for `PATIENCE_SECONDS` is not missed; but without
+    its shards there is no norm.
     """
 
     def __init__(self, own: int, nodes: Iterable[int]) -> None:
         """`own`: the coordinator's node. `nodes`: those of the job; each is waited for, for a while."""
-        self._own = own
+        self._own, self._nodes = own, set(nodes)
         self._alignment = Alignment[NodeStep](seconds=PATIENCE_SECONDS, steps=_NEVER)
-        self._alignment.join_all(nodes)
+        self._alignment.join_all(self._nodes)
         self.reached: dict[int, int] = {}
         """Node -> the last step that it need not send again."""
         self.nodes: dict[int, int] = {}
@@ -208,6 +214,8 @@ class JobSteps:
                 ranks = _select_rare(ranks)
                 if not ranks:
                     continue
+            if self._nodes - by_node.keys():
+                ranks = _drop_partial_norms(ranks)
             own = by_node.get(self._own)
             yield RunStep(
                 seq=seq,
@@ -238,7 +246,21 @@ def _select_rare(ranks: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[
 
 
 def _is_rare(signal: str) -> bool:
-    return signal in SIGNALS and SIGNALS[signal].tier > 0
+    return signal in SIGNALS and SIGNALS[signal].tier > 1
+
+
+def _select_shards(values: Mapping[str, float]) -> dict[str, float]:
+    """A rank's parts of norms, and what it has of the norms."""
+    return {name: values[name] for part, norm in _SHARDS.items() if part in values for name in (part, norm)}
+
+
+def _drop_partial_norms(ranks: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
+    """Without the norms of which a node that is missing here may have shards."""
+    sharded = {part for values in ranks.values() for part in _SHARDS.keys() & values.keys()}
+    dropped = sharded | {_SHARDS[part] for part in sharded}
+    return {
+        rank: {name: value for name, value in values.items() if name not in dropped} for rank, values in ranks.items()
+    }
 
 
 def _pack(steps: Sequence[NodeStep]) -> bytes:

@@ -1,11 +1,11 @@
-"""The rules that need the ranks of all nodes, and their judgement by the coordinator: the engine that a node has, over
-the steps of all nodes.
+"""The rules over the ranks of all nodes, and their judgement by the coordinator: the engine that a node has, over the
+steps of all nodes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -23,19 +23,10 @@ RECENT_VALUES = 1 << 20
 """Numbers in them, at 50 bytes each: 80 steps of 512 ranks with 25 signals."""
 
 
-_NORMS = frozenset(signal.part_of for signal in SIGNALS.values() if signal.part_of)
-"""Of gradients that may be sharded over nodes."""
-
-
 def select_job_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Those that need the ranks of all nodes: they compare ranks (`across`), or ask how large a norm is, of which each
-    node may have a part. That a norm is not finite shows in the part, too. All others are judged where their signals
-    are measured: there is the evidence that explains them."""
-    return tuple(
-        rule
-        for rule in rules
-        if (_compares(rule) or _weighs_norm(rule)) and rule.scopes <= {"run", "rank"} and not _is_timed(rule)
-    )
+    """Those that compare ranks (`across`) need the ranks of all nodes. All others are judged where their signals are
+    measured: there is the evidence that explains them."""
+    return tuple(rule for rule in rules if _compares(rule) and rule.scopes <= {"run", "rank"} and not _is_timed(rule))
 
 
 def find_signals(rules: Iterable[Rule]) -> frozenset[str]:
@@ -46,10 +37,6 @@ def find_signals(rules: Iterable[Rule]) -> frozenset[str]:
 
 def _compares(rule: Rule) -> bool:
     return any(subplan.scope == "rank" for subplan in rule.condition.plan.subplans)
-
-
-def _weighs_norm(rule: Rule) -> bool:
-    return rule.scope == "run" and not rule.weighed.isdisjoint(_NORMS)
 
 
 def _is_timed(rule: Rule) -> bool:
@@ -116,11 +103,9 @@ class JobRules:
         """Judge by these from now on."""
         return self._evaluator.replace_rules(rules)
 
-    def view_recent(self, own: Iterable[RunStep]) -> deque[RunStep]:
-        """The steps that a diagnosis can look back on, of all nodes as far as rules read them, and with all that was
-        measured on the coordinator's node. `own`: the steps of that node."""
-        known = {step.seq: step for step in own}
-        return deque(_complete_step(step, known.get(step.seq)) for step in self.recent)
+    def find_newest(self, signal: str) -> float | None:
+        """The newest value of a signal over the ranks of all nodes, if there was one."""
+        return next((step.run[signal] for step in reversed(self.recent) if signal in step.run), None)
 
     def finish(self, now: float) -> list[Transition]:
         """No more steps come: judge what is there."""
@@ -143,14 +128,6 @@ class JobRules:
     def _remember_only(self, steps: Collection[RunStep]) -> None:
         self.recent = deque(steps, RECENT_STEPS)
         self._values = sum(map(_count_values, steps))
-
-
-def _complete_step(step: RunStep, own: RunStep | None) -> RunStep:
-    if own is None:
-        return step
-    ranks: dict[int, Mapping[str, float]] = dict(step.ranks)
-    ranks |= {rank: {**values, **step.ranks.get(rank, {})} for rank, values in own.ranks.items()}
-    return msgspec.structs.replace(step, ranks=dict(sorted(ranks.items())), run={**own.run, **step.run})
 
 
 def _count_values(step: RunStep) -> int:

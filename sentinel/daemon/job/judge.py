@@ -174,8 +174,8 @@ class CoordinatorJudge:
         self._log.add_evidence(self._job.incidents, what, seq)
 
     def find_newest(self, signal: str) -> float | None:
-        """The newest value over the ranks of all nodes of a signal that the job's rules read, if there was one."""
-        return next((step.run[signal] for step in reversed(self._job.recent) if signal in step.run), None)
+        """The newest value of a signal over the ranks of all nodes, if there was one."""
+        return self._job.find_newest(signal)
 
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""
@@ -221,7 +221,7 @@ class CoordinatorJudge:
     def _view_attempt(self) -> Attempt:
         """The attempt of this node, with the steps and ranks of all nodes."""
         view = copy.copy(self._context.run.attempt)
-        view.recent, view.clock_shift, view.before_alert = self._job.view_recent(view.recent), 0.0, {}
+        view.recent, view.clock_shift, view.before_alert = self._job.recent, 0.0, {}
         view.ranks = {rank: one for state in self._list_nodes() for rank, one in self._make_ranks(state)} | view.ranks
         return view
 

@@ -61,8 +61,7 @@ class JobJudgement(Protocol):
         """Evidence of step `seq` came."""
 
     def find_newest(self, signal: str) -> float | None:
-        """The newest value over the ranks of all nodes of a signal that the job's rules read; None where this node does
-        not have them."""
+        """The newest value of a signal over the ranks of all nodes; None where this node is not sent them."""
 
 
 class RunIncidents:

@@ -36,8 +36,6 @@ class Term:
     exposed: int = 0
     """Bits of the inputs that must be finite for it to mean something: those not inside is*() or count()."""
     metrics: frozenset[str] = frozenset()
-    weighed: frozenset[str] = frozenset()
-    """Metrics whose size matters: of the others it only asks whether they are finite, or there."""
     own: bool = False
     """Whether there is a metric of the plan's own entities in it, and not only what feeds it."""
     baseline: bool = False
@@ -101,8 +99,7 @@ class Builder:
             index = self._slot()
             self._inputs[metric] = Input(slot=index, metric=metric, seen=-1)
             self._terms[metric] = Term(type="number", key=metric, source=slot(index), slot=index, needs=1 << index,
-                                       exposed=1 << index, metrics=frozenset({metric}), weighed=frozenset({metric}),
-                                       own=True)  # fmt: skip
+                                       exposed=1 << index, metrics=frozenset({metric}), own=True)  # fmt: skip
         return self._terms[metric]
 
     def add_seen_slot(self, metric: str) -> int:
@@ -124,9 +121,8 @@ class Builder:
                                       baseline=operand.baseline, judges=judges, make=function.state,
                                       window=window))  # fmt: skip
             self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,
-                                    exposed=0 if judges else operand.exposed, metrics=operand.metrics,
-                                    weighed=operand.weighed, own=operand.own, baseline=baseline,
-                                    window=operand.window + window.count)  # fmt: skip
+                                    exposed=0 if judges else operand.exposed, metrics=operand.metrics, own=operand.own,
+                                    baseline=baseline, window=operand.window + window.count)  # fmt: skip
         return self._terms[key]
 
     def child(self, scope: Scope) -> Builder:
@@ -141,8 +137,8 @@ class Builder:
             index, position = self._slot(), list(self._children).index(scope)
             bare = key in term.metrics
             self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,
-                                    exposed=1 << index, metrics=term.metrics, weighed=term.weighed,
-                                    baseline=term.baseline, window=term.window)  # fmt: skip
+                                    exposed=1 << index, metrics=term.metrics, baseline=term.baseline,
+                                    window=term.window)  # fmt: skip
             sources = (index,) if bare else self._sources(term.metrics)
             feed = Feed(slot=index, plan=position, read=term.read, needs=term.needs, how=how, sources=sources)
             self._feeds.append(feed)

@@ -194,7 +194,7 @@ class _Compiler:
         key = f"{function.name}({', '.join([operand.key, *map(ast.unparse, arguments[1:])])})"
         if function.pure is not None:
             term = _join_terms(function.gives, key, operators.apply_function(function.name, operand.source), operand)
-            return replace(term, exposed=0, weighed=frozenset()) if function.gives == "condition" else term
+            return replace(term, exposed=0) if function.gives == "condition" else term
         return self._stage(node, function, key, operand, self._window(function, arguments))
 
     def _arguments(self, node: ast.Call, function: Function) -> list[ast.expr]:
@@ -307,7 +307,6 @@ def _join_terms(type: Type, key: str, source: str, *parts: Term) -> Term:
     return Term(
         type=type, key=key, source=source, needs=needs, exposed=exposed,
         metrics=frozenset().union(*(part.metrics for part in parts)),
-        weighed=frozenset().union(*(part.weighed for part in parts)),
         own=any(part.own for part in parts),
         baseline=any(part.baseline for part in parts),
         window=max(part.window for part in parts),

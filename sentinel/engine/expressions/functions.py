@@ -18,7 +18,7 @@ Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag
 """What an argument must be. `number` and `condition` are expressions, `metric` a bare name; the others are literals:
 `window` a number of samples or a duration, `count` a number of samples, `share` 0 to 1, `lag` a number of samples."""
 
-HOWS = ("max", "min", "mean", "spread", "argmax")
+HOWS = ("max", "min", "mean", "spread", "norm", "argmax")
 """What `across` makes of the values of all ranks, layers, GPUs or nodes."""
 
 
@@ -148,7 +148,8 @@ _ALL = (
     Function("sqrt(x)", ("number",), "number", "square root; NaN below 0", pure=_sqrt),
     Function('across(x, "max")', ("number", "how"), "number",
              'over all ranks (layers, GPUs, nodes, for a metric of theirs): "max", "min", "mean", '
-             '"spread" (max less min), "argmax" (the rank that has the largest)'),
+             '"spread" (max less min), "norm" (the root of the sum of squares, as of shards), '
+             '"argmax" (the rank that has the largest)'),
 )  # fmt: skip
 
 _DEFINED = (

@@ -270,6 +270,8 @@ def _gather(found: dict[Entity, float], how: str) -> float:
         return float(max(found, key=found.__getitem__).name)
     if how == "mean":
         return exact_mean(values)
+    if how == "norm":
+        return math.hypot(*values)
     if how == "spread":
         return max(values) - min(values)
     return max(values) if how == "max" else min(values)

@@ -134,11 +134,6 @@ class Rule:
         return {graded.severity for graded in (self, self.downgrade) if graded is not None and action in graded.actions}
 
     @property
-    def weighed(self) -> frozenset[str]:
-        """Metrics whose size its condition asks for, and not only whether they are finite, or there."""
-        return self.condition.term.weighed
-
-    @property
     def undoable(self) -> bool:
         """Whether it reads what a rollback takes back (`Signal.undoable`), or numbers of the user's own."""
         return any(metric not in SIGNALS or SIGNALS[metric].undoable for metric in self.metrics)
