@@ -63,58 +63,73 @@ def _list_undelivered() -> list[str]:
 
 
 def _show(run: dict[str, Any], with_rules: bool) -> None:
+    """A run. What a daemon of an earlier version does not say is asked for by `get`."""
+    parts = (
+        _describe_now(run),
+        *(_describe_rank(rank) for rank in run["ranks"]),
+        _describe_sampling(run),
+        job_status.lines(run["job"]) if run.get("job") else (),
+        device_status.lines(run["gpus"], run["host"]),
+        _describe_watch(run),
+        _describe_rollback(run["rollback"]),
+        _describe_alerts(run),
+        rule_status.lines(run["rules"]) if with_rules else (),
+    )
+    for line in itertools.chain.from_iterable(parts):
+        echo(line)
+
+
+def _describe_now(run: dict[str, Any]) -> Iterator[str]:
     attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
-    echo(f"{run['run']}  ({run['run_id']}{attempt})  step {run['step']}")
+    yield f"{run['run']}  ({run['run_id']}{attempt})  step {run['step']}"
     values = run["values"]
     shown = [name for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "step_seconds") if name in values]
-    echo("  now       " + "   ".join(f"{name} {values[name]:.4g}" for name in shown))
-    if run.get("judged_as"):  # a daemon of an earlier version does not say
-        echo(f"  judged    as {run['judged_as']}")
-    for rank in run["ranks"]:
-        parts = [
-            _state(rank),
-            f"step {rank['step']}",
-            rank["phase"] and f"phase {rank['phase']}",
-            _describe_wanted(rank),
-        ]
-        if rank["dropped"]:
-            parts.append(f"{rank['dropped']} steps dropped")
-        if rank.get("skipped"):  # a daemon of an earlier version does not say
-            parts.append(f"{rank['skipped']} samples skipped")
-        echo(f"  rank {rank['rank']:<4} " + ", ".join(part for part in parts if part))
-        if rank["costs"]:
-            split = ", ".join(f"{part} {share:.2%}" for part, share in rank["costs"].items())
-            echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
+    yield "  now       " + "   ".join(f"{name} {values[name]:.4g}" for name in shown)
+    if run.get("judged_as"):
+        yield f"  judged    as {run['judged_as']}"
+
+
+def _describe_rank(rank: dict[str, Any]) -> Iterator[str]:
+    parts = [_state(rank), f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _describe_wanted(rank)]
+    if rank["dropped"]:
+        parts.append(f"{rank['dropped']} steps dropped")
+    if rank.get("skipped"):
+        parts.append(f"{rank['skipped']} samples skipped")
+    yield f"  rank {rank['rank']:<4} " + ", ".join(part for part in parts if part)
+    if rank["costs"]:
+        split = ", ".join(f"{part} {share:.2%}" for part, share in rank["costs"].items())
+        yield f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}"
+
+
+def _describe_sampling(run: dict[str, Any]) -> Iterator[str]:
     given: Iterator[dict[str, int]] = (rank["spacing"] for rank in run["ranks"] if rank["spacing"])
     spacing = next(given, {})  # the daemon gives all ranks the same
     for title, line in zip(("samples", *3 * ("",)), _list_samples(spacing), strict=False):
-        echo(f"  {title:<9} {line}")
-    if "opening_step" in values:
-        echo(f"            {_OPENING}")
-    if run.get("job"):  # a daemon of an earlier version does not say
-        for line in job_status.lines(run["job"]):
-            echo(line)
-    for line in device_status.lines(run["gpus"], run["host"]):
-        echo(line)
+        yield f"  {title:<9} {line}"
+    if "opening_step" in run["values"]:
+        yield f"            {_OPENING}"
+
+
+def _describe_watch(run: dict[str, Any]) -> Iterator[str]:
+    """What is not seen, what costs more than it could, and what the first steps showed."""
     for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
-        echo(f"  not seen  {what}")
+        yield f"  not seen  {what}"
     for why in sorted({rank["kernel_missing"] for rank in run["ranks"]} - {""}):
-        echo(f"  slower    no compiled kernel reads the gradients ({why})")
-    if opening := run.get("opening"):  # not yet over, or a daemon of an earlier version
-        echo(f"  opening   {opening['text']}")
-    _show_rollback(run["rollback"])
-    echo(f"  incidents {run['open_incidents']} open, {run['incidents']} in all")
+        yield f"  slower    no compiled kernel reads the gradients ({why})"
+    if opening := run.get("opening"):  # it may not be over yet
+        yield f"  opening   {opening['text']}"
+
+
+def _describe_alerts(run: dict[str, Any]) -> Iterator[str]:
+    yield f"  incidents {run['open_incidents']} open, {run['incidents']} in all"
     for silence in run["silences"]:
-        echo(f"  silenced  {_silence(silence)}")
+        yield f"  silenced  {_silence(silence)}"
     for receiver in run["notifications"]:
-        echo(f"  notifies  {_receiver(receiver)}")
+        yield f"  notifies  {_receiver(receiver)}"
     for trouble in filter(None, (run["trouble"], run["notifications_trouble"])):
-        echo(f"  trouble   {trouble}")
+        yield f"  trouble   {trouble}"
     if dropped := run.get("history_dropped"):
-        echo("  history   lacks " + ", ".join(f"{rows:,} rows of {kind}" for kind, rows in dropped.items()))
-    if with_rules:
-        for line in rule_status.lines(run["rules"]):
-            echo(line)
+        yield "  history   lacks " + ", ".join(f"{rows:,} rows of {kind}" for kind, rows in dropped.items())
 
 
 def _state(rank: dict[str, Any]) -> str:
@@ -152,18 +167,18 @@ def _show_daemon(answer: dict[str, Any]) -> None:
         echo(f"  trouble   {trouble}")
 
 
-def _show_rollback(rollback: dict[str, Any]) -> None:
+def _describe_rollback(rollback: dict[str, Any]) -> Iterator[str]:
     if not rollback["armed"]:
-        echo("  rollback  not armed")
+        yield "  rollback  not armed"
         return
     held = ", ".join(str(step) for step in rollback["held"]) or "none yet"
-    echo(f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done")
+    yield f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done"
     if said := snapshot_age.in_words(rollback):
-        echo(f"            {said}")
-    if disk := rollback.get("disk"):  # a daemon of an earlier version does not say
+        yield f"            {said}"
+    if disk := rollback.get("disk"):
         own = "none yet" if disk["newest"] is None else f"step {disk['newest']:,}"
         common = "not known" if disk["newest_on_all"] is None else f"step {disk['newest_on_all']:,}"
-        echo(f"            on disk: this node's newest part {own}, newest of all nodes {common}, in {disk['where']}")
+        yield f"            on disk: this node's newest part {own}, newest of all nodes {common}, in {disk['where']}"
 
 
 def _silence(silence: dict[str, Any]) -> str:

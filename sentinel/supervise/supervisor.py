@@ -177,53 +177,52 @@ class Supervisor:
 
     def _verdict(self, status: int | None, standing: wire.Standing | None, awaited: set[int]) -> int | Again:
         """The exit status, or what follows."""
-        if self._ended_by is not None or (status is not None and -status in self._passed):  # somebody wanted it
+        if self._ended_by is not None or (status is not None and -status in self._passed):  # it was asked for
             self._say_wanted(status, standing)
             return status if status is not None else -(self._ended_by or signal.SIGTERM)
         if self._met:
             why = f"{self._met}: it goes on without this node; {WHOLE_AGAIN}"
-            self._telling.say("stopped", f"{why} (exit code {EXIT_LEFT_OUT})", status=EXIT_LEFT_OUT, why=why)
-            return EXIT_LEFT_OUT
+            return self._leave(EXIT_LEFT_OUT, why, why)
         if standing is not None and standing.by_rule:
-            said = f"not started again: stopped at step {standing.step}, by {standing.stopped}"
-            said += f" (exit code {EXIT_BY_RULE})"
-            self._telling.say("stopped", said, status=EXIT_BY_RULE, why=standing.stopped)
-            return EXIT_BY_RULE
-        unfit = not self._words.attached and not self._policy.made  # a mistake, or no training at all
-        idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
-        stopped = standing is not None and bool(standing.stopped)
+            where = f"stopped at step {standing.step}, by {standing.stopped}"
+            return self._leave(EXIT_BY_RULE, standing.stopped, f"not started again: {where}")
+        has_trained = self._words.attached or self._policy.made > 0
+        may_restart = self._always or self._policy.made > 0 or (standing is not None and standing.resumes)
         over_nodes = self._over_nodes or (standing is not None and standing.nodes > 1)
         fault = _fault(status, standing, self._words.order)
-        in_training = standing is not None and bool(standing.alert or standing.raised)  # and not in what came after it
-        if idle and over_nodes and not unfit and (status is None or in_training):
+        if has_trained and not may_restart and over_nodes and (status is None or _broke_in_training(standing)):
             self._end_with_nodes(fault, awaited)
             if self._ended_by is not None:
                 return status if status is not None else -self._ended_by
-        if status is not None and (unfit or idle):
-            if unfit and self._nodes is not None:
+        if status is not None and not (has_trained and may_restart):
+            if not has_trained and self._nodes is not None:
                 why = f"no rank of this node came to train; if the others do, {WHOLE_AGAIN}"
                 self._telling.say("stopped", why, status=status, why=why)
-            return EXIT_STOPPED if stopped else status
+            return EXIT_STOPPED if _used_up_rollbacks(standing) else status
         self._say_fault(fault, standing, "ended" if status is not None else "was ended")
         order = self._words.order
-        if idle and over_nodes and not (order is not None and self._is_left_out(order)):
-            why = "the script does not say that it resumes, and --restarts is not given"
-            said = f"not started again: {why} (exit code {EXIT_STOPPED})"
-            self._telling.say("stopped", said, status=EXIT_STOPPED, why=why)
-            return EXIT_STOPPED
-        if over_nodes:
-            stopped = False  # one node's word; all are to have the same exit status
-            decided = self._decide_with_nodes(fault, awaited)
-        else:
-            decided = self._policy.decide(fault)
+        if not may_restart and over_nodes and not (order is not None and self._is_left_out(order)):
+            return self._leave(EXIT_STOPPED, "the script does not say that it resumes, and --restarts is not given")
+        return self._decide(fault, standing, awaited, over_nodes=over_nodes)
+
+    def _decide(
+        self, fault: wire.JobFault, standing: wire.Standing | None, awaited: set[int], *, over_nodes: bool
+    ) -> int | Again:
+        """The same, of a job that may be started again."""
+        decided = self._decide_with_nodes(fault, awaited) if over_nodes else self._policy.decide(fault)
         if self._ended_by is not None:
             return -self._ended_by
         if isinstance(decided, Again):
             self._say_again(decided)
             return decided
-        code = EXIT_STOPPED if stopped else decided.status  # its rollbacks are used up as well
-        said = f"not started again: {decided.why} (exit code {code})"
-        self._telling.say("stopped", said, status=code, why=decided.why)
+        # Over nodes that is one node's word, and all are to have the same exit status.
+        stopped = not over_nodes and _used_up_rollbacks(standing)
+        return self._leave(EXIT_STOPPED if stopped else decided.status, decided.why)
+
+    def _leave(self, code: int, why: str, said: str = "") -> int:
+        """Say why nothing is started again; `said`: in other words than usual. Returns the exit code."""
+        said = said or f"not started again: {why}"
+        self._telling.say("stopped", f"{said} (exit code {code})", status=code, why=why)
         return code
 
     def _decide_with_nodes(self, fault: wire.JobFault, awaited: set[int]) -> Again | Over:
@@ -363,6 +362,15 @@ def leave(status: int) -> None:
         os.kill(os.getpid(), -status)
         status = 128 - status  # what a shell says, where this process outlives it
     sys.exit(status)
+
+
+def _broke_in_training(standing: wire.Standing | None) -> bool:
+    """And not in what came after it."""
+    return standing is not None and bool(standing.alert or standing.raised)
+
+
+def _used_up_rollbacks(standing: wire.Standing | None) -> bool:
+    return standing is not None and bool(standing.stopped)
 
 
 def _fault(status: int | None, standing: wire.Standing | None, order: wire.Order | None) -> wire.JobFault:
