@@ -217,13 +217,9 @@ class Daemon:
         self._shutdown.end_if_done()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
+        """A rank says who it is. Raises ProtocolError where it may not be that."""
         theirs, hello = hello.identity.run_id, self._tenants.admit_rank(hello, peer.uid)
-        known = self._ranks.get(peer)
-        if known is not None and known[0].run.run_id != hello.identity.run_id:
-            raise ProtocolError(f"this connection is run {known[0].run.run_id}'s: open one for each run")
-        if known is not None and known[1].identity.rank != hello.identity.rank:
-            known[1].goodbye = wire.Goodbye(reason="detach")  # it joined its group since, and learned which rank it is
-            self.drop_peer(peer)
+        self._leave_former(peer, hello.identity)
         self._check_room(hello.identity.run_id, peer.uid)
         run = self._runs.find_run(hello.identity, now)
         watch, untold = self._watches.get(run.run_id), list[Transition]()
@@ -236,10 +232,7 @@ class Daemon:
                 return peer.close()  # it says hello again
             watch, untold = self._begin_run(run, opened, hello, now)
         rank = watch.ingest.hello(hello, now, 0 if hello.ended else peer.pid)
-        is_first = hello.identity.rank == min(watch.run.attempt.ranks)  # of this node
-        if hello.stop_on != watch.incidents.stop_on and is_first:  # another start of the script
-            watch.incidents.stop_on = hello.stop_on
-            watch.incidents.replace_rules(self._rules, now)
+        self._follow_stop_on(watch, hello, now)
         self._connect_rank(peer, hello, watch, rank)
         self._welcome(peer, watch)
         if unknown := explain_unknown(watch.incidents.rules, watch.incidents.stop_on):
@@ -255,6 +248,27 @@ class Daemon:
         if began and watch.store:
             for note in undelivered.take(watch.store.path.parent.parent, run.run_id):
                 watch.context.tell(note)
+        self._log_rank(run, hello, peer)
+
+    def _leave_former(self, peer: Peer, identity: wire.Identity) -> None:
+        """A connection that says hello once more has another rank, or none, by now; not another run."""
+        if (known := self._ranks.get(peer)) is None:
+            return
+        watch, rank = known
+        if watch.run.run_id != identity.run_id:
+            raise ProtocolError(f"this connection is run {watch.run.run_id}'s: open one for each run")
+        if rank.identity.rank != identity.rank:
+            rank.goodbye = wire.Goodbye(reason="detach")  # it joined its group since, and learned which rank it is
+            self.drop_peer(peer)
+
+    def _follow_stop_on(self, watch: WatchedRun, hello: wire.Hello, now: float) -> None:
+        """What is to stop the run is what the first rank of this node said last: the script may have been changed."""
+        is_first = hello.identity.rank == min(watch.run.attempt.ranks)
+        if hello.stop_on != watch.incidents.stop_on and is_first:
+            watch.incidents.stop_on = hello.stop_on
+            watch.incidents.replace_rules(self._rules, now)
+
+    def _log_rank(self, run: Run, hello: wire.Hello, peer: Peer) -> None:
         if hello.version != __version__ and (run.run_id, hello.version) not in self._odd_versions:
             self._odd_versions.add((run.run_id, hello.version))
             log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -138,6 +139,11 @@ class Node:
             return []
         self.applied = max(self.applied, own.applied)
         applied = [identity for identity, one in self._kept.items() if one.number <= self.applied]
+        self._note_known(applied, beat)
+        return applied
+
+    def _note_known(self, applied: Iterable[str], beat: Beat) -> None:
+        """The coordinator knows of these cases: of what is over nothing is kept, of the others which incident it is."""
         keeps_pages = self._keeps_pages(beat)
         for identity in applied:
             kept = self._kept[identity]
@@ -149,7 +155,6 @@ class Node:
                 self._known.discard(identity)
             elif (incident := self._find_incident(beat, kept.case)) and incident != kept.incident:
                 self._kept[identity] = msgspec.structs.replace(kept, incident=incident)
-        return applied
 
     def take_untold(self, now: float, *, leaving: bool = False) -> list[Case]:
         """What this node has to tell people by itself, with nothing to hear of the coordinator. `leaving`: at once."""
