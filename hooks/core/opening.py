@@ -4,7 +4,8 @@ What is wrong from the start shows there: a layer that gets no gradient, weights
 too small. The examination has a limit of its own, and the limit wins: at most half of any 16 steps' time and 2 s in
 all; where the user gave `overhead`, at most that. What is ours of a step counts as at most the processor's time that
 the thread had in it: the rest was the turn of another process. A slow step (a compilation, an evaluation) counts as at
-most four of the others: by its own time the samples of the next 16 would be free, and soon use up the 2 s.
+most 0.125 s, or as four of the others if that is more: by its own time the samples of the next 16 would be free, and
+soon use up the 2 s.
 
     steps 0 to 63       tiers 1 and 2 at each, tier 3 at every 8th
     steps 64 to 511     tiers 1 and 2 at every 4th, 8th, 16th (twice as far apart each time the step number doubles)
@@ -37,7 +38,10 @@ SECONDS = 2.0
 """Most of the time of the thread that trains, in all."""
 WINDOW = 16
 SLOW = 4.0
-"""Times the median of the window that a step's time counts for at most."""
+"""Times the median of the window that a step's time counts for at most, or `SLOW_SECONDS` where that is more."""
+SLOW_SECONDS = SECONDS / WINDOW
+"""So a step buys at most a sixteenth of all that may be spent, and a loop of which each tenth step is slow, as of
+rollouts, has as many samples as its time allows."""
 UNMARKED = 64
 """Steps that are said to be none of its own, once it is over: rules look at every 5th, and learn of it there."""
 
@@ -125,6 +129,6 @@ class Opening:
         if not self._window:
             return share > 0.0
         own = expected + sum(ours for _, ours in self._window)
-        most = SLOW * median_low(bare for bare, _ in self._window)
+        most = max(SLOW * median_low(bare for bare, _ in self._window), SLOW_SECONDS)
         bare = [min(bare, most) for bare, _ in self._window]
         return own <= share * (own + sum(bare) + sum(bare) / len(bare))

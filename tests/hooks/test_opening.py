@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,21 +100,32 @@ def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at(mon
     assert taken == list(range(STEPS))
 
 
-@pytest.mark.parametrize("slow", [1, 2, 20])
-def test_a_slow_step_makes_no_sample_free(slow: int) -> None:
-    """30 s at one of the first steps, as a compilation takes: that buys one sample, and not 16."""
+def list_taken(sample: float, step: Callable[[int], float]) -> list[int]:
+    """Steps that are looked at; a sample takes `sample` seconds, and step `seq` without it `step(seq)`."""
+    examination, taken = Opening(), []
+    for seq in range(END):
+        own = sample if examination.wants(2, seq, expected=sample) else 0.0
+        examination.record_step(seq, step(seq) + own, own)
+        taken += [seq] if own else []
+    return taken
 
-    def list_taken(slow: int | None) -> list[int]:
-        examination, taken = Opening(), []
-        for seq in range(END):
-            own = 0.05 if examination.wants(2, seq, expected=0.05) else 0.0
-            examination.record_step(seq, (30.0 if seq == slow else 0.01) + own, own)
-            taken += [seq] if own else []
-        return taken
 
-    usual, taken = list_taken(None), list_taken(slow)
-    assert len([seq for seq in taken if seq < STEPS]) <= len([seq for seq in usual if seq < STEPS]) + 1
+@pytest.mark.parametrize("slow", [{1}, {2}, {20}, {2, 20}])
+def test_a_slow_step_makes_no_sample_free(slow: set[int]) -> None:
+    """30 s at one or two of the first steps, as a compilation takes: that buys two samples each, and not 16."""
+    usual = list_taken(0.05, lambda seq: 0.01)
+    taken = list_taken(0.05, lambda seq: 30.0 if seq in slow else 0.01)
+    assert sum(seq < STEPS for seq in taken) <= sum(seq < STEPS for seq in usual) + 2 * len(slow)
     assert taken[-1] == usual[-1]
+
+
+@pytest.mark.parametrize(
+    ("sample", "every", "seconds", "least"), [(1e-3, 10, 0.2, 59), (1e-3, 16, 1.0, 57), (1e-2, 8, 0.1, 45)]
+)
+def test_slow_steps_that_come_regularly_give_their_time(sample: float, every: int, seconds: float, least: int) -> None:
+    """As where each tenth step has a rollout."""
+    taken = list_taken(sample, lambda seq: 1e-3 if seq % every else seconds)
+    assert sum(seq < STEPS for seq in taken) >= least
 
 
 def test_turns_of_the_processes_that_compile_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
