@@ -191,8 +191,8 @@ _ALL = (
         "1",
         "max",
         1,
-        "random generators of the data set that methods use and of which each worker of the loader has a copy in the "
-        "same state; absent where there are none, with fewer than two workers, and with a worker_init_fn",
+        "random generators of the data set that its samples are made with and of which each worker of the loader has a "
+        "copy in the same state; absent where none was found, with fewer than two workers, and with a worker_init_fn",
     ),
     _rank("gradients_kept", "1", "max", 1, "1 where the gradients of the step before were added to, else 0"),
     _rank(

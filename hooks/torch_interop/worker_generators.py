@@ -3,8 +3,9 @@
 Torch seeds the global generators of torch, random and numpy in each worker. A generator that the data set holds is
 copied with it, state and all: what one worker draws, the others draw too, and the noise of an augmentation repeats
 while the samples differ (docs.pytorch.org, torch.utils.data, "Randomness in multi-process data loading"). It is looked
-for in the `__dict__` of the data set, of those that it wraps, and of its transforms, and in the names that methods use:
-nothing of the user's is called.
+for in the `__dict__` of the data set, of those that it wraps, and of its transforms, and in the code that makes a
+sample: nothing of the user's is called. Of iterable data sets nothing is said: what shuffles a stream that workers
+share out must draw the same in each.
 """
 
 from __future__ import annotations
@@ -14,42 +15,77 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice, pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from sentinel.hooks.core import fault_guard
 from sentinel.hooks.torch_interop.internals import LoaderIterator
 
 MOST_OWNERS = 32
 """Objects whose attributes are looked at."""
+MOST_FUNCTIONS = 64
+"""Of a class, that are read."""
 WITHIN = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes that hold such an object, or a list of some."""
-SEEDING = frozenset(("get_worker_info", "initial_seed", "manual_seed", "seed", "reseed", "set_state", "setstate"))
-"""Names in the code of a class that gives each worker, or each sample, numbers of its own."""
+IN_WORKERS = ("__getitem__", "__getitems__", "__call__", "forward", "__setstate__")
+"""Methods that run in a worker: for a sample, and where a copy is made. They call others of their class."""
+SEEDING = frozenset(
+    ("get_worker_info", "state", "set_state", "setstate", "bit_generator", "spawn", "jumped", "default_rng")
+)
+"""Names in code that gives each worker, or each sample, numbers of its own; and all names with `seed` in them."""
 
 
 def list_copied_generators(source: Any) -> list[str]:
-    """`Class.attribute` of each that a method other than `__init__` names, and that none sets or seeds. Of fewer than
-    two workers there are none, and a `worker_init_fn` may seed them. `source`: a DataLoader, or its iterator."""
-    if isinstance(source, DataLoader):
-        workers, prepare, dataset = source.num_workers, source.worker_init_fn, source.dataset
-    elif isinstance(source, LoaderIterator):
-        workers, prepare, dataset = source._num_workers, getattr(source, "_worker_init_fn", None), source._dataset
-    else:
+    """`Class.attribute` of each that the code which makes a sample reads; never raises.
+
+    Empty with fewer than two workers, with a `worker_init_fn`, as that may seed them, where such code names something
+    that seeds, and where something cannot be looked at. `source`: a DataLoader, or its iterator.
+    """
+    try:
+        if isinstance(source, DataLoader):
+            workers, prepare, dataset = source.num_workers, source.worker_init_fn, source.dataset
+        elif isinstance(source, LoaderIterator):
+            workers, prepare, dataset = source._num_workers, getattr(source, "_worker_init_fn", None), source._dataset
+        else:
+            return []
+        return _look_into(dataset) if workers >= 2 and prepare is None else []
+    except Exception as error:  # of a loader whose attributes are computed, or of a stub in the place of numpy
+        fault_guard.let_through(error)
         return []
-    if workers < 2 or prepare is not None:
+
+
+def _look_into(dataset: object) -> list[str]:
+    owners = list(_walk(dataset))
+    classes = {type(owner) for owner, _ in owners}
+    held = [(type(owner), name) for owner, attributes in owners for name in _list_generators(attributes)]
+    if not held or any(issubclass(kind, IterableDataset) for kind in classes):
         return []
+    read: set[tuple[type, str]] = set()
+    stored: set[str] = set()
+    for kind in classes:
+        for code, own in islice(_read_methods(kind), MOST_FUNCTIONS):
+            if any(name in SEEDING or "seed" in name.lower() for name in code.co_names):
+                return []
+            read |= {(kind, name) for name in own}
+            stored |= {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+    found = [f"{kind.__name__}.{name}" for kind, name in held if (kind, name) in read and name not in stored]
+    return list(dict.fromkeys(found))
+
+
+def _list_generators(attributes: dict[str, Any]) -> list[str]:
+    """Names of those that have a state, but for the global ones, which torch seeds."""
     kinds, shared = _find_kinds()
-    found: dict[str, None] = {}
-    for owner, attributes in _walk(dataset):
-        for name, value in list(attributes.items()):  # other threads may add some
-            kind = type(value)  # isinstance() may ask the object
-            copied = issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom) and id(value) not in shared
-            if copied and _draws(type(owner), name):
-                found[f"{type(owner).__name__}.{name}"] = None
-    return list(found)
+    return [
+        name
+        for name, value in list(attributes.items())  # other threads may add some
+        if issubclass(type(value), kinds)  # isinstance() may ask the object
+        and not issubclass(type(value), random.SystemRandom)
+        and id(value) not in shared
+    ]
 
 
 def _find_kinds() -> tuple[tuple[type, ...], set[int]]:
@@ -78,24 +114,32 @@ def _walk(dataset: object) -> Iterator[tuple[object, dict[str, Any]]]:
             waiting += held[:MOST_OWNERS] if type(held) in (list, tuple) else [held]
 
 
-def _draws(kind: type, attribute: str) -> bool:
-    named = False
-    for code in _list_methods(kind):
-        if not SEEDING.isdisjoint(code.co_names):
-            return False
-        if attribute in code.co_names:
-            named = True
-            if any(one.opname == "STORE_ATTR" and one.argval == attribute for one in dis.get_instructions(code)):
-                return False
-    return named
+def _read_methods(kind: type) -> Iterator[tuple[CodeType, set[str]]]:
+    """The code of a class that runs in workers, and the attributes of `self` that it reads."""
+    names = list(IN_WORKERS)
+    for name in names:
+        for method in _list_code(kind, name):
+            for code in _unnest(method):
+                own = _list_own(code, method.co_varnames[:1])
+                yield code, own
+                names += sorted(own.difference(names))
 
 
-def _list_methods(kind: type) -> Iterator[CodeType]:
-    """Those that no subclass has overridden."""
-    methods = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
-    for name, value in methods.items():
-        if type(value) is FunctionType and name != "__init__":
-            yield from _unnest(value.__code__)
+def _list_code(kind: type, name: str) -> Iterator[CodeType]:
+    """Of a method or property: also that of the base class where `super()` is called, and that which is decorated."""
+    for base in kind.__mro__:
+        member: Any = vars(base).get(name)
+        if type(member) is property:
+            member = member.fget
+        elif type(member) in (staticmethod, classmethod):
+            member = member.__func__
+        asks_base = member is None
+        while type(member) is FunctionType:
+            yield member.__code__
+            asks_base |= "super" in member.__code__.co_names
+            member = vars(member).get("__wrapped__")
+        if not asks_base:
+            return
 
 
 def _unnest(code: CodeType) -> Iterator[CodeType]:
@@ -104,3 +148,15 @@ def _unnest(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if type(constant) is CodeType:
             yield from _unnest(constant)
+
+
+def _list_own(code: CodeType, me: tuple[str, ...]) -> set[str]:
+    """Names that are read of the variable `me`. Python 3.13 loads two variables in one instruction."""
+    steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    return {
+        read.argval
+        for loaded, read in pairwise(steps)
+        if read.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        and ("FAST" in loaded.opname or "DEREF" in loaded.opname)
+        and (loaded.argval[-1:] if type(loaded.argval) is tuple else (loaded.argval,)) == me
+    }
