@@ -238,9 +238,11 @@ def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
     lag = [((run,), float(max(known) - min(known))) for run, known in steps.items()]
     what = "Steps by which the last of the nodes that are heard is behind the first; from the coordinator."
     yield _gauge("job_lag_steps", what, ("run",), lag)
-    norms = [(w.run.run_id, w.incidents.job.find_newest("grad_norm")) for w in watches if w.incidents.job is not None]
-    what = "Total gradient norm over the ranks of all nodes, at the newest step that has one; from the coordinator."
-    yield _gauge("job_grad_norm", what, ("run",), [((run,), norm) for run, norm in norms if norm is not None])
+    judges = [((watch.run.run_id,), watch.incidents.job) for watch in watches if watch.incidents.job is not None]
+    for norm in [SIGNALS[part.part_of] for part in SIGNALS.values() if part.part_of]:
+        found = [(run, judge.find_newest(norm.name)) for run, judge in judges]
+        what = f"Over the ranks of all nodes, at the newest step that has it: {norm.meaning}; from the coordinator."
+        yield _gauge(f"job_{norm.name}", what, ("run",), [(run, value) for run, value in found if value is not None])
 
 
 def _notifications(watches: list[WatchedRun]) -> Iterator[Metric]:
