@@ -88,6 +88,11 @@ def describe_incidents(counts: Mapping[str, int], worst: str = "") -> str:
     return ", ".join(parts) or "no incidents"
 
 
+def name_worst(alert: str, step: int, *, grew: bool) -> str:
+    """The worst problem, by the incident that it began with. `grew`: that one is less severe than what came of it."""
+    return f"{'begun by ' if grew else ''}{alert} at step {step:,}"
+
+
 def name_reached(steps: int, step: int, *, cut: bool = False) -> str:
     """How far a run of so many steps came, the last of which the user numbers `step`. `cut`: that is known to us."""
     if steps <= 0:

@@ -35,8 +35,8 @@ def models_of(model: object) -> list[nn.Module]:
     for one in given:
         if not isinstance(one, nn.Module):
             raise AttachError(
-                f"attach(model, optimizer): the model is a {type(one).__name__}, not a torch.nn.Module; "
-                "pass the module that the loop calls, or a list of such"
+                f"attach(model, optimizer): the model is {_name_kind(one)}, not a torch.nn.Module; "
+                "pass the module that the loop calls, or a list of such, and the optimizer second"
             )
     if not given:
         raise AttachError("attach(model, optimizer): the list of models is empty")
@@ -96,9 +96,13 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
                 "super().__init__(params, defaults); its step takes no hooks without that"
             )
     raise AttachError(
-        f"attach(model, optimizer): the optimizer is a {kind}, not a torch.optim.Optimizer nor a wrapper that has one "
-        "as .optimizer"
+        f"attach(model, optimizer): the optimizer is {_name_kind(optimizer)}, not a torch.optim.Optimizer nor a "
+        "wrapper that has one as .optimizer"
     )
+
+
+def _name_kind(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
 
 
 def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[tuple[str, str, torch.Tensor]]) -> str:

@@ -90,7 +90,7 @@ def _spell_link(link: re.Match[str]) -> str:
 
 
 def _where(rule: Rule) -> str:
-    return f"The rule, with where its thresholds are from: `{rule.file}`, line {rule.line}."
+    return f"The rule, with the sources of its thresholds: `{rule.file}`, line {rule.line}."
 
 
 def load_rules() -> Sequence[Rule]:

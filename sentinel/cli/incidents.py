@@ -198,7 +198,7 @@ def _text(case: dict[str, Any]) -> str:
         f"  cause       {diagnosis['cause']} (confidence: {diagnosis['confidence']})",
     ]
     if case.get("parent"):
-        lines.append(f"  follows     {case['parent']}: one problem with it, and one page")
+        lines.append(f"  follows     {case['parent']}: part of the same problem, with one page for both")
     facts = [fact for fact in diagnosis["evidence"] if not (case.get("stacks") and fact.startswith(FRAME_INDENT))]
     lines += [f"  evidence    {fact}" for fact in facts]
     lines += [f"  layer       {_layer(layer)}" for layer in case["layers"]]

@@ -172,7 +172,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         until=incident.seq,
         numbers={entity.name: member.values for entity, member in incident.members.items()},
         signs=signs,
-        layers=grown_layers(attempt.recent_layers, onset, incident.seq, steps),
+        layers=grown_layers(attempt.recent_layers, onset, incident.seq, steps) if incident.layers else [],
         last=_find_step(steps, incident.first_seq) or (steps[-1] if steps else before_any),
         before=_find_step(steps, onset - 1),
         steps=steps,

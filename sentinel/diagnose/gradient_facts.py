@@ -16,7 +16,7 @@ def describe_gradients(evidence: Evidence) -> tuple[str, ...]:
     """For rules to which layers matter: what left its past first, which layers grew or broke, how gradients are scaled
     and clipped."""
     lines = [
-        f"{sign.signal} left its past at step {evidence.step(sign.seq)}: {sign.value:.4g}, usually {sign.usual:.4g}"
+        f"{sign.signal} was unusual at step {evidence.step(sign.seq)}: {sign.value:.4g}, usually {sign.usual:.4g}"
         if not math.isnan(sign.usual)
         else f"{sign.signal} is {sign.value:.4g} at step {evidence.step(sign.seq)}, and has no past"
         for sign in evidence.signs

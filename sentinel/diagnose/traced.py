@@ -42,9 +42,10 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
     sure: Confidence = "high" if made.exact and not made.missing else "medium"
     if made.origin == "data":
         return (
-            f"bad data: {join_names(made.tensors, _SHOWN)} of the batch of {step} hold values that are not finite",
+            f"bad data: NaN or infinite values in {join_names(made.tensors, _SHOWN)} of the batch of {step}",
             sure,
-            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or fix them",
+            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or fix them; "
+            "if the loss stays NaN, the weights are NaN, too: go on from a checkpoint of before that step",
         )
     if made.origin == "weights":
         broke = ""

@@ -13,7 +13,7 @@ from sentinel.diagnose import folding
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory
 from sentinel.supervise.telling import ending
-from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration
+from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, name_worst
 
 LOSS_STEPS = 64
 """The last of a run, in which its loss is looked for."""
@@ -59,10 +59,12 @@ def describe_run(
 
 
 def _find_worst(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The incident that the worst problem began with; its severity is that of the problem."""
+    """The incident that the worst problem began with; its severity is that of the problem, and `grew` where its own is
+    less."""
     worst = folding.find_worst(list_severities(cases))
     origin = next(case for case in cases if case["id"] == worst.id)
-    return {key: origin[key] for key in ("id", "alert", "state", "step")} | {"severity": worst.severity}
+    own = {key: origin[key] for key in ("id", "alert", "state", "step")}
+    return own | {"severity": worst.severity, "grew": origin["severity"] != worst.severity}
 
 
 def list_severities(cases: Iterable[Mapping[str, Any]]) -> Iterator[folding.IncidentSeverity]:
@@ -154,8 +156,9 @@ def _judge_ends(ends: dict[int, dict[str, Any]], ranks: int, status: int | None,
 
 
 def describe_found(row: dict[str, Any]) -> str:
-    worst = f"{row['worst']['alert']} at step {row['worst']['step']:,}" if row["worst"] else ""
-    return describe_incidents(row["incidents"], worst)
+    worst = row["worst"]
+    named = name_worst(worst["alert"], worst["step"], grew=worst["grew"]) if worst else ""
+    return describe_incidents(row["incidents"], named)
 
 
 def name_start(row: dict[str, Any]) -> str:

@@ -109,7 +109,9 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
                 if name in owner:
                     raise RuleError(f"alert {name} is in {owner[name]} too; rename one", file=str(path))
         except RuleError as error:
-            notes.append(f"rules not loaded: {error}")
+            notes.append(
+                f"rules not loaded: {error}; all other rules apply (all mistakes of it: sentinel rules check {path})"
+            )
             continue
         owner |= dict.fromkeys(names, str(path))
         rules |= {rule.name: rule for rule in loaded.rules}

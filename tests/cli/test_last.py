@@ -145,6 +145,7 @@ def test_the_worst_come_first() -> None:
     assert rows[0]["incidents"] == {"warning": 1, "critical": 1}
     assert rows[0]["worst"] == {
         "id": "0.2", "alert": "Alert2", "severity": "critical", "state": "unresolved", "step": 106,
+            "grew": False,
     }  # fmt: skip
     head, first, *_, end = invoked().output.splitlines()
     assert head.split()[:3] == ["run", "started", "took"]
@@ -157,8 +158,9 @@ def test_a_critical_consequence_counts_for_the_problem_that_it_follows_from() ->
     (row,) = listed()
     assert row["worst"] == {
         "id": "0.1", "alert": "Alert1", "severity": "critical", "state": "resolved", "step": 105,
+        "grew": True,
     }  # fmt: skip
-    assert invoked("train").output.splitlines()[0].count("1 critical (Alert1 at step 105), 1 warning") == 1
+    assert invoked("train").output.splitlines()[0].count("1 critical (begun by Alert1 at step 105), 1 warning") == 1
 
 
 def test_one_run_with_its_incidents() -> None:

@@ -60,7 +60,7 @@ def status() -> dict[str, Any]:
         (
             dict.fromkeys(range(3), 0.0),
             1e-3,
-            "2 checks, nothing found; 1 of 2 checks not done, for want of samples: GradientsNotCleared",
+            "2 checks, nothing found; 1 of 2 checks not done (too few samples): GradientsNotCleared",
         ),
     ],
 )

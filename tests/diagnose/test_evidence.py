@@ -48,7 +48,7 @@ def test_the_module_is_the_cause() -> None:
 
 def test_of_several_ranks_the_one_that_found_something_counts() -> None:
     found = diagnosis("NonFiniteGradient", of("nothing"), of("data", phase="forward", tensors=("args[0]",)))
-    assert found.cause == "bad data: args[0] of the batch of step 40 of rank 1 hold values that are not finite"
+    assert found.cause == "bad data: NaN or infinite values in args[0] of the batch of step 40 of rank 1"
 
 
 def test_weights_that_are_bad_are_no_root() -> None:

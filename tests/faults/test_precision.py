@@ -44,7 +44,7 @@ def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
             "operation",
             r"1 \(Middle\) made it in the backward pass of step 40: .* in SqrtBackward0 at .*poisoning.py:29",
         ),
-        ("data", r"bad data: args\[0\] of the batch of step 40 hold values that are not finite"),
+        ("data", r"bad data: NaN or infinite values in args\[0\] of the batch of step 40"),
         ("targets", r"the loss function: the model's outputs at step 40 are finite, and the loss made of them is not"),
     ],
 )

@@ -79,9 +79,10 @@ def frozen() -> nn.Module:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda net, opt: ("gpt", opt), "the model is a str, not a torch.nn.Module"),
+        (lambda net, opt: ("gpt", opt), "the model is of type str, not a torch.nn.Module"),
         (lambda net, opt: ([], opt), "the list of models is empty"),
-        (lambda net, opt: (net, net), "the optimizer is a Sequential, not a torch.optim.Optimizer"),
+        (lambda net, opt: (net, net), "the optimizer is of type Sequential, not a torch.optim.Optimizer"),
+        (lambda net, opt: (net, torch.optim.SGD), "the optimizer is the class SGD, not a torch.optim.Optimizer"),
         (lambda net, opt: (net, []), "the list of optimizers is empty"),
         (lambda net, opt: (net, [opt, opt]), "the same optimizer is in the list twice"),
         (lambda net, opt: (nn.ReLU(), opt), "ReLU has no parameters: attach after its layers are made"),

@@ -68,6 +68,20 @@ def test_layers_without_a_gradient_say_nothing_of_depth(daemon: FakeDaemon) -> N
     assert found[0] > 1e20 > 1e6 > found[1]
 
 
+def test_last_layers_without_a_gradient_are_no_explosion(daemon: FakeDaemon) -> None:
+    net = deep(nn.Tanh, layers=16)
+
+    def silence(_: int) -> None:
+        for layer in [part for part in net if isinstance(part, nn.Linear)][-6:-1]:
+            layer.weight.grad.zero_()  # type: ignore[union-attr]
+
+    loop = Loop(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(2, silence)
+    daemon.ended()
+    assert list(daemon.series("gradient_depth_ratio").values()) == [1.0, 1.0]
+
+
 def test_a_small_network_has_no_depth(daemon: FakeDaemon) -> None:
     net = model()
     loop = Loop(net, torch.optim.SGD(net.parameters(), lr=0.01))

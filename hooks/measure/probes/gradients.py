@@ -80,7 +80,8 @@ _LEAST = 1e-30
 
 
 class GradientDepth(Probe):
-    """`gradient_depth_ratio`: over 1 where gradients shrink on their way to the first layers."""
+    """`gradient_depth_ratio`: over 1 where gradients shrink on their way to the first layers. It is 1 where no gradient
+    at all begins that way, as where the last layers are dead: nothing is known of depth then."""
 
     tier = 2
 
@@ -102,7 +103,8 @@ class GradientDepth(Probe):
         sizes = (norms.index_select(0, places) * factors).reshape(2, -1)
         # Layers without a gradient (a gate that is 0, an adapter at its start) say nothing of depth.
         first, last = _medians(torch.where(sizes > 0, sizes, torch.nan)).nan_to_num(0.0).unbind()
-        step.values["gradient_depth_ratio"] = scalar(last.clamp(min=_LEAST) / first.clamp(min=_LEAST))
+        ratio = last.clamp(min=_LEAST) / first.clamp(min=_LEAST)
+        step.values["gradient_depth_ratio"] = scalar(torch.where(last > 0, ratio, 1.0))
 
 
 def _medians(rows: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class OpeningReport(msgspec.Struct, frozen=True):
         parts = [checks, "found " + ", ".join(self.found) if self.found else "nothing found"]
         if self.missing:
             names = ", ".join(self.missing)
-            parts.append(f"{len(self.missing)} of {checks} not done, for want of samples: {names}")
+            parts.append(f"{len(self.missing)} of {checks} not done (too few samples): {names}")
         if self.unseen:
             parts.append(f"the first {self.unseen} were not seen")
         return f"first {self.unseen + self.steps} steps: {parts[0]}, {'; '.join(parts[1:])}"

@@ -6,6 +6,7 @@ from sentinel import wire
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose import folding
 from sentinel.diagnose.explainers.memory import measure_unjudged_rise
+from sentinel.text import name_worst
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
@@ -18,7 +19,8 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         counts[severity] = counts.get(severity, 0) + number
     cases = watch.incidents.log.cases
     severities = [folding.IncidentSeverity(case.id, case.parent, case.severity) for case in cases.values()]
-    worst = cases[folding.find_worst(severities).id] if severities else None
+    worst = folding.find_worst(severities) if severities else None
+    first = cases[worst.id] if worst is not None else None
     written = watch.actions.publishing.written
     return wire.RunSummary(
         steps=judged_to + 1,
@@ -26,7 +28,7 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         cut=any(rank.goodbye is None for rank in attempt.ranks.values()),
         lost=max((rank.dropped for rank in attempt.ranks.values()), default=0),
         incidents=counts,
-        worst=f"{worst.alert} at step {worst.step:,}" if worst is not None else "",
+        worst=name_worst(first.alert, first.step, grew=first.severity != worst.severity) if first and worst else "",
         rose=measure_unjudged_rise(attempt.recent, {case.problem for case in cases.values()}),
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,

@@ -192,13 +192,13 @@ def _name(outside: list[str]) -> str:
 
 @explains("TrainingInEvalMode")
 def training_in_eval_mode(evidence: Evidence) -> Finding:
-    """Since when, and which modules behave otherwise."""
+    """Since when, and which modules behave differently."""
     kinds = evidence.facts.get("mode_dependent")
     if kinds is not None and not kinds:
         return finding(evidence.alert, "harmless")
     told = join_names([f"{count} x {name}" for name, count in (kinds or {}).items()], 5)
-    parts = f": {told} behave otherwise in it" if told else ""
-    missing = () if told else ("which modules behave otherwise in it",)
+    parts = f": {told} behave differently in it" if told else ""
+    missing = () if told else ("which modules behave differently in it",)
     since = evidence.series("eval_mode")[0][0] if evidence.series("eval_mode") else evidence.since
     if since == 0:
         return finding(evidence.alert, "from-the-start", (), missing, parts=parts)
