@@ -21,6 +21,7 @@ from sentinel.cli.client import list_runs
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
 from sentinel.config import settings
+from sentinel.engine.source import did_you_mean
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.store import RUN, History, retention
@@ -170,8 +171,8 @@ def find_history(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
     path, known = _search_history(run)
     if path is None:
-        there = f"; there are: {', '.join(known)}" if known else "; no run is kept on this node"
-        raise ConfigError(f"no history of {run}{there}")
+        near = did_you_mean(run, known) if known else "; no run is kept on this node"
+        raise ConfigError(f"no history of {run}{near}")
     return path
 
 
@@ -204,8 +205,8 @@ def explain_unknown(run: str) -> str:
         return ""  # there is one, and it is damaged
     if path is not None:
         return ""
-    names = ", ".join(dict.fromkeys([*(one["run"] for one in live), *kept]))
-    return f"no run is called {run}" + (f"; there are: {names}" if names else "; no run is known on this node")
+    known = list(dict.fromkeys([*(one["run"] for one in live), *kept]))
+    return f"no run is called {run}{did_you_mean(run, known) if known else '; no run is known on this node'}"
 
 
 def _row(one: retention.StoredHistory) -> dict[str, Any]:

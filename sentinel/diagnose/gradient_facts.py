@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sentinel.diagnose.evidence import Evidence, ratio_text
-from sentinel.text import join_names
+from sentinel.text import format_count, join_names
 
 _OUT_OF_LINE = 10.0
 """Times the median over layers: an order of magnitude, by judgement. The noise of batches alone makes no such ratio."""
@@ -24,10 +24,13 @@ def describe_gradients(evidence: Evidence) -> tuple[str, ...]:
     broken = [layer for layer in evidence.layers if layer.nonfinite]
     if broken:
         names = ", ".join(layer.name for layer in broken[:5])
-        lines.append(f"{len(broken)} layer(s) with non-finite gradients: {names}{', ...' if len(broken) > 5 else ''}")
+        many = format_count(len(broken), "layer")
+        lines.append(f"{many} with non-finite gradients: {names}{', ...' if len(broken) > 5 else ''}")
     elif evidence.layers:
         top = ", ".join(f"{layer.name} ({ratio_text(layer.ratio)})" for layer in evidence.layers[:5])
-        lines.append(f"{len(evidence.layers)} layer(s) grew over their own past, most of all {top}")
+        lines.append(
+            f"{format_count(len(evidence.layers), 'layer')} with larger gradients than before, most of all {top}"
+        )
     scale = evidence.last.run.get("loss_scale")
     if scale is not None:
         lines.append(f"loss scale {scale:g}")

@@ -32,7 +32,7 @@ def test_the_rank_that_differs_from_most() -> None:
 def test_the_layers_are_named() -> None:
     found = diagnosis((7, 7, 7), (9, 12, 9), layers=("0.weight", "2.bias"))
     assert found.cause == "rank 1 holds other parameters than the other 2, after step 1000"
-    assert found.evidence == ("at step 1256 2 layer(s) differ: 0.weight, 2.bias",)
+    assert found.evidence == ("at step 1256 2 layers differ: 0.weight, 2.bias",)
     assert not found.missing
     assert "which layers" in diagnosis((7, 7, 7), (9, 12, 9)).missing[0]
 

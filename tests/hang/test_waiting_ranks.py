@@ -78,7 +78,7 @@ def test_a_replica_that_drifts_is_named_with_its_layer(private_places: Path) -> 
     with job("drift", private_places, world=4):
         case = told("ReplicaDivergence", "rank 3 holds other parameters than the other 3, after step 1")
     assert case["diagnosis"]["confidence"] == "high"
-    assert case["diagnosis"]["evidence"] == [f"at step {case['step']} 1 layer(s) differ: 2.weight"]
+    assert case["diagnosis"]["evidence"] == [f"at step {case['step']} 1 layer differs: 2.weight"]
     assert 150 < case["step"] <= 150 + 2 * CHECKSUM_STEPS
 
 

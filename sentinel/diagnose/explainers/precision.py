@@ -7,7 +7,7 @@ import math
 from sentinel.diagnose.evidence import NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs.steps import RunStep
-from sentinel.text import join_names
+from sentinel.text import format_count, join_names
 
 _REACH = 50
 """Steps over which ScalerCollapse counts."""
@@ -31,8 +31,8 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
     if at < nonfinite_at or (gradient and gradient.seq < nonfinite_at):
         first = min(sign.seq for sign in evidence.signs)
         return Finding(
-            f"divergence: loss or gradient norm had left their past at step {evidence.step(first)}, "
-            f"{nonfinite_at - first} step(s) before the loss overflowed",
+            f"divergence: loss or gradient norm were unusual from step {evidence.step(first)} on, "
+            f"{format_count(nonfinite_at - first, 'step')} before the loss overflowed",
             "high",
             "go back to before the first sign; lower the rate or lengthen the warm-up; clip the gradients",
         )
