@@ -31,8 +31,8 @@ MOST_FUNCTIONS = 64
 """Of a class, that are read."""
 WITHIN = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes that hold such an object, or a list of some."""
-IN_WORKERS = ("__getitem__", "__getitems__", "__call__", "forward", "__setstate__")
-"""Methods that run in a worker: for a sample, and where a copy is made. They call others of their class."""
+IN_WORKERS = ("__getitem__", "__getitems__", "__call__", "forward", "__setstate__", "__getstate__")
+"""Methods that make a sample, or the copy that a worker gets. They call others of their class."""
 SEEDING = frozenset(
     ("get_worker_info", "state", "set_state", "setstate", "bit_generator", "spawn", "jumped", "default_rng")
 )

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -171,8 +171,7 @@ def find_history(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
     path, known = _search_history(run)
     if path is None:
-        near = did_you_mean(run, known) if known else "; no run is kept on this node"
-        raise ConfigError(f"no history of {run}{near}")
+        raise ConfigError(f"no history of {run}{_suggest_run(run, known) or '; no run is kept on this node'}")
     return path
 
 
@@ -206,7 +205,12 @@ def explain_unknown(run: str) -> str:
     if path is not None:
         return ""
     known = list(dict.fromkeys([*(one["run"] for one in live), *kept]))
-    return f"no run is called {run}{did_you_mean(run, known) if known else '; no run is known on this node'}"
+    return f"no run is called {run}{_suggest_run(run, known) or '; no run is known on this node'}"
+
+
+def _suggest_run(run: str, known: Sequence[str]) -> str:
+    """The one that is meant, or all that there are; empty where there is none."""
+    return (did_you_mean(run, known) or f"; there are: {', '.join(known)}") if known else ""
 
 
 def _row(one: retention.StoredHistory) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def silence(
             raise click.UsageError("--for: a silence of no time silences nothing; give a longer one, as 2h.")
         _warn(alert, path)
         if run and (said := explain_unknown(run)):
-            echo(f"sentinel: {plain(said)}. The silence holds for a run of that name that begins later", err=True)
+            echo(f"sentinel: the silence holds for a run of that name that begins later: {plain(said)}", err=True)
         _say(add_silence(alert, run, seconds, comment), "silenced", as_json)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from sentinel.report.markup import escape
 from sentinel.report.outcomes import describe_found, name_start, name_took
 from sentinel.report.page import format_number
-from sentinel.text import format_count
+from sentinel.text import format_count, name_worst
 
 _LIVE = ("running", "stalled")
 _COLUMNS = ("", "run", "state", "step", "loss", "incidents", "began", "took")
@@ -34,7 +34,7 @@ def run_list(rows: Sequence[dict[str, Any]], hidden: int, damaged: Sequence[str]
 def _row(row: dict[str, Any]) -> str:
     name, identity, outcome = escape(row["run"]), escape(row["run_id"]), escape(row["outcome"])
     worst = row["worst"]["severity"] if row["worst"] else ""
-    alert = f"{row['worst']['alert']} at step {row['worst']['step']:,}" if row["worst"] else ""
+    alert = name_worst(row["worst"]["alert"], row["worst"]["step"], grew=row["worst"]["grew"]) if row["worst"] else ""
     found = describe_found(row) if row["incidents"] or not row["open"] else f"{row['open']} open"
     cells = (
         f"<input type='checkbox' data-pick='{identity}' aria-label='compare {name}'>",

@@ -104,14 +104,17 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
     for path in named:
         try:
             loaded = read(path, base)
+        except RuleError as error:
+            all_mistakes = f"all mistakes of it: sentinel rules check {path}"
+            notes.append(f"rules not loaded: {error}; all other rules apply ({all_mistakes})")
+            continue
+        try:
             names = [*(rule.name for rule in loaded.rules), *loaded.disabled]
             for name in names:
                 if name in owner:
                     raise RuleError(f"alert {name} is in {owner[name]} too; rename one", file=str(path))
         except RuleError as error:
-            notes.append(
-                f"rules not loaded: {error}; all other rules apply (all mistakes of it: sentinel rules check {path})"
-            )
+            notes.append(f"rules not loaded: {error}; all other rules apply")
             continue
         owner |= dict.fromkeys(names, str(path))
         rules |= {rule.name: rule for rule in loaded.rules}

@@ -98,9 +98,7 @@ def test_a_run_that_nobody_knows_is_told_and_written() -> None:
     Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
     result = sentinel("silence", "LossSpike", "--run", "trainer", "--for", "1h")
     assert result.exit_code == 0
-    assert "no run is called trainer; there are: train. The silence holds for a run of that name that begins later" in (
-        result.output
-    )
+    assert "the silence holds for a run of that name that begins later: no run is called trainer" in result.output
     for known in ("train", "t1"):
         assert "no run" not in sentinel("silence", "LossSpike", "--run", known, "--for", "1h").output
 

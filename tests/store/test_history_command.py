@@ -79,7 +79,7 @@ def test_incidents_of_a_run_that_nobody_knows_are_no_good_news() -> None:
     for arguments in (("incidents",), ("incidents", "show", "0.1")):
         result = CliRunner().invoke(cli, [*arguments, "--run", "trainer"])
         assert isinstance(result.exception, ConfigError)
-        assert str(result.exception) == "no run is called trainer; there are: train"
+        assert str(result.exception) == "no run is called trainer; did you mean 'train'?"
     known = CliRunner().invoke(cli, ["incidents", "--run", "train"])
     assert (known.exit_code, known.output) == (0, "No incidents of run train.\n")
 

@@ -241,7 +241,7 @@ def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
     judges = [((watch.run.run_id,), watch.incidents.job) for watch in watches if watch.incidents.job is not None]
     for norm in [SIGNALS[part.part_of] for part in SIGNALS.values() if part.part_of]:
         found = [(run, judge.find_newest(norm.name)) for run, judge in judges]
-        what = f"Over the ranks of all nodes, at the newest step that has it: {norm.meaning}; from the coordinator."
+        what = f"Over the ranks of all nodes, where gradients are sharded: {norm.meaning}; from the coordinator."
         yield _gauge(f"job_{norm.name}", what, ("run",), [(run, value) for run, value in found if value is not None])
 
 

@@ -83,7 +83,8 @@ def optimizer_state(evidence: Evidence) -> Finding:
     if ratio < 1 and (filled := _filled_moments(evidence)) is not None:
         effect = f", and updates are {ratio:.2g} times what they were{told}"
         return finding(evidence.alert, "filled-moments", effect=effect, **filled)
-    if ratio > 1 and outlier is None and evidence.usual("grad_norm") is not None:
+    has_moments = "Adam" in str(evidence.facts.get("optimizer", "")) or bool(evidence.series("second_moment_growth"))
+    if ratio > 1 and outlier is None and has_moments and evidence.usual("grad_norm") is not None:
         return finding(evidence.alert, "lost-moments", ratio=ratio, layers=told)
     facts = (f"updates are {ratio:.3g} times what they were, for the rate",)
     return report_unknown("the optimizer's second moments, by layer", command=_MOMENTS, evidence=facts)

@@ -26,7 +26,7 @@ def loss_spike(evidence: Evidence) -> Finding:
     if (jump := rate_jump(evidence, moved)) is not None:
         return finding(evidence.alert, "rate", since=evidence.step(moved), **jump)
     if loss is None:
-        missing = "the step at which the loss left its past"
+        missing = "the step at which the loss became unusual"
         return report_unknown(missing, command=ALL_STEPS, remedy=f"look at {batches} (Rollback(skip_batches=...))")
     if gradient is not None and gradient.seq < loss.seq:
         return finding(
