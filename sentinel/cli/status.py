@@ -71,7 +71,7 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
         job_status.lines(run["job"]) if run.get("job") else (),
         device_status.lines(run["gpus"], run["host"]),
         _describe_watch(run),
-        _describe_rollback(run["rollback"]),
+        describe_rollback(run["rollback"]),
         _describe_alerts(run),
         rule_status.lines(run["rules"]) if with_rules else (),
     )
@@ -167,7 +167,8 @@ def _show_daemon(answer: dict[str, Any]) -> None:
         echo(f"  trouble   {trouble}")
 
 
-def _describe_rollback(rollback: dict[str, Any]) -> Iterator[str]:
+def describe_rollback(rollback: dict[str, Any]) -> Iterator[str]:
+    """Lines: whether it is armed, and what there is to go back to."""
     if not rollback["armed"]:
         yield "  rollback  not armed"
         return

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from sentinel import wire
-from sentinel.cli.status import _show_rollback
+from sentinel.cli.status import describe_rollback
 from sentinel.cli.top_frame import Traces, frame
 from sentinel.daemon.frontend import views
 from sentinel.engine import Rule
@@ -169,37 +169,36 @@ def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) ->
     assert steps(tmp_path / "disk") == []
 
 
-def shown(watched: Watched, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def shown(watched: Watched) -> dict[str, str]:
     """What a person reads: in `status`, `top` and on the page."""
     run = watched.told()
-    _show_rollback(run["rollback"])
     live = report(watched.watch.run, [], [])
     return {
-        "status": capsys.readouterr().out,
+        "status": "\n".join(describe_rollback(run["rollback"])),
         "top": "\n".join(line.text for line in frame([run], [], Traces(), 120, 40)),
         "page": fragment(live, run),
     }
 
 
-def test_status_top_and_page_show_the_newest_good_one_and_its_age(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_top_and_page_show_the_newest_good_one_and_its_age() -> None:
     watched = Watched([held_open("LossSpike", "loss > 5", hold="60 steps")], Rollback(every=10, keep=2, margin=5))
     watched.train(4)
-    for place, text in shown(watched, capsys).items():
+    for place, text in shown(watched).items():
         assert "newest good snapshot: none in 3 steps" in text, place
     watched.train(28)
-    for place, text in shown(watched, capsys).items():
+    for place, text in shown(watched).items():
         assert "newest good snapshot: step 20, 11 steps ago" in text, place
         assert "none is taken" not in text, place
     watched.train(14, loss=9.0)
-    for place, text in shown(watched, capsys).items():
+    for place, text in shown(watched).items():
         assert "newest good snapshot: step 20, 25 steps ago; none is taken because of LossSpike" in text, place
 
 
-def test_where_no_rollback_is_armed_nothing_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_rollback_is_armed_nothing_is_said_of_it() -> None:
     watched = Watched([RULES["SnapshotStale"]], Rollback(every=10, keep=2, margin=5))
     watched.rank.hello = wire.Hello(version="t", identity=watched.rank.identity)
     watched.train(40)
-    assert not any("newest good" in text for text in shown(watched, capsys).values())
+    assert not any("newest good" in text for text in shown(watched).values())
     [status] = watched.watch.incidents.evaluator.status()
     assert status.state == "no data"
 
