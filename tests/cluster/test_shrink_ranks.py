@@ -71,7 +71,8 @@ def test_two_of_three_nodes_complete_the_job_when_one_is_lost_though_it_is_start
     snapshots = private_places / "snapshots"
     nodes = [start_node(private_places, node, master, meeting) for node in range(NODES)]
     try:
-        until(lambda: list_written({snapshots}, NODES), "a snapshot of all nodes", seconds=START_SECONDS)
+        written = f"a snapshot of all nodes after step {EVERY}"
+        until(lambda: max(list_written({snapshots}, NODES), default=0) > EVERY, written, seconds=START_SECONDS)
         lose_node(private_places, LOST, nodes[LOST])
         until((private_places / "left.0").exists, "the others to go on", seconds=LIMIT_SECONDS)
         nodes[LOST] = start_node(private_places, LOST, master, meeting)
