@@ -209,7 +209,7 @@ def explain_unknown(run: str) -> str:
 
 
 def _suggest_run(run: str, known: Sequence[str]) -> str:
-    """The one that is meant, or all that there are; empty where there is none."""
+    """The name that is nearest, or all names; empty where no run is known."""
     return (did_you_mean(run, known) or f"; there are: {', '.join(known)}") if known else ""
 
 

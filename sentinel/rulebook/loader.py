@@ -108,13 +108,10 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
             all_mistakes = f"all mistakes of it: sentinel rules check {path}"
             notes.append(f"rules not loaded: {error}; all other rules apply ({all_mistakes})")
             continue
-        try:
-            names = [*(rule.name for rule in loaded.rules), *loaded.disabled]
-            for name in names:
-                if name in owner:
-                    raise RuleError(f"alert {name} is in {owner[name]} too; rename one", file=str(path))
-        except RuleError as error:
-            notes.append(f"rules not loaded: {error}; all other rules apply")
+        names = [*(rule.name for rule in loaded.rules), *loaded.disabled]
+        if twice := [name for name in names if name in owner]:
+            clash = RuleError(f"alert {twice[0]} is in {owner[twice[0]]} too; rename one", file=str(path))
+            notes.append(f"rules not loaded: {clash}; all other rules apply")
             continue
         owner |= dict.fromkeys(names, str(path))
         rules |= {rule.name: rule for rule in loaded.rules}
