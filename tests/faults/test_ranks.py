@@ -24,7 +24,9 @@ def test_ddp_names_the_batch_and_fsdp_says_why_nothing_was_run_again(private_pla
     assert done.returncode == 0, done.stderr  # neither way it hangs
     found = cases()
     ddp, fsdp = found["poisoned ddp"], found["poisoned fsdp"]
-    assert ddp["diagnosis"]["cause"].startswith("bad data: args[0] of the batch of step 40 of rank 1")
+    assert ddp["diagnosis"]["cause"].startswith(
+        "bad data: NaN or infinite values in args[0] of the batch of step 40 of rank 1"
+    )
     assert ddp["provenance"]["1"]["origin"] == "data"
     assert {one["origin"] for one in fsdp["provenance"].values()} == {"not known"}
     assert any("under FSDP the parameters are gathered by all ranks" in one for one in fsdp["diagnosis"]["missing"])
