@@ -126,6 +126,8 @@ class Governor:
         self._felt: dict[int, float] = {}
         """The same that the loop felt, of all optimizers since the first one's last step."""
         self._fixed = Mean()
+        self._whole, self._fast = Mean(), Mean()
+        """Seconds of a step that is looked at whole, its samples aside, and of one on the fast path."""
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
         """Steps of the first optimizer: up to which everything is sampled, and the last one that is over."""
@@ -268,7 +270,9 @@ class Governor:
         self._feel_samples(share)
         self.attentive = seq < self._attend_until
         self._count(1, loop, own)
-        self._beside -= sum(self._felt.values())
+        sampled = sum(self._felt.values())
+        self._beside -= sampled
+        self._whole.add(own - sampled)
         self._take_samples()
         if self._opening is not None:
             self._opening.record_step(seq, loop, own)
@@ -281,6 +285,7 @@ class Governor:
         """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
         that is looked at whole."""
         self.hook_seconds += own
+        self._fast.add(own / steps)
         self._count(steps, loop, own)
 
     def _count(self, steps: int, loop: float, own: float) -> None:
@@ -299,7 +304,7 @@ class Governor:
         self.costs = {part: round(share, 5) for part, share in costs.items()}
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
-        relaxed = (1.0 + AFTERWARDS) * self._tiers[0].value
+        relaxed = (1.0 + AFTERWARDS) * self._tiers[0].value + self._price_whole_step()
         zero = choose_spacing(relaxed, RELAXED_SHARE * self._overhead * bare, self.wanted[0], RELAXED)
         budget = whole = SEEN * self._overhead * bare
         budget -= self._fixed.value + self._tiers[0].value / zero + others
@@ -308,12 +313,17 @@ class Governor:
         third = min(third, max(_steps_apart(bare), coarsen_spacing(rare, RARE_MOST * bare, _ANY_RARE)))
         # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
         claim = NORM_SHARE * whole
-        first = choose_spacing(norms, claim if self._norm_first else min(claim, budget), self.wanted[1])
+        norm_step = norms + (relaxed if zero > 1 else 0.0)  # such a step is looked at whole
+        first = choose_spacing(norm_step, claim if self._norm_first else min(claim, budget), self.wanted[1])
         budget -= rare / third
         second = choose_spacing(layers, budget - norms / first, self.wanted[2])
         self.wanted = {0: min(zero, first), 1: first, 2: max(first, second), 3: third}
         if not self._ordered:
             self.spacing.update(self.wanted)
+
+    def _price_whole_step(self) -> float:
+        """Seconds that a step costs by being looked at whole, where it could take the fast path."""
+        return max(self._whole.value - self._fast.value, 0.0) if self._fast.count else 0.0
 
 
 _ANY, _ANY_RARE = range(1, COARSEST + 1), range(1, RARE[-1] + 1)

@@ -275,7 +275,19 @@ def test_and_at_every_one_where_it_is_not_felt(step: float, overhead: float) -> 
 def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
     governor = Governor(0.01)
     loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
-    assert governor.spacing[0] == governor.spacing[1] == 1
+    assert governor.spacing[0] == governor.spacing[1] == 8, "what tier 0 costs is a part of the norm's price"
+
+
+@pytest.mark.parametrize(("whole", "apart"), [(3e-5, 8), (3e-4, 16)])
+def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole: float, apart: int) -> None:
+    """`whole`: seconds of such a step without its samples, where one on the fast path takes 30 us."""
+    governor = Governor(0.02, norm_first=True)
+    for seq in range(0, 800, 8):
+        governor.account(7, 7 * 0.003, 7 * 3e-5)
+        governor.record_sample(0, 5e-6)
+        governor.record_sample(1, 1.8e-4)
+        governor.record_step(seq, 0.003, whole + 1.85e-4)
+    assert governor.spacing[1] == apart
 
 
 def test_what_the_daemon_says_is_bounded() -> None:
