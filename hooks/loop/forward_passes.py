@@ -34,9 +34,9 @@ ORIGIN = "where a value that is not finite came from"
 BATCH_BYTES = 256 * 1024 * 1024
 GRADIENT_BYTES = 16 * 1024 * 1024
 """Logits of a large vocabulary are more, and would raise the peak of memory by their size."""
-FAST_SECONDS = 0.005
-"""Between two calls. In a faster loop the hook of an output, 15 us in all, is measurable: gradients are held in the
-first calls alone, and a constant stands for later ones."""
+FAST_SECONDS = 0.01
+"""Between two calls. In a faster loop the hook of an output, 60 us in all, is measurable (bench/overhead.py): gradients
+are held in the first calls alone, and a constant stands for later ones."""
 FIRST_CALLS = 256
 LOOKS = 8
 """Calls without a random number drawn, after which a model counts as drawing none. The state is 5 kB, 20 us."""
@@ -124,11 +124,8 @@ class CallSlot:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
-        self._kept: CapturedCall | None = None
-        self._args: tuple[Tensor] | None = None
-        """Of a plain call that is held, and not made a `CapturedCall` of yet."""
-        self._version = 0
-        """Of that tensor."""
+        self.kept: CapturedCall | None = None
+        """The last call."""
         self.frozen = False
         """It is the one to be looked into: calls that follow do not take its place."""
         self.running = False
@@ -140,17 +137,6 @@ class CallSlot:
         self.returned_at = 0.0
         """When it returned last (`time.perf_counter`)."""
         self._looks = self._calls = 0
-
-    @property
-    def kept(self) -> CapturedCall | None:
-        """The last call."""
-        if self._args is not None:
-            self.kept = CapturedCall(self._args, {}, self._args, [self._version])
-        return self._kept
-
-    @kept.setter
-    def kept(self, kept: CapturedCall | None) -> None:
-        self._kept, self._args = kept, None
 
     def record_return(self, output: object) -> None:
         """The call that is held returned: one of the first, or one of a loop that is not fast."""
