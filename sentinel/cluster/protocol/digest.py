@@ -98,7 +98,7 @@ class DigestSender:
         """A step of this node closed."""
         self._closed_to = step.seq
         ranks = {
-            number: {name: values[name] for name in self.signals if name in values} | _select_shards(values)
+            number: {name: value for name, value in values.items() if name in self.signals} | _select_shards(values)
             for number, values in step.ranks.items()
         }
         whole = NodeStep(RunStep(step.seq, step.time, ranks, {}), True)
