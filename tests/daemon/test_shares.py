@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_service import service as service
 from tests.run_parts import watch_run
 from tests.second_user import NOBODY, SOMEBODY, as_user
+from tests.waiting import until
 
 
 def greeted(**identity: Any) -> tuple[Run, Rank]:
@@ -295,10 +295,12 @@ def test_a_history_that_cannot_be_opened_for_want_of_descriptors_is_gone_on_from
         process.terminate()
         ended(process)
     with daemon_process("--stay") as (path, process):
-        time.sleep(0.5)  # HTTP and the rest of its start have their files
+        until(lambda: list((paths.state_directory() / "prometheus").glob("*.json")), "the end of its start")
         usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        used = max(map(int, os.listdir(f"/proc/{process.pid}/fd")))
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used + 5, usual[1]))
+        used = set(map(int, os.listdir(f"/proc/{process.pid}/fd")))
+        free = (number for number in itertools.count() if number not in used)
+        limit = next(itertools.islice(free, 2, None))  # a connection takes the two that are free below it
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, usual[1]))
         with (
             SimulatedRank(path, session="s") as rank,
             pytest.raises(AssertionError, match=r"closed the connection.*\[\]"),
