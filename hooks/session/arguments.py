@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from sentinel.errors import AttachError
 from sentinel.hooks.core.host_memory import memory_left, memory_limit
@@ -53,6 +56,24 @@ def optimizers_of(optimizer: object) -> list[Any]:
     if len({id(one) for one in found}) < len(found):
         raise AttachError("attach(model, optimizer): the same optimizer is in the list twice")
     return found
+
+
+_NAMES: dict[str, tuple[type, ...]] = {
+    "scaler": (GradScaler,), "scheduler": (LRScheduler, ReduceLROnPlateau), "loader": (DataLoader,), "run": (str,),
+}  # fmt: skip
+"""Arguments of `attach` -> what is handed over without their name."""
+
+
+def refuse_unnamed(given: Sequence[object]) -> None:
+    """Raises AttachError where anything follows model and optimizer without a name."""
+    if not given:
+        return
+    name = next((name for name, kinds in _NAMES.items() if isinstance(given[0], kinds)), "")
+    if discovery.is_optimizer(given[0]):
+        fix = "pass several optimizers as a list: attach(model, [first, second])"
+    else:
+        fix = f"write {name}=..." if name else "write its name (scaler=, scheduler=, loader=, run=), or leave it out"
+    raise AttachError(f"attach(model, optimizer): the third argument is {_name_kind(given[0])}, without a name; {fix}")
 
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Any,
-    *,
+    *unnamed: Never,
     scaler: Any = None,
     scheduler: Any = None,
     loader: Any = None,
@@ -92,6 +92,7 @@ def attach(
     if os.environ.get("SENTINEL_DISABLED", "0") not in ("", "0"):
         return Monitor(run or "", None, why="disabled by SENTINEL_DISABLED")
     models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
+    arguments.refuse_unnamed(unnamed)
     arguments.check(models, optimizers)
     _check_options(run, step, total_steps, rollback, overhead, kind)
     _check_alerts(stop_on)

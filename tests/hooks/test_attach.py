@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import sentinel
 from sentinel import wire
@@ -85,6 +86,19 @@ def frozen() -> nn.Module:
         (lambda net, opt: (net, torch.optim.SGD), "the optimizer is the class SGD, not a torch.optim.Optimizer"),
         (lambda net, opt: (net, []), "the list of optimizers is empty"),
         (lambda net, opt: (net, [opt, opt]), "the same optimizer is in the list twice"),
+        (
+            lambda net, opt: (net, opt, StepLR(opt, 9)),
+            r"type StepLR, without a name; write scheduler=\.\.\.",
+        ),
+        (lambda net, opt: (net, opt, "gpt"), r"type str, without a name; write run=\.\.\."),
+        (
+            lambda net, opt: (net, opt, adamw(net)),
+            r"several optimizers as a list: .* \[first, second\]",
+        ),
+        (
+            lambda net, opt: (net, opt, nn.MSELoss()),
+            r"write its name \(scaler=, .* or leave it out",
+        ),
         (lambda net, opt: (nn.ReLU(), opt), "ReLU has no parameters: attach after its layers are made"),
         (lambda net, opt: (frozen(), opt), "Sequential has no parameter that trains"),
         (
