@@ -27,6 +27,7 @@ from sentinel.hooks.torch_interop.discovery import WRAPPERS
 from sentinel.hooks.torch_interop.internals import Dropout, NormWithStatistics, default_group_seconds
 from sentinel.hooks.torch_interop.layer_table import class_name, named_parameters, wrappers
 from sentinel.hooks.torch_interop.worker_generators import list_copied_generators
+from sentinel.text import format_count
 
 _NAMED = 3
 """Parameters that an error lists by name."""
@@ -95,6 +96,20 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
             if any(type(model).__name__ == "DeepSpeedEngine" for model in models):
                 raise AttachError("DeepSpeed has flattened the parameters: use sentinel.hooks.deepspeed.attach(engine)")
             raise AttachError(_strangers(type(optimizer).__name__, own, names, named))
+
+
+def describe_stray(names: Sequence[str]) -> str:
+    """What is not seen of parameters that an optimizer has and no model."""
+    return f"the names of {format_count(len(names), 'parameter')} that the optimizer has and the model has not"
+
+
+def warn_of_stray(names: Sequence[str]) -> str:
+    """What such parameters are a sign of, as a line on the terminal."""
+    held = f"the optimizer holds {format_count(len(names), 'parameter')} that the model has not ({list_names(names)})"
+    return (
+        f"warning: {held}. If a layer was replaced after the optimizer was made, its new parameters do not train: "
+        "make the optimizer after that. If another module has them, pass attach([model, other], optimizer)"
+    )
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -231,6 +231,8 @@ class _Setup:
         if place()[0] == 0:  # once for all ranks
             armed, scaled = session.hello["rollback"] is not None, self._is_scaled()
             fault_guard.say(_announcement(who.name, session.whole_hello, armed=armed, scaled=scaled))
+            if stray := _list_stray(session.streams):
+                fault_guard.say(arguments.warn_of_stray(stray))
         return monitor
 
     def _is_scaled(self) -> bool:
@@ -356,8 +358,8 @@ class _Setup:
 
     def _unseen(self, streams: list[OptimizerMonitor], session: RunSession) -> list[str]:
         unseen = []
-        if stray := [name for stream in streams for name in stream.layers.stray]:
-            unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
+        if stray := _list_stray(streams):
+            unseen.append(arguments.describe_stray(stray))
         if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
             unseen.append("how long collectives take (those of FSDP are not timed)")
         if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):
@@ -369,6 +371,10 @@ class _Setup:
         if len(streams) > 1:
             unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
         return unseen
+
+
+def _list_stray(streams: Iterable[OptimizerMonitor]) -> list[str]:
+    return [name for stream in streams for name in stream.layers.stray]
 
 
 def _call_later(function: Callable[[int, int], object], steps: int, to: int, at: int) -> object:

@@ -64,7 +64,12 @@ def test_what_is_not_seen_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixt
     with sentinel.attach(net, optimizer):
         daemon.wait(lambda: daemon.of(wire.LayerTable))
     said = capsys.readouterr().err
-    assert "names of 1 parameters that are in the optimizer and not in the model" in said
+    opening, warning, *_ = said.splitlines()
+    assert opening.endswith("does not see the names of 1 parameter that the optimizer has and the model has not")
+    assert warning.startswith(
+        "sentinel: warning: the optimizer holds 1 parameter that the model has not (param_groups[0].params[2]). "
+        "If a layer was replaced after the optimizer was made, its new parameters do not train: "
+    )
     assert "in no optimizer" not in said  # that is an alert
     assert len(daemon.of(wire.Hello)[0].unseen) == 1
     assert daemon.of(wire.LayerTable)[0].layers[-1].name == "param_groups[0].params[2]"
