@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ def describe_run(
     outcome = _find_outcome(kept, number, cases)
     if live is not None:
         outcome = _describe_live(live)
+        began, seconds = _measure_live(live) or (began, seconds)
         step, loss = live["step"] if live["step"] >= 0 else None, live["values"].get("loss", loss)
     return {
         "run": kept.run, "run_id": kept.run_id, "state": outcome.state, "outcome": outcome.words,
@@ -169,12 +171,20 @@ def name_took(row: dict[str, Any]) -> str:
     return format_duration(row["seconds"]) if row["seconds"] is not None else "-"
 
 
+def _measure_live(live: dict[str, Any]) -> tuple[float, float] | None:
+    """When a live run began, and the seconds since: its history may not have that yet, or not at all. None: its daemon,
+    of an earlier version, does not say."""
+    began = live.get("began")
+    return (began, max(time.time() - began, 0.0)) if began else None
+
+
 def describe_unkept(live: dict[str, Any]) -> dict[str, Any]:
     """The row of a live run of which no history is kept: what its daemon says now."""
     outcome = _describe_live(live)
+    began, seconds = _measure_live(live) or (None, None)
     return {
         "run": live["run"], "run_id": live["run_id"], "state": outcome.state, "outcome": outcome.words, "status": None,
-        "began": None, "seconds": None, "attempts": live["attempt"] + 1,
+        "began": began, "seconds": seconds, "attempts": live["attempt"] + 1,
         "step": live["step"] if live["step"] >= 0 else None, "loss": live["values"].get("loss"), "incidents": {},
         "open": live["open_incidents"], "worst": None, "snapshot": None, "file": "",
     }  # fmt: skip

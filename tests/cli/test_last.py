@@ -221,6 +221,17 @@ def test_a_live_run_is_as_its_daemon_says(rank: str, words: str, monkeypatch: py
     assert f"run 'train' is {words}, at step 140, for " in invoked("train").output
 
 
+def test_a_live_run_lasts_since_it_began_though_its_history_has_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(paths.state_directory() / "runs" / "train-1.sqlite", run="train", run_id="train-1")
+    said = {"run": "train", "run_id": "train-1", "step": 140, "values": {"loss": 0.5}, "began": time.time() - 65.0}
+    said["ranks"] = [{"state": "live", "stall": {"seconds": 0.0}}]
+    monkeypatch.setattr(command, "list_runs", lambda: [said])
+    (row,) = listed()
+    assert row["began"] == said["began"]
+    assert "run 'train' is running, at step 140, for 1 min " in invoked("train").output
+    store.close()
+
+
 def test_a_run_whose_daemon_has_yet_to_go_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     keep("train", BYE, severities=("warning",), state="firing")
     said = {"run": "train", "run_id": "train-1", "step": 119, "values": {}, "ranks": [{"state": "gone"}]}

@@ -33,6 +33,7 @@ def _run(watch: WatchedRun) -> dict[str, Any]:
         "run": watch.run.name,
         "run_id": watch.run.run_id,
         "attempt": attempt.number,
+        "began": watch.run.began,
         "step": attempt.last_seq + attempt.step_offset,
         "judged_as": attempt.facts.get("judged_as", ""),
         "values": attempt.present(),
