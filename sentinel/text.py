@@ -109,6 +109,11 @@ def close_run(run: str, run_id: str, reached: str, *, seconds: float, how: str, 
     return f"{ended}{how and f', {how}'}: {found}" + (f". Details: sentinel last {run_id}" if run_id else "")
 
 
+def name_lost_steps(count: int) -> str:
+    """That a history lacks steps: a chunk that was given up may have been in it in part."""
+    return f"its history lacks up to {format_count(count, 'step')}"
+
+
 def format_bytes(size: float) -> str:
     """Bytes in decimal units, three digits: `31.4 GB`."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

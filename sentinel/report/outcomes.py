@@ -14,7 +14,7 @@ from sentinel.diagnose import folding
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory
 from sentinel.supervise.telling import ending
-from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, name_worst
+from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, name_lost_steps, name_worst
 
 LOSS_STEPS = 64
 """The last of a run, in which its loss is looked for."""
@@ -56,7 +56,7 @@ def describe_run(
         "incidents": dict(Counter(case["severity"] for case in cases)),
         "open": sum(case["state"] in ("firing", UNRESOLVED) for case in cases),
         "worst": _find_worst(cases) if cases else None,
-        "snapshot": _find_snapshot(kept, number), "file": str(stored.path),
+        "snapshot": _find_snapshot(kept, number), "lost_steps": _count_lost(kept), "file": str(stored.path),
     }  # fmt: skip
 
 
@@ -95,6 +95,11 @@ def _find_snapshot(kept: History, attempt: int) -> int | None:
         elif event.kind == "rollback" and event.detail.get("ok") and newest is not None and newest > event.detail["to"]:
             newest = None
     return newest + kept.step_offset(attempt) if newest is not None else None
+
+
+def _count_lost(kept: History) -> int:
+    """Steps that the history lacks, at most: it could not be written for too long, on a disk that was full, say."""
+    return sum(event.detail.get("dropped", {}).get("steps", 0) for event in kept.events("history gap"))
 
 
 def _describe_live(live: dict[str, Any]) -> _Outcome:
@@ -160,7 +165,8 @@ def _judge_ends(ends: dict[int, dict[str, Any]], ranks: int, status: int | None,
 def describe_found(row: dict[str, Any]) -> str:
     worst = row["worst"]
     named = name_worst(worst["alert"], worst["step"], grew=worst["grew"]) if worst else ""
-    return describe_incidents(row["incidents"], named)
+    found = describe_incidents(row["incidents"], named)
+    return found + (f"; {name_lost_steps(row['lost_steps'])}" if row["lost_steps"] else "")
 
 
 def name_start(row: dict[str, Any]) -> str:
@@ -186,5 +192,5 @@ def describe_unkept(live: dict[str, Any]) -> dict[str, Any]:
         "run": live["run"], "run_id": live["run_id"], "state": outcome.state, "outcome": outcome.words, "status": None,
         "began": began, "seconds": seconds, "attempts": live["attempt"] + 1,
         "step": live["step"] if live["step"] >= 0 else None, "loss": live["values"].get("loss"), "incidents": {},
-        "open": live["open_incidents"], "worst": None, "snapshot": None, "file": "",
+        "open": live["open_incidents"], "worst": None, "snapshot": None, "lost_steps": 0, "file": "",
     }  # fmt: skip

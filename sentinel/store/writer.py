@@ -371,19 +371,32 @@ class Store:
                 time.sleep(_RETRY_SECONDS)
                 self.write()
             self.write()  # of a gap that has just ended
-            if self._trouble:
-                left = Counter[str]()
-                for write in self._pending.take():
-                    left[write.kind] += write.rows
-                lacks = _list_dropped(left)
-                log.error("%s%s", self._trouble, f"; it lacks {lacks}" if lacks else "")
-            self._closed = True
             if self._database is not None:
                 with contextlib.suppress(sqlite3.Error):  # a reader has it open: the log stays beside the file
                     self._database.execute("PRAGMA journal_mode=DELETE")
+            if self._trouble:
+                self._give_up_samples()
+            self._closed = True
             self._disconnect()
         finally:
             self._transaction.release()
+
+    def _give_up_samples(self) -> None:
+        """Write what happened without them, and that they are missing: on a disk that is full this may fit, now that
+        the write-ahead log is gone."""
+        why, writes = self._trouble, self._pending.take()
+        for write in writes:
+            if write.kind not in VITAL:
+                self._pending.drop(write)
+        self._pending.put_back([write for write in writes if write.kind in VITAL])
+        seconds = time.monotonic() - self._failing_since if self._failing_since is not None else 0.0
+        lost = self._pending.dropped - self._reported
+        self.records.add_event(*self.records.newest, "history gap", seconds=round(seconds, 1), dropped=dict(lost))
+        self.write()
+        if self._trouble:
+            for write in self._pending.take():
+                lost[write.kind] += write.rows
+            log.error("%s; it lacks %s", why, _list_dropped(lost))
 
 
 def _is_passing(error: Exception, path: Path) -> bool:

@@ -158,6 +158,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A history of it is kept, with which commands can say more."""
     seconds: float = 0.0
     """From the first attach to the last goodbye, as the history has it; 0: an earlier version does not say."""
+    lacks: str = ""
+    """What its history lacks, in words."""
 
     @property
     def text(self) -> str:
@@ -169,6 +171,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         )
         parts += [f"newest snapshot on disk: step {self.snapshot:,}"] if self.snapshot is not None else []
         parts += [] if self.kept else ["no history of it could be written"]
+        parts += [self.lacks] if self.lacks else []
         return "; ".join(parts)
 
 

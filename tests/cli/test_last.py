@@ -232,6 +232,13 @@ def test_a_live_run_lasts_since_it_began_though_its_history_has_nothing_yet(monk
     store.close()
 
 
+def test_steps_that_the_history_lacks_are_said() -> None:
+    keep("train", ("history gap", {"seconds": 9.0, "dropped": {"steps": 1583, "layers": 40}}), BYE)
+    lacks = "no incidents; its history lacks up to 1,583 steps"
+    assert invoked().output.splitlines()[1].endswith(lacks)
+    assert f": {lacks}; loss 1\n" in invoked("train").output
+
+
 def test_a_run_whose_daemon_has_yet_to_go_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     keep("train", BYE, severities=("warning",), state="firing")
     said = {"run": "train", "run_id": "train-1", "step": 119, "values": {}, "ranks": [{"state": "gone"}]}

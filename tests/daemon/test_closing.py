@@ -11,6 +11,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.daemon.run.summary import summarize_run
+from sentinel.store import Store
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_problems import Watched, watched
 
@@ -54,6 +55,22 @@ def test_nor_is_a_buffer_that_fills(tmp_path: Path) -> None:
 
 def test_a_leak_that_is_an_alert_is_not_said_twice(tmp_path: Path) -> None:
     assert summed_up(tmp_path, lambda step: 1e9 + 1e8 * step).startswith("1 warning (MemoryCreep at step ")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "dropped", "said"),
+    [
+        ("no room", {}, "no incidents; its history is incomplete: it cannot be written at the moment"),
+        ("", {"steps": 40}, "no incidents; its history lacks up to 40 steps"),
+        ("", {"layers": 40}, "no incidents"),
+    ],
+)
+def test_what_its_history_lacks_is_said(
+    trouble: str, dropped: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, "trouble", trouble)
+    monkeypatch.setattr(Store, "dropped", dropped)
+    assert summed_up(tmp_path, lambda _: 1e9) == said
 
 
 @pytest.mark.processes

@@ -191,6 +191,24 @@ def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: p
     assert (gap.kind, gap.detail["dropped"]) == ("history gap", {"events": 20})
 
 
+def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    for seq in range(CHUNK_STEPS):
+        store.records.add_step(0, step(seq, loss=math.sin(seq)))
+    store.records.add_event(0, 0, "hello", rank=0)
+    store.write()
+    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
+    store._database.execute(f"PRAGMA max_page_count={pages}")
+    for seq in range(CHUNK_STEPS, 4 * CHUNK_STEPS):
+        store.records.add_step(0, step(seq, loss=math.sin(seq)))
+    store.records.add_event(0, 4 * CHUNK_STEPS, "goodbye", rank=0)
+    store.close(0.0)
+    with History(path) as history:
+        assert len(history.series("loss").seqs) == CHUNK_STEPS
+        assert [event.kind for event in history.events()] == ["hello", "goodbye", "history gap"]
+        assert history.events("history gap")[0].detail["dropped"] == {"steps": 3 * CHUNK_STEPS}
+
+
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second writes those of all ranks again: a minute of 64 ranks was all that was kept, and no incident."""
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)

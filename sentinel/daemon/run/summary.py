@@ -6,7 +6,8 @@ from sentinel import wire
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose import folding
 from sentinel.diagnose.explainers.memory import measure_unjudged_rise
-from sentinel.text import name_worst
+from sentinel.store import Store
+from sentinel.text import name_lost_steps, name_worst
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
@@ -33,4 +34,13 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,
         seconds=max(attempt.find_end() - watch.run.began, 0.0),
+        lacks=_describe_gap(watch.store) if watch.store is not None and watch.store.is_open else "",
     )
+
+
+def _describe_gap(store: Store) -> str:
+    """What the history lacks at the end of the run; of what waits for the disk, nothing is known yet."""
+    if store.trouble:
+        return "its history is incomplete: it cannot be written at the moment"
+    lost = store.dropped.get("steps", 0)
+    return name_lost_steps(lost) if lost else ""
