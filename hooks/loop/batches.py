@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -30,10 +30,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.identity import printable
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor
 from sentinel.hooks.torch_interop.tensors import dense, spread
-from sentinel.hooks.torch_interop.worker_generators import list_copied_generators
+from sentinel.hooks.torch_interop.worker_generators import count_workers, list_copied_generators
 
 Batch = TypeVar("Batch")
 _IDENTITY = "the identity of batches"
@@ -99,6 +100,10 @@ class Batches:
         self._contents: BatchFingerprints | None = BatchFingerprints()
         """None once it failed."""
         self._ahead = FetchAhead()
+        self.facts: dict[str, Any] = {}
+        """What batches showed of the loaders that they came from, for the hello."""
+        self.announce: Callable[[], None] = lambda: None
+        """Called when there is more of it."""
 
     def skip(self, count: int) -> None:
         """Throw away the next `count` batches. At the end of an epoch the rest is left for the next."""
@@ -126,6 +131,9 @@ class Batches:
             if self._contents is None or not self._accumulator.is_training_thread():
                 return None
             looked_at = self._ahead.swap_notes(source, self._contents.describe_batch(batch, source))
+            if self.facts != self._contents.facts:
+                self.facts = dict(self._contents.facts)
+                self.announce()
             if self._accumulator.unseen.pausing:
                 self._accumulator.unseen.restore(_IDENTITY)
             return looked_at
@@ -223,6 +231,9 @@ ten times as long in a fast loop, which has driven its code out of the processor
 BURST, BURST_EVERY = 16, 1024
 """Of so many batches, the first ones are looked at one after another: repeats among neighbours are to be seen."""
 
+LISTED = 8
+"""Generators that are named."""
+
 
 class BatchFingerprints:
     """Looks at batches as they come."""
@@ -230,6 +241,8 @@ class BatchFingerprints:
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
         self._source: weakref.ref[object] | None = None
+        self.facts: dict[str, Any] = {}
+        """Generators of which workers have copies, by name, and the workers, of the last iterator with some."""
         self._copied: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Generators by iterator, as found at its first batch that was looked at."""
         self._count = 0
@@ -260,7 +273,13 @@ class BatchFingerprints:
     def _count_copied(self, source: object) -> int:
         if source not in self._copied:
             iterator = source._iterator if isinstance(source, _Pull) else source
-            self._copied[source] = len(list_copied_generators(iterator))
+            names = list_copied_generators(iterator)
+            self._copied[source] = len(names)
+            if names:
+                self.facts = {
+                    "copied_generators": [printable(name) for name in names[:LISTED]],
+                    "copying_workers": count_workers(iterator),
+                }
         return self._copied[source]
 
     def _look(self, batch: object) -> dict[str, float] | None:

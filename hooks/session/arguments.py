@@ -26,7 +26,6 @@ from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.discovery import WRAPPERS
 from sentinel.hooks.torch_interop.internals import Dropout, NormWithStatistics, default_group_seconds
 from sentinel.hooks.torch_interop.layer_table import class_name, named_parameters, wrappers
-from sentinel.hooks.torch_interop.worker_generators import list_copied_generators
 from sentinel.text import format_count
 
 _NAMED = 3
@@ -240,9 +239,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 
 def _loader(loader: Any) -> dict[str, Any]:
     names = ("batch_size", "num_workers", "drop_last", "pin_memory")
-    known = {name: _value(getattr(loader, name)) for name in names if hasattr(loader, name)}
-    copied = list_copied_generators(loader)
-    return known | ({"copied_generators": _value(copied[:_LISTED])} if copied else {})
+    return {name: _value(getattr(loader, name)) for name in names if hasattr(loader, name)}
 
 
 def _value(value: Any) -> Any:

@@ -91,6 +91,7 @@ class RunSession:
         )
         self.meeting_finder = MeetingFinder(self.identify, self.send)
         accumulator.unseen.changed = self.sender.greet_again
+        batches.announce = self.sender.greet_again
         self._streams = OptimizerMonitors()
         self._listening: EventRouter | None = None
         self._succession: Succession | None = None
@@ -284,7 +285,7 @@ class RunSession:
         facts, judged_as = self.hello["facts"], self.signals.judged_as
         return {
             **self.hello,
-            "facts": {**facts, "judged_as": judged_as} if judged_as else facts,
+            "facts": {**facts, **self.batches.facts, **({"judged_as": judged_as} if judged_as else {})},
             "unseen": (*self.hello["unseen"], *self.accumulator.unseen.texts),
         }
 

@@ -58,6 +58,12 @@ def list_copied_generators(source: Any) -> list[str]:
         return []
 
 
+def count_workers(source: Any) -> int:
+    """Of a DataLoader, or its iterator."""
+    workers: int = source.num_workers if isinstance(source, DataLoader) else source._num_workers
+    return workers
+
+
 def _look_into(dataset: object) -> list[str]:
     owners = list(_walk(dataset))
     classes = {type(owner) for owner, _ in owners}

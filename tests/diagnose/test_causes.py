@@ -292,7 +292,7 @@ def test_an_optimizer_of_a_copy_is_named_where_parameters_are_left_out() -> None
 
 def test_copied_generators_are_named() -> None:
     steps = run_of(3, lambda _: {"copied_generators": 1.0})
-    found = diagnosis("RepeatedRandomness", steps, loader={"num_workers": 4, "copied_generators": ["Noisy.rng"]})
+    found = diagnosis("RepeatedRandomness", steps, copied_generators=["Noisy.rng"], copying_workers=4)
     assert "each of the 4 workers got a copy of Noisy.rng in the same state" in found.cause
     assert "seed Noisy.rng in a worker_init_fn" in found.remedy
     unnamed = diagnosis("RepeatedRandomness", steps, loader={"num_workers": 4})

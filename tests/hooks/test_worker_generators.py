@@ -309,5 +309,5 @@ def test_a_loop_says_so_at_its_batches(daemon: FakeDaemon, given: bool) -> None:
             optimizer.step()
     daemon.ended()
     assert set(daemon.series("copied_generators").values()) == {1.0}
-    (hello,) = daemon.of(wire.Hello)
-    assert hello.facts["loader"].get("copied_generators") == (["Noisy.generator"] if given else None)
+    facts = daemon.of(wire.Hello)[-1].facts
+    assert (facts["copied_generators"], facts["copying_workers"]) == (["Noisy.generator"], 2)

@@ -53,10 +53,10 @@ def duplicate_batches(evidence: Evidence) -> Finding:
 @explains("RepeatedRandomness")
 def repeated_randomness(evidence: Evidence) -> Finding:
     """Which generators, and how many workers have a copy."""
-    loader = evidence.facts.get("loader", {})
-    if not (names := loader.get("copied_generators")):
-        return report_unknown("which attribute of the data set it is", command="attach(loader=...)")
-    return finding(evidence.alert, "copies", names=join_names(names, 3), workers=loader.get("num_workers"))
+    names, workers = evidence.facts.get("copied_generators"), evidence.facts.get("copying_workers")
+    if not names:
+        return report_unknown("which attribute of the data set it is", command="vars(loader.dataset)")
+    return finding(evidence.alert, "copies", names=join_names(names, 3), workers=workers)
 
 
 @explains("AccumulationNotNormalised")
