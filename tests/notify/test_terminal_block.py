@@ -75,3 +75,15 @@ def test_who_keeps_the_memory_is_a_line_once_it_is_known() -> None:
     assert [*texts.values()][1] == (
         f"[sentinel] MemoryCreep (since step {made.first_step}): {keeper} keeps what each step makes; keep the last few"
     )
+
+
+def test_the_summary_is_whole_where_other_rows_can_be_shorter() -> None:
+    summary = (
+        "resident set 3021 MB on rank 0 at step 383: memory rises and does not fall back, since step 200, before which "
+        "it had not risen, and the last 40 MB of it came within 20 steps"
+    )
+    made = msgspec.structs.replace(case(), diagnosis=LEAK, summary=summary, done=("stacks asked for " * 9,))
+    lines = block(made).splitlines()
+    assert len(lines) == LINES
+    assert summary in " ".join(line[len("\u2503 what    ") :] for line in lines[1:4])
+    assert any(line.endswith(" ...") for line in lines)

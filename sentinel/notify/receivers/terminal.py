@@ -21,7 +21,7 @@ LABEL = 8
 LINES = 12
 """Of a block: more would push the training's own lines off the screen."""
 _SPARED = 2
-"""Lines by which the cause may be longer than another row before it is cut."""
+"""Lines by which summary and cause may be longer than another row before they are cut."""
 _QUOTED = re.compile("`[^`]*`")
 _HARD_SPACE, _CUT = "\x00", " ..."
 """The first is in no text, whose controls are dropped."""
@@ -98,9 +98,9 @@ def _row(label: str, text: str) -> list[str]:
 
 def _shorten(rows: list[list[str]]) -> list[list[str]]:
     """The longest lose their ends, until all fit; `more`, the last, has the whole case. The cause says at its end what
-    comes of it, and is cut after the others."""
+    comes of it, and is cut after the others; the summary, which is `what`, last."""
     while sum(map(len, rows)) > LINES - 2:
-        longest = max(rows[:-1], key=lambda row: len(row) - _SPARED * row[0].startswith("why "))
+        longest = max(rows[1:-1] + rows[:1], key=lambda row: len(row) - _SPARED * row[0].startswith(("what ", "why ")))
         if len(longest) == 1:
             del rows[-2]
         else:
