@@ -123,11 +123,11 @@ def slower(forward: float, backward: float) -> Finding:
     return judged("SlowStep", run_of(300, values), since=280)
 
 
-def starving(cpu: float) -> Finding:
+def starving(cpu: float, workers: int = 4) -> Finding:
     steps = run_of(20, lambda _: {"loss": 1.0})
     devices = Devices("node-1")
     devices.host["host_cpu_ratio"] = cpu
-    return judged("InputBound", steps, facts={"loader": {"num_workers": 4}}, devices=devices, numbers=WAITING)
+    return judged("InputBound", steps, facts={"loader": {"num_workers": workers}}, devices=devices, numbers=WAITING)
 
 
 def idle(**seconds: float) -> Finding:
@@ -203,6 +203,8 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
     "growth of little": (lambda: slower(0.124, 0.118), NOT_KNOWN),
     "CPUs that are busy": (lambda: starving(0.89), "storage"),
     "CPUs that are full": (lambda: starving(0.91), "they cannot keep up"),
+    "no workers, and a CPU that is free": (lambda: starving(0.89, 0), "the loader has no workers"),
+    "no workers, and none that is free": (lambda: starving(0.91, 0), "and the host's CPUs are 91% busy"),
     "a GPU that waits little for data": (lambda: idle(data_seconds=0.019), NOT_KNOWN),
     "a GPU that waits for data": (lambda: idle(data_seconds=0.021), "the input"),
     "a GPU that waits for less than half of the loop's own code": (lambda: idle(other_seconds=0.049), NOT_KNOWN),
@@ -259,6 +261,11 @@ def test_second_moments_that_one_gradient_filled_unseen(growth: float, cause: st
     assert judged("OptimizerStateCorrupt", run_of(2049, values), since=2048, facts=ADAM).cause.startswith(cause)
     alone = judged("OptimizerStateCorrupt", run_of(2049, values)[-2:], since=2048, facts=ADAM).cause
     assert alone.startswith(cause.replace("between", "by step 2048"))
+
+
+def test_workers_are_no_advice_where_no_cpu_is_free() -> None:
+    assert "num_workers=4" in starving(0.89, 0).remedy
+    assert starving(0.91, 0).remedy.startswith("num_workers cannot help: ")
 
 
 @pytest.mark.parametrize(("share", "scale"), [(0.11, "1024"), (0.09, "64")])

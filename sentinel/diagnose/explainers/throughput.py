@@ -61,6 +61,8 @@ def input_bound(evidence: Evidence) -> Finding:
     shown = f"CPUs of the host {cpu:.0%} busy" if cpu is not None else "CPUs of the host: not read yet"
     facts = (f"{known['share']:.0%} of the step, {known['wait']:.1f} ms; {_workers(workers)}; {shown}",)
     if workers == 0:
+        if cpu is not None and cpu > _FULL:
+            return finding(evidence.alert, "no-free-cpu", facts, cpu=cpu, **known)
         return finding(evidence.alert, "no-workers", facts, **known)
     if workers is None or cpu is None:
         missing = ["how many workers the loader has"] if workers is None else []
