@@ -38,8 +38,10 @@ _STYLES = 5
 _SHOWN_CASES = 50
 _RANKS = 64
 """Of more, the table of medians is folded; the matrix above it has those that differ most."""
+GOODPUT = "time in steps that count"
+"""What the goodput is called."""
 TITLES = {
-    "goodput": " title='Of all the time since the first attach, what the steps that count take at the median time of a "
+    GOODPUT: " title='Of all the time since the first attach, what the steps that count take at the median time of a "
     "step. The rest: start, evaluations, checkpoints, stalls, restarts, steps that were undone or done again.'"
 }
 """Attributes that say what a figure is, where its name does not."""
@@ -103,7 +105,7 @@ def summary(reports: Sequence[Report]) -> str:
         ("attempts", [str(report.attempts) for report in reports]),
         ("loss, last 20 steps", [format_number(report.final_loss) for report in reports]),
         ("median step", [_step_time(report) for report in reports]),
-        ("goodput", [f"{report.goodput:.0%}" if math.isfinite(report.goodput) else "-" for report in reports]),
+        (GOODPUT, [f"{report.goodput:.0%}" if math.isfinite(report.goodput) else "-" for report in reports]),
         ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
     ]
@@ -113,7 +115,7 @@ def summary(reports: Sequence[Report]) -> str:
     lines = "".join(
         f"<tr{TITLES.get(name, '')}><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for name, cells in rows
-        if name != "goodput" or set(cells) != {"-"}
+        if name != GOODPUT or set(cells) != {"-"}
     )
     return f"<table class='summary'><thead><tr><th></th>{head}</tr></thead><tbody>{lines}</tbody></table>"
 
@@ -240,7 +242,9 @@ def _fold(consequences: Sequence[str]) -> str:
 
 
 def _describe_end(case: dict[str, Any]) -> str:
-    return f", over at step {case['resolved_step']}" if case.get("resolved_step") is not None else ""
+    if case.get("resolved_step") is None:
+        return ""
+    return f", over at step {case['resolved_step']}" + (f": {case['over']}" if case.get("over") else "")
 
 
 def _describe_time(case: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from sentinel.diagnose import folding
 from sentinel.report.content import Report
 from sentinel.report.markup import escape
 from sentinel.report.outcomes import list_severities
-from sentinel.report.page import TITLES, format_number, is_shown, list_step_times
+from sentinel.report.page import GOODPUT, TITLES, format_number, is_shown, list_step_times
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
 from sentinel.text import UNRESOLVED, format_count, format_duration, format_moment, name_ranks
@@ -34,7 +34,7 @@ def run_header(report: Report, status: Mapping[str, Any]) -> str:
         "elapsed": format_duration(report.seconds),
     }
     if math.isfinite(report.goodput):
-        figures["goodput"] = f"{report.goodput:.0%}"
+        figures[GOODPUT] = f"{report.goodput:.0%}"
     if total:
         done = status["step"] + 1
         figures["done"] = f"{done:,} of {total:,}"
