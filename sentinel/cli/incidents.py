@@ -215,7 +215,7 @@ def _text(case: dict[str, Any]) -> str:
     if case.get("silenced"):
         lines.append(f"  silenced    by {case['silenced']}; see `sentinel silence --list`")
     if case["resolved_step"] is not None:
-        lines.append(f"  over        at step {case['resolved_step']}")
+        lines.append(f"  over        at step {case['resolved_step']}{_remark(case)}")
     if case["runbook"]:
         lines.append(f"  runbook     sentinel explain {case['alert']}")
     title, *rows = lines
@@ -224,6 +224,10 @@ def _text(case: dict[str, Any]) -> str:
 
 def _state(case: dict[str, Any]) -> str:
     return "silenced" if case["state"] == "firing" and case.get("silenced") else in_words(case["state"])
+
+
+def _remark(case: dict[str, Any]) -> str:
+    return f": {case['over']}" if case.get("over") else ""
 
 
 def _on_node(member: dict[str, Any]) -> str:

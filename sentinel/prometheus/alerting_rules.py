@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from sentinel.engine import Rule
+from sentinel.engine.rules.rule import OVER
 from sentinel.prometheus import promql
 from sentinel.prometheus.metric_names import Scope
 from sentinel.prometheus.promql import UntranslatableError
@@ -122,6 +123,8 @@ def _translate_rule(rule: Rule) -> dict[str, Any]:
     found["labels"] = {"severity": rule.severity}
     found["annotations"] = {"summary": f"{rule.name} in run {{{{ $labels.run }}}}"}
     for name, text in rule.annotations.items():
+        if name == OVER:
+            continue
         with contextlib.suppress(UntranslatableError):  # numbers that only the daemon has
             found["annotations"][name] = _text(text, scope)
     if rule.runbook:

@@ -96,6 +96,7 @@ class _Incident(msgspec.Struct):
     layers: list[_Layer] = []
     stacks: dict[str, str] = {}
     done: list[str] = []
+    over: str = ""
     silenced: str = ""
 
 

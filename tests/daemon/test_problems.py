@@ -290,6 +290,21 @@ def test_a_consequence_that_outlives_its_parent_is_its_own_under_the_same_key(tm
         assert {case["alert"]: case["parent"] for case in kept.incidents()} == run.cases
 
 
+def test_what_is_over_says_what_it_leaves_behind(tmp_path: Path) -> None:
+    async def scenario(run: Watched) -> None:
+        losses = [2.0 + 0.01 * (seq % 3) for seq in range(1500)]
+        await run.steps(loss=losses, learning_rate=[1e-3] * 300 + [0.05] * 1200)
+
+    run = watched(tmp_path, scenario, stock=True)
+    (over,) = [
+        text for text in run.shown() if text.startswith("[sentinel] LearningRateJump (since step 300): over at step ")
+    ]
+    assert over.endswith(": no further jump; the rate is 0.05")
+    with History(tmp_path / "r1.sqlite") as kept:
+        (case,) = [case for case in kept.incidents() if case["alert"] == "LearningRateJump"]
+    assert case["over"] == "no further jump; the rate is 0.05"
+
+
 def test_what_resolves_and_fires_again_soon_is_the_same_problem_and_nobody_is_paged_again(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         for _ in range(3):

@@ -112,6 +112,15 @@ def test_keep_firing_bridges_a_lull() -> None:
     assert [(incident.seq, incident.resolved_seq) for incident in target.incidents] == [(0, 6)]
 
 
+def test_what_is_said_at_the_end_has_the_numbers_of_the_end() -> None:
+    target = evaluator("alert: A, expr: loss > 1, annotations: {summary: '{loss}', over: '{loss} since {step}'}")
+    played(target, [0, 9, 0.5])
+    (incident,) = target.incidents
+    assert incident.annotations == {"summary": "9", "over": "0.5 since 1"}
+    played(target, [9], start=3)
+    assert target.incidents[-1].annotations == {"summary": "9"}
+
+
 def test_a_new_firing_is_a_new_incident() -> None:
     target = evaluator("alert: A, expr: loss > 1")
     played(target, [9, 0, 9])

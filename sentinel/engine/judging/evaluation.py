@@ -223,6 +223,9 @@ class Evaluator:
             return []
         transitions = self._open_incidents(rule, state, step, verdicts)
         if verdicts.resolved and not any(judge.firing for judge in state.judges.values()):
+            first = state.cohort.tracks.get(next(iter(self._incidents.open[rule.name].members)))
+            if first is not None:
+                self._incidents.describe_end(rule, first.slots, self.step_offset)
             incident = self._incidents.end(rule.name, "resolved", step.seq, step.time)
             transitions.append(Transition(incident, "resolved"))
         return transitions

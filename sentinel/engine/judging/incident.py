@@ -10,7 +10,7 @@ import msgspec
 from sentinel.engine.expressions.builder import Term
 from sentinel.engine.expressions.plan import Slots, UnreadyError
 from sentinel.engine.observation import RUN, Entity, ObservedStep
-from sentinel.engine.rules.rule import Rule
+from sentinel.engine.rules.rule import OVER, Rule
 from sentinel.text import join_names
 
 ENDED_LIMIT = 200
@@ -106,16 +106,17 @@ class Incidents:
 
     def describe(self, incident: Incident, rule: Rule, step_offset: int) -> None:
         """Render the annotations, for the members that it has by now."""
-        words = {
-            "step": str(incident.seq + step_offset),
-            "first_step": str(incident.first_seq + step_offset),
-            "entity": str(next(iter(incident.members))),
-            "members": join_names([str(entity) for entity in incident.members if entity != RUN], 3) or "not known yet",
-            "run": incident.run,
+        slots, words = self._slots[rule.name], _list_words(incident, step_offset)
+        incident.annotations = {
+            name: text.render(slots, words) for name, text in rule.templates.items() if name != OVER
         }
-        slots = self._slots[rule.name]
-        incident.annotations = {name: text.render(slots, words) for name, text in rule.templates.items()}
         incident.summary = incident.annotations.get("summary", " ".join(rule.expr.split()))
+
+    def describe_end(self, rule: Rule, slots: Slots, step_offset: int) -> None:
+        """Render what is said when the rule itself ends its open incident: of the numbers of that moment."""
+        incident = self.open[rule.name]
+        if (text := rule.templates.get(OVER)) is not None:
+            incident.annotations[OVER] = text.render(slots, _list_words(incident, step_offset))
 
     def end(self, rule: str, state: Literal["resolved", "rolled_back"], seq: int | None, time: float) -> Incident:
         """Close the open incident of a rule; `seq` is None where no step ended it."""
@@ -124,6 +125,16 @@ class Incidents:
         incident.state, incident.resolved_seq, incident.resolved_time = state, seq, time
         self._ended.append(incident)
         return incident
+
+
+def _list_words(incident: Incident, step_offset: int) -> dict[str, str]:
+    return {
+        "step": str(incident.seq + step_offset),
+        "first_step": str(incident.first_seq + step_offset),
+        "entity": str(next(iter(incident.members))),
+        "members": join_names([str(entity) for entity in incident.members if entity != RUN], 3) or "not known yet",
+        "run": incident.run,
+    }
 
 
 def holds_now(condition: Term, slots: Slots) -> bool:

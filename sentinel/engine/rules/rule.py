@@ -15,7 +15,9 @@ from sentinel.errors import RuleError
 from sentinel.signals import CLOCK, SIGNALS
 
 SEVERITIES = ("info", "warning", "critical")
-ANNOTATIONS = ("summary", "description", "remedy", "runbook")
+OVER = "over"
+"""The annotation that is rendered when an incident ends by its rule, and not when it fires."""
+ANNOTATIONS = ("summary", "description", "remedy", OVER, "runbook")
 RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "keep_while",
              "rebase_after", "every", "at", "min_samples", "from_start", "severity", "problem", "consequence_of",
              "actions", "downgrade", "evidence", "layers", "annotations")  # fmt: skip
