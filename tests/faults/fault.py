@@ -36,7 +36,7 @@ class Fault:
     """The most of them from the first step at which the fault has an effect to the alert."""
     cause: str
     """A pattern that the diagnosed cause must match. ONSET stands for the step at which the fault begins, NEAR for one
-    of the ten from the step before."""
+    of the ten from the step before, AROUND for `between steps` of two samples that it lies between."""
     names: tuple[str, ...] = ()
     """Patterns of what the case must say besides."""
     loop: Callable[[Trial], None]

@@ -244,7 +244,7 @@ FAULTS = (
     ),
     Fault(
         id="S3 rate", what="a rate that jumps, by the rate itself", alert="LearningRateJump", signal="learning_rate",
-        delay=1, loop=rate_itself, cause="it jumped from 0.002 to 0.5 at step NEAR", names=("group",),
+        delay=1, loop=rate_itself, cause="it jumped from 0.002 to 0.5 (at step NEAR|AROUND)", names=("group",),
         begins=True,
     ),
     Fault(
@@ -260,7 +260,7 @@ FAULTS = (
     Fault(
         id="C2", what="second moments that are zeroed", alert="OptimizerStateLost", signal="second_moment_kept",
         delay=5,
-        loop=zeroed_state, cause="zeroed or overwritten between steps", names=("optimizer.state",),
+        loop=zeroed_state, cause="zeroed or overwritten AROUND", names=("optimizer.state",),
         begins=True,
     ),
     Fault(

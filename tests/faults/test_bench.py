@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from bench import faults
 from bench.pages import read_rows, write_section
 from tests.faults import bugs
 from tests.faults.throughput import FAULTS
-from tests.faults.verdict import Verdict, hold_pages
+from tests.faults.verdict import Verdict, fill_steps, hold_pages
 
 THROUGHPUT = {fault.id: fault for fault in FAULTS}
 
@@ -88,3 +89,18 @@ def test_what_begins_late_has_a_table_of_its_own(tmp_path: Path, monkeypatch: py
 def test_what_is_about_time_is_trained_at_its_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     assert faults.list_missing(["throughput", "hardware"], 1, late=False, pace=20) == [("throughput", 0, ["T6"])]
+
+
+@pytest.mark.parametrize(
+    ("cause", "right"),
+    [
+        ("jumped at step 3949", True),
+        ("jumped between steps 3948 and 3950", True),
+        ("jumped between steps 3948 and 3949", True),
+        ("jumped between steps 3949 and 3951", False),
+        ("jumped between steps 3940 and 3948", False),
+        ("jumped between steps 3940 and 39490", False),
+    ],
+)
+def test_a_cause_may_name_the_samples_on_either_side_of_the_fault(cause: str, right: bool) -> None:
+    assert bool(re.search(fill_steps("jumped (at step NEAR|AROUND)", 3949), cause)) is right

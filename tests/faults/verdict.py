@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sentinel.hooks.core.governor import RARE_STEPS
 from sentinel.node import paths
 from sentinel.store import History
 from tests.faults import utilization
@@ -253,5 +254,10 @@ def _samples(history: History, signal: str) -> Sequence[int]:
 
 def fill_steps(pattern: str, onset: int) -> str:
     """A pattern of `Fault` with the steps of this run."""
-    near = "|".join(map(str, range(onset - 1, onset + 9)))
-    return pattern.replace("ONSET", rf"{onset}\b").replace("NEAR", f"({near})")
+    before, after = range(max(onset - RARE_STEPS, 0), onset), range(onset, onset + RARE_STEPS)
+    near, around = range(onset - 1, onset + 9), rf"between steps {_match_any(before)} and {_match_any(after)}\b"
+    return pattern.replace("ONSET", rf"{onset}\b").replace("NEAR", _match_any(near)).replace("AROUND", around)
+
+
+def _match_any(steps: range) -> str:
+    return f"({'|'.join(map(str, steps))})"
