@@ -175,7 +175,8 @@ class SecondMoments(Probe):
     """`second_moment_kept`: whether Adam's second moments are what they can be after the steps since the last sample.
 
     v <- beta2 v + (1 - beta2) g^2 leaves at least beta2 v (Kingma and Ba 2015, algorithm 1; RMSprop's alpha likewise):
-    after n steps no less than beta2^n. What is under it was changed by something else.
+    after n steps no less than beta2^n. What is under it was changed by something else. Taken before the step: after
+    updates by moments that were lost, the next gradient may be so large that its square fills them again.
     """
 
     tier = 2
@@ -188,7 +189,7 @@ class SecondMoments(Probe):
     def forget(self) -> None:
         self._samples.forget()
 
-    def after(self, step: Step) -> None:
+    def before(self, step: Step) -> None:
         steps, self._seq = step.seq - self._seq, step.seq
         kept = [
             (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
