@@ -58,7 +58,7 @@ def why(case: Case) -> str:
     if not diagnosis.missing:
         return ""
     command = f"; to know: {diagnosis.command}" if diagnosis.command else ""
-    return f"not known; missing: {'; '.join(diagnosis.missing)}{command}"
+    return f"{diagnosis.cause}; missing: {'; '.join(diagnosis.missing)}{command}"
 
 
 def more(case: Case) -> str:

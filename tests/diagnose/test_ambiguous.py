@@ -213,3 +213,8 @@ def test_what_cannot_be_told_is_not_known_and_says_what_is_missing(case: str) ->
     assert NOT_KNOWN in found.cause
     assert found.confidence in ("none", "low")
     assert any(missing in text for text in found.missing)
+
+
+def test_a_spike_after_a_norm_that_was_not_sampled_is_of_its_batch_or_of_the_update_before() -> None:
+    judge, _ = CASES["a spike right after a step whose gradient was not sampled"]
+    assert judge().cause == "not known: the batch of step 197, at which the loss jumped, or the update of step 196"

@@ -229,7 +229,7 @@ def low_limit(trial: Trial) -> None:
 FAULTS = (
     Fault(
         id="S1", what="bad batches at a rate that does harm", alert="LossSpike", signal="loss", delay=4,
-        loop=garbage, every_step=True, cause="the batch of step ONSET", names=("steps? ONSET", "layer"),
+        loop=garbage, every_step=True, cause="^the batch of step ONSET", names=("steps? ONSET", "layer"),
         begins=True,
     ),
     Fault(

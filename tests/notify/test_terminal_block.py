@@ -87,3 +87,9 @@ def test_the_summary_is_whole_where_other_rows_can_be_shorter() -> None:
     assert len(lines) == LINES
     assert summary in " ".join(line[len("\u2503 what    ") :] for line in lines[1:4])
     assert any(line.endswith(" ...") for line in lines)
+
+
+def test_causes_that_cannot_be_told_apart_are_named() -> None:
+    unknown = Finding(cause="not known: this, or that", confidence="none", missing=("the norm",), command="look again")
+    text = block(msgspec.structs.replace(case(), diagnosis=unknown))
+    assert "why     not known: this, or that; missing: the norm; to know: look again" in text

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown, times_usual
+from sentinel.diagnose.evidence import ALL_STEPS, NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown, times_usual
 from sentinel.diagnose.explainers.drift import huge_gradient, rate_jump
 from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.signs import GrownLayer
@@ -36,8 +36,12 @@ def loss_spike(evidence: Evidence) -> Finding:
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
     if evidence.is_unsampled("grad_norm", loss.seq - 1):  # an outsized update is as likely
-        missing = evidence.missing_norm(loss.seq - 1)
-        return report_unknown(missing, command=SAMPLE_MORE, remedy=f"look at {batches} (Rollback(skip_batches=...))")
+        at = evidence.step(loss.seq)
+        return report_unknown(
+            evidence.missing_norm(loss.seq - 1), command=SAMPLE_MORE,
+            cause=f"{NOT_KNOWN}: the batch of step {at}, at which the loss jumped, or the update of step {at - 1}",
+            remedy=f"look at {batches} (Rollback(skip_batches=...))",
+        )  # fmt: skip
     return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches)
 
 
