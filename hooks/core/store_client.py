@@ -9,7 +9,7 @@ from typing import Any
 
 from sentinel.errors import ConfigError
 from sentinel.hooks.core.identity import group_store
-from sentinel.hooks.core.worker import start_thread
+from sentinel.hooks.core.threads import start_thread
 
 CONNECT_SECONDS = 5.0
 STORE_SECONDS = 20.0

@@ -16,7 +16,7 @@ import torch
 
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.unseen import is_passing
-from sentinel.hooks.core.worker import Task, Worker
+from sentinel.hooks.core.threads import Task, Worker
 from sentinel.hooks.measure.statistics import Statistics
 
 

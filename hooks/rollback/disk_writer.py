@@ -14,8 +14,7 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.identity import find_node, leads_node, place, spans_nodes
-from sentinel.hooks.core.late_notice import say_if_late
-from sentinel.hooks.core.worker import Task, Worker
+from sentinel.hooks.core.threads import Task, Worker, say_if_late
 from sentinel.hooks.snapshot import checkpoint_files, node_parts
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot.capture import Part

@@ -27,7 +27,7 @@ from sentinel.errors import EXIT_BY_RULE, RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.fault_guard import defer_signals
 from sentinel.hooks.core.identity import place
-from sentinel.hooks.core.worker import start_thread
+from sentinel.hooks.core.threads import start_thread
 from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt, RankConsensus, TwoPhaseCommit
 from sentinel.text import write_lines
 

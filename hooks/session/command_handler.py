@@ -11,7 +11,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel._version import __version__
-from sentinel.hooks.core.worker import Task, Worker
+from sentinel.hooks.core.threads import Task, Worker
 from sentinel.hooks.torch_interop import internals
 from sentinel.hooks.transport.heartbeat_writer import format_stacks
 from sentinel.text import write_lines

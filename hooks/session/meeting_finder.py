@@ -18,7 +18,7 @@ from sentinel import wire
 from sentinel.errors import ConfigError
 from sentinel.hooks.core.identity import group_store
 from sentinel.hooks.core.store_client import StoreClient, StoreLost
-from sentinel.hooks.core.worker import Task, Worker
+from sentinel.hooks.core.threads import Task, Worker
 from sentinel.node.addresses import split_addresses
 from sentinel.node.network_address import find_free_port, find_own_address
 

@@ -24,7 +24,7 @@ from torch import nn
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import attempt, find_node, leads_node, local_rank, members, spans_nodes
-from sentinel.hooks.core.late_notice import say_if_late
+from sentinel.hooks.core.threads import say_if_late
 from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.disk_writer import begin_line

@@ -23,8 +23,8 @@ from sentinel.errors import RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, printable
+from sentinel.hooks.core.threads import start_thread
 from sentinel.hooks.core.unseen import is_out_of_memory
-from sentinel.hooks.core.worker import start_thread
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.oom_report import post_mortem
 from sentinel.hooks.loop import patches

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sentinel.errors import RunStopped
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.threads import Worker
 from sentinel.hooks.core.unseen import Unseen
-from sentinel.hooks.core.worker import Worker
 from sentinel.hooks.torch_interop import internals
 
 if TYPE_CHECKING:

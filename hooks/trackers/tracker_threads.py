@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.worker import start_thread
+from sentinel.hooks.core.threads import start_thread
 from sentinel.hooks.trackers import mlflow, tensorboard, trackio, wandb
 from sentinel.hooks.trackers.tracker import IncidentMark, Summary, Tracker, make_mark
 from sentinel.text import format_count

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import late_notice, unseen
+from sentinel.hooks.core import threads, unseen
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import choice, directory, view
@@ -426,7 +426,7 @@ def test_a_file_server_that_hangs_is_said(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe that has no writer stands for it."""
-    monkeypatch.setattr(late_notice, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(threads, "LATE_SECONDS", 0.1)
     with hanging(place, f"resume: reading {place} has taken 0.1 s", capsys):
         assert again(Training(), place) == 11
     training = Training()
@@ -441,7 +441,7 @@ def test_a_file_server_that_hangs_is_said(
 def test_a_state_that_is_long_in_coming_is_said(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(late_notice, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(threads, "LATE_SECONDS", 0.1)
     load, said = resumption.load, [""]
 
     def is_said() -> bool:
@@ -478,7 +478,7 @@ def test_one_rank_of_a_node_says_what_all_wait_for(monkeypatch: pytest.MonkeyPat
         raise AssertionError("another rank of the node says it")
 
     monkeypatch.setattr(threading, "Timer", fail)
-    with late_notice.say_if_late("resume: reading", speaks=False):
+    with threads.say_if_late("resume: reading", speaks=False):
         pass
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core.worker import Worker
+from sentinel.hooks.core.threads import Worker
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.snapshot.parts import StatefulPart
 from sentinel.hooks.snapshot.snapshot import Snapshot

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from sentinel.hooks.core import worker
-from sentinel.hooks.core.worker import Worker, start_thread
+from sentinel.hooks.core import threads
+from sentinel.hooks.core.threads import Worker, start_thread
 
 WAIT = 60.0
 
@@ -70,7 +70,7 @@ def test_nobody_waits_for_a_thread_that_a_fork_left_behind() -> None:
 
 
 def test_a_thread_that_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "START_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "START_SECONDS", 0.05)
     begun = threading.Event()
     late = threading.Thread(name="late")
     monkeypatch.setattr(late, "start", lambda: begun.wait(WAIT))
@@ -95,8 +95,8 @@ def test_a_thread_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> No
 PRELUDE = """
 import resource, sys, threading
 from pathlib import Path
-from sentinel.hooks.core import worker
-from sentinel.hooks.core.worker import Worker, start_thread
+from sentinel.hooks.core import threads
+from sentinel.hooks.core.threads import Worker, start_thread
 
 def limit():
     "Nothing is left, but what Python and the C library have asked for already: a used stack, for one."
@@ -111,7 +111,7 @@ for _ in range(2):
     used = [threading.Thread(target=bool) for _ in range(2)]
     for thread in used: thread.start()
     for thread in used: thread.join()
-worker.START_SECONDS = 2.0
+threads.START_SECONDS = 2.0
 limit()
 try:
     start_thread(threading.Thread(target=bool, daemon=True))

@@ -1,4 +1,4 @@
-"""A thread that is there before it is needed, and does one task after another.
+"""Threads of ours: there before they are needed, one task after another; and a line about a wait without end.
 
 `Thread.start()` waits without a bound for the first line of the new thread. Where Python finds no memory for that line
 (`ulimit -v`), it never comes, and the training loop would stand still. So threads are started before the loop, by
@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from sentinel.hooks.core import fault_guard
@@ -21,6 +21,8 @@ EXIT_SECONDS = 60.0
 """For which the process waits for its threads at its end: one may hang, on a file system that does not answer, say."""
 START_SECONDS = 5.0
 """How long a new thread may take to begin. It takes 0.1 ms where there is memory for it."""
+LATE_SECONDS = 30.0
+"""After which a line says what the training thread waits for, as it does for a file server that hangs."""
 _LOOK_SECONDS = 1.0
 """Between two looks whether the thread that a task waits for is still there."""
 
@@ -45,6 +47,26 @@ def start_thread(thread: threading.Thread) -> None:
         raise RuntimeError(f"{thread.name}: the thread did not begin within {START_SECONDS:g} s")
     if refused:
         raise refused[0]
+
+
+@contextlib.contextmanager
+def say_if_late(doing: str, *, speaks: bool) -> Iterator[None]:
+    """Say what the block is doing where it is not over after `LATE_SECONDS`. It goes on all the same: no call to the
+    system can be given up. `speaks`: for other ranks, too, that do the same beside this one."""
+    timer: threading.Timer | None = None
+    if speaks:
+        with contextlib.suppress(RuntimeError, MemoryError):  # without the line, but the block is done
+            late = (
+                f"{doing} has taken {LATE_SECONDS:g} s so far and goes on; if it does not end, check that file system"
+            )
+            timer = threading.Timer(LATE_SECONDS, fault_guard.say, (late,))
+            timer.daemon = True
+            start_thread(timer)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 class Task:
