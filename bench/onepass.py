@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bench.overhead import MODELS, Loop, least_of
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 from sentinel.hooks.measure.statistics import TorchStatistics
 
 
@@ -28,14 +28,14 @@ def measure_by_torch(gradients: list[torch.Tensor]) -> None:
 
 
 def main() -> None:
-    print(f"compiled kernel: {cpu_kernel.missing() or 'there'}")
+    print(f"compiled kernel: {kernels.kernel_missing or 'there'}")
     for name in MODELS:
         loop = Loop(name)
         loop.step()
         parameters = list(loop.model.parameters())
         gradients = [parameter.grad for parameter in parameters]
         calls = {
-            "kernel": lambda: cpu_kernel.whole(gradients),  # noqa: B023
+            "kernel": lambda: kernels.whole(gradients),  # noqa: B023
             "norm": lambda: torch._foreach_norm(gradients),  # noqa: B023
             "torch": lambda: measure_by_torch(gradients),  # noqa: B023
             "clip": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),  # noqa: B023

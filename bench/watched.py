@@ -95,9 +95,9 @@ def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> No
 
 def sentinel_fallback(loop: Watched) -> None:
     """Every statistic at every step, without the compiled kernel."""
-    from sentinel.hooks.measure import cpu_kernel
+    from sentinel.hooks.measure import kernels
 
-    cpu_kernel._MISSING = "left out"
+    kernels.kernel_missing = "left out"
     sentinel_everything(loop)
 
 

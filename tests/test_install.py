@@ -31,7 +31,7 @@ OURS = ("sentinel", "training_sentinel", "__editable__")
 SCRIPT = """
 import torch
 import sentinel
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 from sentinel.web import charts
 
 model = torch.nn.Linear(4, 1)
@@ -42,14 +42,14 @@ with sentinel.attach(model, optimizer):
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
 print("package", sentinel.__file__)
-print("kernel", repr(cpu_kernel.missing()))
+print("kernel", repr(kernels.kernel_missing))
 print("charts", charts.is_present())
 """
 TEST = """
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 
 def test_the_kernel_is_there():
-    assert cpu_kernel.missing() == ""
+    assert kernels.kernel_missing == ""
 """
 
 

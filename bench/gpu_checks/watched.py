@@ -14,8 +14,8 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.hooks.core import governor
-from sentinel.hooks.measure import cpu_kernel
-from sentinel.hooks.measure.device_kernel import DeviceKernel
+from sentinel.hooks.measure import kernels
+from sentinel.hooks.measure.kernels import DeviceKernel
 from sentinel.hooks.measure.statistics import Statistics
 from tests.hooks.conftest import FakeDaemon
 
@@ -36,12 +36,12 @@ def daemon() -> Iterator[FakeDaemon]:
 @contextlib.contextmanager
 def statistics_by(kernel: str) -> Iterator[None]:
     """`eager`: torch's operations; `Triton`: the fused kernel. The compiled one of the CPU is left out."""
-    before = cpu_kernel._MISSING, cpu_kernel.device_kernel
-    cpu_kernel._MISSING, cpu_kernel.device_kernel = "left out", ONLY[kernel]()
+    before = kernels.kernel_missing, kernels.device_kernel
+    kernels.kernel_missing, kernels.device_kernel = "left out", ONLY[kernel]()
     try:
         yield
     finally:
-        cpu_kernel._MISSING, cpu_kernel.device_kernel = before
+        kernels.kernel_missing, kernels.device_kernel = before
 
 
 class Torch(DeviceKernel):

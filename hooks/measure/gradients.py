@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 from sentinel.hooks.measure.statistics import Statistics, TorchStatistics, combine_norms
 from sentinel.hooks.torch_interop.layer_table import Layers, is_wrapper_tensor, local
 from sentinel.hooks.torch_interop.tensors import Scalar, send_numbers
@@ -28,10 +28,10 @@ class Gradients:
         found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
         """This rank's part of each gradient: never empty, sparse, complex, or a wrapper around other tensors."""
-        whole = cpu_kernel.whole(found, scale)
+        whole = kernels.whole(found, scale)
         if whole is None:
             self._leave_out()
-        self._statistics: Statistics = whole or cpu_kernel.measure_tensors(self.tensors, scale)
+        self._statistics: Statistics = whole or kernels.measure_tensors(self.tensors, scale)
 
     def _leave_out(self) -> None:
         """Keep only gradients that are there, and lie plainly in memory."""

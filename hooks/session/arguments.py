@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from sentinel.errors import AttachError
 from sentinel.hooks.core.host_memory import memory_left, memory_limit
 from sentinel.hooks.core.identity import printable
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.discovery import WRAPPERS
 from sentinel.hooks.torch_interop.internals import Dropout, NormWithStatistics, default_group_seconds
@@ -180,7 +180,7 @@ def facts(
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "device": _device(),
-        "kernel_missing": cpu_kernel.missing() if any(p.is_cpu for p in own.values()) else "",
+        "kernel_missing": kernels.kernel_missing if any(p.is_cpu for p in own.values()) else "",
         "collective_timeout_seconds": default_group_seconds(),
         **_limits(),
     }

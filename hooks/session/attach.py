@@ -27,7 +27,7 @@ from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.loop.losses import EngineLossScale
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probe, probes
-from sentinel.hooks.measure.cpu_kernel import device_kernel
+from sentinel.hooks.measure.kernels import device_kernel
 from sentinel.hooks.measure.probe import Probes
 from sentinel.hooks.measure.probes.loop import LrSchedule
 from sentinel.hooks.rollback import framework_checkpoints

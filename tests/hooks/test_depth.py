@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import sentinel
 from sentinel.hooks.core import governor
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 from sentinel.hooks.measure.probes.topology import post_norms
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -40,7 +40,7 @@ def ratio(net: nn.Module) -> float:
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 def test_gradients_are_compared_over_depth(compiled: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(cpu_kernel, "_MISSING", "not wanted")
+        monkeypatch.setattr(kernels, "kernel_missing", "not wanted")
     net = deep(nn.Sigmoid)
     found: list[float] = []
     loop = Loop(net, torch.optim.SGD(net.parameters(), lr=0.01))

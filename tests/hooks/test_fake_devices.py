@@ -19,7 +19,7 @@ import sentinel
 from sentinel.hooks.core import governor
 from sentinel.hooks.loop import losses
 from sentinel.hooks.loop.step_accumulator import StepTotals
-from sentinel.hooks.measure import cpu_kernel, gradients
+from sentinel.hooks.measure import gradients, kernels
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.measure.probes import weights
 from sentinel.hooks.measure.statistics import TorchStatistics
@@ -84,8 +84,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     monkeypatch.setattr(records._Transfer, "has_arrived", lambda self: False)
     monkeypatch.setattr(losses.scaled, "by", type(losses.scaled.by)())  # of losses that no pass follows
     monkeypatch.setattr(governor, "FIRST", dict.fromkeys(range(4), 1))
-    monkeypatch.setattr(cpu_kernel, "whole", lambda *_: None)
-    monkeypatch.setattr(cpu_kernel, "measure_tensors", TorchStatistics)
+    monkeypatch.setattr(kernels, "whole", lambda *_: None)
+    monkeypatch.setattr(kernels, "measure_tensors", TorchStatistics)
     monkeypatch.setattr(gradients, "is_wrapper_tensor", lambda _: False)  # a fake tensor is of a class of its own
     return found
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sentinel.hooks.measure import cpu_kernel
-from sentinel.hooks.measure.device_kernel import DeviceKernel, is_usable
+from sentinel.hooks.measure import kernels
+from sentinel.hooks.measure.kernels import DeviceKernel, is_usable
 from sentinel.hooks.measure.statistics import Statistics, TorchStatistics
 from tests.hooks.test_onepass import gradients, shown
 
@@ -208,14 +208,14 @@ def test_a_kernel_that_fails_gives_way_to_torch(
     kernel, tensors = make_kernel(), [torch.ones(3)]
     monkeypatch.setattr(fused, "_compiled", set())
     monkeypatch.setattr(fused, fails, broken)
-    monkeypatch.setattr(cpu_kernel, "_MISSING", "left out")
-    monkeypatch.setattr(cpu_kernel, "device_kernel", kernel)
+    monkeypatch.setattr(kernels, "kernel_missing", "left out")
+    monkeypatch.setattr(kernels, "device_kernel", kernel)
     until = time.monotonic() + 60
     while not swallowed:
-        assert isinstance(cpu_kernel.measure_tensors(tensors), TorchStatistics)
+        assert isinstance(kernels.measure_tensors(tensors), TorchStatistics)
         assert time.monotonic() < until
     assert "the Triton kernel" in swallowed[0]
-    assert isinstance(cpu_kernel.measure_tensors(tensors), TorchStatistics)
+    assert isinstance(kernels.measure_tensors(tensors), TorchStatistics)
     assert len(swallowed) == 1
 
 

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 import sentinel
 from sentinel import wire
 from sentinel.cli import cli
-from sentinel.hooks.measure import cpu_kernel
-from sentinel.hooks.measure.cpu_kernel import ROWS, KernelStatistics, measure_tensors
+from sentinel.hooks.measure import kernels
+from sentinel.hooks.measure.kernels import ROWS, KernelStatistics, measure_tensors
 from sentinel.hooks.measure.statistics import Statistics, TorchStatistics
 from sentinel.hooks.torch_interop import tensors
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model
 
-compiled = pytest.mark.skipif(bool(cpu_kernel.missing()), reason="the compiled kernel was not built")
+compiled = pytest.mark.skipif(bool(kernels.kernel_missing), reason="the compiled kernel was not built")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODD = (0.0, -0.0, 1.0, -2.5, 6e-8, -3e-7, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan, -math.nan)
@@ -78,7 +78,7 @@ def check(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Non
 
 def read(tensors: list[Any]) -> list[int]:
     """Which of these the kernel leaves."""
-    return cpu_kernel._onepass.measure(cpu_kernel._EXCHANGE, tensors, 1.0, bytearray(ROWS * 4 * len(tensors)), False)[1]
+    return kernels.onepass.measure(kernels.EXCHANGE, tensors, 1.0, bytearray(ROWS * 4 * len(tensors)), False)[1]
 
 
 @st.composite
@@ -101,19 +101,19 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
 
 def sets_of_instructions() -> list[str]:
     """That this processor has, the one in use last."""
-    if cpu_kernel.missing():
+    if kernels.kernel_missing:
         return []
-    there = cpu_kernel._onepass.use("plain")
-    cpu_kernel._onepass.use(there[-1])
+    there = kernels.onepass.use("plain")
+    kernels.onepass.use(there[-1])
     return there
 
 
 @pytest.fixture(params=sets_of_instructions())
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernel reads with one of them."""
-    cpu_kernel._onepass.use(request.param)
+    kernels.onepass.use(request.param)
     yield
-    cpu_kernel._onepass.use(sets_of_instructions()[-1])
+    kernels.onepass.use(sets_of_instructions()[-1])
 
 
 @compiled
@@ -126,7 +126,7 @@ def test_it_is_what_the_definitions_say(instructions: None, tensors: list[torch.
 @compiled
 def test_instructions_that_the_processor_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="no instructions 'sse9'"):
-        cpu_kernel._onepass.use("sse9")
+        kernels.onepass.use("sse9")
 
 
 @compiled
@@ -174,9 +174,9 @@ def test_a_tensor_without_memory_is_not_read() -> None:
 @compiled
 def test_it_writes_into_nothing_else() -> None:
     with pytest.raises(ValueError, match="out must have 48 bytes"):
-        cpu_kernel._onepass.measure(cpu_kernel._EXCHANGE, [torch.ones(2), torch.ones(2)], 1.0, bytearray(47), False)
+        kernels.onepass.measure(kernels.EXCHANGE, [torch.ones(2), torch.ones(2)], 1.0, bytearray(47), False)
     with pytest.raises(ValueError, match="PyCapsule"):
-        cpu_kernel._onepass.measure(object(), [torch.ones(2)], 1.0, bytearray(24), False)
+        kernels.onepass.measure(object(), [torch.ones(2)], 1.0, bytearray(24), False)
 
 
 @compiled
@@ -208,7 +208,7 @@ def test_torch_alone_says_the_same(tensors: list[torch.Tensor]) -> None:
 
 
 def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernel, "_MISSING", "no C compiler")
+    monkeypatch.setattr(kernels, "kernel_missing", "no C compiler")
     tensors = [torch.tensor([3.0, -4.0, 0.0]), torch.tensor([math.inf, 1.0])]
     found = measure_tensors(tensors)
     assert isinstance(found, TorchStatistics)
@@ -226,7 +226,7 @@ def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attach_says_that_there_is_no_kernel(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cpu_kernel, "_MISSING", "no C compiler")
+    monkeypatch.setattr(kernels, "kernel_missing", "no C compiler")
     net = model()
     with sentinel.attach(net, torch.optim.AdamW(net.parameters())):
         daemon.wait(lambda: daemon.of(wire.Hello))

@@ -16,7 +16,7 @@ from sentinel import wire
 from sentinel.engine import RUN, Observation
 from sentinel.engine.backtest import backtest
 from sentinel.hooks.core import governor
-from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure import kernels
 from sentinel.hooks.torch_interop.tensors import BUDGET, Sample, checksum, row_length, short
 from sentinel.rulebook import loader
 from sentinel.signals import EXPONENTS, SIGNALS, below
@@ -57,7 +57,7 @@ def norm(tensors: Any) -> float:
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 def test_a_small_model_is_measured_exactly(compiled: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(cpu_kernel, "_MISSING", "not wanted")
+        monkeypatch.setattr(kernels, "kernel_missing", "not wanted")
     net = model()
     loop = Recorded(net, sgd(net))
     with sentinel.attach(net, loop.optimizer):
