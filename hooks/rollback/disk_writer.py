@@ -1,4 +1,8 @@
-"""Writes good snapshots to disk, when the daemon says which: in a thread of low priority, beside the loop."""
+"""Writes good snapshots to disk, when the daemon says which: in a thread of low priority, beside the loop.
+
+Over several nodes a part (`node_parts.py`) may be all that there will ever be of its step, so what is deleted follows
+from what all nodes are known to hold (`CommonSnapshots`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +28,9 @@ _LISTED = 64
 """Steps that an answer to the daemon lists, at most."""
 CLOSING_SECONDS = 5.0
 """How long the end of the run waits for a write to notice that it is no longer wanted."""
+AHEAD = 4
+"""Parts that a node keeps beyond `disk_keep` as long as it does not know whether the others have theirs; and of older
+ones a few (`CommonSnapshots`)."""
 
 
 _line = ""
@@ -41,6 +48,55 @@ def _is_ahead(manifest: snapshots.Manifest) -> bool:
     return others and bool(_line) and manifest.lineage.startswith(f"{_line}.")
 
 
+class CommonSnapshots:
+    """What the first rank of a node knows of the steps whose snapshot all nodes hold, and which parts it keeps.
+
+    The newest common one stays as long as the node writes at most `AHEAD` parts without word of the others. Beyond that
+    parts are thinned out: of the attempt's steps it keeps the newest two multiples of each power of two, about log2 of
+    all that it wrote. So two nodes that write the same steps always have one in common. Of a node with every 2^k-th
+    step, its last one or the one before; of a node that stopped n steps ago, one at most 2n steps older than its last:
+    the least 2^j above n has a multiple among the stopped node's newest two that is still among the other's.
+    """
+
+    def __init__(self, step: int) -> None:
+        """`step`: what all ranks went on from; negative: from nothing."""
+        self._first = step + 1
+        self._steps = {step}
+        self._floor = -1
+
+    def note(self, own: Collection[int], steps: Iterable[int], floor: int) -> None:
+        """All nodes hold these `steps`, and know that none needs what is older than `floor`, -1: that is not known.
+        `own`: what this node has. What was said may be of before a rollback."""
+        if floor in own:
+            self._floor = max(self._floor, floor)
+        self._steps = {step for step in (*self._steps, *steps) if step in own and step >= self._floor}
+
+    def rewind(self, step: int) -> None:
+        """The run went back to this step: what is younger is void."""
+        self._steps = {one for one in self._steps if one <= step}
+        self._floor = self._floor if self._floor <= step else -1
+
+    def find_safe(self, keep: int) -> int:
+        """The oldest of the newest `keep` that all nodes are known to hold; -1 where there are not as many."""
+        newest = sorted(self._steps)[-keep:]
+        return newest[0] if len(newest) == keep else -1
+
+    def list_superfluous(self, line: Sequence[int], keep: int) -> list[int]:
+        """The steps to delete of the node's own `line`, the youngest first, of which `keep` are wanted."""
+        rest = line[keep:]
+        unknown = [step for step in rest if step >= self._floor and step not in self._steps]
+        spread = self._list_spread(line)
+        return [step for step in rest if step < self._floor] + [step for step in unknown[AHEAD:] if step not in spread]
+
+    def _list_spread(self, line: Sequence[int]) -> set[int]:
+        """The newest two multiples of each power of two, counted from the attempt's first step, as all nodes do."""
+        ordinals = [step - self._first for step in line if step >= self._first]
+        spread = set()
+        for bits in range(max(ordinals, default=0).bit_length() + 1):
+            spread.update([one for one in ordinals if one % (1 << bits) == 0][:2])
+        return {self._first + one for one in spread}
+
+
 class DiskWriter:
     """A rank's part in writing snapshots to `directory`. Rank 0 gives them their name, and deletes old ones; over
     several nodes the first rank of each does, in a place of the node's own."""
@@ -56,7 +112,7 @@ class DiskWriter:
             self._leads = leads_node()
             self._place = node_parts.place_of(self._directory, place()[0])
         self._rewinds = 0
-        self._common = node_parts.CommonSnapshots(first_step - 1)
+        self._common = CommonSnapshots(first_step - 1)
         self._void_after: int | None = None
         """What is younger is to be set aside still: that failed when the run went back."""
         self._parent = -1

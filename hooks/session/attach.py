@@ -38,7 +38,6 @@ from sentinel.hooks.session.arguments import facts, gpus
 from sentinel.hooks.session.backward_passes import Succession
 from sentinel.hooks.session.logged_signals import KINDS
 from sentinel.hooks.session.monitor import Monitor
-from sentinel.hooks.session.part_search import describe_sharing
 from sentinel.hooks.session.session import RunSession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering, OptimizersInBackward, WholeStep
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
@@ -254,6 +253,8 @@ class _Setup:
         )
         description = facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps)
         if restorer is not None and restorer.terms.directory is not None and spans_nodes():
+            from sentinel.hooks.session.resume_over_nodes import describe_sharing  # as rarely wanted as the restorer
+
             description["parts_in"] = f"{restorer.terms.directory} ({describe_sharing()})"
         session.hello = {
             "step_offset": step,

@@ -30,17 +30,16 @@ from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.session import arguments
-from sentinel.hooks.session.part_search import check_sharing, search_parts
-from sentinel.hooks.session.shrunk_state import compare_replicas, refuse_sharded
+from sentinel.hooks.session.resume_over_nodes import check_sharing, compare_replicas, refuse_sharded, search_parts
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot import node_parts
 from sentinel.hooks.snapshot.capture import Part, Stateful
 from sentinel.hooks.snapshot.checkpoint_files import load
 from sentinel.hooks.snapshot.choice import Begin, PassOver, PassParts, Refuse, Take, View, decide
+from sentinel.hooks.snapshot.node_parts import Looker, look
 from sentinel.hooks.snapshot.parts import RngPart, RunState, rename_parts
 from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
-from sentinel.hooks.snapshot.view import Looker, look
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 from sentinel.text import name_ranks
 

@@ -1,74 +1,26 @@
-"""Snapshots of a job over several nodes: each node publishes a part of its own, with its ranks in it.
+"""Snapshots in a directory, as one rank sees them: of a job over several nodes, each node publishes a part of its own.
 
     DIRECTORY/node-of-rank-0/step-00000400/    ranks 0 to 3, laid out as the snapshot of one node
     DIRECTORY/node-of-rank-4/step-00000400/    ranks 4 to 7, on another disk or in the same directory
 
 Nodes write without asking each other: all of them choose the same steps. A snapshot is whole where the parts of all
-ranks are there, of one step and one `lineage`. A part may be all that there will ever be of its step, so what is
-deleted follows from what all nodes are known to hold (`CommonSnapshots`).
+ranks are there, of one step and one `lineage`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+import socket
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from sentinel.hooks.snapshot import directory
+from sentinel.hooks.snapshot.choice import Seen, State, View, follow_line
+from sentinel.hooks.snapshot.directory import DiskSnapshot, Manifest
 
-AHEAD = 4
-"""Parts that a node keeps beyond `disk_keep` as long as it does not know whether the others have theirs; and of older
-ones a few (`CommonSnapshots`)."""
 _PLACE = re.compile(r"node-of-rank-(\d+)")
-
-
-class CommonSnapshots:
-    """What the first rank of a node knows of the steps whose snapshot all nodes hold, and which parts it keeps.
-
-    The newest common one stays as long as the node writes at most `AHEAD` parts without word of the others. Beyond that
-    parts are thinned out: of the attempt's steps it keeps the newest two multiples of each power of two, about log2 of
-    all that it wrote. So two nodes that write the same steps always have one in common. Of a node with every 2^k-th
-    step, its last one or the one before; of a node that stopped n steps ago, one at most 2n steps older than its last:
-    the least 2^j above n has a multiple among the stopped node's newest two that is still among the other's.
-    """
-
-    def __init__(self, step: int) -> None:
-        """`step`: what all ranks went on from; negative: from nothing."""
-        self._first = step + 1
-        self._steps = {step}
-        self._floor = -1
-
-    def note(self, own: Collection[int], steps: Iterable[int], floor: int) -> None:
-        """All nodes hold these `steps`, and know that none needs what is older than `floor`, -1: that is not known.
-        `own`: what this node has. What was said may be of before a rollback."""
-        if floor in own:
-            self._floor = max(self._floor, floor)
-        self._steps = {step for step in (*self._steps, *steps) if step in own and step >= self._floor}
-
-    def rewind(self, step: int) -> None:
-        """The run went back to this step: what is younger is void."""
-        self._steps = {one for one in self._steps if one <= step}
-        self._floor = self._floor if self._floor <= step else -1
-
-    def find_safe(self, keep: int) -> int:
-        """The oldest of the newest `keep` that all nodes are known to hold; -1 where there are not as many."""
-        newest = sorted(self._steps)[-keep:]
-        return newest[0] if len(newest) == keep else -1
-
-    def list_superfluous(self, line: Sequence[int], keep: int) -> list[int]:
-        """The steps to delete of the node's own `line`, the youngest first, of which `keep` are wanted."""
-        rest = line[keep:]
-        unknown = [step for step in rest if step >= self._floor and step not in self._steps]
-        spread = self._list_spread(line)
-        return [step for step in rest if step < self._floor] + [step for step in unknown[AHEAD:] if step not in spread]
-
-    def _list_spread(self, line: Sequence[int]) -> set[int]:
-        """The newest two multiples of each power of two, counted from the attempt's first step, as all nodes do."""
-        ordinals = [step - self._first for step in line if step >= self._first]
-        spread = set()
-        for bits in range(max(ordinals, default=0).bit_length() + 1):
-            spread.update([one for one in ordinals if one % (1 << bits) == 0][:2])
-        return {self._first + one for one in spread}
 
 
 def place_of(place: Path, first_rank: int) -> Path:
@@ -97,11 +49,142 @@ def list_common(place: Path, world: int, most: int) -> list[int]:
         if len(common) == most:
             break
         read = [directory.read_manifest(path) for path in found[step]]
-        if _is_whole([one for one in read if isinstance(one, directory.Manifest)], world):
+        if _is_whole([one for one in read if isinstance(one, Manifest)], world):
             common.append(step)
     return common
 
 
-def _is_whole(parts: Sequence[directory.Manifest], world: int) -> bool:
+def _is_whole(parts: Sequence[Manifest], world: int) -> bool:
     lineages = {(part.lineage, part.world_size) for part in parts}
     return len(lineages) == 1 and {rank for part in parts for rank in part.ranks} >= set(range(world))
+
+
+class Looker(msgspec.Struct, frozen=True, kw_only=True):
+    """Who looks."""
+
+    rank: int
+    world: int
+    node: int
+    """Sentinel's number of its node, which stays where the job goes on without others."""
+    local_rank: int
+    shrunk: bool
+    """The job goes on without some of its nodes."""
+
+    def find_own(self, part: Manifest) -> int | None:
+        """The rank that this one was in a part; None: it is of others. Where more ranks wrote it than go on, a rank
+        takes what its own node wrote: another node's may be another state."""
+        if not self.is_renumbered(part):
+            return self.rank if self.rank in part.ranks else None
+        return part.ranks[self.local_rank % len(part.ranks)] if part.node == self.node else None
+
+    def is_renumbered(self, part: Manifest) -> bool:
+        """Whether ranks had other numbers when they wrote it."""
+        return bool(part.ranks) and self.shrunk and part.world_size > self.world
+
+
+def look(
+    place: Path,
+    looker: Looker,
+    *,
+    before: int | None,
+    passed: Collection[int],
+    whole: Collection[int],
+    thorough: bool,
+    late: bool,
+    apart: bool,
+) -> View:
+    """What this rank sees in `place`. Of the snapshots of its line before `before`, the newest that is not in `passed`
+    is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
+    try:
+        status = place.stat()
+    except FileNotFoundError:
+        return View(
+            directory=str(place), present=False, empty_ancestor=_find_empty_ancestor(place), late=late, apart=apart,
+            host=socket.gethostname(),
+        )  # fmt: skip
+    except OSError as error:
+        return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
+    if refusal := directory.refuse_directory(place, status):
+        return View(directory=str(place), refusal=refusal, late=late)
+    try:
+        found, elsewhere = list_seen(place, looker)
+    except OSError as error:
+        return View(directory=str(place), trouble=f"{place}: {error.strerror}", late=late)
+    seen = {step: _describe(path, one, looker) for step, (path, one) in found.items()}
+    line = follow_line(seen) if seen else ()
+    first = next((step for step in line if (before is None or step < before) and step not in passed), None)
+    if first is not None and seen[first].state == "unchecked":
+        seen[first] = _examine(seen[first], *found[first], known=first in whole, thorough=thorough, rank=looker.rank)
+    others = {step: directory.describe(path, one) for step, (path, one) in elsewhere.items()}
+    return View(directory=str(place), snapshots=seen, elsewhere=others, late=late, apart=apart)
+
+
+def list_seen(
+    place: Path, looker: Looker
+) -> tuple[Mapping[int, tuple[Path, Manifest | Seen]], Mapping[int, tuple[Path, Manifest]]]:
+    """Step -> where this rank finds itself in the snapshot of it, and its manifest, or what is seen without it; and
+    step -> a part of other ranks, of steps in which it finds itself nowhere. Raises OSError."""
+    rank = looker.rank
+    found: dict[int, tuple[Path, Manifest | Seen]] = {}
+    hidden: dict[int, tuple[Path, Manifest | Seen]] = {}
+    elsewhere: dict[int, tuple[Path, Manifest]] = {}
+    nearest = True  # the node that this rank is on, by its number: what cannot be read there is this rank's
+    for first, own in sorted(list_places(place), key=lambda one: (one[0] > rank, -one[0])):
+        for step, path in directory.list_snapshots(own):
+            if step in found:
+                continue
+            one = directory.read_manifest(path)
+            if isinstance(one, Seen):  # unreadable: this rank may be in it, wherever it is
+                if looker.shrunk:  # places have numbers of before
+                    hidden[step] = path, msgspec.structs.replace(one, part=True)
+                elif first <= rank and (nearest or one.state == "unreadable"):
+                    found[step] = path, msgspec.structs.replace(one, part=True)
+            elif looker.find_own(one) is not None:
+                found[step] = path, one
+            else:
+                elsewhere[step] = path, one
+        nearest = False
+    found = hidden | found
+    for step, path in directory.list_snapshots(place):
+        one = directory.read_manifest(path)
+        part = found.get(step, (path, None))[1]
+        if not (isinstance(part, Manifest) and isinstance(one, Manifest) and part.time > one.time):
+            found[step] = path, one
+    return found, {step: other for step, other in elsewhere.items() if step not in found}
+
+
+def _describe(path: Path, one: Manifest | Seen, looker: Looker) -> Seen:
+    if isinstance(one, Seen):
+        return one
+    seen = directory.describe(path, one)
+    if looker.is_renumbered(one) and (own := looker.find_own(one)) is not None:
+        return msgspec.structs.replace(seen, rank=own)
+    if one.ranks and one.world_size != looker.world:
+        why = f"{path}: was written by {one.world_size} ranks on several nodes, and this job has {looker.world}"
+        if one.world_size < looker.world:
+            why += ": more cannot go on from it. Nodes that --allow-shrink left out stay out: "
+            why += f"start {one.world_size} ranks"
+        return msgspec.structs.replace(seen, state="misfit", why=why)
+    return seen
+
+
+def _examine(seen: Seen, path: Path, one: Manifest | Seen, *, known: bool, thorough: bool, rank: int) -> Seen:
+    assert isinstance(one, Manifest)
+    state: State = "whole"
+    why = ""
+    if not known:
+        # The first rank of a part may be no node's first by now.
+        state, why = DiskSnapshot(path, one).examine(thorough=thorough or one.ranks[:1] == (rank,))
+    return msgspec.structs.replace(seen, state=state, why=why)
+
+
+def _find_empty_ancestor(place: Path) -> str:
+    """The nearest directory above that is there, if nothing is in it."""
+    for ancestor in place.parents:
+        try:
+            return "" if any(ancestor.iterdir()) else str(ancestor)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            break
+    return ""

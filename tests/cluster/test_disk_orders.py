@@ -9,7 +9,7 @@ import pytest
 
 from sentinel.cluster.protocol.disk import NodeDisk, find_floor, list_on_all
 from sentinel.cluster.protocol.messages import NodeRollback, RollbackOrder
-from sentinel.hooks.snapshot.node_parts import AHEAD, CommonSnapshots
+from sentinel.hooks.rollback.disk_writer import AHEAD, CommonSnapshots
 
 KEEP = 2
 

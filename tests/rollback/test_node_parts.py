@@ -18,8 +18,8 @@ import torch.distributed as dist
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.rollback import disk_writer, framework_checkpoints
-from sentinel.hooks.session import part_search, shrunk_state
 from sentinel.hooks.session import resume as resumption
+from sentinel.hooks.session import resume_over_nodes
 from sentinel.hooks.snapshot import directory, node_parts
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.state_owners import Owners
@@ -65,7 +65,7 @@ class Writer:
 @pytest.fixture
 def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list[Path]:  # noqa: F811
     """Of two nodes of one rank each, which have written steps 5 and 10."""
-    monkeypatch.setattr(part_search.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
+    monkeypatch.setattr(resume_over_nodes.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
     monkeypatch.setattr(disk_writer, "_line", "one start")
     places = [tmp_path / "disk 0", tmp_path / "disk 1"]
     for rank, place in enumerate(places):
@@ -221,7 +221,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list[Path]:  # noqa: F811
     """Disks of these nodes, which have written steps 5 and 10, and of node 1 which came no further than 5."""
-    monkeypatch.setattr(part_search.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
+    monkeypatch.setattr(resume_over_nodes.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
     monkeypatch.setattr(disk_writer, "_line", "one start")
     places = [tmp_path / f"disk {rank}" for rank in range(3)]
     for rank, place in enumerate(places):
@@ -244,7 +244,7 @@ def go_on(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> 
     """What `sentinel.resume` returns on each rank, a node each, or why it raises."""
     ranks.store = dist.HashStore()
     monkeypatch.setattr(disk_writer, "_line", "")
-    monkeypatch.setattr(part_search, "_sharing", "")
+    monkeypatch.setattr(resume_over_nodes, "_sharing", "")
     trainings = [Training() for _ in places]
 
     def resume(rank: int, exchange: framework_checkpoints.RankExchange) -> int:
@@ -360,7 +360,7 @@ def test_a_run_does_not_begin_where_parts_are(disks: list[Path], monkeypatch: py
 
 def test_a_node_deletes_what_all_know_to_be_superfluous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path, 1, 2, monkeypatch)
-    steps = range(5, 5 * (KEEP + node_parts.AHEAD + 1), 5)
+    steps = range(5, 5 * (KEEP + disk_writer.AHEAD + 1), 5)
     assert writer.write(*steps).kept == tuple(steps), "cut off"
     assert writer.write(35, on_all=(5, 10)).kept == (5, 10, 15, 20, 25, 30, 35)
     answer = writer.write(40, on_all=(10, 30, 35), floor=10)
@@ -454,7 +454,7 @@ def begin(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> 
     """What `sentinel.resume` returns on each rank, or why it raises."""
     monkeypatch.setattr(framework_checkpoints, "EXCHANGE_SECONDS", 5.0)
     monkeypatch.setattr(disk_writer, "_line", "")
-    monkeypatch.setattr(part_search, "_sharing", "")
+    monkeypatch.setattr(resume_over_nodes, "_sharing", "")
 
     def resume(rank: int, exchange: framework_checkpoints.RankExchange) -> int:
         ranks.here.exchange = exchange
@@ -501,7 +501,7 @@ def test_a_file_that_shows_sharing_and_cannot_be_looked_for_counts_as_not_seen(
 
     monkeypatch.setattr(Path, "exists", fail)
     assert begin(ranks, [tmp_path, tmp_path], monkeypatch) == [0, 0]
-    assert part_search.describe_sharing() == "a disk of each node's own"
+    assert resume_over_nodes.describe_sharing() == "a disk of each node's own"
 
 
 @pytest.mark.usefixtures("shrunk")
@@ -509,7 +509,7 @@ def test_sharded_state_of_a_node_that_is_lost_is_named(monkeypatch: pytest.Monke
     training = Training()
     owners = Owners([training.model], [training.optimizer], given=[], scaler=None, scheduler=None, taken=[], call="r")
     run = RunState([training.model], [training.optimizer], owners, {})
-    shrunk_state.refuse_sharded(Path("step-10"), run, 3)
-    monkeypatch.setattr(shrunk_state, "spread", lambda _: "a DTensor's place")
+    resume_over_nodes.refuse_sharded(Path("step-10"), run, 3)
+    monkeypatch.setattr(resume_over_nodes, "spread", lambda _: "a DTensor's place")
     with pytest.raises(RollbackError, match=r"0\.weight is sharded over them: the parts of node 1 are missing"):
-        shrunk_state.refuse_sharded(Path("step-10"), run, 3)
+        resume_over_nodes.refuse_sharded(Path("step-10"), run, 3)

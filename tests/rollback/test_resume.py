@@ -26,7 +26,7 @@ from sentinel.errors import RollbackError
 from sentinel.hooks.core import threads, unseen
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
-from sentinel.hooks.snapshot import choice, directory, view
+from sentinel.hooks.snapshot import choice, directory, node_parts
 from sentinel.hooks.snapshot.choice import Seen, follow_line
 from tests.rollback.test_disk import DATA, again, armed, write, write_two
 from tests.rollback.training import Training, assert_same
@@ -406,7 +406,7 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
             shutil.copytree(place, tmp_path / "mount")
         return made
 
-    look, looked = view.look, threading.Event()
+    look, looked = node_parts.look, threading.Event()
 
     def look_once(*arguments: Any, **more: Any) -> Any:
         looked.set()

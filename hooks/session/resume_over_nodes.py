@@ -1,13 +1,16 @@
-"""Whether fewer ranks can go on from what more ranks of several nodes wrote: only where each of them had all of it.
+"""`resume` over several nodes: where parts of a snapshot are, and whether fewer ranks can go on than wrote one.
 
-Nothing tells replicas from tensors that a script sharded by hand. So the ranks that are left compare what they read,
-and what they see of the parts of others: the weights and the state of the optimizers must be the same, to the bit. What
-is on the disk of a node that is lost cannot be compared, and `state` is not: it may be a rank's own.
+A rank that does not find its part asks where the nodes see it. Fewer ranks can go on only where each of those that
+wrote had all of the state. Nothing tells replicas from tensors that a script sharded by hand. So the ranks that are
+left compare what they read, and what they see of the parts of others: the weights and the state of the optimizers must
+be the same, to the bit. What is on the disk of a node that is lost cannot be compared, and `state` is not: it may be a
+rank's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import msgspec
 from torch import Tensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core.identity import members
+from sentinel.hooks.core.identity import leads_node, members
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.snapshot import directory, node_parts
@@ -24,8 +27,109 @@ from sentinel.hooks.snapshot.capture import spread
 from sentinel.hooks.snapshot.checkpoint_files import digest_state, load
 from sentinel.hooks.snapshot.choice import Seen
 from sentinel.hooks.snapshot.directory import DiskSnapshot, Manifest
+from sentinel.hooks.snapshot.node_parts import Looker
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.text import name_nodes
+
+_NAMED = 4
+_OWN_DISKS = "a disk of each node's own"
+_sharing = ""
+
+
+class _Part(msgspec.Struct):
+    """A part that a node sees."""
+
+    path: str
+    manifest: Manifest
+
+
+class _Found(msgspec.Struct):
+    """What one rank's node sees of a snapshot."""
+
+    host: str
+    directory: str
+    looker: Looker
+    parts: list[_Part] = []
+
+
+def search_parts(
+    folder: Path, step: int, ranks: Sequence[int], looker: Looker, exchange: RankExchange, *, older: bool
+) -> str:
+    """Why the snapshot of `step` is passed over, of which `ranks` have no part; all ranks call it.
+
+    Raises RollbackError where no older one is there, or the parts are on the disks of other nodes: they can be copied.
+    """
+    mine = _Found(socket.gethostname(), str(folder), looker, _list_seen_parts(folder, step) if leads_node() else [])
+    found = [msgspec.json.decode(view, type=_Found) for view in exchange.gather(msgspec.json.encode(mine))]
+    parts = [(one.host, part) for one in found for part in one.parts]
+    where = {
+        rank: (host, part.path)
+        for rank in ranks
+        for host, part in parts
+        if found[rank].looker.find_own(part.manifest) is not None
+    }
+    elsewhere = [rank for rank in ranks if rank in where]
+    if elsewhere and (len(elsewhere) == len(ranks) or not older):
+        rank = elsewhere[0]
+        host, path = where[rank]
+        raise RollbackError(
+            f"resume: rank {rank}'s snapshot of step {step} is on host {host}: {path}. Copy it to the same path on "
+            f"{found[rank].host}, where rank {rank} is now, or use a directory that all nodes share"
+            f"{_name_more(elsewhere)}. Nothing was changed"
+        )
+    if ranks:
+        why = f"no node here has rank {ranks[0]}'s part of the snapshot of step {step}{_name_more(ranks)}"
+    else:
+        why = f"the parts of the snapshot of step {step} were written after different restarts or rollbacks"
+    if older:
+        return f"{why}: it is passed over, on all ranks"
+    here = found[ranks[0] if ranks else 0]
+    raise RollbackError(
+        f"resume: {why}, and no older one is there whole. Bring back the disk that has it, or copy node-of-rank-... "
+        f"from there to {here.directory} on {here.host}. To begin at step 0, name another directory. "
+        "Nothing was changed"
+    )
+
+
+def _list_seen_parts(folder: Path, step: int) -> list[_Part]:
+    """The parts of a snapshot that are seen here."""
+    try:
+        paths = [directory.path_of(own, step) for _, own in node_parts.list_places(folder)]
+    except OSError:
+        return []
+    read = [(path, directory.read_manifest(path)) for path in paths]
+    return [_Part(str(path), msgspec.structs.replace(one, files={})) for path, one in read if isinstance(one, Manifest)]
+
+
+def _name_more(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return ""
+    listed = ", ".join(map(str, ranks[1 : 1 + _NAMED]))
+    more = f" and {len(ranks) - 1 - _NAMED} more" if len(ranks) > 1 + _NAMED else ""
+    return f" (the same of rank{'s' if len(ranks) > 2 else ''} {listed}{more})"
+
+
+def check_sharing(folder: Path, name: str, exchange: RankExchange) -> None:
+    """Find out whether all nodes see the same directory: by a file of rank 0's. All ranks call it. A file that cannot
+    be looked for counts as not seen: this is for people to read."""
+    global _sharing
+    marker = folder / f".shared-{name}"
+    if exchange.rank == 0:
+        with contextlib.suppress(OSError):
+            marker.touch()
+    exchange.gather(b"")
+    seen = not leads_node()
+    with contextlib.suppress(OSError):
+        seen = seen or marker.exists()
+    _sharing = "a directory that all nodes share" if all(map(bool, exchange.gather(b"1" * seen))) else _OWN_DISKS
+    if exchange.rank == 0:
+        with contextlib.suppress(OSError):
+            marker.unlink()
+
+
+def describe_sharing() -> str:
+    """Where nodes write, as far as `resume` found out."""
+    return _sharing or "not known whether all nodes share it"
 
 
 def refuse_sharded(path: Path, run: RunState, world_then: int) -> None:
@@ -65,7 +169,7 @@ def compare_replicas(
 ) -> Compared:
     """All ranks call it. `named`: what was read from `path`, as it was on `rank`. Raises RollbackError where the ranks
     of then did not all have the same weights and optimizer state."""
-    parts = exchange.run_on_all(lambda: _list_parts(folder, path))
+    parts = exchange.run_on_all(lambda: _find_parts(folder, path))
     world_then = next(iter(parts.values())).manifest.world_size
     mine = _Read(rank, {rank: _digest(named)}, tuple(parts))
     said = _gather(mine, exchange)
@@ -99,7 +203,7 @@ def _digest(named: Mapping[str, Any]) -> str:
     )
 
 
-def _list_parts(folder: Path, path: Path) -> dict[int, DiskSnapshot]:
+def _find_parts(folder: Path, path: Path) -> dict[int, DiskSnapshot]:
     """Rank -> the part that it is in, of those that belong to the one at `path` and are seen here. Raises
     RollbackError."""
     mine = directory.read_manifest(path)
