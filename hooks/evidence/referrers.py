@@ -1,19 +1,25 @@
-"""The name under which a program holds an object, and where: a variable of a module, an attribute, a local, a closure.
+"""Who holds an object: the name under which a program does, and where: a variable, an attribute, a local, a closure.
 
 Found by asking the garbage collector who refers to it, which looks at all objects each time: 20 to 60 ms. Each question
 is one step of the generator, so that a training loop can go on in between. Locals of functions are no referrers; they
 are looked for in the frames of all threads.
+
+Graphs of earlier losses, which `total += loss` keeps alive, are found by marks instead, for `sentinel doctor`: the node
+that a backward pass begins at is marked with the number of its step, in the dictionary that autograd has for each node,
+and nothing is held by that. Who reaches the marks of two earlier steps keeps a history.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import types
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sentinel.hooks.evidence.nonfinite_trace import library
 
@@ -23,6 +29,13 @@ QUESTIONS = 8
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _OURS = 3
 """References to a frame's dictionary of variables: the frame's, our name for it, and the question itself."""
+_MARK = "sentinel.step"
+_NODES = 10_000
+"""Of one walk: a sum over some hundred steps is shorter."""
+_ENTRIES = 64
+"""Of a container that is looked into, the newest."""
+_LEAST = 2
+"""Earlier steps. The loss of one is held by any loop: its variable is written again after the next forward pass."""
 
 
 def is_a(value: Any, *kinds: type) -> bool:
@@ -169,3 +182,57 @@ def _place(holder: Any, held: Any) -> str:
     if is_a(holder, dict):
         return next((f"[{key!r}]" for key, value in holder.items() if value is held), "[...]")
     return "[...]"
+
+
+def mark_loss(loss: Tensor, step: int) -> None:
+    """Note the step whose loss it is. Where it is divided or scaled for its backward pass, what it was before, too."""
+    node: Any = loss.grad_fn
+    while node is not None:
+        node.metadata[_MARK] = step
+        scaled = type(node).__name__.startswith(("Div", "Mul"))
+        node = next((above for above, _ in node.next_functions if above is not None), None) if scaled else None
+
+
+def find_holder(step: int) -> dict[str, Any] | None:
+    """Who keeps the losses of two steps before this one: its name, where that is, and how many steps it keeps."""
+    for frame in frames():
+        for name, value in _name_values(locals_of(frame)):
+            steps = {found for tensor in _list_tensors(value) for found in _find_steps(tensor)} - {step}
+            if len(steps) >= _LEAST:
+                what, line = describe_frame(frame)
+                return {"name": name, "what": what, "file": line.rpartition(":")[0], "steps": len(steps)}
+    return None
+
+
+def _name_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Variables, and the attributes of what they hold."""
+    for name, value in values.items():
+        yield name, value
+        for attribute, inner in list((attributes(value) or {}).items()):
+            yield f"{name}.{attribute}", inner
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    if is_a(value, Tensor):
+        return [value]
+    newest: Any = ()
+    if is_a(value, list, tuple, deque):
+        newest = itertools.islice(reversed(value), _ENTRIES)
+    elif is_a(value, dict):
+        newest = itertools.islice(reversed(value.values()), _ENTRIES)
+    return [one for one in newest if is_a(one, Tensor)]
+
+
+def _find_steps(tensor: Tensor) -> set[int]:
+    """Whose losses its graph reaches; it is not followed beyond them."""
+    waiting, seen, found = list[Any]([tensor.grad_fn]), set[Any](), set[int]()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (step := node.metadata.get(_MARK)) is not None:
+            found.add(step)
+        else:
+            waiting += [above for above, _ in node.next_functions]
+    return found

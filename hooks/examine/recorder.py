@@ -27,7 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import data
 
-from sentinel.hooks.examine import held_graphs, model_facts
+from sentinel.hooks.evidence import referrers
+from sentinel.hooks.examine import model_facts
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.internals import LoaderIterator, in_backward
 
@@ -142,7 +143,7 @@ class Examination:
         if isinstance(root, Tensor):
             raw = getattr(root, "_examined_raw", root)
             self._loss(raw)
-            held_graphs.mark_loss(raw, len(self._steps))
+            referrers.mark_loss(raw, len(self._steps))
             del raw
         if self._drawn:
             self._facts["loaders"][self._drawn]["trains"] = True
@@ -193,7 +194,7 @@ class Examination:
         dirty = {id(tensor) for tensor in self._dirty.pop(id(optimizer), ())}
         self._facts["uncleared"] += any(id(p.grad) in dirty for p in parameters)
         if optimizer is self._first():
-            self._facts["held"] = held_graphs.find_holder(len(self._steps)) or self._facts["held"]
+            self._facts["held"] = referrers.find_holder(len(self._steps)) or self._facts["held"]
             if len(self._steps) == self._asked:
                 self._finish(self.facts())
         if callable(kwargs.get("closure", next(iter(args[1:]), None))):  # torch hands the optimizer over as the first
