@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
 
 
 class Armed:

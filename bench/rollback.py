@@ -27,7 +27,7 @@ from torch import nn
 
 from bench.armed import Armed
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.rollback.options import Rollback
 
 SPACING = 8
 WARM = 3 * SPACING

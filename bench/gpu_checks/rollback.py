@@ -12,7 +12,7 @@ from bench.armed import Armed
 from bench.gpu_checks import Line, at_most
 from bench.gpu_checks.loops import Loop, deterministic, generators, settle, toy
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.rollback.options import Rollback
 
 SPACING = 8
 SHARE_BAR, RESTORE_BAR = 0.02, 5.0

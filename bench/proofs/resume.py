@@ -293,7 +293,8 @@ def _train(folder: Path) -> None:
     import torch
 
     from sentinel import wire
-    from sentinel.hooks.rollback.restorer import Restorer, Rollback
+    from sentinel.hooks.rollback.options import Rollback
+    from sentinel.hooks.rollback.restorer import Restorer
 
     model, optimizer = _make(torch.Generator().manual_seed(1))
     answers: list[Any] = []

@@ -144,11 +144,6 @@ class Governor:
         self._steps, self._loop, self._own, self._beside = 0, 0.0, 0.0, 0.0
 
     @property
-    def cost(self) -> float:
-        """Share of the loop's time that all parts took, at the last decision."""
-        return sum(self.costs.values())
-
-    @property
     def pace(self) -> wire.Pace:
         """As the daemon gets it."""
         spacing, wanted = ({str(tier): every for tier, every in of.items()} for of in (self.spacing, self.wanted))

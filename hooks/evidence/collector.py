@@ -33,7 +33,7 @@ from sentinel.signals import EXPONENTS
 from sentinel.wire.evidence import Moment, Moments, Provenance
 
 PAUSE_STEPS = 1000
-"""After an collector: a run that is dead is not looked into at every step."""
+"""After a value was traced: a run that is dead is not looked into at every step."""
 MOST = 8
 """In one process."""
 _TELLING = ("grad_norm", "grad_norm_applied")

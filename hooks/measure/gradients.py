@@ -48,11 +48,6 @@ class Gradients:
             self.rows.append(row)
             self.tensors.append(gradient)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether reading a value waits for nothing."""
-        return self._statistics.on_host
-
     def column(self, statistic: int) -> torch.Tensor | bytes:
         """(layers,) float32, packed where it is on the host already: one of `statistics.NORM` and so on, unscaled."""
         return self._statistics.column(statistic)

@@ -81,16 +81,15 @@ class TwoPhaseCommit:
             self._release(message.id)  # the loop may have seen the target at the last moment, and be waiting
         return wire.Prepared(id=message.id, ok=in_time, seq=self.exited)
 
-    def decide(self, verdict: wire.Commit | wire.Abort) -> bool:
-        """Hand over the verdict; whether it was still waited for."""
+    def decide(self, verdict: wire.Commit | wire.Abort) -> None:
+        """Hand over the verdict, if it is still waited for."""
         if isinstance(verdict, wire.Abort):
-            return self._release(verdict.id)
+            self._release(verdict.id)
+            return
         with self._changed:
-            if self._prepare is None or self._prepare.id != verdict.id:
-                return False
-            self._verdict = verdict
-            self._changed.notify_all()
-            return True
+            if self._prepare is not None and self._prepare.id == verdict.id:
+                self._verdict = verdict
+                self._changed.notify_all()
 
     def reach_step(self, seq: int) -> bool:
         """The loop is at the exit of step `seq`: whether it must wait there, or should have before."""
@@ -127,13 +126,11 @@ class TwoPhaseCommit:
             self._clear()
             return mine, verdict
 
-    def _release(self, promise: int) -> bool:
+    def _release(self, promise: int) -> None:
         with self._changed:
-            if self._prepare is None or self._prepare.id != promise:
-                return False
-            self._clear()
-            self._changed.notify_all()
-            return True
+            if self._prepare is not None and self._prepare.id == promise:
+                self._clear()
+                self._changed.notify_all()
 
     def _clear(self) -> None:
         self._prepare, self._verdict, self._target = None, None, NOWHERE

@@ -155,11 +155,6 @@ class DiskWriter:
         """The directory, and what nodes have in it, as far as it is seen here."""
         return [self._directory, *(each for _, each in node_parts.list_places(self._directory))]
 
-    @property
-    def busy(self) -> bool:
-        """Whether one is being written."""
-        return self._writing is not None
-
     def publish(
         self,
         message: wire.Publish,

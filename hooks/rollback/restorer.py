@@ -44,8 +44,6 @@ from sentinel.hooks.snapshot.state_owners import Owners
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Restorer", "Rollback"]
-
 SUSPICION_SECONDS = 0.5
 """Five batches on the wire: the daemon's `Withhold` or `Prepare` is here by then, or it saw nothing."""
 _SNAPSHOTS = "snapshots for rollback"

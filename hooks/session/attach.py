@@ -259,7 +259,7 @@ class _Setup:
         session.hello = {
             "step_offset": step,
             "facts": description,
-            "unseen": (*self._unseen(streams, session), *session.hello.get("unseen", ())),
+            "unseen": (*self._unseen(streams), *session.hello.get("unseen", ())),
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None and restorer is not None else None,
             "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
@@ -357,7 +357,7 @@ class _Setup:
             session.disarm(str(error))
             return None
 
-    def _unseen(self, streams: list[OptimizerMonitor], session: RunSession) -> list[str]:
+    def _unseen(self, streams: list[OptimizerMonitor]) -> list[str]:
         unseen = []
         if stray := _list_stray(streams):
             unseen.append(arguments.describe_stray(stray))

@@ -160,11 +160,6 @@ def list_published(place: Path) -> list[DiskSnapshot]:
     return sorted(whole, key=lambda snapshot: snapshot.step, reverse=True)
 
 
-def latest(place: Path) -> DiskSnapshot | None:
-    """The newest sound one. Reads its files, all of them."""
-    return next((snapshot for snapshot in list_published(place) if not snapshot.flaw()), None)
-
-
 def read_manifest(path: Path) -> Manifest | Seen:
     """The manifest of the snapshot at `path`; or, where it cannot be had, what is seen of the snapshot without it."""
     file = path / MANIFEST
@@ -255,8 +250,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish(folder: Path, manifest: Manifest) -> Path:
-    """Turn the temporary `folder`, whose files are written and synced, into a snapshot; where it is then.
+def publish(folder: Path, manifest: Manifest) -> None:
+    """Turn the temporary `folder`, whose files are written and synced, into a snapshot.
 
     One of the same step, of an earlier attempt, is set aside. Raises OSError, and RollbackError where that one cannot
     be read, or is of another format.
@@ -272,7 +267,6 @@ def publish(folder: Path, manifest: Manifest) -> Path:
         _rename(path, _VOID)
     os.rename(folder, path)
     sync_directory(path.parent)
-    return path
 
 
 def set_aside(place: Path, after: int, damaged: Collection[int] = ()) -> tuple[int, ...]:

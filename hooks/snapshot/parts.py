@@ -142,9 +142,8 @@ class RunState:
         self.parts: list[Part] = []
         self.refresh()
 
-    def refresh(self) -> list[str]:
-        """Take in what was made since; names of the parts that are new."""
-        before = {part.name for part in self.parts}
+    def refresh(self) -> None:
+        """Take in what was made since."""
         self._owners.refresh()
         saved = {f"state[{name!r}]": value for name, value in self._state.items()}
         saved |= self._owners.schedulers | self._owners.averages
@@ -155,7 +154,6 @@ class RunState:
         if self._owners.scaler is not None:
             parts.append(kept.get("scaler") or Scale(self._owners.scaler, self._optimizers))
         self.parts = [*parts, self._random]  # last: nothing draws from the generators after that
-        return [part.name for part in self.parts if part.name not in before]
 
     def _parts_of(self, index: int) -> Iterator[Any]:
         """An optimizer's, and those of the optimizers around and inside it that have state of their own."""

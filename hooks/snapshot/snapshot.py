@@ -237,7 +237,7 @@ class SnapshotState(Protocol):
     def parts(self) -> Sequence[Part]:
         """As they are now."""
 
-    def refresh(self) -> object:
+    def refresh(self) -> None:
         """Take in the copies that have arrived."""
 
 

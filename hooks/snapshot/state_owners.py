@@ -103,17 +103,13 @@ class Owners:
             gc.collect()  # likewise
         self._add_averages(sorted(discovery.averages(), key=_constants))
 
-    def refresh(self) -> list[str]:
-        """Take in what was made since; the names that are new."""
-        before = {*self.schedulers, *self.averages}
-        had_scaler = self.scaler is not None
+    def refresh(self) -> None:
+        """Take in what was made since."""
         made = _list_made()
         self._add_schedulers([one for one in made if isinstance(one, LRScheduler | ReduceLROnPlateau)])
         self._add_averages([one for one in made if isinstance(one, AveragedModel)])
         if self.scaler is None and not self._disabled:
             self.scaler = self._own_scaler([one for one in made if isinstance(one, GradScaler)])
-        new = [name for name in (*self.schedulers, *self.averages) if name not in before]
-        return new + (["scaler"] if self.scaler is not None and not had_scaler else [])
 
     def _order_schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
         """As they were made, as far as that was noted; else by what they were made with."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 class MonitorBase:
     """How long one optimizer is watched, and what happens when that ends: the base of `OptimizerMonitor`."""
 
-    __slots__ = ("__dict__", "__weakref__", "_dead", "guard")
-
     def __init__(self, optimizer: Any, unseen: Unseen) -> None:
         """`unseen` records faults."""
         self._unseen = unseen

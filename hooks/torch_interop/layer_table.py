@@ -123,18 +123,18 @@ class Layers:
         self.ids: frozenset[int] = frozenset()
         self.refresh(optimizer)
 
-    def refresh(self, optimizer: Any, seq: int | None = None) -> bool:
-        """Follow the optimizer's groups and what is trainable. True where the table changed. With a step's number, what
-        was frozen, thawed or exchanged behind the first parameter of a group is looked for every LOOK_EVERY steps."""
+    def refresh(self, optimizer: Any, seq: int | None = None) -> None:
+        """Follow the optimizer's groups and what is trainable. With a step's number, what was frozen, thawed or
+        exchanged behind the first parameter of a group is looked for every LOOK_EVERY steps."""
         groups = optimizer.param_groups
         sizes = [(len(params), id(params[0]) if params else 0) for group in groups for params in (group["params"],)]
         if seq is not None and sizes == self._sizes and seq - self._looked < LOOK_EVERY:
-            return False
+            return
         self._sizes, self._looked = sizes, seq if seq is not None else self._looked
         # Code that splits or prunes the model replaces parameters by others, as many as before.
         layout = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
         if layout == self._layout:
-            return False
+            return
         self._layout = layout
         own = {id(p): p for group in groups for p in group["params"]}
         layers, rows = self._rows(own)
@@ -156,7 +156,6 @@ class Layers:
         self.rows = [row for row, _, _ in self.measured]
         self.plain = [p for _, p, _ in self.measured] if all(whole for *_, whole in self.measured) else []
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
-        return True
 
     @property
     def models(self) -> list[nn.Module]:

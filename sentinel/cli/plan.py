@@ -140,7 +140,6 @@ def _bare(parameters: int, given: dict[str, Any]) -> Subject:
         trainable=parameters,
         unit=parameters // layers if layers else 0,
         linear=parameters,
-        layers=layers,
         tokens=given["sequence"] or 0,
     )
 

@@ -76,7 +76,7 @@ def silence(
             raise click.UsageError("say how long: --for 2h.")
         if seconds <= 0:
             raise click.UsageError("--for: a silence of no time silences nothing; give a longer one, as 2h.")
-        _warn(alert, path)
+        _warn(alert)
         if run and (said := explain_unknown(run)):
             echo(f"sentinel: the silence holds for a run of that name that begins later: {plain(said)}", err=True)
         _say(add_silence(alert, run, seconds, comment), "silenced", as_json)
@@ -124,7 +124,7 @@ def _say(one: Silence, what: str, as_json: bool) -> None:
         echo(f"{plain(one.alert)} of {whose} is silenced until {until}; to end it: sentinel silence --end {one.id}")
 
 
-def _warn(alert: str, path: Path) -> None:
+def _warn(alert: str) -> None:
     """A name that no rule has is a slip more often than not."""
     names = {rule.name for rule in loader.load(_settings_rules()).rules}
     names |= {rule["rule"] for run in list_runs() for rule in run["rules"]}

@@ -112,7 +112,7 @@ def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[TopLine]:
         if past:
             lines.append(TopLine(_trace(name, past, width)))
     if "step_seconds" in values:
-        lines.append(TopLine(_phases(values, width)))
+        lines.append(TopLine(_phases(values)))
     lines.append(TopLine(_facts(run)))
     if said := snapshot_age.in_words(run["rollback"]):
         lines.append(TopLine(f"{'':<{_LABEL}}{said}"))
@@ -152,7 +152,7 @@ def sparkline(past: Sequence[float], width: int) -> str:
     return "".join(map(level, cells)).rjust(width)
 
 
-def _phases(values: Mapping[str, float], width: int) -> str:
+def _phases(values: Mapping[str, float]) -> str:
     seconds = {name: values.get(f"{name}_seconds", 0.0) for name in _PHASES}
     total = max(values["step_seconds"], sum(seconds.values())) or 1.0  # of many ranks each is the slowest one's
     shares = [(name, part / total) for name, part in seconds.items()]

@@ -60,7 +60,7 @@ class TerminalDisplay:
     """Lines that stay at the bottom, with all that the watched runs say above them."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
+        self._steps = steps
         self._live = Live(console=console, transient=True, auto_refresh=False)
 
     def __enter__(self) -> TerminalDisplay:

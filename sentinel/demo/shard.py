@@ -27,7 +27,6 @@ SMALL_ROWS = 4
 """In a batch of the twins: fp16 takes eight times as long on a CPU, and a leak is seen after 1,280 steps."""
 
 Fault = Literal["spike", "nan"]
-FAULTS: tuple[Fault, ...] = ("spike", "nan")
 
 
 class Damage(msgspec.Struct, frozen=True):

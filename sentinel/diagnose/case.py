@@ -176,7 +176,6 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         signs=signs,
         layers=grown_layers(attempt.recent_layers, onset, incident.seq, steps) if incident.layers else [],
         last=_find_step(steps, incident.first_seq) or (steps[-1] if steps else before_any),
-        before=_find_step(steps, onset - 1),
         steps=steps,
         ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
         members=tuple(entity.name for entity in incident.members if entity.scope == "layer"),

@@ -44,8 +44,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     layers: Sequence[GrownLayer] = ()
     last: RunStep
     """The step at which it fired; an empty one before the first."""
-    before: RunStep | None = None
-    """The step before the first sign."""
     steps: Sequence[RunStep] = ()
     """The last steps, the one at which it fired with them."""
     ranks: Sequence[int] = ()

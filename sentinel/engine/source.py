@@ -78,9 +78,9 @@ class Text:
         self.value, self.file, self.places = value, file, places
 
     @classmethod
-    def plain(cls, value: str, file: str = "<expression>") -> Text:
+    def plain(cls, value: str) -> Text:
         """A string that is its own file, on one line."""
-        return cls(value, file, [(1, column) for column in range(1, len(value) + 2)])
+        return cls(value, "<expression>", [(1, column) for column in range(1, len(value) + 2)])
 
     def __getitem__(self, part: slice) -> Text:
         start, stop, _ = part.indices(len(self.value))

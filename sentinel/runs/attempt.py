@@ -92,11 +92,6 @@ class Attempt(RankSet):
         return min(self.ranks.items())[1].hello.facts if self.ranks else {}
 
     @property
-    def unseen(self) -> Sequence[str]:
-        """What the first rank said that it cannot see."""
-        return min(self.ranks.items())[1].hello.unseen if self.ranks else ()
-
-    @property
     def layers(self) -> Sequence[wire.Layer]:
         """All parameters of the first optimizer and its models, as they were told last."""
         return next((table.layers for table in reversed(self.tables.values()) if table.stream == 0), ())

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from sentinel.demo.shard import BATCH_ROWS, BURST, FAULTS, ROW_BYTES, Damage, Fault, write_shard
+from sentinel.demo.shard import BATCH_ROWS, BURST, ROW_BYTES, Damage, Fault, write_shard
 from sentinel.demo.trainee import SCRIPT
 
 ROWS, BYTES, BATCHES = 4, 65, 30
@@ -24,7 +25,7 @@ def test_same_seed_gives_the_same_text(tmp_path: Path) -> None:
     assert 0 not in first, "zero is padding: no text holds it"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", get_args(Fault))
 def test_only_the_stretch_is_damaged(tmp_path: Path, fault: Fault) -> None:
     clean = shard(tmp_path / "clean")
     damaged = shard(tmp_path / "damaged", damage=Damage(fault=fault, first=10, batches=5))

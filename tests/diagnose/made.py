@@ -54,5 +54,5 @@ def judged(
     layers = grown_layers(blocks, onset, last.seq, steps)
     known = {"signs": signs, "layers": layers, "steps": steps, "blocks": blocks, "ranks": (0,)} | more
     known["about_layers"] = alert in RULES and RULES[alert].layers
-    evidence = Evidence(alert=alert, since=since, until=last.seq, last=last, before=steps[-2], **known)
+    evidence = Evidence(alert=alert, since=since, until=last.seq, last=last, **known)
     return diagnose(evidence, "what the rule says")

@@ -18,7 +18,7 @@ import pytest
 from sentinel import wire
 from sentinel.hooks.snapshot import directory
 from tests.rollback.test_disk import DATA, again, armed, write, written
-from tests.rollback.training import Training, of_type
+from tests.rollback.training import Training, find_latest, of_type
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink")
 """Of the operating system, by which a snapshot is written; what torch writes by Python's files comes by the byte."""
@@ -98,7 +98,7 @@ def newest(place: Path) -> int:
     """The step to go on from; whatever is under a snapshot's name is sound."""
     for snapshot in directory.list_published(place):
         assert snapshot.flaw() == ""
-    found = directory.latest(place)
+    found = find_latest(place)
     assert found is not None
     return found.step
 
@@ -186,12 +186,12 @@ def test_cut_at_a_byte(name: str, sound: Path, tmp_path: Path) -> None:
     cuts = range(len(original)) if name == "manifest.json" else offsets(len(original))
     for length in cuts:
         path.write_bytes(original[:length])
-        assert directory.latest(tmp_path / "cut") is None, length
+        assert find_latest(tmp_path / "cut") is None, length
     path.write_bytes(original + b"\n")
-    found = directory.latest(tmp_path / "cut")
+    found = find_latest(tmp_path / "cut")
     assert found is None or name == "manifest.json"  # white space after JSON changes nothing
     path.unlink()
-    assert directory.latest(tmp_path / "cut") is None
+    assert find_latest(tmp_path / "cut") is None
 
 
 @pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
@@ -203,16 +203,16 @@ def test_a_bit_that_flips(name: str, sound: Path, tmp_path: Path) -> None:
         flipped = bytearray(original)
         flipped[place] ^= 0x10
         path.write_bytes(flipped)
-        assert directory.latest(tmp_path / "flipped") is None, place
+        assert find_latest(tmp_path / "flipped") is None, place
 
 
 def test_what_is_not_under_its_name_is_not_looked_at(sound: Path, tmp_path: Path) -> None:
     place = tmp_path / "kept"
     shutil.copytree(sound, place)
     os.rename(place / "step-00000005", place / ".writing-00000005-1")
-    assert directory.latest(place) is None
+    assert find_latest(place) is None
     os.rename(place / ".writing-00000005-1", place / "step-00000099")  # its manifest says 5
-    assert directory.latest(place) is None
+    assert find_latest(place) is None
     os.rename(place / "step-00000099", tmp_path / "step-00000005")
     (place / "step-00000005").symlink_to(tmp_path / "step-00000005")
-    assert directory.latest(place) is None
+    assert find_latest(place) is None

@@ -15,7 +15,8 @@ import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks.rollback.framework_checkpoints import BEFORE
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.snapshot import directory as snapshots
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 

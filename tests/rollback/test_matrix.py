@@ -24,7 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import sentinel
 from sentinel import wire
 from sentinel.errors import StateError
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.session import arguments
 from sentinel.hooks.snapshot.state_owners import Owners
 from tests.rollback import optimizers

@@ -12,7 +12,7 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.host_memory import memory_left, memory_limit
-from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.snapshot import host_buffer
 from sentinel.hooks.snapshot.host_buffer import Budget, estimate_bytes
 from tests.rollback.training import OPTIMIZERS, Training, batches

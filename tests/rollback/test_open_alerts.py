@@ -17,7 +17,7 @@ from sentinel.cli.top_frame import Traces, frame
 from sentinel.daemon.frontend import views
 from sentinel.engine import Rule
 from sentinel.engine.rules.loading import load_rules
-from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.snapshot.directory import steps
 from sentinel.report.live import report
 from sentinel.report.live_page import fragment

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from sentinel.hooks.snapshot import directory
 from tests.programs import rolling
+from tests.rollback.training import find_latest
 from tests.zygote import RANKS, TORCHRUN, run_fork
 
 WAYS = {2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
@@ -97,7 +97,7 @@ def test_together_and_to_the_bit_and_with_fewer_ranks(tmp_path: Path) -> None:
 
 def written(place: Path, way: str, world: int) -> None:
     """What replicas share is on disk once, and each rank's own things are there."""
-    snapshot = directory.latest(place)
+    snapshot = find_latest(place)
     assert snapshot is not None
     assert snapshot.manifest.world_size == world
     assert len([name for name in snapshot.manifest.files if name.endswith(".distcp")]) == world

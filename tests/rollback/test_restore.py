@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
 from sentinel.hooks.rollback.lr_scaling import LearningRates
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.snapshot.capture import Cell
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.snapshot import snapshot
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot

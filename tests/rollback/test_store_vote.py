@@ -17,7 +17,8 @@ from sentinel.errors import RunStopped
 from sentinel.hooks.core import store_client
 from sentinel.hooks.rollback import agreement
 from sentinel.hooks.rollback.agreement import InDoubt, RankConsensus
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
 
 WORLD = 3
 PROMISE = wire.Prepare(id=7, at=20, to=10)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sentinel.errors import AttachError
-from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.rollback.options import Rollback
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
+from sentinel.hooks.snapshot.directory import DiskSnapshot, list_published
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -24,6 +27,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
 }
+
+
+def find_latest(place: Path) -> DiskSnapshot | None:
+    """The newest sound snapshot on disk."""
+    return next((snapshot for snapshot in list_published(place) if not snapshot.flaw()), None)
 
 
 class Parts:

@@ -141,7 +141,7 @@ class JobIncidents:
             identity = given.incident or self._find_page(case) or _first_id(node, case)
             incident = self._incidents[identity] = JobIncident(identity, case.attempt, case.alert)
             self._folded.pop(identity, None)  # the id is used again: its page goes on
-            self._fold(incident, node, case)
+            self._fold(incident, case)
         if self._pages.pop(incident.id, None) is not None:
             incident.told = incident.asked = True
             self._changed[incident.id] = None
@@ -233,7 +233,7 @@ class JobIncidents:
         """All that are remembered, in the order in which they were opened."""
         return [IncidentView(case=self._combine(one), sources=tuple(one.cases)) for one in self]
 
-    def _fold(self, incident: JobIncident, node: int, case: Case) -> None:
+    def _fold(self, incident: JobIncident, case: Case) -> None:
         """Find out whether one that is new, and opened a problem on its node, is a consequence of what another node
         has: 63 ranks wait for one that died elsewhere. What an earlier coordinator told people stays so."""
         if (page := self._pages.get(incident.id)) is not None:

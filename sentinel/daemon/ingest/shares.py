@@ -50,7 +50,6 @@ class Shares:
 
     def __init__(self, *, several: bool) -> None:
         """`several`: users who do not know each other. Else all belongs to one."""
-        self.several = several
         self._shares: dict[int, Share] = {}
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = CONNECTIONS * _OF_A_CONNECTION * _USERS if soft == resource.RLIM_INFINITY else max(soft - _OURS, 64)

@@ -197,7 +197,7 @@ class CoordinatorJudge:
         if self._end_former_at is None:
             self._end_former_at = now + LEFT_SECONDS
         elif now > self._end_former_at:
-            self._end_former("over: not found again by the next coordinator")
+            self._end_former()
 
     def finish(self, now: float) -> None:
         """The run is over: judge what is there."""
@@ -212,11 +212,11 @@ class CoordinatorJudge:
             if former is not None and former.state == "firing":
                 self._incidents.end_case(former, "over: the coordinator was restarted, and opened it again")
 
-    def _end_former(self, why: str) -> None:
+    def _end_former(self) -> None:
         former, self._former = self._former, {}
         for case in former.values():
             if case.state == "firing":
-                self._incidents.end_case(case, why)
+                self._incidents.end_case(case, "over: not found again by the next coordinator")
 
     def _view_attempt(self) -> Attempt:
         """The attempt of this node, with the steps and ranks of all nodes."""

@@ -188,14 +188,14 @@ class RankHeartbeat:
 
     def _computes(self, heartbeat: Heartbeat, now: float) -> bool | None:
         """Whether the thread used half a core since this stall was first seen; None for a second from then."""
-        used = self._estimate_cpu(heartbeat, now)
+        used = self._estimate_cpu(heartbeat)
         if self._cpu is None or self._cpu[0] != heartbeat.progress:
             self._cpu, self._busy = (heartbeat.progress, now, used), None
         elif now - self._cpu[1] > 1.0:
             self._busy = used - self._cpu[2] > BUSY_SHARE * (now - self._cpu[1])
         return self._busy
 
-    def _estimate_cpu(self, heartbeat: Heartbeat, now: float) -> float:
+    def _estimate_cpu(self, heartbeat: Heartbeat) -> float:
         """Seconds that the thread that trains computed, or would have with a core of its own: by the kernel where that
         can be asked, else by the page."""
         try:

@@ -14,6 +14,8 @@ STEEP = 100.0
 stay within it (rules/stability.yaml)."""
 _NOTHING = 0.01
 """Share of the first loss, under which it has come to nothing."""
+_SHOWN = 6
+"""Layers that a profile along depth names, from the first to the last."""
 _BY_LAYER = "module.register_forward_hook on each layer, with output.norm()"
 """What gets activations: the hooks do not take them."""
 
@@ -67,9 +69,9 @@ def _ends(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _profile(evidence: Evidence, most: int = 6) -> str:
-    matrices = _matrices(evidence)
-    shown = [matrices[round(i * (len(matrices) - 1) / (most - 1))] for i in range(most)] if matrices else []
+def _profile(evidence: Evidence) -> str:
+    matrices, last = _matrices(evidence), _SHOWN - 1
+    shown = [matrices[round(i * (len(matrices) - 1) / last)] for i in range(_SHOWN)] if matrices else []
     return ", ".join(f"{name} {norm:.2g}" for name, norm in dict(shown).items())
 
 

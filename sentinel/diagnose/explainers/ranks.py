@@ -26,6 +26,8 @@ UNEVEN = (
     "wrap the loop in `with Join([model]):`"
 )
 SHOWN_RANKS = 8
+_FRAMES = 8
+"""Of a stack, the innermost, that a case has."""
 
 
 class Reason(NamedTuple):
@@ -281,14 +283,14 @@ def _explain_exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
     return f"came to the end of its loader, after {flight.batches} batches{more}"
 
 
-def _stack(rank: Rank, most: int = 8) -> tuple[str, ...]:
+def _stack(rank: Rank) -> tuple[str, ...]:
     main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat else 0)
-    return format_stack(main, most) if main is not None else ()
+    return format_stack(main) if main is not None else ()
 
 
-def format_stack(main: Thread, most: int = 8) -> tuple[str, ...]:
+def format_stack(main: Thread) -> tuple[str, ...]:
     """A stack as facts of a case."""
-    return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:most]))
+    return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:_FRAMES]))
 
 
 def _verb(ranks: Collection[int], one: str, many: str) -> str:

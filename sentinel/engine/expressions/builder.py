@@ -40,8 +40,6 @@ class Term:
     """Whether there is a metric of the plan's own entities in it, and not only what feeds it."""
     baseline: bool = False
     """Whether there is a `past` in it."""
-    window: int = 0
-    """Samples that it looks back on, at most."""
     size: int = 1
     """Operations that it takes to compute."""
 
@@ -122,7 +120,7 @@ class Builder:
                                       window=window))  # fmt: skip
             self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,
                                     exposed=0 if judges else operand.exposed, metrics=operand.metrics, own=operand.own,
-                                    baseline=baseline, window=operand.window + window.count)  # fmt: skip
+                                    baseline=baseline)  # fmt: skip
         return self._terms[key]
 
     def child(self, scope: Scope) -> Builder:
@@ -137,8 +135,7 @@ class Builder:
             index, position = self._slot(), list(self._children).index(scope)
             bare = key in term.metrics
             self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,
-                                    exposed=1 << index, metrics=term.metrics, baseline=term.baseline,
-                                    window=term.window)  # fmt: skip
+                                    exposed=1 << index, metrics=term.metrics, baseline=term.baseline)  # fmt: skip
             sources = (index,) if bare else self._sources(term.metrics)
             feed = Feed(slot=index, plan=position, read=term.read, needs=term.needs, how=how, sources=sources)
             self._feeds.append(feed)

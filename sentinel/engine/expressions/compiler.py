@@ -309,7 +309,6 @@ def _join_terms(type: Type, key: str, source: str, *parts: Term) -> Term:
         metrics=frozenset().union(*(part.metrics for part in parts)),
         own=any(part.own for part in parts),
         baseline=any(part.baseline for part in parts),
-        window=max(part.window for part in parts),
         size=1 + sum(part.size for part in parts),
     )  # fmt: skip
 

@@ -193,15 +193,14 @@ class Cohort:
                 return False
         return True
 
-    def advance(self, plan: Plan, step: ObservedStep, frozen: Collection[Entity], below_frozen: bool = False) -> News:
+    def advance(self, plan: Plan, step: ObservedStep, *, below_frozen: bool) -> News:
         """Take a step; answer the entities that have news.
 
-        Windows over `past` stand still for the entities in `frozen`; those of the feeds, which serve all entities,
-        while any is.
+        `below_frozen`: windows over `past` of the feeds, which serve all entities, stand still.
         """
         if self.below:
-            self.feed(plan, step, below_frozen or bool(frozen))
-        return self.take(plan, step.list_sampled(plan.scope), step, frozen, below_frozen)
+            self.feed(plan, step, below_frozen)
+        return self.take(plan, step.list_sampled(plan.scope), step, (), below_frozen)
 
     def take(
         self,
@@ -236,7 +235,7 @@ class Cohort:
     def feed(self, plan: Plan, step: ObservedStep, stand_still: bool) -> None:
         """Bring what feeds it up to this step."""
         pairs = zip(plan.subplans, self.below, strict=True)
-        self.gather(plan, [cohort.advance(subplan, step, (), stand_still) for subplan, cohort in pairs])
+        self.gather(plan, [cohort.advance(subplan, step, below_frozen=stand_still) for subplan, cohort in pairs])
 
     def gather(self, plan: Plan, below: Sequence[News]) -> None:
         """Make one number of each feed, out of the news of the cohorts below."""

@@ -154,7 +154,7 @@ class RuleState:
         """All are judged: whom else to name."""
         if self.named is None or rule.members is None or (not self.active and rule.members.plan.forgetful):
             return verdicts
-        named = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
+        named = self.named.advance(rule.members.plan, step, below_frozen=bool(frozen))
         if self.active:
             found = [(entity, track) for entity, track in named if _verdict(rule.members, track.slots, True)[0]]
             if found:

@@ -115,8 +115,6 @@ class Rule:
     """As they are written."""
     runbook: str
     metrics: frozenset[str]
-    window: int
-    """Samples that it looks back on, at most."""
     file: str
     line: int
     """Of the alert's name."""

@@ -61,7 +61,7 @@ class RuleReader:
     ) -> None:
         self._definition, self._fields, self._mistakes = definition, definition.fields, mistakes
         self._file, self._vocabulary, self._actions, self._evidence = file, definition.vocabulary, actions, evidence
-        self._min_samples = self._integer("min_samples", 1, 100_000, default=0)
+        self._min_samples = self._integer("min_samples", 100_000, default=0)
         self._lets: dict[str, Parsed] = {}
         self._unclear = False
         """Whether a mistake elsewhere may be why a name is not known: of expressions the syntax alone is judged."""
@@ -94,9 +94,9 @@ class RuleReader:
             lets=lets, condition=self._condition(self._builder, term, shown, needs), members=members,
             for_=self._hold(), warmup=self._span("warmup"), keep_firing=self._span("keep_firing"),
             keep_while=keep_while, rebase_after=self._steps("rebase_after", REBASE_AFTER),
-            every=self._integer("every", 1, 1000, default=1), at=self._read_at(metrics), min_samples=self._min_samples,
+            every=self._integer("every", 1000, default=1), at=self._read_at(metrics), min_samples=self._min_samples,
             from_start=self._truth("from_start"),
-            severity=self._choice(self._fields, "severity", SEVERITIES, "warning"),
+            severity=self._severity(self._fields),
             problem=self._read_problem(), consequence_of=self._list_names(
                 self._fields, "consequence_of", "problem", SLUG, "a name like training", None
             ),
@@ -108,7 +108,7 @@ class RuleReader:
             layers=self._truth("layers"),
             templates=templates, annotations=annotations, runbook=runbook,
             metrics=metrics | (members.term.metrics if members else frozenset()),
-            window=max(t.window for t in (term, *(let for _, let in shown))), file=self._file, line=alert.line,
+            file=self._file, line=alert.line,
             text=self._definition.written, definition=self._definition,
         )  # fmt: skip
 
@@ -218,7 +218,7 @@ class RuleReader:
             return Downgrade(
                 term=term,
                 when=when,
-                severity=self._choice(fields, "severity", SEVERITIES, "warning"),
+                severity=self._severity(fields),
                 actions=self._list_names(fields, "actions", "action", SLUG, "a name like rollback", self._actions),
             )
         return None
@@ -266,9 +266,9 @@ class RuleReader:
             self._mistakes.found.append(self._fields[key].error(f"{key}: expected steps, `500 steps`"))
         return length.steps
 
-    def _integer(self, key: str, least: int, most: int, default: int) -> int:
+    def _integer(self, key: str, most: int, default: int) -> int:
         with self._mistakes:
-            return self._fields[key].integer(key, least, most) if key in self._fields else default
+            return self._fields[key].integer(key, 1, most) if key in self._fields else default
         return default
 
     def _truth(self, key: str) -> bool:
@@ -276,10 +276,10 @@ class RuleReader:
             return key in self._fields and self._fields[key].truth(key)
         return False
 
-    def _choice(self, fields: Mapping[str, YamlNode], key: str, choices: tuple[str, ...], default: str) -> str:
+    def _severity(self, fields: Mapping[str, YamlNode]) -> str:
         with self._mistakes:
-            return _read_choice(fields[key], key, choices) if key in fields else default
-        return default
+            return _read_choice(fields["severity"], "severity", SEVERITIES) if "severity" in fields else "warning"
+        return "warning"
 
     def _list_names(
         self,

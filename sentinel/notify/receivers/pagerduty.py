@@ -24,7 +24,6 @@ SUMMARY = 1024
 DETAIL = 4000
 """Characters of another text."""
 LINKED = 2000
-SHOWN_CASES = 8
 SHOWN_OTHERS = 5
 SEVERITIES = {"critical": "critical", "warning": "warning", "info": "info"}
 

@@ -19,7 +19,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _OWN_SOURCE = {"type": "grafana", "uid": "-- Grafana --"}
 
 Kind = Literal["timeseries", "stat", "table", "heatmap", "status-history", "bargauge", "row"]
-Calm, Warn, Bad = "green", "orange", "red"
+Calm, Bad = "green", "red"
 
 
 class PanelQuery(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ def read(path: Path) -> tuple[str, Transformer]:
     content = _content(path)
     if isinstance(content.get("text_config"), dict):  # a model of several modes: the text's part is what is large
         content = {**content, **content["text_config"]}
-    sizes = {ours: _size(path, content, ours, theirs) for ours, theirs in _NAMES.items()}
+    sizes = {ours: _size(path, content, theirs) for ours, theirs in _NAMES.items()}
     missing = [_NAMES[ours][0] for ours in _REQUIRED if not sizes[ours]]
     if missing:
         raise ConfigError(f"{path}: no {', '.join(missing)}: not the config.json of a transformer that is known here")
@@ -77,7 +77,7 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _size(path: Path, content: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> int:
+def _size(path: Path, content: dict[str, Any], theirs: tuple[str, ...]) -> int:
     name = next((name for name in theirs if content.get(name) is not None), "")
     if not name:
         return 0

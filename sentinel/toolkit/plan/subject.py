@@ -19,8 +19,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     points: tuple[Point, ...]
     """The moments that can be the peak."""
-    saved: float
-    """Bytes for one sample kept from forward to backward."""
     formula: str
     source: str
 
@@ -54,8 +52,6 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """Of the largest of these; 0: not known."""
     quantised: int = 0
     """Parameters that are stored in NF4."""
-    layers: int = 0
-    hidden: int = 0
     tokens: int = 0
     """Of one sample, for the time that computing takes; 0: not known."""
     plain: Profile | None = None

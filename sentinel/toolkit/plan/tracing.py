@@ -144,7 +144,6 @@ def _trace_model(model: nn.Module, given: Any, name: str, precision: Precision) 
         largest=max((p.numel() for p in weights if p.requires_grad), default=0),
         linear=sum(matrices),
         largest_linear=max(matrices, default=0),
-        layers=len(blocks),
         tokens=_tokens(given),
         plain=plain,
         checkpointed=checkpointed,
@@ -187,7 +186,6 @@ def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, nam
     total = sum(p.untyped_storage().nbytes() for p in trained)
     ready = 0
     peaks: dict[int, int] = {}
-    saved = 0
 
     def moment(now: int) -> None:
         peaks[ready] = max(peaks.get(ready, 0), now - ready)
@@ -200,9 +198,8 @@ def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, nam
     known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
     hooks = [p.register_post_accumulate_grad_hook(count_gradient) for p in trained]  # type: ignore[no-untyped-call]
     try:
-        with TensorAccounting(known, moment) as accounting, _autocast(precision):
+        with TensorAccounting(known, moment), _autocast(precision):
             loss = _loss(_forward(model, given))
-            saved = accounting.now
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ConfigError(f"{name} cannot take a step on fake tensors: {type(error).__name__}: {error}") from None
@@ -212,7 +209,7 @@ def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, nam
         for p in trained:
             p.grad = None
     points = tuple(Point(most / batch, done / total if total else 1.0) for done, most in sorted(peaks.items()))
-    return Profile(points=points, saved=saved / batch, formula="traced bytes of one sample", source=_SOURCE)
+    return Profile(points=points, formula="traced bytes of one sample", source=_SOURCE)
 
 
 def _autocast(precision: Precision) -> Any:

@@ -146,7 +146,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
             + f" + logits s x v x {12 if e == 4 else 14}, bytes a sample"
         )
         source = "arXiv 1604.06174: only the input of each layer is kept" if checkpointed else _SOURCE
-        return Profile(points=points, saved=saved, formula=formula, source=source)
+        return Profile(points=points, formula=formula, source=source)
 
     def subject(self, name: str, sequence: int, precision: Precision) -> Subject:
         """As a plan needs it. `sequence` 0: no activations."""
@@ -163,8 +163,6 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
             largest=max(self.vocabulary, self.inner) * self.hidden,
             linear=self.layers * self.layer_matrices,
             largest_linear=self.hidden * max(self.inner, self.queries),
-            layers=self.layers,
-            hidden=self.hidden,
             tokens=sequence,
             plain=profiles[0],
             checkpointed=profiles[1],
