@@ -6,6 +6,7 @@ own. The script runs as `python train.py` would run it, until the last step, whe
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -18,7 +19,7 @@ def main(arguments: list[str]) -> None:
     """`train.py ...` or `-m module ...`."""
     rank = os.environ.get("RANK", "0")
     path = Path(f"{os.environ['SENTINEL_EXAMINATION']}.{rank}.json")
-    done = recorder.finish(path)
+    done = functools.partial(recorder.write_and_exit, path)
     under = recorder.Examination(int(os.environ.get("SENTINEL_EXAMINATION_STEPS", "3")), done)
     under.begin()
     try:

@@ -285,21 +285,12 @@ def _subclasses(kind: type) -> list[type]:
     return [found for one in direct for found in (one, *_subclasses(one))]
 
 
-def write_facts(path: Path, facts: dict[str, Any]) -> None:
-    """The facts as JSON, whole or not at all."""
+def write_and_exit(path: Path, facts: dict[str, Any]) -> None:
+    """Write the facts as JSON, whole or not at all, and end the process: the script was asked for these steps only."""
     facts["post_norm"] = {kind: len(modules) for kind, modules in facts["post_norm"].items()}
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(facts, default=str), encoding="utf-8")
     temporary.replace(path)
-
-
-def finish(path: Path) -> Callable[[dict[str, Any]], None]:
-    """Writes the facts and ends the process: the script was asked for these steps only."""
-
-    def write_and_exit(facts: dict[str, Any]) -> None:
-        write_facts(path, facts)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(0)
-
-    return write_and_exit
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)

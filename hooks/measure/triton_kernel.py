@@ -230,7 +230,7 @@ def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = No
     sums = torch.empty(_SUMS * max(plan.width, 1), dtype=torch.float32, device=device)
     out = torch.empty(6, len(tensors), dtype=torch.float32, device=device)
     by = plan.one if scale is None else scale.to(device, torch.float32, non_blocking=True)
-    with _on(device):
+    with _select_device(device):
         for kind, aligned, begin, number in plan.launches:
             given = (addresses, plan.counts, plan.slot_of, plan.first_of, sums, begin, plan.width)
             _read[(number,)](*given, **_options(kind, aligned))
@@ -253,7 +253,7 @@ def compile_variants(variants: set[Variant]) -> None:
     """Compile, for some seconds, and launch nothing: done on another thread than the loop's, a launch could break into
     a CUDA graph that the loop captures."""
     for device, kind, odd in variants:
-        with _on(device):
+        with _select_device(device):
             numbers = (torch.int64, torch.int64, torch.int32, torch.int32, torch.float32)
             _make_launcher(_read.warmup(*numbers, 0, 1, grid=(1,), **_options(kind, not odd)))
             counts = (torch.float32, torch.int32, torch.int32, torch.float32, torch.float32)
@@ -267,7 +267,7 @@ def _make_launcher(kernel: Any) -> None:
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _select_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

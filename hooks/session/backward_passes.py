@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 from sentinel.hooks.torch_interop.layer_table import Layers, local
 from sentinel.hooks.torch_interop.tensors import spread
+
+if TYPE_CHECKING:
+    from sentinel.hooks.session.session import RunSession
 
 FEW = 4
 """Parameters, at even distances: a pass may reach a part of the model alone."""
@@ -134,22 +137,12 @@ MANY_PASSES = 1024
 """The same where they are not, or where that is not known."""
 
 
-class SuccessionSession(Protocol):
-    """The run whose optimizers may have been replaced."""
-
-    def watches(self, optimizer: object) -> bool:
-        """Whether this optimizer is one of its own."""
-
-    def tell_idle(self, passes: int) -> None:
-        """So many passes, and no step of any optimizer: told once, and with 0 where one came after all."""
-
-
 class Succession:
     """Asked after each backward pass of the run, on the training thread, outside of any step."""
 
     def __init__(
         self,
-        session: SuccessionSession,
+        session: RunSession,
         models: Sequence[nn.Module],
         hand_over: Callable[[Any, int], None],
     ) -> None:

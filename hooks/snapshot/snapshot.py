@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from sentinel.hooks.core.threads import Task, Worker
 from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Immediate, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, WriteDetector, give_back
+from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.torch_interop.tensors import has_nonfinite
 
 logger = logging.getLogger(__name__)
@@ -230,17 +231,6 @@ def _undo(present: Sequence[tuple[Part, Any]], reason: str) -> None:
         raise HalfRestored(f"{reason}; what had been loaded could not be undone: {failed}")
 
 
-class SnapshotState(Protocol):
-    """What a ring takes snapshots of."""
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """As they are now."""
-
-    def refresh(self) -> None:
-        """Take in the copies that have arrived."""
-
-
 class Ring:
     """At most `keep` snapshots. One thread, the training loop's, uses it; `held` may be read by any.
 
@@ -249,7 +239,7 @@ class Ring:
 
     def __init__(
         self,
-        state: SnapshotState,
+        state: RunState,
         *,
         keep: int,
         margin: int,

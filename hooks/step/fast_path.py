@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.evidence.collector import EvidenceCollector
@@ -24,9 +24,12 @@ from sentinel.hooks.loop.grad_clipping import Clip, Clipping
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.probe import OCCASION, Probes
 from sentinel.hooks.step.loss_outliers import LossOutlierResponse
-from sentinel.hooks.step.monitor_base import BackwardGroup, MonitorBase
+from sentinel.hooks.step.monitor_base import MonitorBase
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.transport.records import QUEUE_STEPS, Record
+
+if TYPE_CHECKING:
+    from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 
 NOTE_SECONDS = 1.0
 """At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
@@ -56,7 +59,7 @@ class FastPath(MonitorBase):
         """Of the next step."""
         self.layers = layers
         self.collector: EvidenceCollector | None = None
-        self.within: BackwardGroup | None = None
+        self.within: BackwardGathering | None = None
         """Where the optimizer steps inside the backward pass."""
         self.alone = False
         """Whether this run has no other optimizer. Several that fill the same totals each take their part directly."""

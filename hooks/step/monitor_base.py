@@ -119,20 +119,6 @@ class Guard(Protocol):
         """There will be no more steps."""
 
 
-class BackwardGroup(Protocol):
-    """What takes steps inside a backward pass: `optimizer_in_backward.BackwardGathering`."""
-
-    captured: bool
-    """Whether the present pass is recorded into a CUDA graph."""
-
-    @property
-    def whole(self) -> object | None:
-        """The stream of all of them. From the first such step on there are no others."""
-
-    def enter_part(self, part: OptimizerMonitor) -> None:
-        """This stream's optimizer steps there."""
-
-
 class StepHook:
     """A hook of the optimizer. It owns the monitor."""
 

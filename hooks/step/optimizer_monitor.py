@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -26,13 +26,16 @@ from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probes, Step
 from sentinel.hooks.step.fast_path import FastPath, MonitorSession
-from sentinel.hooks.step.monitor_base import AfterStep, BackwardGroup, BeforeStep
+from sentinel.hooks.step.monitor_base import AfterStep, BeforeStep
 from sentinel.hooks.torch_interop import internals, tensors
 from sentinel.hooks.torch_interop.internals import backward_pass_id, exclude_from_tracing
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 from sentinel.hooks.transport import records
 from sentinel.hooks.transport.records import Transfers
+
+if TYPE_CHECKING:
+    from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 
 GRADIENTS = "gradients, and what is computed of them"
 """What is not seen where that fails, in words."""
@@ -157,7 +160,7 @@ class OptimizerMonitor(FastPath):
 
     # Optimizers that step inside the backward pass.
 
-    def _step_within(self, within: BackwardGroup) -> None:
+    def _step_within(self, within: BackwardGathering) -> None:
         self._end_stretch()
         if tensors.is_capturing():
             self._safely(self._accumulator.capture)

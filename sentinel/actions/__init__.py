@@ -35,8 +35,8 @@ class Action(Protocol):
         """Called at least once a second, four times while an alert is open: time-outs."""
 
 
-class CaseRecords(Protocol):
-    """The incidents of one run, as its actions know them."""
+class RollbackCases(Protocol):
+    """The incidents for which ranks are rolled back, of one run or of a job over several nodes."""
 
     def list_asking(self, action: str) -> Iterable[Case]:
         """The cases of the present attempt whose rule names this action."""
@@ -44,14 +44,18 @@ class CaseRecords(Protocol):
     def record_action(self, case: Case) -> None:
         """More was written into `case.done`: keep it, and tell people."""
 
+    def preserve(self) -> None:
+        """Put the run's state into the history now: the next daemon must know of whatever is announced next."""
+
+
+class CaseRecords(RollbackCases, Protocol):
+    """The incidents of one run, as its actions know them."""
+
     def add_stacks(self) -> None:
         """A rank's stacks or collectives came: put them into the cases that asked for them."""
 
     def add_evidence(self, what: str, seq: int) -> None:
         """Evidence of this kind, of step `seq`, came: put it into the cases that want it."""
-
-    def preserve(self) -> None:
-        """Put the run's state into the history now: the next daemon must know of whatever is announced next."""
 
 
 class Context(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from sentinel import wire
+from sentinel.actions import RollbackCases
 from sentinel.diagnose.case import Case
 from sentinel.runs import Rank, Stage
 
@@ -51,19 +52,6 @@ class RollbackRanks(Protocol):
 
     def step_seconds(self) -> float:
         """Median time of a step."""
-
-
-class RollbackCases(Protocol):
-    """The incidents for which ranks are rolled back."""
-
-    def list_asking(self, action: str) -> Iterable[Case]:
-        """The cases of the present attempt whose rule names this action."""
-
-    def record_action(self, case: Case) -> None:
-        """More was written into `case.done`: keep it, and tell people."""
-
-    def preserve(self) -> None:
-        """Put the run's state into the history now: the next daemon must know of whatever is announced next."""
 
 
 class HeldSnapshots:

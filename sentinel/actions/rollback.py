@@ -32,7 +32,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from sentinel import wire
-from sentinel.actions.held_snapshots import HeldSnapshots, RollbackCases, RollbackRanks
+from sentinel.actions import RollbackCases
+from sentinel.actions.held_snapshots import HeldSnapshots, RollbackRanks
 from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, Saved
 from sentinel.diagnose.case import Case
 from sentinel.runs import RankLink

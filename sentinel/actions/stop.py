@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sentinel.actions.held_snapshots import RollbackCases
+from sentinel.actions import RollbackCases
 from sentinel.actions.rollback_state import Phase
 from sentinel.diagnose.case import Case
 

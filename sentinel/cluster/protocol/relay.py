@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from sentinel import wire
-from sentinel.actions.held_snapshots import ACTION, HeldSnapshots, RollbackCases
+from sentinel.actions import RollbackCases
+from sentinel.actions.held_snapshots import ACTION, HeldSnapshots
 from sentinel.actions.rollback import NO_SNAPSHOT, WAITS, explain_stopped
 from sentinel.actions.rollback_state import Outcome, Phase, Saved
 from sentinel.cluster.protocol.disk import NodeDisk
