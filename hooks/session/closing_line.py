@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sentinel import wire
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import place
-from sentinel.hooks.trackers.tracker import Summary
+from sentinel.hooks.trackers import Summary
 from sentinel.hooks.trackers.tracker_threads import Trackers
 from sentinel.hooks.transport.sender import GREETING, RECORDING, STREAMING, Sender
 from sentinel.text import close_run, name_reached

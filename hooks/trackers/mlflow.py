@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
+from sentinel.hooks.trackers import NAMESPACE, IncidentMark, Summary
 
 NAME = "mlflow"
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.threads import start_thread
-from sentinel.hooks.trackers import mlflow, tensorboard, trackio, wandb
-from sentinel.hooks.trackers.tracker import IncidentMark, Summary, Tracker, make_mark
+from sentinel.hooks.trackers import IncidentMark, Summary, Tracker, make_mark, mlflow, tensorboard, trackio, wandb
 from sentinel.text import format_count
 
 KINDS: dict[str, Callable[[], Tracker]] = {

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
+from sentinel.hooks.trackers import NAMESPACE, IncidentMark, Summary
 
 NAME = "trackio"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from sentinel.hooks.trackers.tracker import NAMESPACE, IncidentMark, Summary
+from sentinel.hooks.trackers import NAMESPACE, IncidentMark, Summary
 
 NAME = "wandb"
 

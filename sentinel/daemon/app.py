@@ -95,8 +95,8 @@ class Daemon:
         self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
         self._timer = TickTimer(self._look, self._restless)
-        self._silencing = Silencing(self._tenants, service=service)
-        self._receivers = Receivers(settings, self._silencing, self._tenants)
+        silencing = Silencing(self._tenants, service=service)
+        self._receivers = Receivers(settings, silencing, self._tenants)
         self._notes += tuple(self._receivers.notes)
         self._supervision = Supervision(self._tenants)
         self._actions = actions.load_actions()
@@ -105,7 +105,7 @@ class Daemon:
             directory, settings.daemon, self._watches, self._reload, self._deadman, make_assistants, settings.otlp
         )
         self._http_frontend.reloads.read(book.notes)
-        self._queries = Queries(self._tenants, self._silencing, self._http_frontend)
+        self._queries = Queries(self._tenants, silencing, self._http_frontend)
         self._shutdown = DaemonShutdown(
             directory,
             self._watches,

@@ -59,11 +59,6 @@ class Alignment(Generic[Sample]):
         """Ranks that are waited for."""
         return frozenset(self._reached.keys() - self._silent)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether any step is open."""
-        return bool(self._open)
-
     def join(self, rank: int, next_seq: int = 0) -> None:
         """Wait for this rank from step `next_seq` on. A rank that joins again goes on where it was."""
         reached = max(next_seq - 1, self._reached.get(rank, -1))

@@ -20,9 +20,8 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.config.trackers import TrackerSettings
-from sentinel.hooks.trackers import tracker_threads
+from sentinel.hooks.trackers import IncidentMark, tracker_threads
 from sentinel.hooks.trackers.tensorboard import TensorBoardFolder
-from sentinel.hooks.trackers.tracker import IncidentMark
 from sentinel.hooks.trackers.tracker_threads import KINDS, WAITING_MARKS
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import Loop, model
