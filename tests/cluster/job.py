@@ -32,7 +32,7 @@ class NodeDaemon:
             self.rank.identity, local_world_size=1, node=node, hostname=f"host{node}"
         )
         hello = wire.Hello(version="test", identity=self.rank.identity, supervisor=supervisor)
-        socket.send_fds(self.rank._connection, [wire.frame(hello)], [page] if page >= 0 else [])
+        socket.send_fds(self.rank.connection, [wire.frame(hello)], [page] if page >= 0 else [])
         self.rank.expect(wire.Welcome)
 
     def run(self) -> dict[str, Any]:

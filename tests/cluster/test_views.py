@@ -87,7 +87,7 @@ def answering(*daemons: NodeDaemon, flights: Mapping[int, Flight] = {}) -> Itera
     yield
     for daemon in daemons:
         with contextlib.suppress(OSError):  # its daemon is gone
-            daemon.rank._connection.shutdown(socket.SHUT_RDWR)
+            daemon.rank.connection.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join(60)
 

@@ -35,9 +35,9 @@ class SimulatedRank:
             run="train", run_id=run_id, rank=rank, world_size=world, pid=os.getpid(), session=session or f"s{rank}",
             node=node, hostname=f"host{node}" if on_a_node else "",
         )  # fmt: skip
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(DEADLINE_SECONDS)
-        self._connection.connect(str(path))
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection.settimeout(DEADLINE_SECONDS)
+        self.connection.connect(str(path))
         self._frames = wire.Frames()
         self._arrived: list[wire.ToRank] = []
 
@@ -49,13 +49,13 @@ class SimulatedRank:
 
     def close(self) -> None:
         """As a process that is killed."""
-        self._connection.close()
+        self.connection.close()
 
     def say(self, message: wire.Message) -> None:
-        self._connection.sendall(wire.frame(message))
+        self.connection.sendall(wire.frame(message))
 
     def send_raw(self, data: bytes) -> None:
-        self._connection.sendall(data)
+        self.connection.sendall(data)
 
     def hello(self, *, rollback: wire.RollbackTerms | None = None, next_seq: int = 0, step_offset: int = 0) -> None:
         self.say(
@@ -96,7 +96,7 @@ class SimulatedRank:
                 del self._arrived[index]
                 return message
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while chunk := self._connection.recv(65536):
+        while chunk := self.connection.recv(65536):
             assert time.monotonic() < deadline, f"no {kind.__name__}; the daemon said {self._arrived}"
             found = [wire.to_rank(body) for body in self._frames.feed(chunk)]
             self._arrived += found

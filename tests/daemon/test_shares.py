@@ -223,7 +223,7 @@ from sentinel import wire
 rank = SimulatedRank(sys.argv[1])
 hello = wire.frame(wire.Hello(version="test", identity=rank.identity))
 null = os.open(os.devnull, os.O_RDONLY)
-socket.send_fds(rank._connection, [hello], [null, null])
+socket.send_fds(rank.connection, [hello], [null, null])
 rank.steps(0, [1.0, 2.0, 3.0])
 rank.say(wire.Goodbye(next_seq=3))
 os._exit(0)

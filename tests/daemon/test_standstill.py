@@ -89,7 +89,7 @@ def test_the_line_and_the_status_name_the_place() -> None:
     os.pwrite(page, pack_heartbeat(stands), 0)
     with daemon_process() as (path, _), SimulatedRank(path) as simulated:
         greeting = wire.Hello(version="test", identity=simulated.identity)
-        socket.send_fds(simulated._connection, [wire.frame(greeting)], [page])
+        socket.send_fds(simulated.connection, [wire.frame(greeting)], [page])
         simulated.expect(wire.Welcome)
         simulated.steps(0, HEALTHY[:10])
         while (asked := simulated.expect(wire.Ask)).what != "stacks":

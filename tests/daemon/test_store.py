@@ -153,10 +153,19 @@ def test_a_chunk_of_many_signals_has_fewer_steps(path: Path) -> None:
         assert [*history.series(names[-1]).values] == [float(seq) for seq in range(100)]
 
 
-def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path: Path) -> None:
-    store = Store(path, run="train", run_id="r1")
+def fill_disk(store: Store) -> None:
+    """The file cannot grow."""
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
+
+
+def make_room(store: Store) -> None:
+    store._database.execute("PRAGMA max_page_count=1000000")
+
+
+def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    fill_disk(store)
     for seq in range(CHUNK_STEPS):
         store.records.add_step(0, step(seq, loss=math.sin(seq)))
     store.records.put_incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
@@ -164,7 +173,7 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
     assert str(path) in store.trouble
     assert "full" in store.trouble
     assert "SENTINEL_STATE" in store.trouble
-    store._database.execute("PRAGMA max_page_count=1000000")
+    make_room(store)
     store.write()
     assert store.trouble == ""
     store.close()
@@ -176,14 +185,13 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
 def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 23_000)
     store = Store(path, run="train", run_id="r1")
-    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
-    store._database.execute(f"PRAGMA max_page_count={pages}")
+    fill_disk(store)
     for seq in range(30):
         store.records.add_event(0, seq, "phase", text="x" * 1000)
     store.write()
     assert "full" in store.trouble
     assert store.dropped == {"events": 20}
-    store._database.execute("PRAGMA max_page_count=1000000")
+    make_room(store)
     store.close()
     with History(path) as history:
         *kept, gap = history.events()
@@ -213,8 +221,7 @@ def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, mo
     """Each second writes those of all ranks again: a minute of 64 ranks was all that was kept, and no incident."""
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)
     store = Store(path, run="train", run_id="r1")
-    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
-    store._database.execute(f"PRAGMA max_page_count={pages}")
+    fill_disk(store)
     store.records.put_incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
     for seq in range(20):
         ranks = {rank: {"loss": float(seq)} for rank in range(30)}
@@ -223,7 +230,7 @@ def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, mo
         store.write()
     assert "full" in store.trouble
     assert store.dropped == {}
-    store._database.execute("PRAGMA max_page_count=1000000")
+    make_room(store)
     store.close()
     with History(path) as history:
         assert len(history.incidents()) == 1

@@ -44,7 +44,7 @@ def training(path: Path) -> Iterator[None]:
         _beat(page)
         for rank in ranks:
             hello = wire.frame(wire.Hello(version="test", identity=rank.identity))
-            socket.send_fds(rank._connection, [hello], [page])
+            socket.send_fds(rank.connection, [hello], [page])
             rank.expect(wire.Welcome)
         thread = threading.Thread(target=_train, args=(ranks, page, stop))
         thread.start()

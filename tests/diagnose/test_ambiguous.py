@@ -12,7 +12,6 @@ from sentinel.runs.devices import Devices
 from tests.diagnose.made import WAITING, judged, layered, run_of, table
 
 ADAM = {"optimizer": "Adam"}
-RARELY = range(0, 2561, 256)
 
 
 def updates(seq: int, *, odd: float, norm: Callable[[int], float] = lambda _: 1.0) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch
 
 import sentinel
 from sentinel.hooks.session import monitor as monitor_module
+from tests.hooks.sessions import find_session
 
 CONNECT_SECONDS = 30.0
 LATE_STEPS = 2000, 5000
@@ -92,7 +93,7 @@ class Trial:
         that go before are negative."""
         ahead = max(self._late - onset, 0)
         self.onset = onset + ahead
-        sender = self._monitor._session.sender
+        sender = find_session(self._monitor).sender
         for step in itertools.count(-ahead):
             if step >= count and (not ahead or time.time() > self.onset_time + LATE_SECONDS):
                 return
@@ -112,5 +113,5 @@ class Trial:
             self.fault.loop(self)
         finally:
             if self._monitor is not None:
-                self.dropped = self._monitor._session.sender.queue.dropped
+                self.dropped = find_session(self._monitor).sender.queue.dropped
                 self._monitor.detach()

@@ -15,9 +15,9 @@ from sentinel.hooks.core import fault_guard, governor, opening
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.loop import forward_passes
 from sentinel.hooks.measure import probe
-from sentinel.hooks.session import registry
 from sentinel.hooks.step import loss_outliers
 from sentinel.hooks.transport.sender import Sender
+from tests.hooks.sessions import list_sessions
 
 WAIT = 20.0
 
@@ -74,9 +74,9 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     logger = logging.getLogger("sentinel.hooks")
     logger.addHandler(kept)
     yield kept.texts
-    for session in list(registry._sessions):
+    for session in [*list_sessions()]:
         session.end(wire.Goodbye(reason="detach"), 0.0)
-    registry._sessions.clear()
+    list_sessions().clear()
     for thread in threading.enumerate():
         if isinstance(thread, Sender):  # the next test's daemon must not hear of this test's runs
             thread.stop(wire.Goodbye(reason="detach"), 0.0)

@@ -61,12 +61,17 @@ def gone(pid: int) -> None:
         os.close(descriptor)
 
 
+def launch_of(starter: DaemonLauncher) -> Any:
+    """The start that is under way, or was the last; None: there was none."""
+    return starter._launch
+
+
 def ended(starter: DaemonLauncher) -> None:
     """The last start has come to nothing."""
-    assert starter._launch is not None
-    select.select([starter._launch._words], [], [], 10)
+    assert launch_of(starter) is not None
+    select.select([launch_of(starter)._words], [], [], 10)
     for _ in range(2000):
-        if not starter._launch.running:
+        if not launch_of(starter).running:
             return
         time.sleep(0.005)  # its descriptors go before it
     raise AssertionError("it runs on")
@@ -168,8 +173,8 @@ def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.Mo
     last = pids(directory, 2)[-1]
     os.kill(last, signal.SIGKILL)
     ended(starter)
-    assert starter._launch is not None
-    assert starter._launch.status == "-9"
+    assert launch_of(starter) is not None
+    assert launch_of(starter).status == "-9"
     starter.close()
 
 
@@ -178,13 +183,13 @@ def test_ranks_start_only_one(directory: Path) -> None:
     first.start()
     second.start()
     first.start()
-    assert first._launch is not None
-    assert second._launch is None
+    assert launch_of(first) is not None
+    assert launch_of(second) is None
     assert second.failure() is None
     # Once the first is known to serve, the next one, when it is gone, may be started by any rank.
     first.record_service()
     second.start()
-    assert second._launch is not None
+    assert launch_of(second) is not None
     pids(directory, 2)
     kill(directory, 1)
     kill(directory, 2)
@@ -200,9 +205,9 @@ def test_it_gives_up_in_words(directory: Path) -> None:
         ended(starter)
     failure = starter.failure()
     assert failure == f"the daemon ended 3 times (status -9): port is taken; its log is {directory / paths.LOG}"
-    last = starter._launch
+    last = launch_of(starter)
     starter.start()
-    assert starter._launch is last
+    assert launch_of(starter) is last
     starter.close()
 
 
@@ -227,8 +232,8 @@ def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
     monkeypatch.setattr("sentinel.hooks.transport.daemon_launcher.time.monotonic", lambda: now[0])
     starter, pauses = DaemonLauncher(directory, SLEEPER), []
     for which in range(1, 11):
-        begin, before = now[0], starter._launch
-        while starter._launch is before:
+        begin, before = now[0], launch_of(starter)
+        while launch_of(starter) is before:
             starter.start()
             now[0] += 0.5
         pauses.append(now[0] - begin - 0.5)
@@ -239,11 +244,11 @@ def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
     starter.start()
     died(starter, directory, 11)
     assert starter._rests_until() == now[0], "a long time ago is forgotten"
-    before = starter._launch
+    before = launch_of(starter)
     starter.record_service()
     starter.record_loss()
     starter.start(at_once=True)
-    assert starter._launch is not before, "the end of a run does not wait"
+    assert launch_of(starter) is not before, "the end of a run does not wait"
     kill(directory, 12)
     starter.close()
 
@@ -281,7 +286,7 @@ def test_a_directory_that_a_daemon_takes_with_it_at_this_moment_is_made_again(
 
     monkeypatch.setattr(locks, "hold", too_late)
     starter.start()
-    assert starter._launch is None
+    assert launch_of(starter) is None
     starter.start()
     assert until(directory / paths.LOG, 1)
     starter.close()

@@ -23,7 +23,7 @@ from sentinel.hooks.torch_interop import tensors
 from sentinel.wire.heartbeat_page import SIZE, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
-from tests.hooks.sessions import find_session
+from tests.hooks.sessions import find_heartbeat_writer
 
 STEPS = 6
 Attach = Callable[..., object]
@@ -362,8 +362,7 @@ def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
     net = model()
     optimizer = adamw(*net.parameters())
     with sentinel.attach(net, optimizer) as monitor:
-        heartbeat_writer = find_session(monitor).sender._heartbeat_writer
-        assert heartbeat_writer is not None
+        heartbeat_writer = find_heartbeat_writer(monitor)
 
         def step(capturing: bool) -> bool:
             monkeypatch.setattr(tensors, "is_capturing", lambda: capturing)

@@ -17,7 +17,7 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.wire.heartbeat_page import BLANK, PAGE, SIGNAL, SIZE, STACKS, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
-from tests.hooks.sessions import find_session
+from tests.hooks.sessions import find_heartbeat_writer, find_session
 
 
 def caught() -> bool:
@@ -84,8 +84,7 @@ def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) 
     monitor = trained(daemon)
     before = signal.signal(SIGNAL, mine)
     try:
-        assert find_session(monitor).sender._heartbeat_writer is not None
-        assert find_session(monitor).sender._heartbeat_writer.stacks.signal() == 0, "the daemon is told to keep off"
+        assert find_heartbeat_writer(monitor).stacks.signal() == 0, "the daemon is told to keep off"
         monitor.detach()
         daemon.ended()
         assert caught()
@@ -164,8 +163,7 @@ def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon)
 def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon: FakeDaemon) -> None:
     """At its end an interpreter waits for the timer's thread, which a fork leaves behind."""
     monitor = trained(daemon)
-    heartbeat_writer = find_session(monitor).sender._heartbeat_writer
-    assert heartbeat_writer is not None
+    heartbeat_writer = find_heartbeat_writer(monitor)
     heartbeat_writer.stacks.wind()
     child = os.fork()
     if child == 0:

@@ -22,6 +22,11 @@ def of_device(values: dict[str, float], layers: dict[str, list[float]], transfer
     return made
 
 
+def buffer_of(record: Record) -> torch.Tensor:
+    assert record.transfer is not None
+    return record.transfer._buffer
+
+
 def test_values_come_back_in_their_places() -> None:
     made = of_device({"loss": 2.5, "grad_norm": 7.0}, {"layer_grad_norm": [1.0, 2.0, 3.0]}, Transfers())
     assert made.ready()
@@ -32,8 +37,7 @@ def test_values_come_back_in_their_places() -> None:
 def test_nothing_is_read_before_the_word_has_arrived() -> None:
     transfers = Transfers()
     made = of_device({"loss": 2.5}, {}, transfers)
-    assert made.transfer is not None
-    buffer = made.transfer._buffer
+    buffer = buffer_of(made)
     buffer[0] = 0.0  # as if the copy were under way
     assert not made.ready()
     assert made.values == {}
@@ -55,14 +59,11 @@ def test_layers_that_are_under_way_count_and_can_be_left_out() -> None:
 def test_buffers_are_used_again_once_read_and_not_before() -> None:
     transfers = Transfers()
     first, second = of_device({"loss": 1.0}, {}, transfers), of_device({"loss": 2.0}, {}, transfers)
-    assert first.transfer is not None
-    assert second.transfer is not None
-    address = first.transfer._buffer.data_ptr()
-    assert second.transfer._buffer.data_ptr() != address
+    address = buffer_of(first).data_ptr()
+    assert buffer_of(second).data_ptr() != address
     assert first.ready()
     third = of_device({"loss": 3.0}, {}, transfers)
-    assert third.transfer is not None
-    assert third.transfer._buffer.data_ptr() == address
+    assert buffer_of(third).data_ptr() == address
     assert second.ready()
     assert third.ready()
     assert [made.values["loss"] for made in (first, second, third)] == [1.0, 2.0, 3.0]

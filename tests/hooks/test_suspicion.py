@@ -76,8 +76,14 @@ def late(transfers: Transfers, **values: float) -> Record:
     """A step whose values were on a device, and have not come yet."""
     record = Record(0, 0, 0.0, wire.LayerTable(digest="", layers=()))
     record.transfer = transfers.begin([(name, False, torch.tensor(value)) for name, value in values.items()])
-    record.transfer._buffer[0] = 0.0
+    arrive(record, 0.0)
     return record
+
+
+def arrive(record: Record, word: float = 1.0) -> None:
+    """The word is there that is copied after the values; 0: it is not."""
+    assert record.transfer is not None
+    record.transfer._buffer[0] = word
 
 
 def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
@@ -87,8 +93,7 @@ def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
         waiting.add(record)
     assert list(waiting.take_arrived()) == []
     for record in records:
-        assert record.transfer is not None
-        record.transfer._buffer[0] = 1.0
+        arrive(record)
     assert records[0].ready()  # the sender was quicker
     assert list(waiting.take_arrived()) == [2.0, math.inf]
     assert list(waiting.take_arrived()) == []
@@ -105,8 +110,7 @@ def test_a_norm_far_above_those_before_has_its_very_step_looked_at() -> None:
     assert not any(response.look_at_norm(norm, seq) for seq, norm in enumerate(usual))
     response.add_record(record)
     assert not response.look_at_norm(torch.tensor(60.0), 2000)
-    assert record.transfer is not None
-    record.transfer._buffer[0] = 1.0
+    arrive(record)
     assert response.look_at_norm(torch.tensor(1.0), 2001)
     assert [seq for seq in range(2001, 2008) if governor.due(2, seq)] == [2001, 2002, 2003, 2004]
     assert warned.times == 0
@@ -126,8 +130,7 @@ def test_a_loss_that_comes_late_and_is_no_number_is_news() -> None:
     response.add_record(record)
     response.look_at(torch.tensor(0.0), 2000)
     assert (warned.times, governor.due(2, 2003)) == (0, False)
-    assert record.transfer is not None
-    record.transfer._buffer[0] = 1.0
+    arrive(record)
     response.look_at(torch.tensor(0.0), 2001)
     assert (warned.times, governor.due(2, 2003)) == (1, True)
     assert response.judge_step(2001, {}, skipped=False)

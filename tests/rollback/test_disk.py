@@ -18,7 +18,7 @@ from sentinel.hooks.rollback.framework_checkpoints import BEFORE
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.snapshot import directory as snapshots
-from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
+from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back, wait_for_disk
 
 DATA = batches(24)
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
@@ -35,9 +35,7 @@ def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = N
     restorer.receive(
         wire.Publish(id=seq + 1, seq=seq, step=seq if step is None else step, run="train", run_id="train-1", attempt=0)
     )
-    assert restorer._disk is not None
-    assert restorer._disk._written is not None
-    assert restorer._disk._written.wait(30)
+    wait_for_disk(restorer)
     return of_type(sent, wire.Published)[-1]  # type: ignore[no-any-return]
 
 

@@ -29,7 +29,7 @@ from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.session import arguments
 from sentinel.hooks.snapshot.state_owners import Owners
 from tests.rollback import optimizers
-from tests.rollback.training import assert_same, batches, of_type, roll_back
+from tests.rollback.training import assert_same, batches, of_type, roll_back, wait_for_disk
 
 DATA = batches(24)
 TO, AT, END = 5, 12, 20
@@ -473,9 +473,7 @@ def test_a_dead_scaler_of_an_earlier_run_is_not_taken() -> None:
 def publish(run: Run, seq: int) -> None:
     assert run.restorer is not None
     run.restorer.receive(wire.Publish(id=1, seq=seq, step=seq, run="train", run_id="train-1", attempt=0))
-    assert run.restorer._disk is not None
-    assert run.restorer._disk._written is not None
-    assert run.restorer._disk._written.wait(60)
+    wait_for_disk(run.restorer)
     (answer,) = of_type(run.sent, wire.Published)
     assert answer.ok, answer.reason
 
@@ -566,9 +564,7 @@ def test_names_on_disk_are_the_same_whatever_is_around_the_models(
         restorer.exit_step(seq, skipped=False)
         restorer.enter_step(seq + 1)
     restorer.receive(wire.Publish(id=1, seq=1, step=1, run="train", run_id="train-1", attempt=0))
-    assert restorer._disk is not None
-    assert restorer._disk._written is not None
-    assert restorer._disk._written.wait(60)
+    wait_for_disk(restorer)
     restorer.close()
     nets_again, models, optimizer_again = made(later)
     assert sentinel.resume(models, optimizer_again, directory=tmp_path) == 2

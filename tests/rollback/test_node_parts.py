@@ -25,7 +25,7 @@ from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.state_owners import Owners
 from tests.rollback.test_disk import DATA, again, armed
 from tests.rollback.test_resume import Ranks, files_of, flip, ranks, rewrite, short  # noqa: F401
-from tests.rollback.training import Training, of_type
+from tests.rollback.training import Training, of_type, wait_for_disk
 
 pytestmark = pytest.mark.usefixtures("short")
 KEEP = 2
@@ -52,8 +52,7 @@ class Writer:
                     ranks=(self.rank,), on_all=tuple(on_all), floor=floor,
                 )
             )  # fmt: skip
-            disk: Any = self.restorer._disk
-            assert disk._written.wait(30)
+            wait_for_disk(self.restorer)
         answer: wire.Published = of_type(self.sent, wire.Published)[-1]
         assert answer.ok, answer.reason
         return answer
@@ -408,9 +407,8 @@ def test_a_rank_does_not_wait_for_one_that_could_not_write(tmp_path: Path, monke
         writer.training.step(DATA[0])
     order = wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0, ranks=(0, 1))
     writer.restorer.receive(order)
-    disk: Any = writer.restorer._disk
     writer.restorer.receive(msgspec.structs.replace(order, id=2))
-    assert disk._written.wait(30)
+    wait_for_disk(writer.restorer)
     reasons = [answer.reason for answer in of_type(writer.sent, wire.Published)]
     assert reasons[-1] == "the snapshot is no longer wanted"
     writer.close()
@@ -428,7 +426,7 @@ def test_a_rank_is_free_for_the_next_one_where_another_could_not_write(
     writer.restorer.receive(wire.CancelPublish(id=7))
     assert disk._writing is not None, "of another order"
     writer.restorer.receive(wire.CancelPublish(id=1))
-    assert disk._written.wait(30)
+    wait_for_disk(writer.restorer)
     assert of_type(writer.sent, wire.Published)[-1].reason == "the snapshot is no longer wanted"
     writer.write(10)
     assert directory.steps(node_parts.place_of(tmp_path, 0)) == [10]

@@ -29,6 +29,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def wait_for_disk(restorer: Restorer) -> None:
+    """Until what was to be written last is on disk, or was refused."""
+    disk: Any = restorer._disk
+    assert disk._written.wait(60)
+
+
 def find_latest(place: Path) -> DiskSnapshot | None:
     """The newest sound snapshot on disk."""
     return next((snapshot for snapshot in list_published(place) if not snapshot.flaw()), None)
