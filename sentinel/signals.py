@@ -391,8 +391,8 @@ _ALL = (
         "ratio",
         "min",
         2,
-        "second moments before the step over the least that the optimizer's updates can have left of the last sample's, "
-        "lowest of four parameters: at least 1 unless the state was changed",
+        "second moments before the step over the least that the optimizer's updates can have left of the last "
+        "sample's, lowest of four parameters: at least 1 unless the state was changed",
     ),
     _rank(
         "second_moment_growth",
