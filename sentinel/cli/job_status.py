@@ -19,6 +19,8 @@ def lines(job: dict[str, Any]) -> list[str]:
         found.append(f"            {job['trouble']}")
     if job["refused"]:
         found.append(f"            {job['refused']} messages of other nodes refused")
+    if rejected := describe_rejected(job):
+        found.append(f"            {rejected}")
     if job["dropped"]:
         found.append(
             f"            {job['dropped']} incidents of this node never handed to a coordinator: too many waited"
@@ -53,6 +55,14 @@ def describe_view(job: Mapping[str, Any]) -> str:
 def describe_shrink(job: Mapping[str, Any]) -> str:
     """What is left of the job, where it went on without some of its nodes."""
     return str(job.get("shrunk", ""))  # a daemon of an earlier version does not say
+
+
+def describe_rejected(job: Mapping[str, Any]) -> str:
+    """How many connections to this node's port came to nothing, and from where; empty: none that is known."""
+    if not job.get("rejected"):  # None: not counted here; a daemon of an earlier version does not say
+        return ""
+    count = format_count(job["rejected"], "connection")
+    return f"at least {count} not let in, last from {', '.join(job['rejected_from'])}: a wrong secret or certificate?"
 
 
 def describe_node(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:

@@ -54,6 +54,12 @@ class Connection:
         self._said = set[str]()
         self._closed = False
 
+    @property
+    def port(self) -> int | None:
+        """On which this node listens now."""
+        listens = self.session is not None and self._node < len(self.meeting.addresses)
+        return int(self.meeting.addresses[self._node].rpartition(":")[2]) if listens else None
+
     def tick(self, now: float) -> None:
         """Try, in a thread: where packets are dropped it takes minutes, and the daemon's end must not wait for it."""
         if self._since is None:

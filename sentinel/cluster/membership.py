@@ -35,6 +35,7 @@ from sentinel.cluster.protocol.questions import IncidentView
 from sentinel.cluster.protocol.relay import RelayedRollback
 from sentinel.cluster.protocol.restart import is_unaware
 from sentinel.cluster.protocol.work import WorkExchange, find_work_elsewhere
+from sentinel.cluster.rejected_connections import RejectedConnections
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
@@ -107,6 +108,7 @@ class Membership:
         )
         self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
         self._refused = 0
+        self._rejected = RejectedConnections(run.name)
         self._ending: float | None = None
         """Since when no rank is left."""
         self._loop = asyncio.get_running_loop()
@@ -213,6 +215,8 @@ class Membership:
             "blame": dict(beat.blame) if beat else {},
             "blamed_incidents": beat.blamed_incidents if beat else 0,
             "refused": self._refused,
+            "rejected": self._rejected.count,
+            "rejected_from": self._rejected.addresses,
             "dropped": self._node.dropped,
             "trouble": self._connection.trouble,
         }
@@ -275,6 +279,7 @@ class Membership:
             self._reporter.tick(now, joined=self._node.find_view(now) != "alone")
             self._send_digest(now)
         self._own_pages.tell_alone(now)
+        self._rejected.tick(self._connection.port, now)
 
     def _change_role(self, now: float) -> None:
         """Become the coordinator where none is heard, and leave it to others where that leads to nothing."""
@@ -482,6 +487,7 @@ class Membership:
         return Session(
             meeting, self._run.run_id, self.node, receive=self._receive, answer=self._answer,
             answer_view=self.inquiry.answer, refuse=lambda error: self._hand_over(self._refuse, error),
+            note_link=lambda locator: self._hand_over(self._rejected.note_link, locator, time.monotonic()),
         )  # fmt: skip
 
     def _begin_session(self, session: Session) -> None:

@@ -47,6 +47,8 @@ AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
 """Gets a question, and what takes the parts of the answer."""
 Refuse = Callable[[ProtocolError], object]
 """Gets why a message was not handed on."""
+NoteLink = Callable[[str], object]
+"""Gets the other side of a link that began or ended: `tcp/10.0.0.7:41234`."""
 
 
 class Session:
@@ -54,7 +56,7 @@ class Session:
 
     def __init__(
         self, meeting: Meeting, run_id: str, node: int, *, receive: Receive, answer: Answer, answer_view: AnswerView,
-        refuse: Refuse,
+        refuse: Refuse, note_link: NoteLink,
     ) -> None:  # fmt: skip
         """Connect, and listen where the node has an address. Raises zenoh.ZError where that cannot be had now; blocks
         while it tries."""
@@ -63,6 +65,9 @@ class Session:
         self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
         self._question_key = f"{self._root}/question"
         self._session: Any = open_session(meeting, node)
+        self._links = self._session.info.declare_link_events_listener(
+            lambda event: note_link(event.link.dst), history=True
+        )
         self._views = self._session.declare_queryable(self._view_key, self._answer_question)
         self._publishers = {
             kind: self._session.declare_publisher(f"{self._root}/{kind}/{node}")

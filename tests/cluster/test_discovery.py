@@ -230,7 +230,7 @@ def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
 
     session = Session(
         Meeting((address,), secret), RUN, 0, receive=lambda *_: None, answer=lambda *_: None,
-        answer_view=lambda *_: None, refuse=lambda _: None,
+        answer_view=lambda *_: None, refuse=lambda _: None, note_link=lambda _: None,
     )  # fmt: skip
     epoch = next_epoch(0, 0, int(time.time() * 1000))
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
+from sentinel.cli import job_status
 from sentinel.cluster.protocol.messages import MESSAGE_BYTES, Beat, Digest, Events, Pulse, RollbackOrder, decode, encode
 from sentinel.cluster.seal import Seal
 from sentinel.config.cluster import Meeting
@@ -233,7 +234,7 @@ def test_a_thousand_connections_keep_no_node_out(ops: Consumer, options: tuple[s
                 assert coordinator.states() == {0: "alive", 1: "alive", 2: "alive"}
 
 
-def test_without_the_secret_a_session_hears_nothing(
+def test_without_the_secret_a_session_hears_nothing_and_is_counted(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RUST_LOG", "zenoh_transport=debug")
@@ -247,7 +248,7 @@ def test_without_the_secret_a_session_hears_nothing(
             config = zenoh.Config()
             config.insert_json5("mode", '"client"')
             config.insert_json5("scouting/multicast/enabled", "false")
-            config.insert_json5("connect/endpoints", f'["tcp/{address}"]')
+            config.insert_json5("connect/endpoints", f'["tcp/{address}#bind=127.0.0.2:0"]')
             config.insert_json5("connect/timeout_ms", "2000")
             if user is not None:
                 config.insert_json5("transport/auth/usrpwd/user", f'"{user}"')
@@ -256,3 +257,11 @@ def test_without_the_secret_a_session_hears_nothing(
                 zenoh.open(config)
         assert coordinator.states() == {0: "alive", 1: "alive"}
         assert capfd.readouterr().out.count("Invalid password") >= 2  # docs/cluster.md: who was turned away
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60, source_address=("127.0.0.3", 0)) as garbage:
+            garbage.send(b"\xff\xff")
+            until(lambda: "127.0.0.3" in coordinator.job()["rejected_from"], "the coordinator to count it")
+        job = coordinator.job()
+        assert job["rejected"] >= len(job["rejected_from"])
+        assert set(job["rejected_from"]) <= {"127.0.0.2", "127.0.0.3"}, "not from where node 1 is, which was let in"
+        assert "let in, last from 127.0.0." in "\n".join(job_status.lines(job))

@@ -101,7 +101,7 @@ def test_what_a_router_passes_on_of_a_stranger_is_refused() -> None:
         for node, secret in ((0, SECRET), (1, "of another job, as long"), (2, SECRET)):
             session = Session(
                 Meeting((), secret, routers=(address,)), RUN, node, receive=take, answer=lambda *_: None,
-                answer_view=lambda *_: None, refuse=refuse,
+                answer_view=lambda *_: None, refuse=refuse, note_link=lambda _: None,
             )  # fmt: skip
             stack.callback(session.close)
             if node == 0:

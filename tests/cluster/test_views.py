@@ -190,12 +190,15 @@ def test_the_coordinator_alone_has_the_figures_of_the_job(tmp_path: Path) -> Non
         scrapes = [functools.partial(scrape, daemon) for daemon in nodes]
         until(lambda: 'sentinel_job_lag_steps{run="job1"} 1.0' in scrapes[0](), "the coordinator to know the steps")
         until(lambda: 'sentinel_job_grad_norm{run="job1"} 5.0' in scrapes[0](), "the norm of all shards")
+        rejected = 'sentinel_job_connections_rejected_total{run="job1"} 0.0'
+        until(lambda: rejected in scrapes[0](), "a first look at the kernel's table of connections")
         coordinator, node = (read() for read in scrapes)
         for line in ('nodes{run="job1",state="alive"} 2.0', 'nodes{run="job1",state="silent"} 0.0',
                      'step{run="job1"} 1.0', 'grad_norm{run="job1"} 5.0'):  # fmt: skip
             assert f"sentinel_job_{line}" in coordinator
             assert f"sentinel_job_{line}" not in node
         assert 'sentinel_job_joined{run="job1"} 1.0' in node
+        assert "sentinel_job_connections_rejected_total{" not in node, "it listens on no port"
         nodes[1].process.kill()
         until(lambda: 'sentinel_job_nodes{run="job1",state="silent"} 1.0' in scrapes[0](), "node 1 to be missed")
 
@@ -272,7 +275,7 @@ def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tm
         stranger = Session(
             Meeting((address,), SECRET), RUN, 7, receive=lambda kind, node, payload: None,
             answer=lambda after, reply: None, answer_view=lambda payload, reply: reply([]),
-            refuse=lambda _: None,
+            refuse=lambda _: None, note_link=lambda _: None,
         )  # fmt: skip
 
         def ask(payload: bytes, node: int | None = None) -> None:

@@ -218,6 +218,9 @@ def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
     yield _gauge("job_joined", what, ("run",), joined)
     refused = [((run,), float(job["refused"])) for run, job in jobs]
     yield _counter("job_messages_refused", "Messages of other nodes that were refused.", ("run",), refused)
+    rejected = [((run,), float(job["rejected"])) for run, job in jobs if job["rejected"] is not None]
+    what = "Connections to this node's port that were not let in, at least; of a node that listens, on Linux."
+    yield _counter("job_connections_rejected", what, ("run",), rejected)
     led = [(run, job) for run, job in jobs if job["view"] == "coordinator"]
     states = [
         ((run, state), float(sum(node["state"] == state for node in job["nodes"])))

@@ -1,0 +1,118 @@
+"""Connections to this node's port that were not let in, counted: a wrong secret or certificate, or no Zenoh at all.
+
+The Python package of Zenoh 1.10 has no figure of them. The kernel's table has: there a connection stays for 60 s after
+this side closed it first, as Zenoh does with most that it turns away. Of the others nothing is left, so what is counted
+is what there was at least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 20.0
+"""Between two looks at the table: what one finds is judged at the next, as the node may be let in by then."""
+SETTLE_SECONDS = 300.0
+"""After a link of a node began or ended, in which nothing from its address is counted. The kernel tries for up to 100 s
+to close what was cut off in the middle (tcp(7), `tcp_orphan_retries`), and keeps it for 60 s more."""
+SHOWN = 3
+"""Addresses that are named."""
+
+_TABLES = Path("/proc/self/net")
+_CLOSED_HERE = ("05", "06")
+"""FIN_WAIT2 and TIME_WAIT: this side closed it first, and the other one knows. FIN_WAIT1 may be a node that is cut
+off."""
+
+
+class RejectedConnections:
+    """Of one run. Lives in the daemon's loop."""
+
+    def __init__(self, run: str) -> None:
+        self.count: int | None = None
+        """None: this node listens on no port, or its machine has no table."""
+        self.addresses: list[str] = []
+        """From which they came, the newest first."""
+        self._run = run
+        self._port: int | None = None
+        self._due = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._known: set[str] | None = None
+        """In the table, and not to be judged any more. None: there was no look yet since this node listens."""
+        self._waiting = set[str]()
+        """Found closed by the last look."""
+        self._linked: dict[str, float] = {}
+        """When a link of a node at this address began or ended last."""
+
+    def note_link(self, locator: str, now: float) -> None:
+        """A link of a node that was let in began, or ended: `tcp/10.0.0.7:41234`, as Zenoh calls the other side."""
+        host = locator.partition("/")[2].rpartition(":")[0].strip("[]").partition("%")[0]
+        with contextlib.suppress(ValueError):  # a name: of a node to which this one connected
+            self._linked[_unmap(ipaddress.ip_address(host))] = now
+
+    def tick(self, port: int | None, now: float) -> None:
+        """Look at the table, in a thread, where it is time to. `port`: on which this node listens."""
+        if port != self._port:
+            self._port, self._known, self._due = port, None, now
+            self._waiting.clear()
+        if port is not None and now >= self._due and (self._task is None or self._task.done()):
+            self._due = now + LOOK_SECONDS
+            self._task = asyncio.get_running_loop().create_task(self._look(port, now))
+
+    def take(self, connections: Mapping[str, str], now: float) -> None:
+        """Judge what is in the table. What the first look finds is of whoever listened on the port before."""
+        self.count = self.count or 0
+        self._linked = {address: at for address, at in self._linked.items() if now - at < SETTLE_SECONDS}
+        if self._known is None:
+            self._known = set(connections)
+            return
+        for remote in self._waiting:
+            if (address := _read_address(remote.partition(":")[0])) not in self._linked:
+                self._add(address)
+        self._known = (self._known | self._waiting) & connections.keys()
+        self._waiting = {one for one, state in connections.items() if state in _CLOSED_HERE and one not in self._known}
+
+    async def _look(self, port: int, now: float) -> None:
+        connections = await asyncio.to_thread(read_connections, port)
+        if connections is not None and port == self._port:
+            self.take(connections, now)
+
+    def _add(self, address: str) -> None:
+        self.count = (self.count or 0) + 1
+        if self.count == 1:
+            why = "a wrong secret or certificate?"
+            log.warning("run %s: a connection from %s was not let in: %s", self._run, address, why)
+        self.addresses = [address, *(one for one in self.addresses if one != address)][:SHOWN]
+
+
+def read_connections(port: int, tables: Path = _TABLES) -> dict[str, str] | None:
+    """Connections of this network namespace to a local port, in the kernel's words (proc(5), /proc/net/tcp): the other
+    side -> the state here. None where there is no such table, as on macOS."""
+    found: dict[str, str] | None = None
+    local = f":{port:04X}"
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(tables / name, encoding="ascii") as table:
+            found = found or {}
+            for line in table:
+                if local in line and (fields := line.split(None, 4))[1].endswith(local):
+                    found[fields[2]] = fields[3]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_address(digits: str) -> str:
+    """`0700000A` is `10.0.0.7`: 32 bits at a time, in this machine's order of bytes."""
+    words = (int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8))
+    return _unmap(ipaddress.ip_address(b"".join(words)))
+
+
+def _unmap(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    """`10.0.0.7` also where a socket of IPv6 has it as `::ffff:10.0.0.7`."""
+    return str(getattr(address, "ipv4_mapped", None) or address)
