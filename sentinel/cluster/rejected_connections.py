@@ -67,7 +67,7 @@ class RejectedConnections:
             self._task = asyncio.get_running_loop().create_task(self._look(port, now))
 
     def take(self, connections: Mapping[str, str], now: float) -> None:
-        """Judge what is in the table. What the first look finds is of whoever listened on the port before."""
+        """Judge what is in the table. What the first look finds is of the program that listened on the port before."""
         self.count = self.count or 0
         self._linked = {address: at for address, at in self._linked.items() if now - at < SETTLE_SECONDS}
         if self._known is None:
