@@ -29,7 +29,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import printable
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor
@@ -105,14 +104,13 @@ class Batches:
         self.announce: Callable[[], None] = lambda: None
         """Called when there is more of it."""
 
-    def skip(self, count: int) -> None:
-        """Throw away the next `count` batches. At the end of an epoch the rest is left for the next."""
+    def skip(self, count: int) -> str:
+        """Throw away the next `count` batches. At the end of an epoch the rest is left for the next. Returns why none
+        can be, if so."""
         if count and not self._known:
-            fault_guard.say(
-                "batches cannot be skipped: pass attach(loader=...), or iterate over monitor.batches(loader)"
-            )
-            return
+            return "no batch is skipped: pass attach(loader=...), or iterate over monitor.batches(loader)"
         self._to_skip += max(count, 0)
+        return ""
 
     def watch(self, loader: Iterable[Batch]) -> _Watched[Batch]:
         """`loader`, with the wait for each batch measured."""

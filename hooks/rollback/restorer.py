@@ -31,6 +31,7 @@ from sentinel.errors import RollbackError, RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import neighbours
 from sentinel.hooks.core.unseen import Unseen, is_passing
+from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt
 from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
@@ -65,7 +66,7 @@ class Restorer(StepGuard):
         scaler: Any = None,
         schedulers: Sequence[Stateful] | None = None,
         given: Sequence[Any] = (),
-        batches: Any = None,
+        batches: Batches | None = None,
         send: Callable[[wire.FromRank], None],
         step: int = 0,
         defer: Callable[[Callable[[], None]], object] = lambda _: None,
@@ -285,10 +286,8 @@ class Restorer(StepGuard):
         """Lower rates and leave out batches. Returns what could not be done."""
         missing = [self._rates.multiply(verdict.lr_factor)]
         missing += [f"{name} was made after the snapshot: left as it is" for name in younger]
-        if verdict.skip_batches and self._batches is None:
-            missing.append(f"skip_batches={verdict.skip_batches}: no loader is known, none was skipped")
-        elif verdict.skip_batches:
-            self._batches.skip(verdict.skip_batches)
+        if self._batches is not None:
+            missing.append(self._batches.skip(verdict.skip_batches))
         return "; ".join(filter(None, missing))
 
     # The receiver.

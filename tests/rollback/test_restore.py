@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.rollback.lr_scaling import LearningRates
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
@@ -361,26 +363,27 @@ def test_a_step_that_raised_does_not_leave_the_rate_lowered_twice() -> None:
 
 
 def test_batches_are_skipped_after_the_restore() -> None:
-    class Batches:
+    class Skipping:
         skipped: list[int] = []
 
-        def skip(self, count: int) -> None:
+        def skip(self, count: int) -> str:
             self.skipped.append(count)
+            return ""
 
     training = Training()
-    restorer, sent = training.arm(batches=Batches())
+    restorer, sent = training.arm(batches=Skipping())
     run(training, restorer, skip_batches=3)
-    assert Batches.skipped == [3]
+    assert Skipping.skipped == [3]
     assert of_type(sent, wire.RolledBack)[0].reason == ""
 
 
 def test_batches_that_cannot_be_skipped_are_reported() -> None:
     training = Training()
-    restorer, sent = training.arm()
+    restorer, sent = training.arm(batches=Batches(StepAccumulator()))
     run(training, restorer, skip_batches=3)
     (answer,) = of_type(sent, wire.RolledBack)
     assert answer.ok
-    assert "no loader is known" in answer.reason
+    assert "no batch is skipped: pass attach(loader=...)" in answer.reason
 
 
 def test_stop_ends_the_run_at_the_exit_of_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
