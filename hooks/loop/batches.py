@@ -152,8 +152,9 @@ class Batches:
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
         self._accumulator.next_iteration()
-        ours = self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
-        return ours and not self._outer and self._to_skip > 0
+        if not self._to_skip or self._outer:
+            return False
+        return self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
 
     def record_skip(self) -> None:
         """A batch was thrown away. Called only then: the end of an epoch is none."""

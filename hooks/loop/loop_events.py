@@ -91,10 +91,12 @@ class Listeners:
     def find_skipper(self, iterator: object) -> Batches | None:
         """The run's batches of which the next one is to be thrown away, if there are such."""
         try:
-            return next((run.batches for run in self.all if run.batches.to_skip(iterator)), None)
+            for run in self.all:
+                if run.batches.to_skip(iterator):
+                    return run.batches
         except Exception:
             self.swallow("batches to be skipped", "patches.to_skip", "no batch is skipped")
-            return None
+        return None
 
 
 def _call_each(listeners: tuple[LoopEvents, ...], event: str, call: Callable[[LoopEvents], object]) -> None:

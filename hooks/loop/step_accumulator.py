@@ -59,17 +59,16 @@ class LoaderProgress:
         said = self.training.length if self.training is not None else -1
         return said if said >= 0 else self._whole
 
-    def is_last(self, source: object) -> bool:
-        """Whether it gave the last batch."""
-        return self.last is not None and self.last.source() is source
-
-    def gave(self, source: object) -> None:
-        """An iterator gave a batch."""
-        if self.last is None or not self.is_last(source):
-            self.last = self._find_feed(source)
-        if self.last.exhausted:
-            self.last.batches, self.last.exhausted = 0, False
-        self.last.batches += 1
+    def count_batch(self, source: object) -> bool:
+        """An iterator gave a batch. Whether it gave the last one, too."""
+        feed = self.last
+        same = feed is not None and feed.source() is source
+        if feed is None or not same:
+            self.last = feed = self._find_feed(source)
+        if feed.exhausted:
+            feed.batches, feed.exhausted = 0, False
+        feed.batches += 1
+        return same
 
     def record_end(self, source: object) -> None:
         """An iterator has no more."""
@@ -291,13 +290,11 @@ class StepAccumulator:
     def batch_fetched(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
         """An iterator gave a batch after `seconds`; what it is, where it was looked at."""
         if self.is_training_thread():
-            if batch is not None or not self.loader_progress.is_last(
-                source
-            ):  # that of an evaluation, say, is not this one's
+            same = self.loader_progress.count_batch(source)
+            if batch is not None or not same:  # that of an evaluation, say, is not this one's
                 self.totals.batch = batch
             self.totals.batches += 1
             self.totals.data_seconds += seconds
-            self.loader_progress.gave(source)
             self.record_progress(Work.BATCH)
 
     def loader_exhausted(self, source: object) -> None:

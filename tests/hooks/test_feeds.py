@@ -46,7 +46,7 @@ class Drawing(RandomSampler):
 def test_the_length_of_a_pass_where_torch_knows_it(loader: Any, expected: int) -> None:
     loader_progress, accumulator = LoaderProgress(), StepAccumulator()
     for source in (iter(loader), iter(Batches(accumulator).watch(loader))):
-        loader_progress.gave(source)
+        loader_progress.count_batch(source)
         assert loader_progress.length == -1, "nothing has trained"
         loader_progress.training = loader_progress.last
         assert loader_progress.length == expected
@@ -57,17 +57,17 @@ def test_an_evaluation_is_no_part_of_the_pass_and_a_pass_says_its_length_in_the_
     loader_progress = LoaderProgress()
     training, evaluation = iter(DataLoader(Endless())), iter(DataLoader(Endless()))
     for step in range(7):
-        loader_progress.gave(training)
+        loader_progress.count_batch(training)
         loader_progress.training = loader_progress.last
         if step == 3:
             for _ in range(2):
-                loader_progress.gave(evaluation)
+                loader_progress.count_batch(evaluation)
             loader_progress.record_end(evaluation)
             assert (loader_progress.batches, loader_progress.exhausted, loader_progress.length) == (4, False, -1)
     loader_progress.record_end(training)
-    loader_progress.gave(evaluation)
+    loader_progress.count_batch(evaluation)
     assert (loader_progress.batches, loader_progress.exhausted, loader_progress.length) == (7, True, 7)
-    loader_progress.gave(training)  # its workers persist
+    loader_progress.count_batch(training)  # its workers persist
     assert (loader_progress.batches, loader_progress.exhausted) == (1, False)
 
 
