@@ -159,7 +159,7 @@ def _judge_ends(ends: dict[int, dict[str, Any]], ranks: int, status: int | None,
         return _Outcome("ended", f"ended by {signal.Signals(wanted).name}")
     if len(ends) == ranks > 0:
         return _Outcome(FAILED, "failed") if status else _Outcome("ended", "ended")
-    return _Outcome("unknown", "not known: its daemon did not see its end")
+    return _Outcome("unknown", "not known: its history lacks its end")
 
 
 def describe_found(row: dict[str, Any]) -> str:

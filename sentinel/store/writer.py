@@ -384,19 +384,23 @@ class Store:
     def _give_up_samples(self) -> None:
         """Write what happened without them, and that they are missing: on a disk that is full this may fit, now that
         the write-ahead log is gone."""
-        why, writes = self._trouble, self._pending.take()
-        for write in writes:
-            if write.kind not in VITAL:
+        why, kept = self._trouble, list[Write]()
+        for write in self._pending.take():
+            if write.kind in VITAL:
+                kept.append(write)
+            else:
                 self._pending.drop(write)
-        self._pending.put_back([write for write in writes if write.kind in VITAL])
-        seconds = time.monotonic() - self._failing_since if self._failing_since is not None else 0.0
         lost = self._pending.dropped - self._reported
-        self.records.add_event(*self.records.newest, "history gap", seconds=round(seconds, 1), dropped=dict(lost))
-        self.write()
+        if self._database is not None:
+            seconds = time.monotonic() - self._failing_since if self._failing_since is not None else 0.0
+            self._database.execute(f"PRAGMA busy_timeout={_RETRY_SECONDS * 1000:.0f}")
+            self._pending.put_back(kept)
+            self.records.add_event(*self.records.newest, "history gap", seconds=round(seconds, 1), dropped=dict(lost))
+            self.write()
         if self._trouble:
-            for write in self._pending.take():
+            for write in kept:
                 lost[write.kind] += write.rows
-            log.error("%s; it lacks %s", why, _list_dropped(lost))
+            log.error("%s%s", why, f"; it lacks {_list_dropped(lost)}" if lost else "")
 
 
 def _is_passing(error: Exception, path: Path) -> bool:
