@@ -98,13 +98,13 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
 
 
 def describe_stray(names: Sequence[str]) -> str:
-    """What is not seen of parameters that an optimizer has and no model."""
-    return f"the names of {format_count(len(names), 'parameter')} that the optimizer has and the model has not"
+    """What is not seen of parameters that are in an optimizer and in no model."""
+    return f"the names of {format_count(len(names), 'optimizer parameter')} not in the model"
 
 
 def warn_of_stray(names: Sequence[str]) -> str:
     """What such parameters are a sign of, as a line on the terminal."""
-    held = f"the optimizer holds {format_count(len(names), 'parameter')} that the model has not ({list_names(names)})"
+    held = f"the optimizer holds {format_count(len(names), 'parameter')} not in the model ({list_names(names)})"
     return (
         f"warning: {held}. If a layer was replaced after the optimizer was made, its new parameters do not train: "
         "make the optimizer after that. If another module has them, pass attach([model, other], optimizer)"

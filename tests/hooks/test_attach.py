@@ -65,9 +65,9 @@ def test_what_is_not_seen_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixt
         daemon.wait(lambda: daemon.of(wire.LayerTable))
     said = capsys.readouterr().err
     opening, warning, *_ = said.splitlines()
-    assert opening.endswith("does not see the names of 1 parameter that the optimizer has and the model has not")
+    assert opening.endswith("does not see the names of 1 optimizer parameter not in the model")
     assert warning.startswith(
-        "sentinel: warning: the optimizer holds 1 parameter that the model has not (param_groups[0].params[2]). "
+        "sentinel: warning: the optimizer holds 1 parameter not in the model (param_groups[0].params[2]). "
         "If a layer was replaced after the optimizer was made, its new parameters do not train: "
     )
     assert "in no optimizer" not in said  # that is an alert
