@@ -221,7 +221,7 @@ def same_noise(trial: Trial) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     prepare = None if trial.faulty else seed_worker
     loader = DataLoader(Noisy(trial.seed), batch_size=None, num_workers=2, worker_init_fn=prepare)
-    trial.attach(model, optimizer, loader=loader)
+    trial.attach(model, optimizer)
     for (_, _), (x, y) in zip(trial.steps(100), loader, strict=False):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
