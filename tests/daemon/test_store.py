@@ -205,8 +205,7 @@ def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks
         store.records.add_step(0, step(seq, loss=math.sin(seq)))
     store.records.add_event(0, 0, "hello", rank=0)
     store.write()
-    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
-    store._database.execute(f"PRAGMA max_page_count={pages}")
+    fill_disk(store)
     for seq in range(CHUNK_STEPS, 4 * CHUNK_STEPS):
         store.records.add_step(0, step(seq, loss=math.sin(seq)))
     store.records.add_event(0, 4 * CHUNK_STEPS, "goodbye", rank=0)
