@@ -106,6 +106,18 @@ def test_a_case_of_a_node_that_was_cut_off_joins_the_fault_that_it_is_of() -> No
     assert [(incident.id, incident.nodes) for incident in incidents] == [("n0-0.1", (0, 1)), ("n0-0.2", (0,))]
 
 
+def test_an_incident_leaves_behind_what_the_case_that_ended_last_says() -> None:
+    first, last = make_case(1, "MemoryCreep", 100), make_case(1, "MemoryCreep", 100)
+    incidents, told = JobIncidents(), []
+    for number, node, case in [(1, 0, first), (1, 1, last), (2, 0, first), (2, 1, last)]:
+        if number == 2:
+            end = {"resolved_step": 200 + node, "over": f"resident set {node + 1} MB"}
+            case = msgspec.structs.replace(case, state="resolved", **end)
+        incidents.add(node, NodeCase(number=number, case=case))
+        told += [(case.state, case.resolved_step, case.over) for case in incidents.take_changes()]
+    assert told[2:] == [("firing", None, ""), ("resolved", 201, "resident set 2 MB")]
+
+
 def test_an_alert_that_always_fires_somewhere_takes_no_more_and_no_more_memory() -> None:
     incidents, before = JobIncidents(), None
     for number in range(1, 1000):

@@ -90,7 +90,7 @@ class JobIncident:
         for member in every_member:  # a former coordinator and the present one name the same ranks
             members.setdefault((member.scope, member.name, member.node), member)
         ends = [case.resolved_time for case in every if case.resolved_time is not None]
-        end_steps = [case.resolved_step for case in every if case.resolved_step is not None]
+        last = max(every, key=lambda case: -1 if case.resolved_step is None else case.resolved_step)
         firing = self.firing
         undone = all(case.state == "rolled_back" for case in every)
         nodes = self.nodes
@@ -104,8 +104,9 @@ class JobIncident:
             first_seq=min(case.first_seq for case in every),
             step=min(case.step for case in every),
             time=min(case.time for case in every),
-            resolved_step=max(end_steps, default=None) if not firing else None,
+            resolved_step=last.resolved_step if not firing else None,
             resolved_time=max(ends, default=None) if not firing else None,
+            over=last.over if not firing else "",
             members=tuple(members.values())[:MEMBERS],
             summary=f"{best.summary} ({where})",
             diagnosis=msgspec.structs.replace(verdict, remedy=verdict.remedy or best.diagnosis.remedy),
