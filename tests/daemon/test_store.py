@@ -216,6 +216,21 @@ def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks
         assert history.events("history gap")[0].detail["dropped"] == {"steps": 3 * CHUNK_STEPS}
 
 
+def test_a_locked_history_of_which_nothing_waits_is_closed_without_a_write(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a run that is put off: else the daemon's loop waits for the lock, and the history gets a gap it has not."""
+    Store(path, run="train", run_id="r1").close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        store = Store(path, run="train", run_id="r1")
+        other.execute("ROLLBACK")
+        store.close(0.0)
+    assert caplog.messages[-1] == store.trouble != "", "and nothing is said to be missing"
+    with History(path) as history:
+        assert not list(history.events())
+
+
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second writes those of all ranks again: a minute of 64 ranks was all that was kept, and no incident."""
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)
