@@ -241,7 +241,8 @@ class BatchFingerprints:
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
         self._source: weakref.ref[object] | None = None
         self.facts: dict[str, Any] = {}
-        """Generators of which workers have copies, by name, and the workers, of the last iterator with some."""
+        """Generators of which workers have copies, by name, and the most workers, of all iterators so far. They only
+        grow: loaders that take turns would else have the whole hello said again at each epoch."""
         self._copied: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Generators by iterator, as found at its first batch that was looked at."""
         self._count = 0
@@ -275,10 +276,9 @@ class BatchFingerprints:
             names = list_copied_generators(iterator)
             self._copied[source] = len(names)
             if names:
-                self.facts = {
-                    "copied_generators": [printable(name) for name in names[:LISTED]],
-                    "copying_workers": count_workers(iterator),
-                }
+                known = [*self.facts.get("copied_generators", ()), *map(printable, names)]
+                workers = max(self.facts.get("copying_workers", 0), count_workers(iterator))
+                self.facts = {"copied_generators": [*dict.fromkeys(known)][:LISTED], "copying_workers": workers}
         return self._copied[source]
 
     def _look(self, batch: object) -> dict[str, float] | None:

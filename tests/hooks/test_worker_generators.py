@@ -17,6 +17,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 import sentinel
 from sentinel import wire
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.worker_generators import list_copied_generators
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import loss_of, model
@@ -311,3 +313,18 @@ def test_a_loop_says_so_at_its_batches(daemon: FakeDaemon, given: bool) -> None:
     assert set(daemon.series("copied_generators").values()) == {1.0}
     facts = daemon.of(wire.Hello)[-1].facts
     assert (facts["copied_generators"], facts["copying_workers"]) == (["Noisy.generator"], 2)
+
+
+class Louder(Noisy):
+    """Of another name."""
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_loaders_that_take_turns_are_told_of_once_each() -> None:
+    """What is told is the whole hello, with all layers."""
+    batches, told = Batches(StepAccumulator()), list[tuple[list[str], int]]()
+    batches.announce = lambda: told.append((batches.facts["copied_generators"], batches.facts["copying_workers"]))
+    for _ in range(3):
+        for workers, dataset in ((3, own()), (2, own()), (2, Louder(numpy.random.default_rng(1)))):
+            batches.batch_fetched(DataLoader(dataset, num_workers=workers), 0.0, torch.ones(2, 3))
+    assert told == [(["Noisy.generator"], 3), (["Noisy.generator", "Louder.generator"], 3)]
