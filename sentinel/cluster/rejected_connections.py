@@ -80,9 +80,10 @@ class RejectedConnections:
         self._waiting = {one for one, state in connections.items() if state in _CLOSED_HERE and one not in self._known}
 
     async def _look(self, port: int, now: float) -> None:
-        connections = await asyncio.to_thread(read_connections, port)
-        if connections is not None and port == self._port:
-            self.take(connections, now)
+        with contextlib.suppress(OSError, RuntimeError):  # no descriptor or thread is left: the next look may have one
+            connections = await asyncio.to_thread(read_connections, port)
+            if connections is not None and port == self._port:
+                self.take(connections, now)
 
     def _add(self, address: str) -> None:
         self.count = (self.count or 0) + 1
@@ -94,11 +95,12 @@ class RejectedConnections:
 
 def read_connections(port: int, tables: Path = _TABLES) -> dict[str, str] | None:
     """Connections of this network namespace to a local port, in the kernel's words (proc(5), /proc/net/tcp): the other
-    side -> the state here. None where there is no such table, as on macOS."""
+    side -> the state here. None where there is no such table, as on macOS. Raises OSError where one cannot be read:
+    what it has would be taken for new at the next look."""
     found: dict[str, str] | None = None
     local = f":{port:04X}"
     for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(tables / name, encoding="ascii") as table:
+        with contextlib.suppress(FileNotFoundError), open(tables / name, encoding="ascii") as table:
             found = found or {}
             for line in table:
                 if local in line and (fields := line.split(None, 4))[1].endswith(local):

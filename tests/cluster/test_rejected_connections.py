@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import itertools
 import socket
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli import job_status
+from sentinel.cluster import rejected_connections
 from sentinel.cluster.rejected_connections import (
     LOOK_SECONDS,
     SETTLE_SECONDS,
@@ -147,6 +150,33 @@ def test_the_table_is_read_of_one_local_port_and_of_both_families(tmp_path: Path
     rejected.take(found, LATER)
     rejected.take(found, LATER + LOOK_SECONDS)
     assert sorted(rejected.addresses) == ["10.0.0.7", "10.0.0.9"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "no descriptor"), RuntimeError("can't start new thread")])
+def test_after_a_look_that_fails_comes_the_next_one(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    rejected, found = RejectedConnections("train"), list[dict[str, str] | Exception]([error, {}])
+
+    def read(_: int) -> dict[str, str]:
+        if isinstance(one := found.pop(0), Exception):
+            raise one
+        return one
+
+    async def look(now: float) -> None:
+        rejected.tick(1, now)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    monkeypatch.setattr(rejected_connections, "read_connections", read)
+    asyncio.run(look(LATER))
+    assert rejected.count is None
+    asyncio.run(look(LATER + LOOK_SECONDS))
+    assert rejected.count == 0
+
+
+def test_of_two_tables_one_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "tcp").write_text(HEADER)
+    (tmp_path / "tcp6").mkdir()
+    with pytest.raises(IsADirectoryError):
+        read_connections(1, tmp_path)
 
 
 @pytest.mark.processes
