@@ -379,6 +379,30 @@ def test_second_moments_that_are_zeroed_are_seen_although_the_next_gradient_fill
     assert min(kept.values()) >= 0.999
 
 
+def test_second_moments_of_optimizers_that_step_inside_the_backward_pass_are_compared_too(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in net.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
+    with sentinel.attach(net, list(optimizers.values())):
+        for number, batch in enumerate(batches(40)):
+            for optimizer in optimizers.values() if number == 20 else ():
+                for state in optimizer.state.values():
+                    state["exp_avg_sq"].mul_(1e-6)
+            loss_of(net, batch).backward()
+    for handle in handles:
+        handle.remove()
+    daemon.ended()
+    kept = daemon.series("second_moment_kept")
+    assert kept.keys() == set(range(1, 40)), "the first step makes the state"
+    assert kept.pop(20) < 0.5
+    assert min(kept.values()) >= 0.999
+
+
 def test_a_huge_gradient_multiplies_the_second_moments(daemon: FakeDaemon) -> None:
     net = model()
     loop = Loop(net, torch.optim.Adam(net.parameters(), lr=1e-3))

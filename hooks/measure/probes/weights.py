@@ -183,14 +183,23 @@ class SecondMoments(Probe):
 
     def __init__(self) -> None:
         self._samples = _MomentSamples()
-        self._seq = 0
-        """Of the last sample."""
+        self._seq = -1
+        """Of the step of the last sample."""
+        self._updates = 0
+        """Steps that were done by then."""
 
     def forget(self) -> None:
         self._samples.forget()
 
     def before(self, step: Step) -> None:
-        steps, self._seq = step.seq - self._seq, step.seq
+        self._compare(step, step.seq)
+
+    def after(self, step: Step) -> None:
+        if self._seq != step.seq:  # optimizers that stepped inside the backward pass have no moment before it
+            self._compare(step, step.seq + 1)
+
+    def _compare(self, step: Step, updates: int) -> None:
+        steps, self._seq, self._updates = updates - self._updates, step.seq, updates
         kept = [
             (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
             for before, now in self._samples.take(step)
