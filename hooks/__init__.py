@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.session import attach as attachment
+from sentinel.hooks.session.arguments import refuse_unnamed
 from sentinel.hooks.session.monitor import Monitor
 
 __all__ = ["Monitor", "Probe", "Rollback", "Step", "attach", "resume"]
@@ -44,6 +45,7 @@ def _accept_engine(function: Callable[_P, Monitor]) -> Callable[_P, Monitor]:
         if isinstance(model, getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())):
             from sentinel.hooks import deepspeed
 
+            refuse_unnamed(args[2:])
             options = {name: value for name, value in kwargs.items() if name not in ("model", "optimizer")}
             return deepspeed.attach(model, **options)
         return function(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,3 +373,12 @@ def test_the_loss_scale_is_named_where_there_is_a_scaler(
         daemon.wait(lambda: daemon.of(wire.Hello))
     assert ("loss scale" in capsys.readouterr().err) is scaled
     assert scaler.is_enabled() is scaled
+
+
+def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DeepSpeedEngine:
+        """As DeepSpeed's, to `attach`: recognised by the class that the module loaded has."""
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
+    with pytest.raises(AttachError, match="the third argument is of type str, without a name; write run="):
+        sentinel.attach(DeepSpeedEngine(), None, "my-run")
