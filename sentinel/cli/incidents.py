@@ -227,7 +227,7 @@ def _state(case: dict[str, Any]) -> str:
 
 
 def _remark(case: dict[str, Any]) -> str:
-    return f": {case['over']}" if case.get("over") else ""
+    return f": {case['leaves']}" if case.get("leaves") else ""
 
 
 def _on_node(member: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ class Case(msgspec.Struct, kw_only=True):
     """Rank -> where the first value that is not finite came from."""
     done: tuple[str, ...] = ()
     """What Sentinel did about it."""
-    over: str = ""
+    leaves: str = ""
     """What still holds where the rule ended it, in the rule's words."""
     silenced: str = ""
     """Id of the silence that keeps people from being told."""
@@ -228,7 +228,7 @@ def update_case(case: Case, incident: Incident, attempt: Attempt) -> None:
         case.resolved_time = incident.resolved_time + attempt.clock_shift
     if incident.resolved_seq is not None:
         case.resolved_step = incident.resolved_seq + attempt.step_offset
-    case.over = incident.annotations.get("over", "")
+    case.leaves = incident.annotations.get("over", "")
 
 
 def _members(incident: Incident, offset: int) -> tuple[CaseMember, ...]:

@@ -75,7 +75,9 @@ def describe_member(case: Case) -> str:
 def end(case: Case, *, undone: bool = False) -> str:
     """How it ended. `undone`: by a rollback."""
     by_word = case.done and (undone or case.resolved_step is None)
-    return case.done[-1] if by_word else f"over at step {case.resolved_step}" + (f": {case.over}" if case.over else "")
+    return (
+        case.done[-1] if by_word else f"over at step {case.resolved_step}" + (f": {case.leaves}" if case.leaves else "")
+    )
 
 
 def where(case: Case) -> str:

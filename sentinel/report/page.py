@@ -244,7 +244,7 @@ def _fold(consequences: Sequence[str]) -> str:
 def _describe_end(case: dict[str, Any]) -> str:
     if case.get("resolved_step") is None:
         return ""
-    return f", over at step {case['resolved_step']}" + (f": {case['over']}" if case.get("over") else "")
+    return f", over at step {case['resolved_step']}" + (f": {case['leaves']}" if case.get("leaves") else "")
 
 
 def _describe_time(case: Mapping[str, Any]) -> str:

@@ -96,7 +96,7 @@ class _Incident(msgspec.Struct):
     layers: list[_Layer] = []
     stacks: dict[str, str] = {}
     done: list[str] = []
-    over: str = ""
+    leaves: str = ""
     silenced: str = ""
 
 

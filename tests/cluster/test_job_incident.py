@@ -111,10 +111,10 @@ def test_an_incident_leaves_behind_what_the_case_that_ended_last_says() -> None:
     incidents, told = JobIncidents(), []
     for number, node, case in [(1, 0, first), (1, 1, last), (2, 0, first), (2, 1, last)]:
         if number == 2:
-            end = {"resolved_step": 200 + node, "over": f"resident set {node + 1} MB"}
+            end = {"resolved_step": 200 + node, "leaves": f"resident set {node + 1} MB"}
             case = msgspec.structs.replace(case, state="resolved", **end)
         incidents.add(node, NodeCase(number=number, case=case))
-        told += [(case.state, case.resolved_step, case.over) for case in incidents.take_changes()]
+        told += [(case.state, case.resolved_step, case.leaves) for case in incidents.take_changes()]
     assert told[2:] == [("firing", None, ""), ("resolved", 201, "resident set 2 MB")]
 
 

@@ -90,3 +90,22 @@ def test_only_who_understands_it_is_told_what_the_run_came_to(takes_closing: boo
         ] * takes_closing
         summaries = [msgspec.structs.replace(closing.summary, seconds=0.0) for closing in closings if closing.summary]
         assert summaries == [wire.RunSummary(steps=3, step=2)] * takes_closing
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("reason", "said"), [("exception", "no incidents; no word yet of how rank 1 ended"), ("exit", "no incidents")]
+)
+def test_a_rank_that_fails_before_its_cause_is_known_has_no_clean_bill(reason: str, said: str) -> None:
+    with daemon_process() as (path, _), SimulatedRank(path, 0, 2) as rank, SimulatedRank(path, 1, 2) as killed:
+        rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=True))
+        rank.expect(wire.Welcome)
+        killed.hello()
+        for one in (rank, killed):
+            one.steps(0, [2.0, 1.0, 0.5])
+        rank.ask("status")
+        killed.close()
+        rank.say(wire.Goodbye(next_seq=3, reason=reason))
+        summary = rank.expect(wire.Closing).summary
+        assert summary is not None
+        assert summary.text == said

@@ -302,7 +302,7 @@ def test_what_is_over_says_what_it_leaves_behind(tmp_path: Path) -> None:
     assert over.endswith(": no further jump; the rate is 0.05")
     with History(tmp_path / "r1.sqlite") as kept:
         (case,) = [case for case in kept.incidents() if case["alert"] == "LearningRateJump"]
-    assert case["over"] == "no further jump; the rate is 0.05"
+    assert case["leaves"] == "no further jump; the rate is 0.05"
 
 
 def test_what_resolves_and_fires_again_soon_is_the_same_problem_and_nobody_is_paged_again(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class JobIncident:
             time=min(case.time for case in every),
             resolved_step=last.resolved_step if not firing else None,
             resolved_time=max(ends, default=None) if not firing else None,
-            over=last.over if not firing else "",
+            leaves=last.leaves if not firing else "",
             members=tuple(members.values())[:MEMBERS],
             summary=f"{best.summary} ({where})",
             diagnosis=msgspec.structs.replace(verdict, remedy=verdict.remedy or best.diagnosis.remedy),

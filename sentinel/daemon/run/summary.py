@@ -6,8 +6,9 @@ from sentinel import wire
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose import folding
 from sentinel.diagnose.explainers.memory import measure_unjudged_rise
+from sentinel.runs.attempt import Attempt
 from sentinel.store import Store
-from sentinel.text import name_lost_steps, name_worst
+from sentinel.text import name_lost_steps, name_ranks, name_worst
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
@@ -34,8 +35,19 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,
         seconds=max(attempt.find_end() - watch.run.began, 0.0),
+        unheard=_name_unheard(attempt),
         lacks=_describe_gap(watch.store) if watch.store is not None and watch.store.is_open else "",
     )
+
+
+def _name_unheard(attempt: Attempt) -> str:
+    """Ranks that are connected or lost, where another one ended by an exception: they may be its cause, and are judged
+    after this."""
+    ends = {number: rank.goodbye for number, rank in attempt.ranks.items()}
+    if not any(goodbye is not None and goodbye.reason == "exception" for goodbye in ends.values()):
+        return ""
+    missing = sorted(number for number, goodbye in ends.items() if goodbye is None)
+    return name_ranks(missing) if missing else ""
 
 
 def _describe_gap(store: Store) -> str:
