@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sentinel
 from sentinel.daemon.ranks.heartbeats import LONG_SECONDS, RankHeartbeat, judge_heartbeat
 from sentinel.diagnose.standstill.stacks import threads
 from sentinel.wire.heartbeat_page import (
@@ -216,6 +218,15 @@ def test_who_overslept_goes_on_counting_where_it_was() -> None:
     assert stall is not None
     assert stall.seconds == pytest.approx(6), "of what was not seen, as much as came after that"
     heartbeat_writer.close()
+
+
+def test_what_sentinel_run_starts_the_hooks_by_is_no_code_of_the_users() -> None:
+    launch = Path(sentinel.__file__).parent / "launch" / "sitecustomize.py"
+    (thread,) = threads(
+        "Current thread 0x0000000000000002 (most recent call first):\n"
+        f'  File "{launch}", line 83 in backward\n  File "/home/me/train.py", line 12 in main\n'
+    )
+    assert str(thread.users) == "/home/me/train.py:12 in main"
 
 
 def test_dumps_are_read_the_last_one_of_several() -> None:

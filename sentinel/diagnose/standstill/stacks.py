@@ -27,8 +27,9 @@ _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/")
 
 
 def _own() -> tuple[str, ...]:
-    spec = importlib.util.find_spec("sentinel.hooks")
-    return tuple(f"{folder}/" for folder in (spec.submodule_search_locations or ())) if spec else ()
+    """Folders of what stands on the stacks of a training process: hooks, and what `sentinel run` starts them by."""
+    specs = filter(None, map(importlib.util.find_spec, ("sentinel.hooks", "sentinel.launch")))
+    return tuple(f"{folder}/" for spec in specs for folder in spec.submodule_search_locations or ())
 
 
 _OWN = _own()
