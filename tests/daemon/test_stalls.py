@@ -15,7 +15,7 @@ from sentinel.daemon.ranks.stalls import COMPARE_SECONDS, StallDetector
 from sentinel.engine import Entity
 from sentinel.runs import Attempt
 from sentinel.wire.flight_recorder import flight_of
-from sentinel.wire.heartbeat_page import PAGE, Heartbeat, Place, pack_heartbeat
+from sentinel.wire.heartbeat_page import PAGE, Heartbeat, Kind, Place, pack_heartbeat
 from tests.diagnose.test_collectives import entry
 from tests.run_parts import FakeIncidents
 
@@ -47,8 +47,11 @@ class Node:
 
     def beat(self, **more: Any) -> None:
         """Both ranks."""
-        for page in self._pages:
-            os.pwrite(page, pack_heartbeat(BEAT._replace(**more)), 0)
+        for rank in (0, 1):
+            self.beat_one(rank, **more)
+
+    def beat_one(self, rank: int, **more: Any) -> None:
+        os.pwrite(self._pages[rank], pack_heartbeat(BEAT._replace(**more)), 0)
 
     def send(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Ask)
@@ -210,3 +213,16 @@ def test_a_survey_keeps_what_a_rank_that_stands_has_said_until_it_says_more(node
     node.stalls.survey(104.1)
     assert (bool(rank.dump), other.dump) == (True, "")
     assert not node.stalls.surveyed
+
+
+def test_a_standstill_is_said_of_the_rank_that_does_something_while_others_wait(node: Node) -> None:
+    """Rank 0 came to the collective before rank 1 stood still: it stands for longer."""
+    said = []
+    for second in range(80):
+        now = 100.0 + second
+        node.beat_one(0, beat=now, progressed=99.0)
+        node.beat_one(1, beat=now, progressed=100.5, cpu=float(second))
+        node.stalls.tick(now)
+        if (rank := node.stalls.take_standstill()) is not None:
+            said.append((rank.identity.rank, rank.stall.kind))
+    assert said == [(1, Kind.BUSY)]

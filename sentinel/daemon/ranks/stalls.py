@@ -234,11 +234,14 @@ class StallDetector:
 
     def take_standstill(self) -> Rank | None:
         """The rank to say it of, where the run has begun to stand still: once for each time that it does, and not where
-        the alert is due."""
-        standing = [rank for rank in self._attempt.live if rank.standing]
-        began, self._standing = bool(standing) and not self._standing, bool(standing)
-        worst = max(standing, key=lambda rank: rank.stall.seconds) if began else None
-        return worst if worst is not None and not _is_late(worst) else None
+        the alert is due. Rather a rank that does something than one that may wait for it in a collective."""
+        stands = any(rank.standing for rank in self._attempt.live)
+        began, self._standing = stands and not self._standing, stands
+        if not began:
+            return None
+        stopped = [rank for rank in self._attempt.live if rank.standing or rank.stall.seconds > NOTICEABLE_SECONDS]
+        worst = max(stopped, key=lambda rank: (rank.stall.kind is not Kind.BLOCKED, rank.stall.seconds))
+        return worst if not _is_late(worst) else None
 
     def take_past_standstill(self, now: float) -> tuple[int, float] | None:
         """(rank, seconds) of a standstill that has just ended: its ranks went on, or are gone."""
