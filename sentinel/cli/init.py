@@ -164,31 +164,33 @@ tests:
 @click.argument("directory", required=False, type=click.Path(file_okay=False, path_type=Path), metavar="[DIR]")
 @json_option()
 def init(directory: Path | None, as_json: bool) -> None:
-    """Write commented settings, and a rule of your own with its test, into DIR. [default: ~/.config/sentinel]
+    """Write commented settings, and a rule of your own with its test, into DIR. [default: the file that SENTINEL_CONFIG
+    names, with the rule beside it; else ~/.config/sentinel]
 
     Files that exist already are not changed.
 
-    Exit code 0; 2: DIR cannot be written.
+    Exit code 0; 2: they cannot be written.
 
     \b
     Example:  sentinel init
               sentinel init ./sentinel
     """
-    folder = directory or settings.home()
-    files = {settings.FILE: SETTINGS, "rules/example.yaml": RULE, "rules/example_test.yaml": TEST}
-    made = {folder / name: _write_new(folder / name, text) for name, text in files.items()}
+    file = settings.own_file() if directory is None else directory / settings.FILE
+    rules = file.parent / "rules"
+    files = {file: SETTINGS, rules / "example.yaml": RULE, rules / "example_test.yaml": TEST}
+    made = {path: _write_new(path, text) for path, text in files.items()}
     if as_json:
         echo(json.text([{"file": str(path), "written": new} for path, new in made.items()]))
         return
     for path, new in made.items():
         echo(f"{plain(path)}: " + ("written" if new else "is there already, and stays as it is"))
-    named = "" if directory is None else f"SENTINEL_CONFIG={plain(folder / settings.FILE)} "
+    named = "" if directory is None else f"SENTINEL_CONFIG={plain(file)} "
     echo(
         "\nNext:\n"
-        f"  1. name a receiver in {settings.FILE}\n"
+        f"  1. name a receiver in {plain(file)}\n"
         f"  2. {named}sentinel alerts test\n"
-        f"  3. sentinel rules check {plain(folder)}/rules\n"
-        f"  4. sentinel rules test {plain(folder)}/rules\n"
+        f"  3. sentinel rules check {plain(rules)}\n"
+        f"  4. sentinel rules test {plain(rules)}\n"
         f"  5. {named}python train.py"
     )
 
@@ -199,6 +201,8 @@ def _write_new(path: Path, text: str) -> bool:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
+        if not path.is_file():
+            raise ConfigError(f"{path}: is there, but no file; name a folder: sentinel init DIR") from None
         return False
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); name a folder: sentinel init DIR") from None

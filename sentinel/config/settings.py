@@ -50,7 +50,7 @@ __all__ = [
     "RECEIVER_ENTRY_POINTS", "SEVERITIES", "ClusterSettings", "DaemonSettings", "Duration", "Grouping",
     "HeartbeatSettings", "HistorySettings", "LinkSettings", "ReceiverKind", "ReceiverSettings", "RouteSettings",
     "Settings", "Severity", "TrackerSettings", "duration", "find_kind", "find_missing_address", "home",
-    "list_own_types", "load", "parse_settings", "path", "size",
+    "list_own_types", "load", "own_file", "parse_settings", "path", "size",
 ]  # fmt: skip
 
 FILE = "sentinel.toml"
@@ -133,6 +133,12 @@ def home() -> Path:
             f"{found}: no folder for settings of your own; set HOME or XDG_CONFIG_HOME to an absolute one"
         )
     return found
+
+
+def own_file() -> Path:
+    """Where a person's own settings belong, be the file there or not. Raises ConfigError as `home` does."""
+    named = os.environ.get("SENTINEL_CONFIG")
+    return Path(named) if named else home() / FILE
 
 
 def load(named: Path | None = None) -> Settings:

@@ -39,6 +39,22 @@ def test_what_init_writes_is_right_and_is_in_force() -> None:
     assert "2 passed, 0 failed" in sentinel("rules", "test", str(folder / "rules")).output
 
 
+def test_init_writes_the_file_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tmp_path / "team" / "mine.toml"
+    monkeypatch.setenv("SENTINEL_CONFIG", str(named))
+    with pytest.raises(ConfigError, match="no such settings file; `sentinel init` writes one"):
+        config.load()
+    done = sentinel("init")
+    assert done.exit_code == 0
+    assert f"name a receiver in {named}\n" in done.output
+    assert config.load() == config.Settings(daemon=config.DaemonSettings(rules=(tmp_path / "team" / "rules",)))
+    assert (tmp_path / "team" / "rules" / "example.yaml").is_file()
+    assert not config.home().exists()
+    monkeypatch.setenv("SENTINEL_CONFIG", str(tmp_path))
+    with pytest.raises(ConfigError, match="is there, but no file"):
+        CliRunner().invoke(cli, ["init"], catch_exceptions=False)
+
+
 def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -> None:
     """Uncommented, the file says what is so without it. Of two ways for nodes to meet it shows both, and takes one."""
     sentinel("init", str(tmp_path))
