@@ -30,7 +30,8 @@ _COLUMNS = 100
 def explain(alert: str | None, as_json: bool) -> None:
     """Print the runbook's section of an alert: what it means, how to tell its causes apart, what to do.
 
-    ALERT is the name of a rule, or of its section; without one, all are listed.
+    ALERT is the name of a rule, or of its section; without one, all are listed. Where settings or rules of your own
+    cannot be read, stderr says why, and the others are explained.
 
     Exit code 0; 2: there is no such alert.
 
@@ -38,7 +39,13 @@ def explain(alert: str | None, as_json: bool) -> None:
     Example:  sentinel explain LossSpike
               sentinel explain loss-spike --json
     """
-    rules = load_rules()
+    try:
+        book = load_rulebook()
+    except ConfigError as error:
+        book = loader.Rulebook(loader.stock_rules(), (f"settings and rules of your own were not read: {error}",))
+    for note in book.notes:
+        echo(f"sentinel: {note}", err=True)
+    rules = book.rules
     if alert is None:
         echo(json.text(summarize_rules(rules)) if as_json else _list_rules(rules))
         return
@@ -93,9 +100,9 @@ def _where(rule: Rule) -> str:
     return f"The rule, with the sources of its thresholds: `{rule.file}`, line {rule.line}."
 
 
-def load_rules() -> Sequence[Rule]:
-    """The stock rules, and those of the settings."""
-    return loader.load(settings.load(None).daemon.rules).rules
+def load_rulebook() -> loader.Rulebook:
+    """The stock rules, and those of the settings. Raises ConfigError where the settings cannot be read."""
+    return loader.load(settings.load(None).daemon.rules)
 
 
 def summarize_rules(rules: Sequence[Rule]) -> list[dict[str, str]]:

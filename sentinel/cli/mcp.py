@@ -106,7 +106,7 @@ def _add_resources(server: MCPServer) -> None:
     def read_section(section: str) -> str:
         """One section of the runbook, by its name or an alert's."""
         known = explain.sections()
-        return known.get(section) or known.get(explain.find_rule(section, explain.load_rules()).runbook, "")
+        return known.get(section) or known.get(explain.find_rule(section, explain.load_rulebook().rules).runbook, "")
 
     files: dict[str, Callable[[], str]] = {
         Path(name).name: functools.partial(str, text) for name, text in loader.stock()

@@ -103,13 +103,15 @@ def list_rules(run: str = "") -> str:
         states_of_rules = sorted(found["rules"], key=lambda rule: STATES.index(rule["state"]))
         found["rules"] = [rule for rule in states_of_rules if rule["state"] != "inactive"]
         found["inactive"] = len(states_of_rules) - len(found["rules"])
-    rules = sorted(explain.summarize_rules(explain.load_rules()), key=lambda rule: -rank_severity(rule["severity"]))
+    rules = sorted(
+        explain.summarize_rules(explain.load_rulebook().rules), key=lambda rule: -rank_severity(rule["severity"])
+    )
     return quote_data({"runs": states, "rules": rules})
 
 
 def explain_alert(alert: str) -> str:
     """Explain an alert: what it means, how to tell its causes apart, what to do, and its rule."""
-    return quote_data(explain.describe_rule(explain.find_rule(alert, explain.load_rules())))
+    return quote_data(explain.describe_rule(explain.find_rule(alert, explain.load_rulebook().rules)))
 
 
 def survey_hang() -> str:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sentinel.cli.explain import explain, find_rule, load_rules, sections
+from sentinel.cli.explain import explain, find_rule, load_rulebook, sections
 
 
 def printed(alert: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,7 +30,7 @@ def test_no_section_has_a_link_that_leads_nowhere(
     to: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: to == "a terminal")
-    rules = load_rules()
+    rules = load_rulebook().rules
     for name in {rule.runbook for rule in rules if rule.runbook in sections()}:
         text = printed(name, capsys)
         assert not re.search(r"\]\((?!https?:)|\x1b\]8;[^;]*;#", text), name

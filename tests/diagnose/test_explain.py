@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from sentinel.cli import cli
 from sentinel.cli.explain import _without_tables, sections
+from sentinel.errors import ConfigError
 from sentinel.rulebook import loader
 
 RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
@@ -51,6 +52,30 @@ def test_a_rule_of_ones_own_is_explained_by_its_own_words(private_places: Path) 
         "    annotations: {summary: 'loss {loss}', remedy: open a window}\n"
     )
     assert "open a window" in explained("TooWarm")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "no such settings file; `sentinel init` writes one"),
+        ("[daemon\n", "mine.toml:1: not TOML"),
+        ('[daemon]\nrules = ["gone.yaml"]\n', "gone.yaml: no such rule file"),
+    ],
+)
+def test_a_stock_rule_is_explained_without_settings(
+    text: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("SENTINEL_CONFIG", str(file))
+    result = CliRunner().invoke(cli, ["explain", "RankLost"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("**RankLost**")
+    assert result.stderr.startswith("sentinel: ")
+    assert why in result.stderr
+    with pytest.raises(ConfigError, match="no alert 'TooWarm'"):
+        CliRunner().invoke(cli, ["explain", "TooWarm"], catch_exceptions=False)
 
 
 def test_tables_become_lists_that_cut_nothing_off() -> None:
