@@ -73,11 +73,12 @@ def swallow_faults(where: str, consequence: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Its class and the first line of its text."""
+    """Its class and the first line of its text, where it has one."""
     try:
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = str(error).partition("\n")[0]
     except Exception:  # of its own __str__
-        return type(error).__name__
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def say(text: str) -> None:

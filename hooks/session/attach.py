@@ -95,7 +95,7 @@ def attach(
     arguments.check(models, optimizers)
     _check_options(run, step, total_steps, rollback, overhead, kind)
     _check_alerts(stop_on)
-    served = paths.unix_path(address, "attach(address=)") if address is not None else None
+    served = paths.unix_path(address, f"attach(address={address!r})") if address is not None else None
     settings = _settings(config)
     _check_unwatched(optimizers)
     if sys.platform not in ("linux", "darwin"):

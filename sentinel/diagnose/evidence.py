@@ -184,4 +184,6 @@ def times_usual(sign: Sign) -> str:
 
 def ratio_text(ratio: float) -> str:
     """A growth, in words."""
-    return f"{ratio:.1f}x" if math.isfinite(ratio) else "out of all proportion to"
+    if not math.isfinite(ratio):
+        return "out of all proportion to"
+    return f"{ratio:.1f}x" if ratio < 1000 else f"{ratio:.3g}x"

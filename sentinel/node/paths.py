@@ -55,7 +55,7 @@ def address() -> Path | None:
     """
     named = os.environ.get("SENTINEL_ADDRESS")
     if named:
-        return unix_path(named, "SENTINEL_ADDRESS")
+        return unix_path(named, f"SENTINEL_ADDRESS={named}")
     try:
         if SERVICE_SOCKET.parent.lstat().st_uid == 0 and stat.S_ISSOCK(SERVICE_SOCKET.lstat().st_mode):
             return SERVICE_SOCKET
@@ -64,11 +64,11 @@ def address() -> Path | None:
     return None
 
 
-def unix_path(named: str, where: str) -> Path:
-    """The path in `unix:/path` or `/path`. Raises ConfigError, which says `where` it was written."""
+def unix_path(named: str, written: str) -> Path:
+    """The path in `unix:/path` or `/path`. Raises ConfigError, which begins with how it was `written`."""
     scheme, _, path = named.rpartition(":")
     if scheme not in ("", "unix") or not path.startswith("/"):
-        raise ConfigError(f"{where}={named}: expected unix:/path/to/the/socket")
+        raise ConfigError(f"{written}: expected unix:/path/to/the/socket")
     return Path(path)
 
 

@@ -24,6 +24,15 @@ def diagnosis(alert: str, steps: list[RunStep], layers: tuple[str, ...] = (), **
     return diagnose(evidence, "what the rule says")
 
 
+def test_growth_is_given_in_three_digits_however_large() -> None:
+    steps = run_of(41, lambda _: {"loss": 2.0})
+    layers = [GrownLayer("h.1", 1638.3968, 0.001), GrownLayer("h.0", 1.26, 0.1)]
+    evidence = Evidence(
+        alert="LossSpike", since=40, until=40, layers=layers, last=steps[-1], steps=steps, ranks=(0,), about_layers=True
+    )
+    assert any("most of all h.1 (1.64e+06x), h.0 (12.6x)" in fact for fact in diagnose(evidence, "").evidence)
+
+
 def scaled(skipped: Callable[[int], bool], loss: float = 2.0) -> list[RunStep]:
     return run_of(
         120,

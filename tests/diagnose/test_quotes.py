@@ -62,6 +62,7 @@ def test_the_share_of_reducing_is_one_number() -> None:
     share, spent, whole = part_and_whole(summary)
     assert (share, spent, whole) == (74, 0.00745, 0.01)
     assert "74%" in found.cause
+    assert "ranks; passes a step: 1, parameters: 0" in found.cause
 
 
 def slow_rank(part: str) -> list[RunStep]:

@@ -131,7 +131,7 @@ def test_arguments_that_cannot_be_watched(given: Any, words: str, capsys: pytest
         ({"rollback": True}, r"write rollback=sentinel.Rollback\(...\)"),
         ({"overhead": 0}, "over 0 and at most 1"),
         ({"config": "/no/such.toml"}, r"attach\(config='/no/such.toml'\): there is no such file; `sentinel init`"),
-        ({"address": "tcp:host:1"}, r"attach\(address=\)=tcp:host:1: expected unix:/path"),
+        ({"address": "tcp:host:1"}, r"attach\(address='tcp:host:1'\): expected unix:/path"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None:

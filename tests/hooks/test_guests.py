@@ -305,9 +305,16 @@ def test_a_signal_in_the_users_state_dict_is_the_users(handler: None, daemon: Fa
     assert restorer.held
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(24, "files")])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "MemoryError"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
+        (OSError(24, "files"), "OSError: [Errno 24] files"),
+    ],
+)
 def test_a_probe_that_fails_for_a_while_is_tried_again(
-    error: Exception, daemon: FakeDaemon, fast: None, impatient: None, capsys: pytest.CaptureFixture[str]
+    error: Exception, words: str, daemon: FakeDaemon, fast: None, impatient: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = [True]
 
@@ -325,7 +332,7 @@ def test_a_probe_that_fails_for_a_while_is_tried_again(
     optimizer.probes = [Counts()]  # type: ignore[attr-defined]
     monitor = sentinel.attach(net, optimizer)
     fit(net, optimizer, 40)
-    text = f"what the probe Counts measures, for now: {type(error).__name__}: {error}"
+    text = f"what the probe Counts measures, for now: {words}"
     daemon.wait(lambda: text in daemon.of(wire.Hello)[-1].unseen)
     failing[0] = False
     fit(net, optimizer, 40)

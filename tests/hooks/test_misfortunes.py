@@ -119,6 +119,14 @@ def test_an_exception_that_cannot_be_said(daemon: FakeDaemon, monkeypatch: pytes
     assert daemon.ended().detail == "Silent"
 
 
+def test_an_exception_without_a_text(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = loops.model()
+    sentinel.attach(net, sgd(net))
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+    registry._leave()
+    assert daemon.ended().detail == "KeyboardInterrupt"
+
+
 def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
     """A negative number of batches would be thrown away without end, and a rate of NaN is the end of the weights."""
     net = loops.model()
