@@ -36,6 +36,9 @@ UNSEEN_SECONDS = 1.0
 """To the next glance, where a probe fails at one."""
 EARLY, OCCASION = 32, 64
 """Occasions are the steps at which some probes look at more than the end: the first ones, and every so many."""
+CONFIRMING = 4
+"""Most steps right after such an occasion that are occasions too, where a probe asks for another look: the rule
+GradientsNotCleared asks for five in a row."""
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class Step:
 
     urgent: bool = False
     """Whether the measurement must be sent without delay."""
+    look_again: bool = False
+    """Whether a probe saw on this occasion what the next step is to confirm."""
     own_seconds: float = 0.0
     """Between these exits, seconds that took our own measuring."""
 
@@ -144,7 +149,8 @@ class Probe:
             cls.over = vars(defining)["disarm"]
 
     def arm(self, step: Step) -> None:
-        """`step` is over, and the next one is an occasion: one of the first `EARLY`, or every 64th."""
+        """`step` is over, and the next one is an occasion: one of the first `EARLY`, every 64th, or one that follows
+        an occasion at which a probe asked to look again."""
 
     def pass_begins(self, roots: Any) -> None:
         """A backward pass of an occasion begins, from `roots`, as autograd was given them; it may be another
@@ -241,7 +247,7 @@ class Probes:
         if self._resting or self._trying:
             self._rouse()
         coming = step.seq + 1
-        self.awake = coming < EARLY or coming % OCCASION == 0
+        self.awake = coming < EARLY or coming % OCCASION <= (CONFIRMING if step.look_again else 0)
         if self.awake:
             self._call(self._arm, _OCCASIONS, step)
 

@@ -67,7 +67,9 @@ class ZeroGrad(Probe):
 
     def disarm(self, step: Step) -> None:
         if self._armed and self._passed:
-            step.values["gradients_kept"] = self._size if self._noted and self._size is not None else 0.0
+            kept = self._size if self._noted else None
+            step.look_again = kept is not None
+            step.values["gradients_kept"] = 0.0 if kept is None else kept
         self._armed, self._passed, self._noted = False, False, []
 
     def arm(self, step: Step) -> None:
