@@ -34,6 +34,22 @@ def rising(high: float) -> Finding:
     return judged("Divergence", run_of(460, values), since=430)
 
 
+@pytest.mark.parametrize(
+    ("rate", "course"),
+    [
+        (lambda seq: 0.1 if seq >= 300 else 1e-3, "0.1, and has been since step 300, after 0.001"),
+        (lambda seq: 1e-3 if seq >= 300 else 0.1, "0.001, and has been since step 300, after 0.1"),
+        (lambda seq: 1e-3, "0.001, and has been since step 0 at least"),
+        (lambda seq: seq / 1000, "0.459, and still rises: a warm-up"),
+        (lambda seq: (500 - abs(seq - 300)) / 1000, "0.341, and falls since its peak of 0.5 at step 300"),
+    ],
+    ids=["jumped", "dropped", "constant", "warm-up", "decay"],
+)
+def test_the_course_of_the_rate(rate: Callable[[int], float], course: str) -> None:
+    steps = run_of(460, lambda seq: {"loss": 1.0 + max(0, seq - 400) / 50, "learning_rate": rate(seq)})
+    assert f"the learning rate is {course}" in judged("Divergence", steps, since=430).evidence
+
+
 def others(low: int, moved: int = 403) -> Finding:
     """Losses that double at step 400, but for `low` of 20, and the gradient norm at step `moved`."""
 

@@ -178,12 +178,19 @@ def _course(evidence: Evidence, since: int) -> tuple[str, ...]:
 def _phase(evidence: Evidence) -> str:
     """Where the schedule is."""
     rates = evidence.series("learning_rate")
+    present = rates[-1][1]
+    constant = list(itertools.takewhile(lambda found: found[1] == present, reversed(rates)))
+    since = evidence.step(constant[-1][0])
+    if len(constant) == len(rates):
+        return f"and has been since step {since} at least"
+    before = rates[-len(constant) - 1][1]
+    if len(constant) > 1:
+        return f"and has been since step {since}, after {before:.3g}"
     at, peak = max(rates, key=lambda found: found[1])
-    if all(rate == peak for _, rate in rates[-200:]):
-        return "and has been for 200 steps" if len(rates) >= 200 else "and has been since the first step"
-    if at == rates[-1][0]:
+    if present == peak:
         return "and still rises: a warm-up"
-    return f"and falls since its peak of {peak:.3g} at step {evidence.step(at)}"
+    course = "falls" if present < before else "rises again"
+    return f"and {course} since its peak of {peak:.3g} at step {evidence.step(at)}"
 
 
 def _stays(evidence: Evidence, since: int, usual: float) -> bool:
