@@ -20,12 +20,13 @@ def diagnose(evidence: Evidence, remedy: str) -> Finding:
     """The diagnosis of an incident. `remedy` is what the rule itself says to do."""
     explain = find_explanation(evidence.alert)
     found = add_origin(evidence, explain(evidence) if explain else Finding(NOT_KNOWN, "none"))
-    facts, missing, command = found.evidence + describe_second_moments(evidence), found.missing, found.command
+    facts, missing, command = found.evidence, found.missing, found.command
     if evidence.about_layers:
         facts += describe_gradients(evidence)
         if not evidence.layers:
             missing += ("layer statistics of these steps: they are sampled, and none fell here",)
             command = command or (SAMPLE_MORE if found.confidence == "none" else "")
+    facts += describe_second_moments(evidence)  # last: ranks may have looked at them at a later step
     return msgspec.structs.replace(
         found, evidence=facts, remedy=found.remedy or remedy, missing=missing, command=command
     )

@@ -15,7 +15,7 @@ from sentinel.diagnose.catalogue import diagnose
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.runs import Attempt
 from sentinel.wire.evidence import Census, Holder, Moment, Moments, OutOfMemory, Provenance
-from tests.diagnose.made import RULES
+from tests.diagnose.made import RULES, judged
 from tests.diagnose.test_causes import run_of
 from tests.run_parts import FakeIncidents, SentMessages
 
@@ -221,6 +221,14 @@ def test_layers_out_of_line_are_facts() -> None:
     )
     facts = diagnose(evidence, "").evidence
     assert "second moments out of line at step 40: h.3.weight (400x its gradient)" in facts
+
+
+def test_second_moments_of_a_later_step_do_not_lead() -> None:
+    odd = Moments(seq=90, usual=1.1, layers=(Moment("h.3.weight", 1e-3, 0.4),))
+    steps = run_of(41, lambda seq: {"loss": 9.0 if seq == 40 else 2.0, "grad_norm": 1.0})
+    facts = judged("LossSpike", steps, moments={0: odd}).evidence
+    assert facts[0] == "loss was unusual at step 40: 9, usually 2"
+    assert "at step 90" in facts[-1]
 
 
 # The post mortem.

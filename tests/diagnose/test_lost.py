@@ -48,3 +48,10 @@ def test_the_first_to_die_is_the_one() -> None:
     found = diagnosis(rank(0, Ending(6.0, -15, oom=False)), rank(2, Ending(5.0, 1, oom=False), reported=9))
     assert found.cause == "rank 2 ended itself with exit status 1, and no goodbye"
     assert "rank 0 ended after it" in found.evidence
+
+
+def test_who_reported_the_step_of_the_alert() -> None:
+    """A rank sends its steps in batches: others may have reported later ones, after which the alert says it ended."""
+    killed, ended = rank(1, Ending(5.0, -9, oom=False), reported=3), rank(0, Ending(6.0, -15, oom=False), reported=7)
+    assert diagnosis(killed, ended).evidence[0].endswith("reported step 3 last (other ranks step 7)")
+    assert diagnosis(killed).evidence[0].endswith("reported step 3 last")

@@ -35,9 +35,11 @@ def rank_lost(evidence: Evidence) -> Finding:
         return report_unknown("which process it was", _STATUS, command="sentinel last RUN")
     first = min(dead, key=_order)
     number = first.identity.rank
+    furthest = max(rank.last_seq for rank in evidence.live.values())
+    further = f" (other ranks step {evidence.step(furthest)})" if furthest > first.last_seq else ""
     facts = [
         f"rank {number}, process {first.identity.pid} on {first.identity.hostname}, reported step "
-        f"{evidence.step(first.last_seq)} last" + (f", in the phase {first.phase!r}" if first.phase else ""),
+        f"{evidence.step(first.last_seq)} last{further}" + (f", in the phase {first.phase!r}" if first.phase else ""),
     ]
     if others := tuple(rank.identity.rank for rank in dead if rank is not first):
         facts.append(f"{name_ranks(others)} ended after it")
