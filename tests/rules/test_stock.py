@@ -39,6 +39,7 @@ def test_written_test(test: RuleTest) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_each_rule_has_what_a_person_needs(rule: Rule) -> None:
     assert {"summary", "remedy"} <= set(rule.annotations)
+    assert not rule.annotations["remedy"][:1].isupper(), "it stands behind a label, as those of causes.yaml do"
     assert f"\n## {rule.runbook}\n" in (DOCS / "runbook.md").read_text()
     assert "evidence" in rule.actions
     assert rule.severity == "critical" or "rollback" not in rule.actions, "a warning undoes nothing"
