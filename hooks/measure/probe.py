@@ -149,7 +149,7 @@ class Probe:
             cls.over = vars(defining)["disarm"]
 
     def arm(self, step: Step) -> None:
-        """`step` is over, and the next one is an occasion: one of the first `EARLY`, every 64th, or one that follows
+        """`step` is over, and the next one is an occasion: one of the first `EARLY`, every 64th, or a step after
         an occasion at which a probe asked to look again."""
 
     def pass_begins(self, roots: Any) -> None:

@@ -234,7 +234,7 @@ class StallDetector:
 
     def take_standstill(self) -> Rank | None:
         """The rank to say it of, where the run has begun to stand still: once for each time that it does, and not where
-        the alert is due. Rather a rank that does something than one that may wait for it in a collective."""
+        the alert is due. A rank that does something is preferred to those that may wait for it in a collective."""
         stands = any(rank.standing for rank in self._attempt.live)
         began, self._standing = stands and not self._standing, stands
         if not began:
