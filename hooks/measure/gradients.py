@@ -28,7 +28,7 @@ class Gradients:
         found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
         """This rank's part of each gradient: never empty, sparse, complex, or a wrapper around other tensors."""
-        whole = kernels.whole(found, scale)
+        whole = kernels.measure_in_one_pass(found, scale)
         if whole is None:
             self._leave_out()
         self._statistics: Statistics = whole or kernels.measure_tensors(self.tensors, scale)

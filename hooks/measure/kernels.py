@@ -60,7 +60,7 @@ class KernelStatistics:
     zeros = property(lambda self: self.row(ZEROS))
 
 
-def whole(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> KernelStatistics | None:
+def measure_in_one_pass(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> KernelStatistics | None:
     """The statistics of `tensors`; None where the compiled kernel cannot read every one of them, or one is None."""
     if not _applies(tensors, scale):
         return None

@@ -84,7 +84,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     monkeypatch.setattr(records._Transfer, "has_arrived", lambda self: False)
     monkeypatch.setattr(losses.scaled, "by", type(losses.scaled.by)())  # of losses that no pass follows
     monkeypatch.setattr(governor, "FIRST", dict.fromkeys(range(4), 1))
-    monkeypatch.setattr(kernels, "whole", lambda *_: None)
+    monkeypatch.setattr(kernels, "measure_in_one_pass", lambda *_: None)
     monkeypatch.setattr(kernels, "measure_tensors", TorchStatistics)
     monkeypatch.setattr(gradients, "is_wrapper_tensor", lambda _: False)  # a fake tensor is of a class of its own
     return found
