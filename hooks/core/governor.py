@@ -43,7 +43,7 @@ RARE = range(COARSEST, 8193)
 NORM_SHARE = 0.6
 """Part of the budget that tier 1 may take before the others, which is 1 % of a step at the default: where it is enough
 the total gradient norm is taken at every step. Whether the gradient or the loss moved first can only be decided by the
-norm of the step before."""
+norm of the step before. Where it is not, and the rest takes all of the budget, it gets half of this."""
 RARE_SHARE = 0.05
 """Its part of what is left of the budget."""
 RARE_MOST = 0.005
@@ -109,7 +109,7 @@ class Governor:
 
     def __init__(self, overhead: float = OVERHEAD, opening: Opening | None = None, *, norm_first: bool = False) -> None:
         """`overhead`: share of the loop's time. `opening` looks at more of the first steps, with a limit of its own.
-        `norm_first`: tier 1 gets its part whatever all else costs; else the share is a ceiling for it, too."""
+        `norm_first`: tier 1 gets half of its part whatever all else costs; else the share is a ceiling for it, too."""
         self.spacing = dict(FIRST)
         self.wanted = dict(FIRST)
         """What this rank would choose. The same, unless the daemon ordered a coarser one for all ranks."""
@@ -309,7 +309,9 @@ class Governor:
         # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
         claim = NORM_SHARE * whole
         norm_step = norms + (relaxed if zero > 1 else 0.0)  # such a step is looked at whole
-        first = choose_spacing(norm_step, claim if self._norm_first else min(claim, budget), self.wanted[1])
+        if norms > claim or not self._norm_first:  # else it is taken at every step, if it costs no whole one
+            claim = min(claim, max(budget, claim / 2 if self._norm_first else 0.0))
+        first = choose_spacing(norm_step, claim, self.wanted[1])
         budget -= rare / third
         second = choose_spacing(layers, budget - norms / first, self.wanted[2])
         self.wanted = {0: min(zero, first), 1: first, 2: max(first, second), 3: third}

@@ -56,14 +56,20 @@ class FetchAhead:
         """Of iterators that are asked ahead of the loop."""
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
         """Of which it is known whether they are."""
+        self._latest: weakref.ref[object] | None = None
+        """The one that gave the last batch, where it is not: to look it up in sets of weak references, at each batch,
+        would cost more than the rest."""
 
     def swap_notes(self, source: object, noted: Noted) -> Noted:
         """`source` gave a batch: what was noted of the one that the loop gets."""
+        if self._latest is not None and self._latest() is source:
+            return noted
         if source not in self._asked:
             self._asked.add(source)
             if _is_ahead(sys._getframe(1)):
                 self._waiting[source] = None
         if source not in self._waiting:
+            self._latest = weakref.ref(source)
             return noted
         before, self._waiting[source] = self._waiting[source], noted
         return before

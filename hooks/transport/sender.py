@@ -31,7 +31,7 @@ from sentinel.hooks.transport.records import LARGEST, Record, StepQueue, make_ba
 INTERVAL_SECONDS = 1.0
 """Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
 TOGETHER_SECONDS = 0.5
-"""The same where there are several ranks, which the daemon waits for: see `sentinel/runs/step_alignment.py`."""
+"""The same where the node has several ranks, which its daemon waits for: see `sentinel/runs/step_alignment.py`."""
 ATTENTIVE_SECONDS = 0.1
 """Between two batches while something looks odd."""
 BEAT_SECONDS = 0.5
@@ -280,7 +280,8 @@ class Sender(threading.Thread):
         self._unsent = []
 
     def _say_hello(self, connection: DaemonConnection, identity: wire.Identity, *, ended: bool = False) -> None:
-        self._greet_again, self._together = False, identity.world_size > 1
+        self._greet_again = False
+        self._together = identity.world_size > 1 and identity.local_world_size != 1
         for message in self._session.greet(identity, self._first_seq()):
             if isinstance(message, wire.LayerTable):
                 self._tables.add(message.digest)

@@ -137,11 +137,19 @@ def test_callbacks_of_the_user_may_fail(daemon: FakeDaemon, swallowed: list[str]
 # A daemon that misbehaves.
 
 
-@pytest.mark.parametrize(("ranks", "seconds"), [("1", sender.INTERVAL_SECONDS), ("2", sender.TOGETHER_SECONDS)])
+@pytest.mark.parametrize(
+    ("ranks", "here", "seconds"),
+    [
+        ("1", "1", sender.INTERVAL_SECONDS),
+        ("2", "2", sender.TOGETHER_SECONDS),
+        ("2", "1", sender.INTERVAL_SECONDS),  # this node's daemon waits for no other
+    ],
+)
 def test_ranks_that_are_waited_for_send_more_often(
-    ranks: str, seconds: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    ranks: str, here: str, seconds: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", ranks), ("SENTINEL_RUN_ID", "r")):
+    launched = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here, "SENTINEL_RUN_ID": "r"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:

@@ -157,6 +157,13 @@ def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
     assert idle.value == 2.0 + 0.25 * 6.0, "what begins to cost is seen"
 
 
+@pytest.mark.parametrize(("fixed", "spacing"), [(0.0, 2), (0.05, 4)])
+def test_the_norm_gets_half_of_its_part_where_the_rest_takes_the_budget(fixed: float, spacing: int) -> None:
+    governor = Governor(0.02, norm_first=True)
+    loop(governor, range(400), step=1.0, tiers={1: 1.5 * 0.02 * NORM_SHARE * SEEN, 2: 0.0}, fixed=fixed)
+    assert governor.spacing[1] == spacing
+
+
 def test_it_does_not_go_to_and_fro_at_the_edge() -> None:
     """A sample costs the budget, give or take a tenth."""
     governor, chosen, edge = Governor(0.01), set(), 0.01 * NORM_SHARE * SEEN
@@ -278,7 +285,7 @@ def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
     assert governor.spacing[0] == governor.spacing[1] == 8, "what tier 0 costs is a part of the norm's price"
 
 
-@pytest.mark.parametrize(("whole", "apart"), [(3e-5, 8), (3e-4, 16)])
+@pytest.mark.parametrize(("whole", "apart"), [(3e-5, 16), (3e-4, 32)])
 def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole: float, apart: int) -> None:
     """`whole`: seconds of such a step without its samples, where one on the fast path takes 30 us."""
     governor = Governor(0.02, norm_first=True)
