@@ -90,6 +90,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         found = [values[name] for name in names if math.isfinite(values.get(name, math.nan))]
         return found if len(found) == len(names) else None
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job, on all nodes."""
+        return max((rank.identity.world_size for rank in self.live.values()), default=1)
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks whose values the steps have: of a job over several nodes they may be those of one node."""
+        return max([1, *(len(step.ranks) for step in self.steps)])
+
     def rank(self, number: int) -> Rank | None:
         """One of them."""
         return self.live.get(number)

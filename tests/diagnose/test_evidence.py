@@ -13,7 +13,8 @@ from sentinel.actions.evidence import EvidenceRequests
 from sentinel.diagnose.case import Case, CaseMember
 from sentinel.diagnose.catalogue import diagnose
 from sentinel.diagnose.evidence import Evidence, Finding
-from sentinel.runs import Attempt
+from sentinel.runs import Attempt, Rank
+from sentinel.runs.steps import RunStep
 from sentinel.wire.evidence import Census, Holder, Moment, Moments, OutOfMemory, Provenance
 from tests.diagnose.made import RULES, judged
 from tests.diagnose.test_causes import run_of
@@ -24,9 +25,14 @@ def diagnosis(alert: str, *found: Provenance, loss: float = math.nan) -> Finding
     steps = run_of(41, lambda seq: {"loss": loss if seq == 40 else 2.0})
     evidence = Evidence(
         alert=alert, since=40, until=40, last=steps[-1], steps=steps, ranks=(0,),
-        provenance=dict(enumerate(found)), live=dict.fromkeys(range(len(found)), Any),
+        provenance=dict(enumerate(found)), live={number: make_rank(number, 1) for number in range(len(found))},
     )  # fmt: skip
     return diagnose(evidence, "what the rule says")
+
+
+def make_rank(number: int, world_size: int) -> Rank:
+    identity = wire.Identity(run="r", run_id="r-1", rank=number, world_size=world_size)
+    return Rank(wire.Hello(version="1", identity=identity), 0.0)
 
 
 def of(origin: Any, **fields: Any) -> Provenance:
@@ -44,6 +50,28 @@ def test_the_module_is_the_cause() -> None:
     assert found.confidence == "high"
     assert "add an epsilon inside" in found.remedy
     assert not [one for one in found.missing if "re-run" in one]
+
+
+def test_one_nodes_ranks_do_not_say_what_made_the_gradients_of_all() -> None:
+    """They are averaged over ranks of other nodes, whose losses are not seen here."""
+    two = [RunStep(seq, 0.0, {0: {"loss": 2.0}, 1: {"loss": 2.0}}, {"loss": 2.0}) for seq in range(41)]
+    here = judged("NonFiniteGradient", two, live={0: make_rank(0, 4), 1: make_rank(1, 4)})
+    assert here.confidence == "low"
+    assert "or a loss that is not finite on a rank that is not seen here" in here.cause
+    every = judged("NonFiniteGradient", two, live={0: make_rank(0, 2), 1: make_rank(1, 2)})
+    assert (every.confidence, every.cause) == (
+        "high", "the backward pass of step 40 made it: the loss of that step is finite (2)"
+    )  # fmt: skip
+
+
+def test_nor_what_poisoned_the_weights() -> None:
+    def values(seq: int) -> dict[str, float]:
+        return {"loss": math.nan if seq == 40 else 2.0, "grad_norm": math.nan if seq == 39 else 1.0}
+
+    steps = [RunStep(seq, 0.0, {0: values(seq)}, values(seq)) for seq in range(41)]
+    every, here = (judged("NonFiniteLoss", steps, live={0: make_rank(0, ranks)}) for ranks in (1, 2))
+    assert (every.confidence, here.confidence) == ("high", "medium")
+    assert here.cause == f"{every.cause}; they are averaged over ranks that are not seen here"
 
 
 def test_of_several_ranks_the_one_that_found_something_counts() -> None:

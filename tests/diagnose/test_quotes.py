@@ -65,6 +65,15 @@ def test_the_share_of_reducing_is_one_number() -> None:
     assert "ranks; passes a step: 1, parameters: 0" in found.cause
 
 
+def test_passes_are_those_of_the_ranks_that_are_seen() -> None:
+    """Two ranks of four, the others being on another node."""
+    found = {"step_seconds": 0.01, "communication_seconds": 0.007, "micro_batches": 1.0}
+    steps = [RunStep(seq, float(seq), {0: found, 1: found}, found | {"micro_batches": 2.0}) for seq in range(900)]
+    identity = Identity(run="t", run_id="t", world_size=4)
+    _, told_cause = told("CommunicationBound", steps, live={0: Rank(Hello(version="0", identity=identity), 0.0)})
+    assert "among 4 ranks; passes a step: 1," in told_cause.cause
+
+
 def slow_rank(part: str) -> list[RunStep]:
     """Of three ranks the second is 40 ms late in a part; the last step of each is a quick one."""
 

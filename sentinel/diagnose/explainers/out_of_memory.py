@@ -70,7 +70,7 @@ def _changes(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, floa
     yield "activation checkpointing of each block (torch.utils.checkpoint)", found.activations * _CHECKPOINTED
     if found.optimizer:
         yield "an 8-bit optimizer (bitsandbytes: AdamW8bit)", found.optimizer * 0.75
-    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
+    world = evidence.world_size
     if world > 1 and not found.gathered:
         states = found.parameters + found.gradients + found.optimizer
         yield f"fully_shard over the {world} ranks", states * (1 - 1 / world)

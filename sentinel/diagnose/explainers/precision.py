@@ -20,10 +20,11 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
     at = loss.seq if loss else evidence.since
     nonfinite_at = evidence.since
     if gradient and gradient.seq < nonfinite_at and not math.isfinite(gradient.value):
+        elsewhere = "" if _sees_all_ranks(evidence) else "; they are averaged over ranks that are not seen here"
         return Finding(
             f"weights poisoned by step {evidence.step(gradient.seq)}: its backward made non-finite gradients, "
-            "and the optimizer applied them",
-            "high",
+            f"and the optimizer applied them{elsewhere}",
+            "medium" if elsewhere else "high",
             "roll back or restore a checkpoint from before that step: every weight that got a NaN keeps it; "
             "then find what made it: torch.autograd.set_detect_anomaly(True) on the batch of that step",
             ("the module that made it",),
@@ -58,6 +59,15 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
 def nonfinite_gradient(evidence: Evidence) -> Finding:
     """The backward pass, or a loss that was not finite before it."""
     loss = evidence.last.run.get("loss", math.nan)
+    if math.isfinite(loss) and not _sees_all_ranks(evidence):
+        return Finding(
+            f"the backward pass of step {evidence.step(evidence.since)}, or a loss that is not finite on a rank that "
+            f"is not seen here, as gradients are averaged over all; the losses here are finite ({loss:.4g})",
+            "low",
+            "look at the same step on the job's other nodes (`sentinel incidents` on any of them shows all); then, for "
+            "the backward pass, at sqrt, norm, log or a division whose derivative is infinite at 0",
+            ("the losses of the other ranks",),
+        )
     if math.isfinite(loss):
         return Finding(
             f"the backward pass of step {evidence.step(evidence.since)} made it: the loss of that step is finite "
@@ -156,6 +166,11 @@ def _describe_lost_layers(evidence: Evidence) -> tuple[str, ...]:
     lost = sorted((name for name in zero if name in tiny), key=lambda name: -zero[name] - tiny[name])
     told = join_names([f"{name} ({zero[name]:.0%} are 0, {tiny[name]:.0%} under 6e-5)" for name in lost], most=3)
     return (f"most of all in {told}",) if told else ()
+
+
+def _sees_all_ranks(evidence: Evidence) -> bool:
+    """Whether the losses of all ranks are known, and so whether that of one of them made the others' gradients."""
+    return len(evidence.last.ranks) >= evidence.world_size
 
 
 def _withheld(step: RunStep) -> bool:

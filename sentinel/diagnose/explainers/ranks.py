@@ -212,7 +212,7 @@ def _format_place(one: Collective) -> str:
 def collective_desync(evidence: Evidence) -> Finding:
     """Which collective ranks issued differently, whether it is over or not."""
     flights = {number: rank.flight for number, rank in evidence.live.items() if rank.flight is not None}
-    found = find_desync(flights, max((rank.identity.world_size for rank in evidence.live.values()), default=1))
+    found = find_desync(flights, evidence.world_size)
     if found is None:
         return report_unknown("the ranks' flight records: they have gone on", command="TORCH_FR_BUFFER_SIZE=20000")
     facts = [

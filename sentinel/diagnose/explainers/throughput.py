@@ -172,10 +172,10 @@ def _explain_accumulation(
     step, was = _after(evidence, "step_seconds", change), evidence.usual("step_seconds", before_it)
     if step is None or was is None or step / has > _SAME_PASS * was / had:
         return None
-    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)  # the signal is of all ranks
+    ranks = evidence.rank_count  # the signal is their sum
     since = evidence.step(evidence.since if change is None else change)
-    told: dict[str, Any] = {"since": since, "had": f"{had / world:.3g}", "has": f"{has / world:.3g}"}
-    told |= {"before": was / had * world * 1e3, "now": step / has * world * 1e3}
+    told: dict[str, Any] = {"since": since, "had": f"{had / ranks:.3g}", "has": f"{has / ranks:.3g}"}
+    told |= {"before": was / had * ranks * 1e3, "now": step / has * ranks * 1e3}
     facts = (f"a step took {was * 1e3:.1f} ms, and takes {step * 1e3:.1f} ms",)
     return finding(evidence.alert, "accumulation", facts, **told)
 
@@ -188,7 +188,7 @@ def low_utilization(evidence: Evidence) -> Finding:
         return report_unknown("step times and kernel times", command=_PROFILE)
     busy = quoted[0]
     data, backward = evidence.usual("data_seconds") or 0.0, evidence.usual("backward_seconds") or 0.0
-    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
+    world = evidence.world_size
     facts = (
         f"the GPU is busy for {busy:.0%}; of a step of {step * 1e3:.0f} ms {data * 1e3:.0f} ms are waiting for data",
     )
@@ -217,10 +217,9 @@ def communication_bound(evidence: Evidence) -> Finding:
     if quoted is None:
         return report_unknown("the times that the rule went by", command=ALL_STEPS)
     spent, step = quoted
-    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
-    size, count = evidence.facts.get("parameters_trainable", 0), max(world, 1)
-    passes = (evidence.latest("micro_batches") or count) / count  # of all ranks together
-    known: dict[str, Any] = {"share": spent / step, "spent": spent * 1e3, "world": world}
+    size, count = evidence.facts.get("parameters_trainable", 0), evidence.rank_count
+    passes = (evidence.latest("micro_batches") or count) / count  # the signal is of all these ranks together
+    known: dict[str, Any] = {"share": spent / step, "spent": spent * 1e3, "world": evidence.world_size}
     return finding(evidence.alert, "reduction", passes=f"{passes:.0f}", parameters=f"{size:,}", **known)
 
 
