@@ -29,7 +29,16 @@ from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import check_epoch, check_incarnation, next_epoch
 from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
 from sentinel.cluster.protocol.job_incident import CauseFinder
-from sentinel.cluster.protocol.messages import Beat, NodeRollback, NodeState, Pulse, WorkReport, decode, encode
+from sentinel.cluster.protocol.messages import (
+    Beat,
+    NodeRollback,
+    NodeState,
+    OpenIncident,
+    Pulse,
+    WorkReport,
+    decode,
+    encode,
+)
 from sentinel.cluster.protocol.node import Node
 from sentinel.cluster.protocol.questions import IncidentView
 from sentinel.cluster.protocol.relay import RelayedRollback
@@ -220,6 +229,11 @@ class Membership:
             "dropped": self._node.dropped,
             "trouble": self._connection.trouble,
         }
+
+    def list_open_elsewhere(self) -> list[OpenIncident]:
+        """Open incidents of the job that this node has no part in, as far as the coordinator was heard."""
+        beat = self._node.beat if self._lead is None else self._lead.make_beat(time.monotonic())
+        return [one for one in beat.incidents if self.node not in one.nodes] if beat is not None else []
 
     def list_incidents(self) -> list[IncidentView] | None:
         """Those of the job; None on a node that is not the coordinator."""

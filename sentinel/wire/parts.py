@@ -160,13 +160,16 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """From the first attach to the last goodbye, as the history has it; 0: an earlier version does not say."""
     lacks: str = ""
     """What its history lacks, in words."""
+    elsewhere: str = ""
+    """What is open on the job's other nodes and not on this one, in words."""
     unheard: str = ""
     """Ranks whose end is not known though one ended by an exception, in words."""
 
     @property
     def text(self) -> str:
         """What was found, and what is left to go on from."""
-        parts = [describe_incidents(self.incidents, self.worst)]
+        parts = [describe_incidents(self.incidents, self.worst) + (" on this node" if self.elsewhere else "")]
+        parts += [f"open on others: {self.elsewhere}"] if self.elsewhere else []
         parts += [f"no word yet of how {self.unheard} ended"] if self.unheard else []
         parts += [f"{self.lost:,} of the steps were not seen"] if self.lost else []
         parts += (

@@ -98,6 +98,24 @@ def test_what_differs_between_nodes_is_found_and_what_is_judged_over_the_mean_is
         assert list_incidents(node) == []
 
 
+def test_the_last_line_of_a_node_names_what_is_open_on_others(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with two_nodes(tmp_path, options) as (coordinator, node):
+        train(coordinator, 0, 8)
+        train(node, 0, 8)
+        train(node, 8, 1, loss=float("nan"))
+        assert ops.next()["alerts"][0]["labels"]["alertname"] == "NonFiniteLoss"
+        rank = coordinator.rank
+        rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=True))
+        rank.say(wire.Goodbye(next_seq=8, reason="exception"))
+        summary = rank.expect(wire.Closing).summary
+        assert summary is not None
+        assert summary.text.startswith(
+            "no incidents on this node; open on others: critical NonFiniteLoss at step 8 (node 1)"
+        )
+
+
 def test_a_node_that_is_cut_off_judges_for_itself_and_leaves_it_to_the_next_coordinator(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:

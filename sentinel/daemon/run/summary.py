@@ -8,7 +8,10 @@ from sentinel.diagnose import folding
 from sentinel.diagnose.explainers.memory import measure_unjudged_rise
 from sentinel.runs.attempt import Attempt
 from sentinel.store import Store
-from sentinel.text import name_lost_steps, name_ranks, name_worst
+from sentinel.text import join_names, name_lost_steps, name_nodes, name_ranks, name_worst, rank_severity
+
+SHOWN = 3
+"""Incidents of other nodes that are named."""
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
@@ -35,9 +38,20 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,
         seconds=max(attempt.find_end() - watch.run.began, 0.0),
+        elsewhere=_name_open_elsewhere(watch),
         unheard=_name_unheard(attempt),
         lacks=_describe_gap(watch.store) if watch.store is not None and watch.store.is_open else "",
     )
+
+
+def _name_open_elsewhere(watch: WatchedRun) -> str:
+    """Open incidents of the job that this node has no part in, the worst first: they may be why it ended here."""
+    found = watch.membership.list_open_elsewhere() if watch.membership is not None else []
+    found.sort(key=lambda one: (-rank_severity(one.severity), one.first_step))
+    names = [
+        f"{one.severity} {one.alert} at step {one.first_step:,} ({name_nodes(one.nodes)})".strip() for one in found
+    ]
+    return join_names(names, SHOWN)
 
 
 def _name_unheard(attempt: Attempt) -> str:
