@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sentinel.text import format_count
+from sentinel.text import format_count, name_nodes
 
 
 def lines(job: dict[str, Any]) -> list[str]:
@@ -29,8 +29,7 @@ def lines(job: dict[str, Any]) -> list[str]:
     if missing := describe_missing(job):
         found.append(f"            {missing}")
     for incident in job["incidents"]:
-        nodes = ", ".join(str(node) for node in incident["nodes"])
-        found.append(f"            {incident['alert']} open on nodes {nodes}")
+        found.append(f"            {incident['alert']} open on {name_nodes(incident['nodes'])}")
     return found
 
 
@@ -41,13 +40,13 @@ def is_stale(job: Mapping[str, Any]) -> bool:
 
 def describe_view(job: Mapping[str, Any]) -> str:
     """Which node this is, and whether it hears the coordinator."""
-    silent = f"the coordinator at {job['address']} is silent for {job['coordinator_silent_seconds']:.0f} s"
+    absence = job.get("absence") or "the coordinator is not heard"  # a daemon of an earlier version says no more
     views = {
         "coordinator": f"coordinator, at {job['address']}",
         "joined": f"node {job['node']}, coordinator at {job['address']}",
-        "local view": f"node {job['node']}, local view only: {silent}",
+        "local view": f"node {job['node']}, local view only: {absence}",
         "left out": f"node {job['node']}, left out: the job goes on without it (--allow-shrink)",
-        "alone": f"node {job['node']}, local view only, and tells people by itself: {silent}",
+        "alone": f"node {job['node']}, local view only, and tells people by itself: {absence}",
     }
     return views[job["view"]]
 

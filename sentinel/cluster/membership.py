@@ -118,6 +118,8 @@ class Membership:
         self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
         self._refused = 0
         self._rejected = RejectedConnections(run.name)
+        self._cut_off = False
+        """Whether the terminal was told that no coordinator is heard."""
         self._ending: float | None = None
         """Since when no rank is left."""
         self._loop = asyncio.get_running_loop()
@@ -214,6 +216,7 @@ class Membership:
             "view": view,
             "address": self._find_address(),
             "no_orders": "" if self._meeting.takes_orders else NO_ORDERS,
+            "absence": "" if view in ("coordinator", "joined") else self._describe_absence(now),
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
             "expected": beat.expected if beat else count_nodes(self._identity),
             "members": list(members.nodes or range(count_nodes(self._identity))),
@@ -293,7 +296,17 @@ class Membership:
             self._reporter.tick(now, joined=self._node.find_view(now) != "alone")
             self._send_digest(now)
         self._own_pages.tell_alone(now)
+        self._note_absence(now)
         self._rejected.tick(self._connection.port, now)
+
+    def _note_absence(self, now: float) -> None:
+        """Say on the terminal that this node is by itself, and when it is no more: nothing else shows a wrong secret."""
+        cut_off = self._node.is_cut_off(now) and self._ending is None and not self._node.is_left_out
+        if cut_off and not self._cut_off:
+            self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")
+        elif self._cut_off and not cut_off and self._ending is None:
+            self._say("the other nodes are heard again")
+        self._cut_off = cut_off
 
     def _change_role(self, now: float) -> None:
         """Become the coordinator where none is heard, and leave it to others where that leads to nothing."""
@@ -461,6 +474,9 @@ class Membership:
         if self._lead is not None:
             return self._lead.coordinator.explain_inaction(now)
         return f"the coordinator at {self._find_address()} is not heard"
+
+    def _describe_absence(self, now: float) -> str:
+        return f"{self._explain_absence(now)} (for {now - self._node.heard:.0f} s)"
 
     def _find_address(self) -> str:
         addresses, routers = self._meeting.addresses, self._meeting.routers

@@ -57,9 +57,9 @@ def _nodes(job: Mapping[str, Any] | None) -> str:
     if job is None:
         return ""
     stale = job["view"] in ("local view", "alone")
-    silent = f"The coordinator at {escape(job['address'])} is not heard for {job['coordinator_silent_seconds']:.0f} s: "
+    absence = escape(job.get("absence") or "the coordinator is not heard")  # an earlier version says no more
     missing = job["expected"] - len(job["nodes"])
-    notes = [f"{silent}what other nodes do is not known."] if stale else []
+    notes = [f"{absence[0].upper()}{absence[1:]}: what other nodes do is not known."] if stale else []
     notes += [f"{missing} of {format_count(job['expected'], 'node')} not heard yet."] if missing > 0 else []
     notes += [f"{escape(job['shrunk'])}."] if job.get("shrunk") else []
     order = sorted(job["nodes"], key=lambda node: (node["state"] != "silent", node["node"]))

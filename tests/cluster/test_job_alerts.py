@@ -106,6 +106,7 @@ def test_the_last_line_of_a_node_names_what_is_open_on_others(
         train(node, 0, 8)
         train(node, 8, 1, loss=float("nan"))
         assert ops.next()["alerts"][0]["labels"]["alertname"] == "NonFiniteLoss"
+        until(coordinator.judges, "its own steps to be judged")
         rank = coordinator.rank
         rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=True))
         rank.say(wire.Goodbye(next_seq=8, reason="exception"))

@@ -110,6 +110,21 @@ def test_a_coordinator_that_is_killed_and_started_again_gives_no_second_id(
     assert received(ops) == []
 
 
+def test_a_node_with_another_secret_says_that_it_hears_no_other(options: tuple[str, ...], tmp_path: Path) -> None:
+    address = free_address()
+    with (
+        node_daemon(0, 2, address, tmp_path, *options) as coordinator,
+        node_daemon(1, 2, address, tmp_path, *options, secret="one that was mistyped") as node,
+    ):
+        first, second = (
+            next(line for line in _notices(one) if "told from here" in line) for one in (coordinator, node)
+        )
+        assert first.startswith("[sentinel] this node would be the coordinator, but is in touch with only 1 of 2")
+        assert second.startswith(f"[sentinel] the coordinator at {address} is not heard (for 3")
+        shown = sentinel("status").stdout
+        assert "this node would be the coordinator" in shown
+
+
 def add_slack(options: tuple[str, ...], team: Consumer, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """The same with a second receiver, which gets the command that shows an incident."""
     monkeypatch.setenv("TEAM", team.url)

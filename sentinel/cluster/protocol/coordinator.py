@@ -115,7 +115,10 @@ class Coordinator:
     def explain_inaction(self, now: float) -> str:
         """Why it does not act, where it does not."""
         counted = sum(now - known.stamp < COUNTED_SECONDS for known in self.nodes.values())
-        return f"this node would be the coordinator, and of {self.expected} nodes only {counted} hear it"
+        return (
+            f"this node would be the coordinator, but is in touch with only {counted} of {self.expected} nodes, itself "
+            "included"
+        )
 
     def has_failed(self, now: float) -> bool:
         """Whether it cannot act for so long that another one is to try."""

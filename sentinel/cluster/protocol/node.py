@@ -77,6 +77,10 @@ class Node:
             return "alone"
         return "local view" if silent > LOCAL_VIEW_SECONDS or not self._joined else "joined"
 
+    def is_cut_off(self, now: float) -> bool:
+        """Whether no coordinator was heard for long, though none has left."""
+        return now - self.heard > ALONE_SECONDS
+
     def find_order(self, now: float) -> wire.Order | None:
         """What the coordinator has all nodes do, be it its last word; None where it is not heard."""
         return self.beat.order if self.beat is not None and now - self.heard <= LOCAL_VIEW_SECONDS else None

@@ -61,7 +61,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
             _tell_unarmed(watch, APART if armed else "")
 
         def join(found: Meeting) -> None:
-            if identity.rank == 0:
+            if identity.node == 0:
                 watch.context.tell(_announce(found))
                 _tell_unarmed(watch, NO_ORDERS if armed and not found.takes_orders else "")
             _meet(watch, identity, supervision, found)

@@ -15,8 +15,7 @@ def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[in
     """Nodes that gave no answer, and why, in words. `wanted`: those that were asked; None: all of the job."""
     job = membership.status()
     if job["view"] in ("local view", "alone"):
-        silent = f"not heard for {job['coordinator_silent_seconds']:.0f} s"
-        return [f"the other nodes: the coordinator at {job['address']} is {silent}; this is what this node sees alone"]
+        return [f"the other nodes: {job['absence']}; this is what this node sees alone"]
     nodes = job["members"] if wanted is None else wanted
     missing = [pair for pair in _list_missing(job, answered) if pair[0] in nodes]
     words = [_explain_silence(node, known) for node, known in missing[:NAMED]]
