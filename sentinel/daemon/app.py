@@ -170,8 +170,8 @@ class Daemon:
             self._supervision.handle_message(peer, message)
             for watch in filter(self._supervision.serves, self._watches.values()):
                 self._supervision.tell(watch, over=self._shutdown.is_over(watch))
-                if message.ending and self._supervision.is_of(watch, message.mark):
-                    watch.ingest.announce_end(message.ending, now)
+                if (message.ending or message.why) and self._supervision.is_of(watch, message.mark):
+                    watch.ingest.announce_end(message.ending, message.why, now)
                 if self._supervision.is_of(watch, message.mark):
                     self._supervision.take_report(watch, peer, message.job)
                     watch.ingest.record_job(message.job)

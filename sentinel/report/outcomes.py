@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,14 @@ import msgspec
 from sentinel.diagnose import folding
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory
-from sentinel.supervise.telling import ending
+from sentinel.supervise.telling import ending, signal_name
 from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, name_lost_steps, name_worst
 
 LOSS_STEPS = 64
 """The last of a run, in which its loss is looked for."""
 FAILED = "failed"
+_SUPERVISOR = -1
+"""Among the ranks' numbers: `sentinel run`."""
 
 
 class _Ended(msgspec.Struct):
@@ -27,12 +28,22 @@ class _Ended(msgspec.Struct):
     status: int
 
 
+class _Wanted(msgspec.Struct):
+    """What is relied upon of the event of an end that was announced."""
+
+    signal: int = 0
+    why: str = ""
+    """Why `sentinel run` itself ended the run; empty: it passed a signal on."""
+
+
 class _Outcome(NamedTuple):
     state: str
     """`running`, `stalled`, `ended`, `stopped`, `failed` or `unknown`."""
     words: str
     status: int | None = None
     """The exit status as `subprocess` has it, a signal negative; None: not known."""
+    is_supervisors: bool = False
+    """Whether `sentinel run` ended it: the status is that of its own signal."""
 
 
 def describe_run(
@@ -127,12 +138,17 @@ def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) 
         elif event.kind == "command ended":
             of_command = msgspec.convert(event.detail, _Ended).status
         elif event.kind == "end wanted":
-            wanted = event.detail.get("signal", 0)
+            announced = msgspec.convert(event.detail, _Wanted)
+            if announced.why:
+                ends[_SUPERVISOR] = {"kind": event.kind, "why": announced.why}
+            else:
+                wanted = announced.signal
     ranks = len(kept.ranks(attempt))
     status = of_command if of_command is not None else _combine_statuses(statuses, ranks)
     lost = [case["diagnosis"]["cause"] for case in cases if case["alert"] == "RankLost"]
-    outcome = _judge_ends(ends, ranks, status, wanted, lost[-1] if lost else "")
-    said = outcome.state == "ended" or (lost and status in statuses.values())
+    asked = _Outcome("ended", f"ended by {named}") if (named := signal_name(-wanted)) else None
+    outcome = _judge_ends(ends, ranks, status, asked, lost[-1] if lost else "")
+    said = outcome.state == "ended" or outcome.is_supervisors or (lost and status in statuses.values())
     words = outcome.words if status is None or said else f"{outcome.words} ({ending(status)})"
     return outcome._replace(words=words, status=status)
 
@@ -142,21 +158,24 @@ def _combine_statuses(statuses: dict[int, int], ranks: int) -> int | None:
     return next(filter(None, statuses.values()), 0 if len(statuses) == ranks > 0 else None)
 
 
-def _judge_ends(ends: dict[int, dict[str, Any]], ranks: int, status: int | None, wanted: int, lost: str) -> _Outcome:
-    """`ends`: by rank, in order of time. `wanted`: the signal that was to end the run; 0: none. `lost`: why a rank
-    was, as its alert says."""
-    by_signal = wanted in signal.valid_signals()
+def _judge_ends(
+    ends: dict[int, dict[str, Any]], ranks: int, status: int | None, asked: _Outcome | None, lost: str
+) -> _Outcome:
+    """`ends`: by rank, in order of time, that by `sentinel run` among them. `asked`: the outcome by the signal from
+    outside that was to end the run, if there was one. `lost`: why a rank was, as its alert says."""
     for end in ends.values():  # the others may have ended because of the first
+        if end["kind"] == "end wanted":
+            return _Outcome(FAILED, f"ended by sentinel run: {end['why']}", is_supervisors=True)
         if end["kind"] == "lost":
-            if by_signal:
-                return _Outcome("ended", f"ended by {signal.Signals(wanted).name}")
-            return _Outcome(FAILED, f"failed: {lost or 'its connection was lost'}")
+            return asked or _Outcome(FAILED, f"failed: {lost or 'its connection was lost'}")
+        if end.get("detail") == "KeyboardInterrupt":
+            return asked or _Outcome("ended", "ended by KeyboardInterrupt")
         if end["reason"] == "exception":
             return _Outcome(FAILED, f"failed: {end.get('detail') or 'an exception'}")
         if end["reason"] == "stopped":
             return _Outcome("stopped", f"stopped by Sentinel: {end.get('detail', '')}".rstrip(": "))
-    if status and by_signal:
-        return _Outcome("ended", f"ended by {signal.Signals(wanted).name}")
+    if status and asked is not None:
+        return asked
     if len(ends) == ranks > 0:
         return _Outcome(FAILED, "failed") if status else _Outcome("ended", "ended")
     return _Outcome("unknown", "not known: its history lacks its end")

@@ -103,7 +103,8 @@ class Attempt(RankSet):
         return [*(pair for pair in self._rare_layers if pair[0] < oldest), *self.recent_layers]
 
     def find_end(self) -> float:
-        """Unix seconds of the last goodbye, of ranks that are lost of their last word; now, as long as one is there."""
+        """Unix seconds of the last goodbye, of ranks that are lost of the last sign of them; now, as long as one is
+        there."""
         now, moment = time.time(), time.monotonic()
         if self.live or not self.ranks:
             return now

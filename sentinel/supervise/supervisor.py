@@ -120,13 +120,15 @@ class Supervisor:
             self._status = status = self._follow_job(job, awaited)
             if status is None:
                 standing = self._words.standing
-                self._words.announce_end(signal.SIGTERM)
+                self._words.announce_end(signal.SIGTERM, self._name_own_reason(standing))
             else:
                 standing = self._words.last(LAST_WORD_SECONDS)  # it may have ended before its daemon judged it
                 self._report(None)
             if status == 0:
                 self._say_complete()
                 return 0
+            if status is not None and self._ended_by is None and standing is not None and not standing.over:
+                self._words.announce_end(0, f"its command ended ({ending(status)})")
             job.end()
             verdict = self._verdict(status, standing, awaited)
             if isinstance(verdict, int):
@@ -153,6 +155,15 @@ class Supervisor:
             self._awaits_ranks &= standing is None
             if ends or (standing is not None and standing.ends) or self._meets_smaller_job():
                 return None
+
+    def _name_own_reason(self, standing: wire.Standing | None) -> str:
+        """Why the command is ended that would go on, in words."""
+        order = self._words.order
+        if self._met:
+            return self._met
+        if order is not None and self._is_left_out(order):
+            return "the job goes on without this node"
+        return _fault(None, standing, order).words or "a fault on another node"
 
     def _meets_smaller_job(self) -> bool:
         """Whether torchrun met one at its address, which goes on without this node: no daemon is there to say so before

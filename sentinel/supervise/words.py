@@ -69,10 +69,11 @@ class Words:
         self.attached = self.attached or self.standing is not None or self._has_place()
         return self.standing
 
-    def announce_end(self, number: int) -> None:
-        """The job is to be sent this signal, and to end by it: its ranks are not lost."""
+    def announce_end(self, number: int, why: str = "") -> None:
+        """The job is to be sent this signal, and to end by it: its ranks are not lost. 0: its command is gone, and what
+        it left behind is ended and lost. `why`: the supervisor's own reason; empty: the signal came from outside."""
         self.read()
-        self._say(msgspec.structs.replace(self._said, ending=number))
+        self._say(msgspec.structs.replace(self._said, ending=number, why=why))
 
     def last(self, seconds: float) -> wire.Standing | None:
         """The last that is to be said of a job that has ended, waited for at most `seconds`."""

@@ -80,6 +80,9 @@ class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
     """End the job if needed, even if it does not say that it can go on from what it saved."""
     ending: int = 0
     """Signal that is about to be sent to the job, whose end is wanted; 0: none."""
+    why: Name = ""
+    """Why the supervisor itself ends the job; empty: it passes a signal on. Without `ending`: its command is gone, and
+    ranks that it left behind are ended. Earlier versions do not say."""
     job: JobReport = JobReport()
 
 

@@ -60,6 +60,7 @@ def keep(
 
 
 BYE = ("goodbye", {"rank": 0, "reason": "exit"})
+ENDED_BY_RUN = ("end wanted", {"signal": int(signal.SIGTERM), "why": "Hang: rank 0 is in a sleep"})
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,34 @@ BYE = ("goodbye", {"rank": 0, "reason": "exit"})
             "",
             "ended",
             "ended by SIGTERM",
+        ),
+        (
+            [ENDED_BY_RUN, ("lost", {"rank": 0, "reason": ""}), ("process ended", {"rank": 0, "status": -15})],
+            "",
+            "failed",
+            "ended by sentinel run: Hang: rank 0 is in a sleep",
+        ),
+        (
+            [("goodbye", {"rank": 0, "reason": "exception", "detail": "ValueError: bad"}), ENDED_BY_RUN],
+            "",
+            "failed",
+            "failed: ValueError: bad",
+        ),
+        (
+            [("goodbye", {"rank": 0, "reason": "exception", "detail": "KeyboardInterrupt"})],
+            "",
+            "ended",
+            "ended by KeyboardInterrupt",
+        ),
+        (
+            [
+                ("end wanted", {"signal": 0, "why": "its command ended (killed by SIGKILL)"}),
+                ("lost", {"rank": 0, "reason": ""}),
+                ("command ended", {"status": -9}),
+            ],
+            "rank 0 was ended by SIGTERM",
+            "failed",
+            "ended by sentinel run: its command ended (killed by SIGKILL)",
         ),
     ],
 )

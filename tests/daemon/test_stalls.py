@@ -226,3 +226,55 @@ def test_a_standstill_is_said_of_the_rank_that_does_something_while_others_wait(
         if (rank := node.stalls.take_standstill()) is not None:
             said.append((rank.identity.rank, rank.stall.kind))
     assert said == [(1, Kind.BUSY)]
+
+
+@pytest.mark.parametrize(
+    ("goodbye", "resolves"), [(None, False), ("exception", False), ("exit", True)], ids=["killed", "raised", "left"]
+)
+def test_a_rank_that_stood_until_its_end_is_not_said_to_have_gone_on(
+    node: Node, goodbye: str | None, resolves: bool
+) -> None:
+    for now in (101.5, 103.0):
+        node.beat(beat=now)
+        node.stalls.tick(now)
+    rank = node.attempt.ranks[1]
+    assert rank.stall.seconds > 1
+    rank.goodbye = wire.Goodbye(reason=goodbye) if goodbye else None
+    node.attempt.lose(1, rank.goodbye)
+    told = node.stalls.drop_rank(rank)
+    node.stalls.record_exit(rank.process, -9, 104.0)
+    died = node.stalls.take_deaths(104.0)
+    gone_on = told.values[Entity("rank", "1")]["stalled_seconds"] if told is not None else None
+    assert gone_on == (0.0 if resolves else None)
+    assert (died.values if died is not None else None) == (
+        None if goodbye else {Entity("rank", "1"): {"rank_lost": 1.0}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "world", "supervisor", "lost"),
+    [
+        (-15, 1, "", False),
+        (-2, 1, "", False),
+        (-1, 1, "", False),
+        (-9, 1, "", True),
+        (-11, 1, "", True),
+        (-7, 1, "", True),
+        (-6, 1, "", True),
+        (15, 1, "", True),
+        (None, 1, "", True),
+        (-15, 2, "", True),
+        (-15, 1, "a mark", True),
+    ],
+)
+def test_a_run_of_one_process_that_is_asked_to_end_has_lost_no_rank(
+    status: int | None, world: int, supervisor: str, lost: bool
+) -> None:
+    """`sentinel run` says itself which signals it passes on; of several ranks, one that ends leaves others behind."""
+    attempt = Attempt(0, 0.0)
+    stalls = StallDetector(attempt, Node(), FakeIncidents())
+    rank = attempt.hello(msgspec.structs.replace(hello(0, world), supervisor=supervisor), 0.0)
+    rank.process = 7
+    attempt.lose(0, None)
+    assert stalls.record_exit(7, status, 1.0) == [rank]
+    assert (stalls.take_deaths(1.0) is not None) == lost

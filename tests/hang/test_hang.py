@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from sentinel.cli import cli
+from sentinel.cli.client import ask_daemons
+from sentinel.daemon.ranks.exit_status import has_ended
 from sentinel.node import paths
 from sentinel.store import History
 from tests.hang.processes import SOON, WAIT_SECONDS, ask
@@ -123,11 +126,28 @@ def test_a_hang_is_over_when_progress_returns(private_places: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "outcome", "alerts"),
+    [
+        (signal.SIGTERM, "ended by SIGTERM", ["Hang"]),
+        (signal.SIGKILL, "failed: rank 0 was ended by SIGKILL", ["Hang", "RankLost"]),
+    ],
+)
+def test_a_hang_is_open_at_the_end_of_a_run_that_is_killed(
+    private_places: Path, number: int, outcome: str, alerts: list[str]
+) -> None:
+    """It was said to be resolved, as the rank stood no more; and a run that was asked to end lost a rank."""
     with stalling("sleep", private_places) as run:
         run.hang()
-        run.process.kill()
-        until(lambda: kept()[0]["state"] == "resolved", "the end")
+        (daemon,) = ask_daemons("status")
+        run.process.send_signal(number)
+        until(lambda: has_ended(daemon["pid"]), "the end of the daemon, which writes its history last")
+    (row,) = json.loads(CliRunner().invoke(cli, ["last", "--json"]).output)
+    found = json.loads(CliRunner().invoke(cli, ["incidents", "--run", "h-sleep", "--json"]).output)
+    assert [case["alert"] for case in found] == alerts
+    assert {case["state"] for case in found} == {"unresolved"}
+    assert (row["outcome"], row["open"]) == (outcome, len(alerts))
+    assert row["began"] + row["seconds"] >= found[0]["time"], "it took until it was killed"
 
 
 SLOW_CALL = "is in a checkpoint, a compiler, an export or other output"

@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from sentinel.cli import cli
 from sentinel.cli.client import ask_daemons
 from sentinel.daemon.ranks.exit_status import has_ended
 from sentinel.errors import EXIT_LEFT_OUT, EXIT_STOPPED, EXIT_UNFINISHED
@@ -183,6 +185,11 @@ def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places:
     with History(path) as history:
         (case,) = (case for case in history.incidents() if case["alert"] == "Hang")
         assert (told["sentinel"], told["case"], told["run_id"]) == ("case", case["id"], history.run_id)
+        (announced,) = history.events("end wanted")
+    assert announced.detail["why"] == f"Hang: {case['diagnosis']['cause']}"
+    said = " ".join(CliRunner().invoke(cli, ["last", "breaking"]).output.split())
+    assert f", ended by sentinel run: {announced.detail['why']}: 1 critical" in said
+    assert case["state"] == "firing", "nothing has resolved it"
     assert case["done"] == ["the job is ended by its supervisor"]
     assert "break_down" in case["stacks"]["0"]
 

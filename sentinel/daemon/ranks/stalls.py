@@ -7,6 +7,7 @@ What it sees goes to the rules as numbers of the clock: of each rank `stalled_se
 from __future__ import annotations
 
 import math
+import signal
 import time
 
 from sentinel.actions import CaseRecords
@@ -41,6 +42,8 @@ ENDING_SECONDS = 1.5
 WANTED_SECONDS = 60.0
 """After a signal that ends the job, in which a process that ends is not lost, however it does: launchers and schedulers
 kill after 30 s what has not gone by then."""
+_REQUESTS = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit statuses of a process that ended by a signal which people and schedulers send on purpose."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
 """Kinds of stalls that are granted longer; ranks that wait for such a rank are granted as much."""
 
@@ -105,7 +108,8 @@ class StallDetector:
         self._worked_elsewhere, self._patience_elsewhere = moment, patience
 
     def drop_rank(self, rank: Rank) -> Observation | None:
-        """A rank's connection ended: it stalls no more, whatever became of it."""
+        """A rank's connection ended. Where it stood, it goes on no more if it left by a goodbye that is no exception's:
+        of any other it is not known that it ever did."""
         number = rank.identity.rank
         self._records.pop(number, None)
         heartbeat = self._heartbeats.pop(number, None)
@@ -115,7 +119,8 @@ class StallDetector:
         if number not in self._stalled:
             return None
         self._stalled.discard(number)
-        return self._observation([rank])
+        has_gone_on = rank.goodbye is not None and rank.goodbye.reason != "exception"
+        return self._observation([rank]) if has_gone_on else None
 
     def close(self) -> None:
         """The attempt is over."""
@@ -191,7 +196,8 @@ class StallDetector:
         self._wanted.update(rank.identity.rank for rank in found if self._was_wanted(rank))
         found = [rank for rank in found if rank.identity.rank not in self._wanted]
         self._dead.update(rank.identity.rank for rank in found)
-        return self._observation(found) if found else None
+        # No more than that: where one of them stood still, it never went on.
+        return self._observe({rank.identity.rank: {"rank_lost": 1.0} for rank in found}) if found else None
 
     def want_end(self, now: float) -> None:
         """The job is about to be sent a signal that ends it."""
@@ -199,7 +205,9 @@ class StallDetector:
 
     def _was_wanted(self, rank: Rank) -> bool:
         ending = rank.ending
-        # Where no end was seen, it came at any time since the last message: a rank that hangs has sent none for long.
+        if ending is not None and is_ended_on_request(rank, ending.status):
+            return True
+        # Where no end was seen, it came at any time since the connection's.
         at = ending.time if ending is not None else max(rank.heard + ENDING_SECONDS, self._wanted_at)
         return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
 
@@ -305,16 +313,27 @@ class StallDetector:
         return heartbeat.stacks if heartbeat is not None else -1
 
     def _observation(self, ranks: list[Rank]) -> Observation:
-        values = {
-            Entity("rank", str(rank.identity.rank)): {
-                "stalled_seconds": rank.stall.seconds,
-                "stall_limit_seconds": rank.stall.limit,
-                "collectives_differ": float(rank.identity.rank in self._differing),
-                "rank_lost": float(rank.identity.rank in self._dead),
+        return self._observe(
+            {
+                rank.identity.rank: {
+                    "stalled_seconds": rank.stall.seconds,
+                    "stall_limit_seconds": rank.stall.limit,
+                    "collectives_differ": float(rank.identity.rank in self._differing),
+                    "rank_lost": float(rank.identity.rank in self._dead),
+                }
+                for rank in ranks
             }
-            for rank in ranks
-        }
+        )
+
+    def _observe(self, by_rank: dict[int, dict[str, float]]) -> Observation:
+        values = {Entity("rank", str(number)): values for number, values in by_rank.items()}
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
+
+
+def is_ended_on_request(rank: Rank, status: int | None) -> bool:
+    """Whether this exit status is that of a run which was asked to end: of its only rank. One of several that ends
+    leaves the others behind, and `sentinel run` announces the signals that it passes on."""
+    return status in _REQUESTS and rank.identity.world_size == 1 and not rank.hello.supervisor
 
 
 def _has_ended(rank: Rank) -> bool:

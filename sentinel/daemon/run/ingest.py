@@ -15,7 +15,7 @@ import msgspec
 from sentinel import wire
 from sentinel.actions.evidence import out_of_memory
 from sentinel.collect import DeviceFault
-from sentinel.daemon.ranks.stalls import StallDetector
+from sentinel.daemon.ranks.stalls import StallDetector, is_ended_on_request
 from sentinel.daemon.run.actions import RunActions
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.incidents import RunIncidents
@@ -145,6 +145,8 @@ class RunIngest:
     def drop_rank(self, rank: Rank, now: float) -> None:
         """A rank's connection ended."""
         number, goodbye = rank.identity.rank, rank.goodbye
+        if goodbye is None:  # a rank that hangs has said nothing for long, and lived until now
+            rank.heard = rank.ending.time if rank.ending is not None else now
         self._run.attempt.lose(number, goodbye)
         self._incidents.observe_between(self.stalls.drop_rank(rank), now)
         self._record_past_standstill(now)
@@ -212,6 +214,8 @@ class RunIngest:
         for rank in self.stalls.record_exit(process, status, now):
             if status is not None:
                 self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
+                if is_ended_on_request(rank, status):
+                    self._context.record_event(rank.last_seq, "end wanted", signal=-status)
 
     def record_job(self, job: wire.JobReport) -> None:
         """The job's supervisor says how its command ended, and which nodes it goes on without. It says so more than
@@ -222,10 +226,13 @@ class RunIngest:
             self._context.record_event(self._run.attempt.last_seq, "nodes left out", nodes=job.members.left_out)
         self._command_status, self._left_out = job.status, job.members.left_out
 
-    def announce_end(self, number: int, now: float) -> None:
-        """The job's supervisor is about to send it this signal: ranks that end by it are not lost."""
-        self.stalls.want_end(now)
-        self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number)
+    def announce_end(self, number: int, why: str, now: float) -> None:
+        """The job's supervisor is about to send it this signal: ranks that end by it are not lost, unless it is 0.
+        `why`: the supervisor's own reason; empty: it passes the signal on."""
+        if number:
+            self.stalls.want_end(now)
+        reason = {"why": why} if why else {}
+        self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number, **reason)
 
     def tick(self, now: float) -> None:
         """Look at steps that wait for a silent rank, at rules that wait for time to pass, and at ranks that stand."""
