@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from sentinel.cli.history import complete_option
 from sentinel.cli.incidents import collect_incidents
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, plain
@@ -31,7 +32,9 @@ def grafana() -> None:
 @click.option(
     "--prometheus", default="", help="Make a data source of the Prometheus at this address, as Grafana sees it."
 )
-@click.option("--run", help="Annotations of this run only: name or id. [default: all runs known here]")
+@click.option(
+    "--run", callback=complete_option, help="Annotations of this run only: name or id. [default: all runs known here]"
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @json_option()
 def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dry_run: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -25,12 +26,14 @@ from sentinel.engine.source import did_you_mean
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.store import RUN, History, retention
-from sentinel.text import format_bytes, format_count, format_moment, spell_controls
+from sentinel.text import format_bytes, format_count, format_moment, join_names, spell_controls
 from sentinel.web import json as plain_json
 
 _NUMBER = click.IntRange(0, 2**31 - 1)
 KEYS = ("attempt", "step", "time")
 """What a row of an export begins with."""
+_CANDIDATES = 5
+"""Ids that an error names, at most."""
 _OTHERS = 27
 """Width of the columns `last written` and `size` in the list, and of the spaces."""
 
@@ -77,7 +80,8 @@ def history(ctx: click.Context, as_json: bool) -> None:
 def export(
     run: str, kind: str, as_json: bool, output: Path | None, attempt: int | None, rank: int | None, layers: bool
 ) -> None:
-    """Write the numbers of RUN (a name, an id, or a file), one row per step: attempt, step, time and its signals.
+    """Write the numbers of RUN (a name, an id or its beginning, or a file), one row per step: attempt, step,
+    time and its signals.
 
     Of several runs of a name the newest is taken. NaN and infinities are written "NaN", "+Inf" and "-Inf".
     `sentinel rules backtest` reads what was written.
@@ -167,8 +171,37 @@ def _open_output(output: Path | None) -> AbstractContextManager[IO[str]]:
     return output.open("w", encoding="utf-8", newline="")
 
 
+def complete_run(run: str) -> str:
+    """A run as it was named; where no run has that name or id, the only id that begins so. Raises ConfigError where
+    several do."""
+    ids = dict[str, None]()
+    for name, run_id in _list_named():
+        if run in (name, run_id):
+            return run
+        if run and run_id.startswith(run):
+            ids[run_id] = None
+    if len(ids) > 1:
+        raise ConfigError(f"several runs have an id that begins with {run}: {join_names(list(ids), _CANDIDATES)}")
+    return next(iter(ids), run)
+
+
+def complete_option(ctx: click.Context, parameter: click.Parameter, run: str | None) -> str | None:
+    """The same, as the callback of a click option. Raises ConfigError."""
+    return complete_run(run) if run is not None else None
+
+
+def _list_named() -> Iterator[tuple[str, str]]:
+    """(name, id) of the runs that are watched, then of those whose history can be read, the newest first."""
+    yield from ((one["run"], one["run_id"]) for one in list_runs())
+    for one in reversed(retention.list_kept()):
+        with contextlib.suppress(ConfigError), History(one.path) as kept:
+            yield kept.run, kept.run_id
+
+
 def find_history(run: str) -> Path:
-    """The history of a run. Raises ConfigError."""
+    """The history of a run: of its file, name, id, or the beginning of that. Raises ConfigError."""
+    if not run.endswith(".sqlite"):
+        run = complete_run(run)
     path, known = _search_history(run)
     if path is None:
         raise ConfigError(f"no history of {run}{_suggest_run(run, known) or '; no run is kept on this node'}")

@@ -14,7 +14,7 @@ import click
 
 from sentinel.cli import stacks
 from sentinel.cli.client import ask_daemons, list_runs
-from sentinel.cli.history import explain_unknown
+from sentinel.cli.history import complete_option, explain_unknown
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
@@ -32,7 +32,9 @@ FRAME_INDENT = "  "
 _OF_JOB = re.compile(r"n(\d+)-(.+)")
 """Id of an incident of a job: the node and its case that opened it."""
 
-_RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
+_RUN = click.option(
+    "--run", callback=complete_option, help="Name or id of a run, or the beginning of its id. [default: all runs]"
+)
 
 
 @click.group(invoke_without_command=True)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from sentinel.cli.client import list_runs
-from sentinel.cli.history import explain_unknown
+from sentinel.cli.history import complete_run, explain_unknown
 from sentinel.cli.incidents import format_incidents
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
@@ -34,8 +34,8 @@ OUTCOME_LETTERS = 40
 @click.pass_context
 def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool) -> None:
     """Say what came of the last runs, live ones with them, the worst first: start, duration, outcome with the exit
-    status or signal where it is known, last step, loss, incidents. With RUN (a name or an id): of its newest run, with
-    its incidents.
+    status or signal where it is known, last step, loss, incidents. With RUN (a name, an id or its beginning): of its
+    newest run, with its incidents.
 
     `sentinel history` lists what is kept of all runs, to export and delete it; `sentinel incidents` the incidents.
 
@@ -70,6 +70,7 @@ def collect_outcomes(
 
     Raises ConfigError where there is no run of that name.
     """
+    run = complete_run(run) if run is not None else None
     live = list_going_on(list_runs())
     begin = 0.0 if run is not None and since is None else _yesterday() if since is None else time.time() - since
     rows, cases, damaged = list[dict[str, Any]](), dict[str, list[dict[str, Any]]](), list[str]()

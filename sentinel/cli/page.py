@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from sentinel.cli.client import ask_daemons
-from sentinel.cli.history import find_history
+from sentinel.cli.history import complete_run, find_history
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
@@ -36,9 +36,9 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
     """Print the address of each daemon's page: a list of all runs, live and ended, and of each its curves with
     incidents, layers, ranks, GPUs, rules.
 
-    If there are several, each is followed by the names of its live runs. With RUN (a name, an id, or a history file),
-    the address of that run. Where no daemon watches it, or there is none, the page is served from the histories until
-    Ctrl-C.
+    If there are several, each is followed by the names of its live runs. With RUN (a name, an id or its beginning, or
+    a history file), the address of that run. Where no daemon watches it, or there is none, the page is served from the
+    histories until Ctrl-C.
 
     The address holds a token: whoever has it may read. From another machine, forward the port first:
     ssh -L 9477:127.0.0.1:9477 NODE.
@@ -52,6 +52,7 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
     watched = {answer["pid"]: answer["runs"] for answer in ask_daemons("status")}
     rows = [_row(state, watched.get(state["pid"], [])) for state in list_served()]
     if run is not None:
+        run = complete_run(run)
         ids = {
             pid: one["run_id"] for pid, runs in watched.items() for one in runs if run in (one["run"], one["run_id"])
         }

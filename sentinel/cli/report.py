@@ -30,9 +30,9 @@ from sentinel.web import json
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File. [default: sentinel-RUN.html]")
 @json_option("Print the figures as JSON, and write no file.")
 def report(run: str, other: str | None, output: Path | None, as_json: bool) -> None:
-    """Write one HTML file about RUN (a name, an id, or a history file), which needs no network: curves with the
-    incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side. Of a job over
-    several nodes that still runs, it has the incidents of all nodes, and the curves of this one.
+    """Write one HTML file about RUN (a name, an id or its beginning, or a history file), which needs no network: curves
+    with the incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side. Of a
+    job over several nodes that still runs, it has the incidents of all nodes, and the curves of this one.
 
     Exit code 0; 2: there is no such run, or the file cannot be written.
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from sentinel.cli.client import list_runs
+from sentinel.cli.history import complete_option
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
 from sentinel.engine.judging.judgement import STATES
@@ -15,7 +16,9 @@ from sentinel.web import json
 
 
 @click.command(short_help="Show where each rule stands.")
-@click.option("--run", help="Name or id of a run. [default: all runs]")
+@click.option(
+    "--run", callback=complete_option, help="Name or id of a run, or the beginning of its id. [default: all runs]"
+)
 @json_option()
 @click.pass_context
 def status(ctx: click.Context, run: str | None, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from sentinel.cli import cli
 from sentinel.cli import last as command
+from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.runs.steps import RunStep
 from sentinel.store import Store
@@ -38,9 +39,11 @@ def keep(
     state: str = "resolved",
     cause: str = "",
     parents: dict[int, str] | None = None,
+    run_id: str = "",
 ) -> Store:
     """A run of 20 steps, from step 100 on, of one rank."""
-    store = Store(paths.state_directory() / "runs" / f"{name}-1.sqlite", run=name, run_id=f"{name}-1")
+    run_id = run_id or f"{name}-1"
+    store = Store(paths.state_directory() / "runs" / f"{run_id}.sqlite", run=name, run_id=run_id)
     store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
     store.records.add_rank(0, 0, process=7, hello=b"")
     store.records.add_event(0, 0, "hello", rank=0, pid=7)
@@ -284,3 +287,32 @@ def test_a_terminal_cuts_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, command._format_rows(rows))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("job7", ["job7-train"]),
+        ("train-1a", ["train-1a2b"]),
+        ("train-2", ["train-2"]),
+        ("train", ["train-2"]),
+    ],
+    ids=["of torchrun's", "of our own", "an id that another begins with", "a name"],
+)
+def test_the_beginning_of_an_id_names_a_run_where_nothing_is_called_so(named: str, found: list[str]) -> None:
+    for run_id in ("job7-train", "job81-train", "train-1a2b", "train-2b", "train-2"):
+        keep("train", run_id=run_id)
+    export = CliRunner().invoke(cli, ["history", "export", named])
+    (row, *_) = listed(named)
+    assert ([row["run_id"]], export.exit_code) == (found, 0)
+
+
+@pytest.mark.parametrize(
+    "command", [["last"], ["history", "export"], ["incidents", "--run"], ["rules", "status", "--run"]]
+)
+def test_a_beginning_that_several_ids_have_names_them(command: list[str]) -> None:
+    for run_id in ("job7-train", "job81-train"):
+        keep("train", run_id=run_id)
+    error = CliRunner().invoke(cli, [*command, "job"]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == "several runs have an id that begins with job: job81-train, job7-train"
