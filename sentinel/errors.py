@@ -34,6 +34,10 @@ class AttachError(SentinelError):
     """`sentinel.attach` was given something that it cannot watch."""
 
 
+class UnknownArgumentError(AttachError, TypeError):
+    """`sentinel.attach` has no argument of this name."""
+
+
 class ConfigError(SentinelError):
     """A setting, a path or a permission is not as it must be."""
 

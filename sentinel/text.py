@@ -11,8 +11,17 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TextIO
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or what there is where nothing is near."""
+    names = list(known)
+    if near := get_close_matches(word, names, n=1, cutoff=0.6):
+        return f"; did you mean {near[0]!r}?"
+    return "; there are: " + ", ".join(names) if len(names) <= 12 else ""
 
 
 def join_names(names: Sequence[str], most: int, total: int = 0) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from sentinel.errors import AttachError
+from sentinel.errors import AttachError, UnknownArgumentError
 from sentinel.hooks.core.host_memory import memory_left, memory_limit
 from sentinel.hooks.core.identity import printable
 from sentinel.hooks.measure import kernels
@@ -26,7 +26,7 @@ from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.discovery import WRAPPERS
 from sentinel.hooks.torch_interop.internals import Dropout, NormWithStatistics, default_group_seconds
 from sentinel.hooks.torch_interop.layer_table import class_name, named_parameters, wrappers
-from sentinel.text import format_count
+from sentinel.text import did_you_mean, format_count
 
 _NAMED = 3
 """Parameters that an error lists by name."""
@@ -74,6 +74,13 @@ def refuse_unnamed(given: Sequence[object]) -> None:
     else:
         fix = f"write {name}=..." if name else "write its name (scaler=, scheduler=, loader=, run=), or leave it out"
     raise AttachError(f"attach(model, optimizer): the third argument is {_name_kind(given[0])}, without a name; {fix}")
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
+    """Raises UnknownArgumentError, a TypeError as Python's own, at the first name that is none of `known`."""
+    for name in given:
+        if name not in known:
+            raise UnknownArgumentError(f"attach has no argument {name!r}{did_you_mean(name, known)}")
 
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:

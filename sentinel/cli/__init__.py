@@ -65,7 +65,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            from sentinel.engine.source import did_you_mean
+            from sentinel.text import did_you_mean
 
             raise click.UsageError(f"no such command: {args[0]}{did_you_mean(args[0], sorted(_COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)

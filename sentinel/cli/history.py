@@ -22,11 +22,10 @@ from sentinel.cli.client import list_runs
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
 from sentinel.config import settings
-from sentinel.engine.source import did_you_mean
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.store import RUN, History, retention
-from sentinel.text import format_bytes, format_count, format_moment, join_names, spell_controls
+from sentinel.text import did_you_mean, format_bytes, format_count, format_moment, join_names, spell_controls
 from sentinel.web import json as plain_json
 
 _NUMBER = click.IntRange(0, 2**31 - 1)

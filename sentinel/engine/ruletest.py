@@ -32,8 +32,9 @@ from sentinel.engine.observation import RUN, SCOPES, Entity, Observation
 from sentinel.engine.rules.loading import load_rules
 from sentinel.engine.rules.rule import ANNOTATIONS, SEVERITIES, Rule, rules_of
 from sentinel.engine.series import expand
-from sentinel.engine.source import Source, YamlNode, did_you_mean
+from sentinel.engine.source import Source, YamlNode
 from sentinel.signals import SIGNALS
+from sentinel.text import did_you_mean
 
 _APART = SCOPES[1:]
 _TEST_KEYS = ("name", "interval", "input_series", "expect", "fired")

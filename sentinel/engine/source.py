@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import yaml
 
 from sentinel.errors import RuleError
+from sentinel.text import did_you_mean
 
 SIZE_LIMIT = 1 << 20
 """Characters in a file: 1,000 rules have half of that."""
@@ -295,11 +295,3 @@ def _units(text: str, start: int, stop: int, style: str | None) -> Iterator[int]
         elif not text[index].isspace():
             yield index
         index += width
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or what there is where nothing is near."""
-    names = list(known)
-    if near := get_close_matches(word, names, n=1, cutoff=0.6):
-        return f"; did you mean {near[0]!r}?"
-    return "; there are: " + ", ".join(names) if len(names) <= 12 else ""

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from sentinel.engine import Rule, RuleFile, load_rules
-from sentinel.engine.source import did_you_mean
 from sentinel.errors import RuleError
 from sentinel.node import small_files
+from sentinel.text import did_you_mean
 from sentinel.wire.evidence import KINDS
 
 ACTIONS = ("evidence", "restart", "rollback", "stacks", "stop", *sorted(entry_points(group="sentinel.actions").names))

@@ -13,10 +13,9 @@ import msgspec
 
 from sentinel.engine import Rule
 from sentinel.engine.backtest import Alert, Looked, backtest
-from sentinel.engine.source import did_you_mean
 from sentinel.errors import ConfigError, LogError
 from sentinel.rulebook import loader
-from sentinel.text import join_names
+from sentinel.text import did_you_mean, join_names
 from sentinel.toolkit import logs
 from sentinel.toolkit.logs import LogFile, Recording
 

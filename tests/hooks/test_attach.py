@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,3 +383,16 @@ def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
     with pytest.raises(AttachError, match="the third argument is of type str, without a name; write run="):
         sentinel.attach(DeepSpeedEngine(), None, "my-run")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("schedular", "; did you mean 'scheduler'?"), ("optimiser", "; did you mean 'optimizer'?"), ("unnamed", "")],
+)
+def test_an_argument_that_attach_does_not_have_is_a_type_error_that_says_what_was_meant(name: str, hint: str) -> None:
+    net = model()
+    with pytest.raises(TypeError) as raised:
+        sentinel.attach(net, adamw(net), **{name: None})
+    assert isinstance(raised.value, AttachError)
+    assert str(raised.value) == f"attach has no argument {name!r}{hint}"
+    assert "scheduler" in inspect.signature(sentinel.attach).parameters

@@ -19,10 +19,9 @@ from sentinel.engine.expressions.functions import FUNCTIONS, HOWS, Function, Win
 from sentinel.engine.expressions.plan import SEQ
 from sentinel.engine.expressions.syntax import Parsed
 from sentinel.engine.observation import SCOPES
-from sentinel.engine.source import did_you_mean
 from sentinel.engine.windows.sliding import SAMPLE_LIMIT
 from sentinel.errors import RuleError
-from sentinel.text import format_count
+from sentinel.text import did_you_mean, format_count
 
 DEPTH_LIMIT = 50
 """Nesting of an expression."""

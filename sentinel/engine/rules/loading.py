@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from sentinel.engine.expressions.builder import Vocabulary
 from sentinel.engine.rules.rule import ANNOTATIONS, OVERRIDE_KEYS, RULE_KEYS, Definition, Rule, RuleFile
 from sentinel.engine.rules.rule_reader import SLUG, RuleReader, read_free_name, read_word
-from sentinel.engine.source import Mistakes, Source, YamlNode, did_you_mean
+from sentinel.engine.source import Mistakes, Source, YamlNode
 from sentinel.signals import SIGNALS
+from sentinel.text import did_you_mean
 
 
 def load_rules(

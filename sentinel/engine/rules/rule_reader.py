@@ -15,8 +15,9 @@ from sentinel.engine.expressions.syntax import Parsed, parse
 from sentinel.engine.observation import SCOPES, Scope
 from sentinel.engine.rules.rule import DOWNGRADE_KEYS, SEVERITIES, Condition, Definition, Downgrade, Rule
 from sentinel.engine.rules.template import WORDS, Template, template
-from sentinel.engine.source import Mistakes, YamlNode, did_you_mean
+from sentinel.engine.source import Mistakes, YamlNode
 from sentinel.engine.span import Hold, Span
+from sentinel.text import did_you_mean
 
 REBASE_AFTER = 500
 """Steps. A new level that lasts as long as this is the new normal."""
