@@ -32,7 +32,7 @@ from sentinel.engine.observation import RUN, SCOPES, Entity, Observation
 from sentinel.engine.rules.loading import load_rules
 from sentinel.engine.rules.rule import ANNOTATIONS, SEVERITIES, Rule, rules_of
 from sentinel.engine.series import expand
-from sentinel.engine.source import Source, YamlNode
+from sentinel.engine.source import Mistakes, Source, YamlNode
 from sentinel.signals import SIGNALS
 from sentinel.text import did_you_mean
 
@@ -148,7 +148,7 @@ def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[
     """Parse a test file. `read` answers the text of a rule file, named as the test file names it; `base` are the rules
     that one may override.
 
-    Raises RuleError, with the place, where the test file or a rule file is wrong.
+    Raises RuleError, with the place, where the test file or a rule file is wrong: the first mistake of each test.
     """
     fields = Source(text, file).root.fields("a test file", ("rule_files", "tests"), required=("rule_files", "tests"))
     rules, scopes = list[Rule](), {name: signal.scope for name, signal in SIGNALS.items()}
@@ -161,7 +161,12 @@ def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[
             raise node.error(f"cannot read {name}: {error.strerror}") from None
         scopes |= dict.fromkeys(files[-1].signals, "rank")
     rules = list(rules_of(files))
-    return [_Reader(node, tuple(rules), scopes).test() for node in fields["tests"].sequence("tests")]
+    tests, mistakes = list[RuleTest](), Mistakes()
+    for node in fields["tests"].sequence("tests"):
+        with mistakes:
+            tests.append(_Reader(node, tuple(rules), scopes).test())
+    mistakes.raise_first()
+    return tests
 
 
 class _Reader:

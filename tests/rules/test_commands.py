@@ -59,6 +59,43 @@ def test_check_tells_of_each_rule_with_a_mistake(folder: Path) -> None:
     assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [4, 6, 9]
 
 
+HEADED = """\
+group: My Rules
+owner: me
+signals:
+  loss: mine
+  reward_kl: 3
+rules:
+  - alert: First
+    severity: severe
+  - alert: Second
+    expr: los > 3
+    annotations: {sumary: high}
+    let: 3
+  - alert: Third
+    expr: reward_kl > 1
+    for: 3 bananas
+"""
+
+
+def test_mistakes_of_the_head_of_a_file_hide_none_of_its_rules(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(HEADED)
+    _, output = run("check", folder / "bad.yaml")
+    found = [line.removeprefix(f"{folder}/bad.yaml:").partition(": ") for line in output.splitlines()]
+    assert [(int(place.partition(":")[0]), words.partition(" ")[0]) for place, _, words in found] == [
+        (1, "group"), (2, "unknown"), (4, "loss"), (5, "expected"), (7, "a"), (8, "severity:"), (11, "unknown"),
+        (12, "expected"), (15, "for:"),
+    ]  # fmt: skip
+
+
+def test_a_test_with_a_mistake_does_not_hide_that_of_another(folder: Path) -> None:
+    (folder / "good_test.yaml").write_text(
+        "rule_files: [good.yaml]\ntests:\n  - nme: one\n  - name: two\n    fird: {}\n"
+    )
+    (bad,) = json.loads(run("check", folder / "good_test.yaml", "--json")[1])["files"]
+    assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [3, 5]
+
+
 MANY = """\
 group: mine
 rules:

@@ -30,14 +30,18 @@ def load_rules(
     `base` are the rules that the file may override or disable; `signals` are metrics beyond Sentinel's own, with their
     scope, as a run's hello brings them; `actions` and `evidence`, where given, are the only ones that a rule may name.
     """
-    fields = Source(text, file).root.fields("a rule file", ("group", "signals", "rules"), required=("group", "rules"))
-    declared = _signals(fields["signals"]) if "signals" in fields else {}
+    mistakes, root = Mistakes(), Source(text, file).root
+    fields = root.fields("a rule file", ("group", "signals", "rules"), ("rules",), mistakes)
+    declared = _signals(fields["signals"], mistakes) if "signals" in fields else {}
     vocabulary = {name: signal.scope for name, signal in SIGNALS.items()} | dict(signals or {})
     vocabulary |= {name: "rank" for name in declared}
-    group = read_word(fields["group"], "group", SLUG, "letters a-z, digits and dashes")
+    group = ""
+    with mistakes:
+        if "group" not in fields:
+            raise root.error("a rule file needs 'group'")
+        group = read_word(fields["group"], "group", SLUG, "letters a-z, digits and dashes")
     known = {rule.name: rule for rule in base}
     seen, rules, disabled = dict[str, int](), list[Rule](), list[str]()
-    mistakes = Mistakes()
     for node in fields["rules"].sequence("rules"):
         with mistakes:
             definition = _definition(node, group, vocabulary, known, mistakes)
@@ -57,10 +61,12 @@ def _definition(
     node: YamlNode, group: str, vocabulary: Vocabulary, known: Mapping[str, Rule], mistakes: Mistakes
 ) -> Definition:
     """What a rule says; of an override, what the rule says that it is about, with the changes in it."""
-    if not any(key.word() == "override" for key, _ in node.items("a rule")):
-        fields = node.fields("a rule", RULE_KEYS, ("alert", "expr"), mistakes)
-        return _split_definition(fields["alert"], fields, group, vocabulary, node.written, mistakes)
     noted = len(mistakes.found)
+    if not any(key.word() == "override" for key, _ in node.items("a rule")):
+        fields = node.fields("a rule", RULE_KEYS, ("alert",), mistakes)
+        if "expr" not in fields and len(mistakes.found) == noted:  # else most likely that key, written wrongly
+            mistakes.found.append(node.error("a rule needs 'expr'"))
+        return _split_definition(fields["alert"], fields, group, vocabulary, node.written, mistakes)
     fields = node.fields("an override", OVERRIDE_KEYS, (), mistakes)
     name = fields.pop("override")
     if name.word() not in known:
@@ -94,19 +100,22 @@ def _split_definition(
     mistakes: Mistakes,
 ) -> Definition:
     lets, annotations = dict[str, tuple[YamlNode, YamlNode]](), dict[str, YamlNode]()
-    if "let" in fields:
-        lets = {key.word(): (key, value) for key, value in fields["let"].items("let")}
     if "annotations" in fields:
         annotations = fields["annotations"].fields("annotations", ANNOTATIONS, (), mistakes)
+    if "let" in fields:
+        lets = {key.word(): (key, value) for key, value in fields["let"].items("let")}
     rest = {key: value for key, value in fields.items() if key not in ("alert", "let", "annotations")}
     return Definition(name, rest, lets, annotations, group, vocabulary, written)
 
 
-def _signals(node: YamlNode) -> dict[str, str]:
+def _signals(node: YamlNode, mistakes: Mistakes) -> dict[str, str]:
+    """Name -> meaning. One without a meaning is there, so that rules that read it have no mistake by that."""
     declared = {}
     for key, value in node.items("signals"):
-        name = read_free_name(key, "signal", ())
-        if name in SIGNALS:
-            raise key.error(f"{name} is a signal of Sentinel's own already")
-        declared[name] = value.string(f"the meaning of {name}")
+        with mistakes:
+            name = read_free_name(key, "signal", ())
+            if name in SIGNALS:
+                raise key.error(f"{name} is a signal of Sentinel's own already")
+            declared[name] = ""
+            declared[name] = value.string(f"the meaning of {name}")
     return declared

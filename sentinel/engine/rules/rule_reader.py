@@ -75,7 +75,9 @@ class RuleReader:
         with self._mistakes:
             read_word(alert, "alert", ALERT, "a name like LossSpike")
         lets = self._read_lets()
-        term, expr = self._compile(compile_condition, self._fields["expr"], "expr", self._builder)
+        term, expr = _UNREAD, ""
+        if "expr" in self._fields:
+            term, expr = self._compile(compile_condition, self._fields["expr"], "expr", self._builder)
         needs = self._needs()
         shown = []
         if not self._unclear:
