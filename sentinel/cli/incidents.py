@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,7 +23,6 @@ from sentinel.text import UNRESOLVED, format_clock, format_moment, in_words
 from sentinel.web import json
 
 TEXT_COLUMN = 14
-LEAST_COLUMNS = 60
 FRAME_INDENT = "  "
 """Evidence that is a frame of a stack: left out where the stacks are shown whole."""
 
@@ -60,8 +57,7 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
 
 
 def format_incidents(cases: list[dict[str, Any]], nothing: str) -> str:
-    """A row a case; in a terminal those of a run below its name, each with its words, as wide as that is. `nothing`
-    where there is none."""
+    """A row a case; in a terminal those of a run below its name, each with its words. `nothing` where there is none."""
     if not cases:
         return nothing
     if sys.stdout.isatty():
@@ -89,12 +85,10 @@ def _whose(case: dict[str, Any]) -> str:
 
 
 def _in_terminal(cases: Iterable[dict[str, Any]]) -> Iterator[str]:
-    columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
     for case in cases:
-        head = f"  {case['id']:<5} {_name(case):<22} {case['severity']:<9} {_state(case):<13} "
-        yield f"{head}since step {case['first_step']}"[: columns - 1].rstrip()
-        told = f"{format_clock(case['time'])}  {case['summary']}"
-        yield from textwrap.wrap(told, columns - 1, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        yield f"  {case['id']:<5} {_name(case):<22} {case['severity']:<9} {_state(case)}"
+        told = f"{format_clock(case['time'])}, since step {case['first_step']}: {case['summary']}"
+        yield from wrap_text(" " * 8, told)
 
 
 @incidents.command()

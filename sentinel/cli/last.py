@@ -6,7 +6,7 @@ import datetime
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from sentinel.cli.client import list_runs
 from sentinel.cli.history import complete_run, explain_unknown
 from sentinel.cli.incidents import format_incidents
 from sentinel.cli.options import json_option, parse_duration
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
 from sentinel.report.outcomes import FAILED, describe_found, describe_run, list_going_on, name_start, name_took
 from sentinel.store import History, retention
@@ -51,7 +51,8 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
     if as_json:
         echo(json.text([row | {"cases": cases[row["run_id"]]} for row in chosen] if run is not None else rows))
     elif run is not None:
-        echo(_closing(chosen[0]))
+        closing = _closing(chosen[0])
+        echo("\n".join(wrap_text("", closing)) if sys.stdout.isatty() else closing)
         if cases[chosen[0]["run_id"]]:
             echo(format_incidents(cases[chosen[0]["run_id"]], ""))
     else:
@@ -117,14 +118,13 @@ def _closing(row: dict[str, Any]) -> str:
 
 
 def _format_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line each, the incidents at its end: they are what a narrow terminal cuts."""
+    """A line each; in a terminal that is too narrow for one of them, some lines each, the outcome whole."""
     table = [("run", "started", "took", "outcome", "step", "loss", "incidents")]
     for row in rows:
-        step = "-" if row["step"] is None else f"{row['step']:,}"
-        loss = "-" if row["loss"] is None else f"{row['loss']:.4g}"
         outcome = row["outcome"]
         if len(outcome) > OUTCOME_LETTERS:
             outcome = outcome[: OUTCOME_LETTERS - 3] + "..."
+        step, loss = _name_step(row), _name_loss(row)
         table.append((row["run_id"], name_start(row), name_took(row), outcome, step, loss, describe_found(row)))
     wide = [max(len(line[column]) for line in table) for column in range(6)]
     right = {4, 5}
@@ -132,6 +132,23 @@ def _format_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
         [text.rjust(w) if at in right else text.ljust(w) for at, (text, w) in enumerate(zip(line, wide, strict=False))]
         for line in table
     ]
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    lines = [f"{'  '.join(cell)}  {line[-1]}"[:columns].rstrip() for cell, line in zip(cells, table, strict=True)]
+    lines = [f"{'  '.join(cell)}  {line[-1]}" for cell, line in zip(cells, table, strict=True)]
+    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
+        lines = [line for row in rows for line in _format_block(row)]
     return [*lines, f"{format_count(len(rows), 'run')}; of one: sentinel last RUN"]
+
+
+def _format_block(row: dict[str, Any]) -> Iterator[str]:
+    """What came of a run, then how far it got."""
+    yield from wrap_text("", f"{row['run_id']}  {row['outcome']}")
+    yield from wrap_text("    ", describe_found(row))
+    reached = f"step {_name_step(row)}, loss {_name_loss(row)}"
+    yield from wrap_text("    ", f"{reached}; started {name_start(row)}, took {name_took(row)}")
+
+
+def _name_step(row: dict[str, Any]) -> str:
+    return "-" if row["step"] is None else f"{row['step']:,}"
+
+
+def _name_loss(row: dict[str, Any]) -> str:
+    return "-" if row["loss"] is None else f"{row['loss']:.4g}"

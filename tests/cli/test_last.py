@@ -280,13 +280,32 @@ def test_a_run_whose_daemon_has_yet_to_go_is_over(monkeypatch: pytest.MonkeyPatc
     assert "run 'train' ended at step 119 in " in invoked("train").output
 
 
-def test_a_terminal_cuts_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep("a" * 30, BYE, severities=("critical",))
-    monkeypatch.setattr(command.sys, "stdout", sys.stdout)
-    rows = listed()
+@pytest.mark.parametrize("columns", [60, 80, 100, 1000])
+def test_a_terminal_of_any_width_shows_all_of_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cause = "rank 0 was killed by the kernel for want of memory, at 31.4 GB of 32 GB"
+    keep("train", ("lost", {"rank": 0, "reason": ""}), severities=("critical", "warning"), cause=cause)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, command._format_rows(rows))) <= 80
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = command._format_rows(listed())
+    shown = " ".join(line.strip() for line in lines)
+    for words in ("train-1 ", " failed: rank 0 was killed", " 119", "1 critical (RankLost at step 105), 1 warning"):
+        assert words in shown
+    assert (cause in shown) is (columns <= 100), "a row of a table has the beginning"
+    assert max(map(len, lines)) <= columns
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_line_of_one_run_is_wrapped_between_words(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep("train", ("snapshot on disk", {"seq": 10}), BYE, severities=("warning",))
+    whole = invoked("train").output.splitlines()[0]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cli.main(["last", "train"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[: lines.index("train (train-1)")]) == whole
+    assert max(map(len, lines)) <= columns
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,19 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_incidents_are_wrapped_in_a_terminal() -> None:
     run, head, *words = incidents.format_incidents([CASE], "none").splitlines()
     assert run == f"train ({RUN_ID})"
-    assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back", "since", "step", "123456789"]
-    assert " ".join(line.strip() for line in words) == f"{format_clock(CASE['time'])}  {CASE['summary']}"
-    assert max(map(len, [head, *words])) < 80
+    assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back"]
+    told = f"{format_clock(CASE['time'])}, since step 123456789: {CASE['summary']}"
+    assert " ".join(line.strip() for line in words) == told
+    assert max(map(len, [head, *words])) <= 80
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_narrow_terminal_cuts_nothing_off_an_incident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    _, head, *words = incidents.format_incidents([CASE | {"alert": "AccumulationNotNormalised"}], "none").splitlines()
+    assert head.split() == ["0.1", "AccumulationNotNormalised", "critical", "rolled", "back"]
+    assert "since step 123456789: loss" in " ".join(line.strip() for line in words)
+    assert max(map(len, [head, *words])) <= 60
 
 
 def test_incidents_are_a_line_each_for_another_program() -> None:
