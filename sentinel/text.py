@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TextIO
@@ -129,6 +130,28 @@ def format_bytes(size: float) -> str:
         if abs(size) >= 0.9995 * unit:
             return f"{size / unit:.3g} {name}" if abs(size) < 1e15 else f"{size / unit:,.0f} {name}"
     return f"{size:.0f} bytes"
+
+
+_COPIED = re.compile(r"`[^`]*`|[\w.]+\((?:[^()]|\([^()]*\))*\)")
+"""A command in backticks, or a call, whose arguments may have calls."""
+_HARD_SPACE = "\x00"
+"""In no text, whose controls are dropped or spelled out."""
+CUT = "..."
+
+
+def wrap_words(text: str, columns: int, most: int | None = None, *, begin: str = "", indent: str = "") -> list[str]:
+    """Lines of so many columns, broken between words; the first after `begin`, the others after `indent`. What is to be
+    copied stays whole: paths and long names, commands in backticks, and calls that fit into a line. Of more than `most`
+    lines the last ends in `CUT`."""
+    room = columns - max(len(begin), len(indent))
+    copied = [words for words in _COPIED.findall(text) if words.startswith("`") or len(words) <= room]
+    for words in copied:
+        text = text.replace(words, words.replace(" ", _HARD_SPACE))
+    lines = textwrap.wrap(
+        text, columns, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+        max_lines=most, placeholder=f" {CUT}",
+    )  # fmt: skip
+    return [line.replace(_HARD_SPACE, " ") for line in lines]
 
 
 UNRESOLVED = "unresolved"

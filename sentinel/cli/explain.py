@@ -143,7 +143,8 @@ def _without_tables(text: str) -> str:
     """Tables as lists: the columns of a terminal are too narrow for them, and a command that is cut off is none."""
     lines, head = list[str](), list[str]()
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
+        parts = line.strip("| ").split(" | ") if line.startswith("|") else []
+        cells = [part.strip().replace("\\|", "|") for part in parts]  # as Markdown has it within a cell
         if not cells:
             head = []
             lines.append(line)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import textwrap
 
 import click
 
-from sentinel.text import spell_controls
+from sentinel.text import spell_controls, wrap_words
 
 _LONGEST = 2000
 """Characters of an error."""
@@ -21,12 +20,9 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def wrap_text(lead: str, text: str) -> list[str]:
-    """Lines of `text` in a column of its own behind `lead`. Long names and paths stay whole, to be copied."""
+    """Lines of `text` in a column of its own behind `lead`. What is to be copied stays whole."""
     columns = min(max(shutil.get_terminal_size().columns, _LEAST_COLUMNS), _MOST_COLUMNS)
-    return textwrap.wrap(
-        text, columns, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+    return wrap_words(text, columns, begin=lead, indent=" " * len(lead))
 
 
 def plain(text: object) -> str:

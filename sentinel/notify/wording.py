@@ -19,6 +19,7 @@ def rows(case: Case) -> list[tuple[str, str]]:
         ("since", describe_first_sign(case)),
         ("why", why(case)),
         ("do", case.diagnosis.remedy),
+        ("to know", _ask(case)),
         *done,
     ]
     return [(label, text) for label, text in found if text]
@@ -50,15 +51,17 @@ def notes(message: Message) -> list[tuple[str, str]]:
 
 
 def why(case: Case) -> str:
-    """The diagnosis, or what it lacks and what gets that; empty where an alert has no causes, as the user's own have
-    none."""
+    """The diagnosis, or what it lacks; empty where an alert has no causes, as the user's own have none."""
     diagnosis = case.diagnosis
     if diagnosis.confidence != "none":
         return f"{diagnosis.cause} (confidence: {diagnosis.confidence})"
-    if not diagnosis.missing:
-        return ""
-    command = f"; to know: {diagnosis.command}" if diagnosis.command else ""
-    return f"{diagnosis.cause}; missing: {'; '.join(diagnosis.missing)}{command}"
+    return f"{diagnosis.cause}; missing: {'; '.join(diagnosis.missing)}" if diagnosis.missing else ""
+
+
+def _ask(case: Case) -> str:
+    """What gets what a diagnosis lacks; empty where it lacks nothing."""
+    diagnosis = case.diagnosis
+    return diagnosis.command if diagnosis.confidence == "none" and diagnosis.missing else ""
 
 
 def more(case: Case) -> str:

@@ -81,3 +81,5 @@ def test_a_stock_rule_is_explained_without_settings(
 def test_tables_become_lists_that_cut_nothing_off() -> None:
     table = "before\n\n| says | do |\n| --- | --- |\n| a | x |\n| b | y |\n\nafter"
     assert _without_tables(table) == "before\n\n- **a**\n  - do: x\n- **b**\n  - do: y\n\nafter"
+    piped = "| says | do |\n| --- | --- |\n| a | `dmesg \\| grep oom` |"
+    assert _without_tables(piped) == "- **a**\n  - do: `dmesg | grep oom`"

@@ -54,7 +54,7 @@ def test_every_unknown_cause_comes_with_a_command() -> None:
 def test_the_command_stands_in_the_alert() -> None:
     steps = run_of(3, lambda _: {})
     told = msgspec.structs.replace(case("0.1", "firing"), diagnosis=judged("GradientSpike", steps))
-    assert wording.why(told).endswith("; to know: attach(overhead=0.1) samples more of the steps after step 512")
+    assert dict(wording.rows(told))["to know"] == "attach(overhead=0.1) samples more of the steps after step 512"
 
 
 def test_where_the_process_is_gone_one_command_can_be_copied() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import msgspec
+import pytest
 
 from sentinel import wire
 from sentinel.config.settings import SEVERITIES
+from sentinel.diagnose.causes import causes
 from sentinel.diagnose.evidence import Finding
 from sentinel.notify.receivers.terminal import LINES, WIDTH, Terminal, block
 from tests.notify.cases import case
@@ -23,11 +28,11 @@ def test_paths_hyphens_and_commands_stay_whole() -> None:
     assert sum(f"sentinel incidents show {made.id} --run {made.run_id}" in line for line in lines) == 1
 
 
-def test_it_has_at_most_twelve_lines() -> None:
+def test_it_has_at_most_sixteen_lines() -> None:
     made = msgspec.structs.replace(case(), summary="many words of a summary " * 40)
     made.done = ("one thing was done " * 20, "another thing was done " * 20, *(f"thing {n}" for n in range(12)))
     lines = block(made).splitlines()
-    assert len(lines) == LINES == 12
+    assert len(lines) == LINES == 16
     assert max(map(len, lines)) <= WIDTH
     assert lines[1].startswith("\u2503 what    many words")
     assert lines[-2].startswith("\u2503 more    sentinel incidents show ")
@@ -47,16 +52,51 @@ LEAK = Finding(
 )
 
 
-def test_a_cause_is_whole_where_the_advice_can_be_shorter() -> None:
+def test_a_leak_and_its_advice_are_not_cut() -> None:
+    summary = "resident set 3021 MB on rank 0 at step 383: memory rises and does not fall back"
+    lines = block(msgspec.structs.replace(case(), diagnosis=LEAK, summary=summary)).splitlines()
+    assert " ".join(lines_of("why", lines)) == f"{LEAK.cause} (confidence: medium)"
+    assert " ".join(lines_of("do", lines)) == LEAK.remedy
+
+
+def lines_of(row: str, lines: list[str]) -> list[str]:
+    """Of a row of a block, without its frame."""
+    bare = [line.removeprefix("\u2503 ") for line in lines]
+    first = next(at for at, line in enumerate(bare) if line.startswith(f"{row} "))
+    rest = itertools.takewhile(lambda line: line.startswith(" "), bare[first + 1 :])
+    return [line[8:] for line in [bare[first], *rest]]
+
+
+def test_place_and_advice_are_whole_however_long_the_rest_is() -> None:
+    names = [f"model.decoder.layers.{at}.self_attention.query_key_value.lora_A.default.weight" for at in range(64)]
     made = msgspec.structs.replace(
-        case(), diagnosis=LEAK, summary="resident set 3021 MB on rank 0 at step 383: memory rises and does not fall "
-        "back, since step 200, before which it had not risen", run_id="accelerate_leak-0f3a-with-a-long-name",
+        case(), diagnosis=msgspec.structs.replace(LEAK, cause="words of a cause " * 90, layers=tuple(names)),
+        summary="words of a summary " * 90, run_id="accelerate_leak-0f3a-with-a-long-name",
     )  # fmt: skip
     lines = block(made).splitlines()
     assert len(lines) == LINES
-    told = " ".join(line.strip("\u2503 ") for line in lines)
-    assert "are gone in 2,100 steps, 8 minutes (confidence: medium)" in told
-    assert any(line.endswith(" ...") for line in lines)
+    assert " ".join(lines_of("where", lines)) == f"parameters {', '.join(names[:3])} and 61 more"
+    assert " ".join(lines_of("do", lines)) == LEAK.remedy
+    for row in ("what", "why"):
+        assert lines_of(row, lines)[-1].endswith(("summary ...", "cause ...", "a ...", "of ...", "words ..."))
+
+
+@pytest.mark.parametrize("alert", causes())
+def test_no_call_is_broken_that_fits_into_a_line(alert: str) -> None:
+    for cause in causes()[alert].values():
+        made = msgspec.structs.replace(case(), diagnosis=Finding(cause.cause, cause.confidence, cause.remedy))
+        advice = lines_of("do", block(made).splitlines())
+        for call in re.findall(r"[\w.]+\((?:[^()]|\([^()]*\))*\)", cause.remedy):
+            assert len(call) > 69 or any(call in line for line in advice), call
+
+
+def test_what_gets_the_missing_is_a_row_of_its_own() -> None:
+    command = "sentinel history export RUN --rank RANK"
+    missing = ("many words of what is missing",) * 40
+    unknown = Finding(cause="not known", confidence="none", missing=missing, command=command)
+    lines = block(msgspec.structs.replace(case(), diagnosis=unknown)).splitlines()
+    assert lines_of("to know", lines) == [command]
+    assert lines_of("why", lines)[-1].endswith(" ...")
 
 
 def test_who_keeps_the_memory_is_a_line_once_it_is_known() -> None:
@@ -82,7 +122,7 @@ def test_the_summary_is_whole_where_other_rows_can_be_shorter() -> None:
         "resident set 3021 MB on rank 0 at step 383: memory rises and does not fall back, since step 200, before which "
         "it had not risen, and the last 40 MB of it came within 20 steps"
     )
-    made = msgspec.structs.replace(case(), diagnosis=LEAK, summary=summary, done=("stacks asked for " * 9,))
+    made = msgspec.structs.replace(case(), diagnosis=LEAK, summary=summary, done=("stacks asked for " * 27,))
     lines = block(made).splitlines()
     assert len(lines) == LINES
     assert summary in " ".join(line[len("\u2503 what    ") :] for line in lines[1:4])
@@ -92,4 +132,5 @@ def test_the_summary_is_whole_where_other_rows_can_be_shorter() -> None:
 def test_causes_that_cannot_be_told_apart_are_named() -> None:
     unknown = Finding(cause="not known: this, or that", confidence="none", missing=("the norm",), command="look again")
     text = block(msgspec.structs.replace(case(), diagnosis=unknown))
-    assert "why     not known: this, or that; missing: the norm; to know: look again" in text
+    assert "why     not known: this, or that; missing: the norm" in text
+    assert "to know look again" in text

@@ -5,26 +5,23 @@ No Receiver of the pipeline: it has no outbox, because the rank that prints it r
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sentinel import wire
 from sentinel.config import settings as config
 from sentinel.diagnose.case import Case
 from sentinel.notify import Event, wording
-from sentinel.text import drop_controls, join_names
+from sentinel.text import drop_controls, join_names, wrap_words
 
 WIDTH = 79
 """Columns: a terminal has 80 by default, and a wrapped frame is hard to read."""
 LABEL = 8
-LINES = 12
-"""Of a block: more would push the training's own lines off the screen."""
-_SPARED = 2
-"""Lines by which summary and cause may be longer than another row before they are cut."""
-_QUOTED = re.compile("`[^`]*`")
-_HARD_SPACE, _CUT = "\x00", " ..."
-"""The first is in no text, whose controls are dropped."""
+LINES = 16
+"""Of a block, unless what is never cut takes more: it would push the training's own lines off the screen."""
+_WHOLE = ("where", "do", "to know", "more")
+"""Rows that are never cut: what of them is left out is of no use, as half a command."""
+_SPARED = {"what": 2, "why": 2}
+"""Lines by which a row may be longer than another before it is cut: a cause says at its end what comes of it."""
 
 
 class Terminal:
@@ -60,12 +57,11 @@ class Terminal:
 
 
 def block(case: Case) -> str:
-    """What, where, since when, why, what to do, and where the whole case is: at most `LINES`."""
+    """What, where, since when, why, what to do, and where the whole case is."""
     rows = [("what", case.summary), *wording.rows(case), ("more", wording.more(case))]
     title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
     top = "\u250f" + drop_controls(title).center(WIDTH - 1, "\u2501")
-    body = _shorten([_row(label, text) for label, text in rows if text])
-    lines = [f"\u2503 {line}".replace(_HARD_SPACE, " ") for row in body for line in row]
+    lines = [f"\u2503 {line}" for line in _lay_out([(label, drop_controls(text)) for label, text in rows if text])]
     return "\n".join([top, *lines, "\u2517" + "\u2501" * (WIDTH - 1)])
 
 
@@ -86,28 +82,23 @@ def name_keeper(case: Case) -> str:
     return f"[sentinel] {case.alert} (since step {case.first_step}): {drop_controls(told)}"
 
 
-def _row(label: str, text: str) -> list[str]:
-    """Its lines. Paths, commands and what else stands in backticks stay whole, to be copied."""
-    whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _HARD_SPACE), drop_controls(text))
+def _lay_out(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """The lines of all rows. Of too many, the longest rows lose their ends; what was done goes last, and whole."""
+    heights = [len(_wrap(label, text)) for label, text in rows]
+    while sum(heights) > LINES - 2:
+        cut = [at for at, (label, _) in enumerate(rows) if label not in _WHOLE and heights[at] > (label != "done")]
+        if not cut:
+            break
+        heights[max(cut, key=lambda at: (heights[at] - _SPARED.get(rows[at][0], 0), at))] -= 1
+    for (label, text), height in zip(rows, heights, strict=True):
+        yield from _wrap(label, text, height) if height else ()
+
+
+def _wrap(label: str, text: str, most: int | None = None) -> list[str]:
+    begin = f"{label:<{LABEL}}"
     if label == "more":  # a command
-        whole = whole.replace(" ", _HARD_SPACE)
-    wrapped = textwrap.wrap(whole, WIDTH - LABEL - 3, break_long_words=False, break_on_hyphens=False) or [""]
-    lead = [label, *[""] * (len(wrapped) - 1)]
-    return [f"{name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True)]
-
-
-def _shorten(rows: list[list[str]]) -> list[list[str]]:
-    """The longest lose their ends, until all fit; `more`, the last, has the whole case. The cause says at its end what
-    comes of it, and is cut after the others; the summary, which is `what`, last."""
-    while sum(map(len, rows)) > LINES - 2:
-        longest = max(rows[1:-1] + rows[:1], key=lambda row: len(row) - _SPARED * row[0].startswith(("what ", "why ")))
-        if len(longest) == 1:
-            del rows[-2]
-        else:
-            del longest[-1]
-            end = longest[-1].removesuffix(_CUT)
-            longest[-1] = (end if len(end) + len(_CUT) < WIDTH - 2 else end.rpartition(" ")[0]) + _CUT
-    return rows
+        return [begin + text]
+    return wrap_words(text, WIDTH - 2, most, begin=begin, indent=" " * LABEL)
 
 
 KIND = config.ReceiverKind(make=None)
