@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         id="T3", what="60 ms for the reduction of gradients", alert="CommunicationBound",
         signal="communication_seconds", delay=50, loop=slow_network,
-        cause="\\d\\d% of each step .* is the reduction of gradients .* among 2 ranks, at 1 pass",
+        cause="\\d\\d% of each step .* is the reduction of gradients .* among 2 ranks; passes a step: 1,",
         names=("no_sync\\(\\)", "larger batch"), synthetic="the network's time",
         own_pace=True,
     ),
