@@ -18,7 +18,7 @@ from sentinel.diagnose.standstill.stacks import arrange_dump
 from sentinel.engine import Entity, Incident
 from sentinel.runs import Attempt, Run
 from sentinel.runs.steps import RunStep
-from sentinel.signals import CLOCK, SIGNALS
+from sentinel.signals import CLOCK, SIGNALS, Signal
 from sentinel.text import rank_severity
 from sentinel.wire.evidence import Census, Moments, OutOfMemory, Provenance
 
@@ -64,7 +64,8 @@ class Case(msgspec.Struct, kw_only=True):
     """Id of the incident that this one is a consequence of; empty: of none."""
     state: str
     first_step: int
-    """First step of the first sign, or of the condition where no sign was found."""
+    """First step of the first sign, or of the condition where no sign was found; earlier where the diagnosis says so.
+    """
     first_seq: int
     step: int
     """Step at which the alert fired."""
@@ -117,6 +118,9 @@ def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
         attempt.before_alert = {incident.id: list(attempt.recent)}  # of the last one alone: they are 2,048
     evidence = _evidence(attempt, incident)
     offset, diagnosis = attempt.step_offset, diagnose(evidence, incident.annotations.get("remedy", ""))
+    first_step = evidence.onset + offset
+    if diagnosis.since is not None:
+        first_step = min(first_step, diagnosis.since)
     return Case(
         id=str(incident.id),
         run=run.name,
@@ -127,8 +131,8 @@ def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
         problem=diagnosis.problem or incident.problem,
         consequence_of=tuple(incident.consequence_of),
         state=incident.state,
-        first_step=evidence.onset + offset,
-        first_seq=evidence.onset,
+        first_step=first_step,
+        first_seq=first_step - offset,
         step=incident.seq + offset,
         time=incident.time + attempt.clock_shift,
         members=_members(incident, offset),
@@ -164,7 +168,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
     steps = attempt.before_alert.get(incident.id) or list(attempt.recent)
     if incident.first_seq >= attempt.stage_seq > 0:  # what was before has nothing to do with it
         steps = [step for step in steps if step.seq >= attempt.stage_seq]
-    signs = [] if _by_the_clock(incident) else first_signs(steps, incident.first_seq, incident.seq)
+    signs = first_signs(steps, incident.first_seq, incident.seq) if _is_undoable(incident) else []
     onset = min([incident.first_seq, *(sign.seq for sign in signs)])
     before_any = RunStep(-1, incident.time, {}, {})
     return Evidence(
@@ -208,9 +212,19 @@ def _by_name(found: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _by_the_clock(incident: Incident) -> bool:
-    """Whether it is about what happens between two steps, of which no step bears a sign."""
+    """Whether it is about what happens between two steps."""
+    return any(signal.tier == CLOCK for signal in _list_signals(incident))
+
+
+def _is_undoable(incident: Incident) -> bool:
+    """Whether it is about nothing but what a rollback takes back. What the loss and the gradients did is no sign of
+    times, of memory, or of what happens between two steps, however close it was."""
+    return all(signal.undoable for signal in _list_signals(incident))
+
+
+def _list_signals(incident: Incident) -> list[Signal]:
     names = {name for member in incident.members.values() for name in member.values}
-    return any(name in SIGNALS and SIGNALS[name].tier == CLOCK for name in names)
+    return [SIGNALS[name] for name in names if name in SIGNALS]
 
 
 def _stacks(attempt: Attempt, incident: Incident) -> dict[str, str]:

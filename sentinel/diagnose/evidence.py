@@ -170,6 +170,8 @@ class Finding(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     """Ranks that it names as those to look at, where the rule is about the run and has no ranks as members, or ranks of
     several nodes were compared."""
+    since: int | None = None
+    """First step of what it explains, where that may be before the rule's condition held."""
     keeper: str = ""
     """Who holds memory that is not given back, where that was found."""
     layers: tuple[str, ...] = ()

@@ -77,6 +77,7 @@ def creep(evidence: Evidence) -> Finding:
         _KEPT,
         (_HOLDER,),
         (fact,),
+        since=evidence.step(_find_beginning(_first_series(evidence, source.signals, rank), rise)),
     )
     return add_holders(evidence, found, rise.bytes_per_step)
 
@@ -131,6 +132,21 @@ class _Rise:
         samples = samples[-(count_steady_samples(value for _, value in samples) or _WINDOW) :]
         rise = cls(samples) if len(samples) >= _LEAST else None
         return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
+
+
+def _find_beginning(samples: Sequence[tuple[int, float]], rise: _Rise) -> int:
+    """The step at which a level became the rise: of the samples of the rise and as many before it, the one that leaves
+    the least absolute deviations from the level. A rise that is longer than what is in memory begins with that."""
+    looked_at = samples[-8 * rise.stretch :]
+    thinned = looked_at[:: max(1, len(looked_at) // _PAIRS)]
+    return min((seq for seq, _ in thinned), key=lambda seq: _measure_misfit(thinned, seq, rise.bytes_per_step))
+
+
+def _measure_misfit(samples: Sequence[tuple[int, float]], begin: int, bytes_per_step: float) -> float:
+    """Of a level that rises by so much a step from a step on."""
+    levels = [value - bytes_per_step * max(seq - begin, 0) for seq, value in samples]
+    usual = statistics.median(levels)
+    return sum(abs(level - usual) for level in levels)
 
 
 def _first_series(evidence: Evidence, signals: Sequence[str], rank: int | None) -> list[tuple[int, float]]:

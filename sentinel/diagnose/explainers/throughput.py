@@ -75,23 +75,28 @@ def input_bound(evidence: Evidence) -> Finding:
 
 @explains("SlowStep")
 def slow_step(evidence: Evidence) -> Finding:
-    """Whether a step has more backward passes than before; else which part of it grew, pass by pass."""
+    """What grew, and since when, which is before the rule's median shows it."""
     change = _change(evidence)
-    before_it = evidence.since - 5 * _RECENT if change is None else change
     first = evidence.since if change is None else change
+    return msgspec.structs.replace(_explain_growth(evidence, change, first), since=evidence.step(first))
+
+
+def _explain_growth(evidence: Evidence, change: int | None, first: int) -> Finding:
+    """Whether a step has more backward passes than before; else which part of it grew, pass by pass."""
+    before_it = evidence.since - 5 * _RECENT if change is None else change
     had, has = _passes(evidence.usual("micro_batches", before_it)), _passes(_after(evidence, "micro_batches", change))
     factor = has / had
     if factor > 1 and (found := _explain_accumulation(evidence, before_it, change, had, has)) is not None:
         return found
     grown = {}
     for part in _PARTS:
-        if (change_of := _compare(evidence, part)) is not None:
-            before, now = change_of
+        if (compared := _compare(evidence, part, change)) is not None:
+            before, now = compared
             grown[part] = (before * (1 if part == "optimizer_seconds" else factor), now)
     total = sum(now - before for before, now in grown.values())
     if total <= 0:
         return report_unknown("the parts of the steps before it", command=ALL_STEPS)
-    gain = _measure_gain(evidence, factor, total)
+    gain = _measure_gain(evidence, factor, total, change)
     facts = tuple(
         f"{_PARTS[part][0]}: {before * 1e3:.1f} to {now * 1e3:.1f} ms" for part, (before, now) in grown.items()
     )
@@ -117,17 +122,20 @@ def slow_step(evidence: Evidence) -> Finding:
     return report_unknown(missing, command=_PROFILE, evidence=facts)
 
 
-def _compare(evidence: Evidence, signal: str) -> tuple[float, float] | None:
-    """(median before, median now) over the steps that the rule compares, which are none of the opening examination."""
+def _compare(evidence: Evidence, signal: str, change: int | None) -> tuple[float, float] | None:
+    """(median before, median now), of steps that are none of the opening examination: apart at the change, or else by
+    what the rule's medians are of."""
     opening = {seq for seq, value in evidence.series("opening_step") if value}
-    values = [value for seq, value in evidence.series(signal) if seq not in opening and math.isfinite(value)]
-    now, before = values[-_NOW:], values[-_NOW - _BASE : -_NOW]
-    return (statistics.median(before), statistics.median(now)) if before else None
+    series = [(seq, v) for seq, v in evidence.series(signal) if seq not in opening and math.isfinite(v)]
+    count = _NOW if change is None else sum(seq >= change for seq, _ in series)
+    values = [value for _, value in series]
+    before, now = values[:-count][-_BASE:], values[-count:]
+    return (statistics.median(before), statistics.median(now)) if before and count else None
 
 
-def _measure_gain(evidence: Evidence, factor: float, total: float) -> float:
+def _measure_gain(evidence: Evidence, factor: float, total: float, change: int | None) -> float:
     """Seconds that a step of as many passes takes more, as the summary has it; `total`: what its parts take more."""
-    quoted = evidence.quote("base", "now") or _compare(evidence, "step_seconds")
+    quoted = evidence.quote("base", "now") or _compare(evidence, "step_seconds", change)
     gain = quoted[1] - quoted[0] * factor if quoted is not None else total
     return gain if gain > 0 else total
 
