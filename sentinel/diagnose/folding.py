@@ -75,12 +75,13 @@ def explain_consequence(case: Case, parent: Case) -> Finding:
     )
 
 
-def explain_parent(parent: Case, case: Case) -> Finding:
-    """The diagnosis of `parent`, where less is known of it than of `case`, which its rule names as what brings it about
+def explain_effect(effect: Case, case: Case) -> Finding:
+    """The diagnosis of `effect`, where less is known of it than of `case`, which its rule names as what brings it about
     and which is no other sign of the same. Only `medium`, as above. What its rule does not name may be its effect."""
-    own, known = parent.diagnosis, case.diagnosis
-    says_more = case.problem != parent.problem and SURENESS[known.confidence] >= SURENESS["medium"]
-    if not (may_explain(case, parent) and says_more) or SURENESS[own.confidence] >= SURENESS["medium"]:
+    own, known = effect.diagnosis, case.diagnosis
+    says_more = case.problem != effect.problem and SURENESS[known.confidence] >= SURENESS["medium"]
+    explains = may_explain(case, effect) and says_more and _is_near(case, effect) and _is_near(effect, case)
+    if not explains or SURENESS[own.confidence] >= SURENESS["medium"]:
         return own
     return msgspec.structs.replace(
         known,
@@ -90,6 +91,11 @@ def explain_parent(parent: Case, case: Case) -> Finding:
         problem=own.problem,
         leads=False,
     )
+
+
+def _is_near(case: Case, other: Case) -> bool:
+    """Whether it began while the other fired, or close after that."""
+    return other.state == "firing" or case.first_step <= (other.resolved_step or 0) + REACH_STEPS
 
 
 def may_explain(case: Case, effect: Case) -> bool:

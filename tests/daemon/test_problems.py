@@ -213,6 +213,28 @@ def test_a_consequence_that_nothing_explains_has_the_cause_of_its_parent(tmp_pat
     assert (case.diagnosis.confidence, case.diagnosis.remedy) == ("medium", parent.diagnosis.remedy)
 
 
+def test_what_is_known_late_explains_all_that_it_brought_about_before(tmp_path: Path) -> None:
+    """GradientsNotCleared is certain some looks after the spike and the climb that come of it."""
+
+    async def scenario(run: Watched) -> None:
+        noise = random.Random(0)
+        healthy = [2 + 2 * 0.97**seq + noise.gauss(0, 0.005) for seq in range(200)]
+        await run.steps(loss=healthy, grad_norm=[1.0 + noise.gauss(0, 0.05) for _ in range(200)])
+        climb = [2.0] * 3 + [4.0 + 0.1 * seq for seq in range(57)]
+        await run.steps(loss=climb, grad_norm=[90.0 + seq for seq in range(60)])
+        before = [run.case(alert).diagnosis.confidence for alert in ("GradientSpike", "Divergence")]
+        assert before == ["none"] * 2
+        await run.steps(loss=[10.0] * 5, grad_norm=[150.0] * 5, gradients_kept=[1.0] * 5)
+
+    run = watched(tmp_path, scenario, stock=True)
+    origin = run.case("GradientsNotCleared")
+    for alert in ("GradientSpike", "Divergence"):
+        assert run.case(alert).diagnosis.cause == f"as of GradientsNotCleared ({origin.id}): {origin.diagnosis.cause}"
+    with History(tmp_path / "r1.sqlite") as kept:
+        causes = {case["alert"]: case["diagnosis"]["cause"] for case in kept.incidents()}
+    assert causes["Divergence"] == run.case("Divergence").diagnosis.cause
+
+
 def test_a_card_that_dies_with_its_rank_is_one_page_and_the_cause_of_both(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         await run.steps(loss=[2.0] * 50)

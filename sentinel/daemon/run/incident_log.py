@@ -79,14 +79,15 @@ class IncidentLog:
         self._explain(case)
 
     def _explain(self, case: Case) -> None:
-        """What its parent says of it, and what it says of its parent."""
-        if (parent := self.cases.get(case.parent)) is None:
-            return
-        case.diagnosis = folding.explain_consequence(case, parent)
-        found = folding.explain_parent(parent, case)
-        if found is not parent.diagnosis:
-            parent.diagnosis = found
-            self.record_action(parent)
+        """What its parent says of it, and what it and the other members of its problem say of each other."""
+        if (parent := self.cases.get(case.parent)) is not None:
+            case.diagnosis = folding.explain_consequence(case, parent)
+        for member in [other for other in self.cases.values() if other is not case and _is_one_problem(other, case)]:
+            case.diagnosis = folding.explain_effect(case, member)
+            found = folding.explain_effect(member, case)
+            if found is not member.diagnosis:
+                member.diagnosis = found
+                self.record_action(member)
 
     def release_consequences(self, parent: Case) -> None:
         """An incident is over: the consequence that outlives it is its own, and the parent of the others."""
@@ -173,6 +174,10 @@ class IncidentLog:
 
     def _name_nodes(self, case: Case) -> None:
         """Nothing: all members are on this node."""
+
+
+def _is_one_problem(case: Case, other: Case) -> bool:
+    return bool(case.problem_id) and case.problem_id == other.problem_id
 
 
 class JobIncidentLog(IncidentLog):
