@@ -132,7 +132,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-_COPIED = re.compile(r"`[^`]*`|[\w.]+\((?:[^()]|\([^()]*\))*\)")
+_COPIED = re.compile(r"`[^`]*`|(?<![\w.])[\w.]+\((?:[^()]|\([^()]*\))*\)")
 """A command in backticks, or a call, whose arguments may have calls."""
 _HARD_SPACE = "\x00"
 """In no text, whose controls are dropped or spelled out."""
