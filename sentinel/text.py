@@ -40,11 +40,10 @@ _SHOWN_RANKS = 8
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2, 5`."""
+    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2, 5`, `ranks 0, 2, ... and 54 more`."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]} to {ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" ..." if len(ranks) > _SHOWN_RANKS else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {join_names([str(rank) for rank in ranks], _SHOWN_RANKS)}"
 
 
 def format_moment(when: float) -> str:

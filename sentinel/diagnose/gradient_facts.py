@@ -23,9 +23,9 @@ def describe_gradients(evidence: Evidence) -> tuple[str, ...]:
     ]
     broken = [layer for layer in evidence.layers if layer.nonfinite]
     if broken:
-        names = ", ".join(layer.name for layer in broken[:5])
+        names = join_names([layer.name for layer in broken], 5)
         many = format_count(len(broken), "layer")
-        lines.append(f"{many} with non-finite gradients: {names}{', ...' if len(broken) > 5 else ''}")
+        lines.append(f"{many} with non-finite gradients: {names}")
     elif evidence.layers:
         top = ", ".join(f"{layer.name} ({ratio_text(layer.ratio)})" for layer in evidence.layers[:5])
         lines.append(

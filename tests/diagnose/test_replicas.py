@@ -55,3 +55,10 @@ def test_of_two_halves_each_is_named() -> None:
 
 def test_without_the_steps_it_is_not_known() -> None:
     assert diagnosis().cause == "not known"
+
+
+def test_a_list_says_how_much_it_leaves_out() -> None:
+    names = tuple(f"{number}.weight" for number in range(12))
+    found = diagnosis((7,) * 20, (1, 2) * 10, layers=names)
+    assert found.evidence[-1].endswith(" 12 layers differ: " + ", ".join(names[:8]) + " and 4 more")
+    assert "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2 more hold other parameters than ranks 1, 3, " in found.cause

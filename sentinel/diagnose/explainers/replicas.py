@@ -6,7 +6,7 @@ from collections import Counter
 
 from sentinel.diagnose.evidence import ALL_STEPS, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
-from sentinel.text import format_count, name_ranks
+from sentinel.text import format_count, join_names, name_ranks
 
 CHECKSUM = "replica_checksum"
 SHOWN_LAYERS = 8
@@ -41,5 +41,5 @@ def _layers(evidence: Evidence, seq: int) -> tuple[tuple[str, ...], tuple[str, .
     if not apart:
         return (), ("which layers: none of those that had a gradient at that step, or it is not in memory any more",)
     many = format_count(len(apart), "layer")
-    shown = ", ".join(apart[:SHOWN_LAYERS]) + (", ..." if len(apart) > SHOWN_LAYERS else "")
+    shown = join_names(apart, SHOWN_LAYERS)
     return (f"at step {evidence.step(seq)} {many} {'differs' if len(apart) == 1 else 'differ'}: {shown}",), ()
