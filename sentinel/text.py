@@ -135,20 +135,19 @@ _COPIED = re.compile(r"`[^`]*`|(?<![\w.])[\w.]+\((?:[^()]|\([^()]*\))*\)")
 """A command in backticks, or a call, whose arguments may have calls."""
 _HARD_SPACE = "\x00"
 """In no text, whose controls are dropped or spelled out."""
-CUT = "..."
 
 
 def wrap_words(text: str, columns: int, most: int | None = None, *, begin: str = "", indent: str = "") -> list[str]:
     """Lines of so many columns, broken between words; the first after `begin`, the others after `indent`. What is to be
     copied stays whole: paths and long names, commands in backticks, and calls that fit into a line. Of more than `most`
-    lines the last ends in `CUT`."""
+    lines the last ends in `...`."""
     room = columns - max(len(begin), len(indent))
     copied = [words for words in _COPIED.findall(text) if words.startswith("`") or len(words) <= room]
     for words in copied:
         text = text.replace(words, words.replace(" ", _HARD_SPACE))
     lines = textwrap.wrap(
         text, columns, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
-        max_lines=most, placeholder=f" {CUT}",
+        max_lines=most, placeholder=" ...",
     )  # fmt: skip
     return [line.replace(_HARD_SPACE, " ") for line in lines]
 

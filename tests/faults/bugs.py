@@ -292,7 +292,7 @@ FAULTS = (
     ),
     Fault(
         id="B3", what="no zero_grad()", alert="GradientsNotCleared", signal="gradients_kept", delay=20,
-        loop=never_cleared, cause="not called between the steps, since step \\d+:",
+        loop=never_cleared, cause="not called between the steps, first seen at step \\d+:",
         names=("optimizer.zero_grad\\(\\)",), begins=True,
     ),
     Fault(

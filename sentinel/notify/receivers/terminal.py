@@ -83,7 +83,7 @@ def name_keeper(case: Case) -> str:
 
 
 def _lay_out(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The lines of all rows. Of too many, the longest rows lose their ends; what was done goes last, and whole."""
+    """The lines of all rows. Of too many, the longest rows lose their ends; then what was done is left out."""
     heights = [len(_wrap(label, text)) for label, text in rows]
     while sum(heights) > LINES - 2:
         cut = [at for at, (label, _) in enumerate(rows) if label not in _WHOLE and heights[at] > (label != "done")]
