@@ -300,7 +300,7 @@ class Membership:
         self._rejected.tick(self._connection.port, now)
 
     def _note_absence(self, now: float) -> None:
-        """Say on the terminal that this node is by itself, and when it is no more: nothing else shows a wrong secret."""
+        """Say on the terminal that this node is by itself, and when it is no more: a wrong secret has no other sign."""
         cut_off = self._node.is_cut_off(now) and self._ending is None and not self._node.is_left_out
         if cut_off and not self._cut_off:
             self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")

@@ -44,6 +44,9 @@ class Entry(msgspec.Struct, kw_only=True):
     """Under which people are told of it; empty: the run's."""
     cases: dict[str, Case] = {}
     """By id: cases that fire, and ended ones whose end was not sent yet; all cases of a problem until it is over."""
+    ends: dict[str, Case] = {}
+    """By id: critical cases that were over within the wait, before the receiver was told that they fired. Both are sent,
+    one after the other: a pager would not hear of a job that hung and was ended within seconds."""
     quiet: list[str] = []
     """Ids of consequences that came when the receiver was to be told of the problem in any case, by one as severe."""
     edits: bool = True
@@ -97,6 +100,10 @@ class Entry(msgspec.Struct, kw_only=True):
     def put(self, case: Case, now: float, grouping: Grouping) -> None:
         """The case as it is now."""
         fires = case.state == "firing"
+        if now <= self.since + grouping.wait and self._fired_unheard(case):
+            self.ends[case.id] = msgspec.structs.replace(case)
+            return
+        self.ends.pop(case.id, None)
         escalates = case.id not in self.cases and case.id not in self.told and self._weigh(case)
         muted = bool(case.silenced) and fires and case.id in self.told
         if muted or self.told.get(case.id) == digest(case):
@@ -113,6 +120,13 @@ class Entry(msgspec.Struct, kw_only=True):
             self._change(now, min(self.due if self.pending else math.inf, now + grouping.wait))
         elif not self.pending and self._is_news(case):
             self._change(now, max(now + grouping.wait, self.sent + grouping.interval))
+
+    def _fired_unheard(self, case: Case) -> bool:
+        """Whether a critical case is over before the receiver was told that it fired. One that a rollback undid is told
+        as that alone, and wakes no one."""
+        known = self.cases.get(case.id)
+        waits = known is not None and known.state == "firing" and not known.silenced and case.id not in self.told
+        return waits and case.state == "resolved" and case.severity == "critical"
 
     def _weigh(self, case: Case) -> bool:
         """A case that is new here. Whether a receiver that was told of the problem has to be told of this one as of
@@ -133,6 +147,7 @@ class Entry(msgspec.Struct, kw_only=True):
     def drop(self, identity: str) -> None:
         """A case belongs elsewhere."""
         self.cases.pop(identity, None)
+        self.ends.pop(identity, None)
         self.told.pop(identity, None)
 
     def list_news(self) -> list[Case]:
@@ -175,6 +190,8 @@ class Entry(msgspec.Struct, kw_only=True):
         self.rest(now, grouping)
         if any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case)):
             self._change(now, now + grouping.interval)
+        for identity in self.told.keys() & self.ends.keys():
+            self.put(self.ends.pop(identity), now, grouping)
 
     def record_failure(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:
         """It was not delivered. Whether it will be tried again; else it was given up."""
@@ -185,7 +202,10 @@ class Entry(msgspec.Struct, kw_only=True):
             self.due = now + max(pause(self.attempts), min(delivery.after, LONGEST_AFTER))
             return True
         self.lost = delivery.detail
-        self.cases = {case.id: case for case in self.cases.values() if case.state == "firing"}
+        self.cases = {
+            case.id: case for case in self.cases.values() if case.state == "firing" and case.id not in self.ends
+        }
+        self.ends.clear()
         self.rest(now, grouping)
         return False
 

@@ -78,6 +78,31 @@ def test_the_end_of_what_was_told_is_told_and_so_is_what_was_over_before_anybody
     assert [one.id for one in told(made, NOW + 65)] == ["0.2"]
 
 
+@pytest.mark.parametrize(("severity", "states"), [("critical", ["firing", "resolved"]), ("warning", ["resolved"])])
+def test_what_is_critical_and_over_within_the_wait_is_told_as_firing_first(severity: str, states: list[str]) -> None:
+    """A pager makes nothing of the end of what it was not told of."""
+    fired, over = case(), case(state="resolved")
+    fired.severity = over.severity = severity
+    made = entry(fired)
+    made.put(over, NOW + 2, GROUPING)
+    now, found = NOW, list[str]()
+    while made.pending:
+        now = made.due
+        found += [one.state for one in told(made, now)]
+    assert found == states
+    assert not made.cases
+
+
+def test_the_end_of_what_could_not_be_told_is_given_up_with_it() -> None:
+    fired, over = case(), case(state="resolved")
+    fired.severity = over.severity = "critical"
+    made = entry(fired)
+    made.put(over, NOW + 2, GROUPING)
+    assert not made.record_failure(NEVER, NOW + 5, GROUPING)
+    assert not made.cases
+    assert not made.pending
+
+
 def test_what_changes_while_it_is_sent_is_sent_next() -> None:
     made = entry(case())
     under_way = made.list_news()

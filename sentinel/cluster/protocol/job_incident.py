@@ -46,6 +46,8 @@ class JobIncident:
         """Its cause by the ranks of all nodes, where they were asked."""
         self.asked = self.awaits_verdict = False
         """Whether they were, and whether people are told once they have answered."""
+        self.known = False
+        """Whether people were told of it."""
         self.joined = self.joined_problem = ""
         """The incident of another node of which it is a consequence, and the problem of that."""
 
@@ -144,7 +146,7 @@ class JobIncidents:
             self._folded.pop(identity, None)  # the id is used again: its page goes on
             self._fold(incident, case)
         if self._pages.pop(incident.id, None) is not None:
-            incident.told = incident.asked = True
+            incident.told = incident.asked = incident.known = True
             self._changed[incident.id] = None
         if given.incident and given.incident != incident.id and given.incident not in self._incidents:
             self._folded[given.incident] = incident.id
@@ -182,7 +184,7 @@ class JobIncidents:
     def add_page(self, case: Case) -> None:
         """A node that was the coordinator told people of this, and not that it is over."""
         if (incident := self._incidents.get(case.id)) is not None:
-            incident.told = True
+            incident.told = incident.known = True
             self._changed[case.id] = None
         else:
             self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))
@@ -220,7 +222,16 @@ class JobIncidents:
         held = () if leaving else tuple(one.id for one in self if one.awaits_verdict)
         changed = [identity for identity in self._changed if identity not in held]
         self._changed = {identity: None for identity in self._changed if identity in held}
-        found = [self._combine(self._incidents[identity]) for identity in changed if identity in self._incidents]
+        found: list[Case] = []
+        for incident in (self._incidents[identity] for identity in changed if identity in self._incidents):
+            case = self._combine(incident)
+            if (
+                incident.asked and not incident.known and case.state == "resolved"
+            ):  # it was over before it was explained
+                fired = {"state": "firing", "resolved_step": None, "resolved_time": None, "leaves": ""}
+                found.append(msgspec.structs.replace(case, **fired))
+            incident.known = True
+            found.append(case)
         for identity, into in list(self._folded.items()):
             self._pages.pop(identity, None)
             if into in self._incidents:
