@@ -45,8 +45,8 @@ class Entry(msgspec.Struct, kw_only=True):
     cases: dict[str, Case] = {}
     """By id: cases that fire, and ended ones whose end was not sent yet; all cases of a problem until it is over."""
     ends: dict[str, Case] = {}
-    """By id: critical cases that were over within the wait, before the receiver was told that they fired. Both are sent,
-    one after the other: a pager would not hear of a job that hung and was ended within seconds."""
+    """By id: critical cases that were over within the wait, before the receiver was told that they fired: both are
+    sent, as a pager would not hear of a job that hung and was ended within seconds."""
     quiet: list[str] = []
     """Ids of consequences that came when the receiver was to be told of the problem in any case, by one as severe."""
     edits: bool = True
