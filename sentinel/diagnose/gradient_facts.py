@@ -43,7 +43,7 @@ def describe_second_moments(evidence: Evidence) -> tuple[str, ...]:
     """Layers whose second moment is out of line with the rest, or that those of all are with their gradients."""
     lines = []
     for rank, taken in sorted(evidence.moments.items())[:1]:
-        whose = f" on rank {rank}" if len(evidence.live) > 1 else ""
+        whose = f" on rank {rank}" if evidence.world_size > 1 else ""
         odd = [one for one in taken.layers if one.ratio > _OUT_OF_LINE * taken.usual > 0]
         if odd:
             names = join_names([f"{one.layer} ({one.ratio:.3g}x its gradient)" for one in odd], _SHOWN)

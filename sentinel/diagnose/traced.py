@@ -19,7 +19,7 @@ def add_origin(evidence: Evidence, found: Finding) -> Finding:
         return found
     rank, made = min(evidence.provenance.items(), key=lambda pair: _TELLING.index(pair[1].origin))
     step = evidence.step(made.seq)
-    whose = f" of rank {rank}" if len(evidence.live) > 1 else ""
+    whose = f" of rank {rank}" if evidence.world_size > 1 else ""
     fact = f"the batch of step {step}{whose}, run once more: {_describe_origin(made)}"
     missing = tuple(one for one in found.missing if "re-run" not in one and "made it" not in one) + made.missing
     found = msgspec.structs.replace(found, evidence=(*found.evidence, fact), missing=missing)

@@ -256,6 +256,22 @@ def test_a_rate_that_leapt_after_the_loss_is_not_its_cause() -> None:
     assert diagnose(evidence, "what the rule says").cause.startswith("the batch of step 201")
 
 
+@pytest.mark.parametrize(("other", "named"), [(2.0, True), (900.0, False), (math.nan, False)])
+def test_a_batch_that_made_one_rank_alone_jump_is_that_ranks(other: float, named: bool) -> None:
+    def step(seq: int) -> RunStep:
+        losses = {0: 2.0, 1: 2.0} if seq < 200 else {0: other, 1: 1000.0}
+        mean = sum(losses.values()) / 2
+        return RunStep(
+            seq, 0.0, {rank: {"loss": loss} for rank, loss in losses.items()}, {"loss": mean, "grad_norm": 1.0}
+        )
+
+    found = judged("LossSpike", [step(seq) for seq in range(201)])
+    assert ("on rank 1, not the last update" in found.cause) is named
+    assert found.ranks == ((1,) if named else ())
+    told = "the loss of rank 1 is 1000 at that step, and that of the others at most 2"
+    assert (told in found.evidence) is named
+
+
 def test_who_clips_already_is_not_told_to_clip() -> None:
     def spiked(limit: float | None) -> str:
         steps = run_of(204, lambda seq: {"grad_norm": 20.0 if seq > 200 else 0.9} | (

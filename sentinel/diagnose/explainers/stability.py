@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import ALL_STEPS, NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown, times_usual
 from sentinel.diagnose.explainers.drift import huge_gradient, rate_jump
@@ -13,6 +15,8 @@ from sentinel.diagnose.signs import GrownLayer
 
 _GROWN = 5.0
 """Growth that counts, and the root of the largest: a step at the new direction moves the other layers, too."""
+_ALONE = 3.0
+"""Of the largest loss of the other ranks: they see other batches, and their weights are the same."""
 _LOOSE = 2.0
 """A limit over the usual norm that leaves room for a spike."""
 
@@ -42,7 +46,14 @@ def loss_spike(evidence: Evidence) -> Finding:
             cause=f"{NOT_KNOWN}: the batch of step {at}, at which the loss jumped, or the update of step {at - 1}",
             remedy=f"look at {batches} (Rollback(skip_batches=...))",
         )  # fmt: skip
-    return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches)
+    if (one := _find_rank_with_the_loss(evidence, loss.seq)) is None:
+        return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches, whose="")
+    rank, own, others = one
+    facts = (f"the loss of rank {rank} is {own:.4g} at that step, and that of the others at most {others:.4g}",)
+    found = finding(
+        evidence.alert, "batch", facts, at=evidence.step(loss.seq), batches=batches, whose=f" on rank {rank}"
+    )
+    return msgspec.structs.replace(found, ranks=(rank,))
 
 
 @explains("GradientSpike")
@@ -59,6 +70,17 @@ def gradient_spike(evidence: Evidence) -> Finding:
         return finding(evidence.alert, "comes-in", layer=layer, clip=clip)
     missing = ("the batch of that step", "the update norm")
     return report_unknown(*missing, command=SAMPLE_MORE, remedy=f"{clip}; lower the rate")
+
+
+def _find_rank_with_the_loss(evidence: Evidence, seq: int) -> tuple[int, float, float] | None:
+    """The rank that alone made the loss jump at a step, its loss, and the largest of the others'; None: it was no
+    single one, as far as the losses of each rank are known."""
+    step = next((step for step in evidence.steps if step.seq == seq), None)
+    losses = {rank: values["loss"] for rank, values in step.ranks.items() if "loss" in values} if step else {}
+    if len(losses) < 2 or not all(map(math.isfinite, losses.values())):
+        return None
+    (others, _), (own, rank) = sorted((loss, rank) for rank, loss in losses.items())[-2:]
+    return (rank, own, others) if own > _ALONE * max(others, 0.0) and own > 0 else None
 
 
 def _batches(first: int, last: int) -> str:
