@@ -116,6 +116,8 @@ class Connection:
         if self._closed or meeting != self.meeting:
             self._drop(session)
             return
+        if self.trouble in self._said:
+            self._say("the job's other nodes can reach this one now")
         self.session, self.trouble = session, ""
         self._begin(session)
 

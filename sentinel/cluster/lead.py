@@ -130,7 +130,11 @@ class Lead:
         if self.judge is not None:
             self.judge.tick(now)
         self.tell(now)
-        for line in self._silences.describe_changes(self.coordinator.list_nodes(now)):
+        states, nodes = self.coordinator.list_nodes(now), self.coordinator.expected
+        if "met" not in self._said and sum(state.state == "alive" for state in states) == nodes:
+            self._said.add("met")
+            self._say(f"all {nodes} nodes of the job have met")
+        for line in self._silences.describe_changes(states):
             self._say(line)
 
     def tell(self, now: float, *, ending: bool = False) -> bool:

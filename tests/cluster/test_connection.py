@@ -96,3 +96,20 @@ def test_an_address_of_the_settings_is_tried_again() -> None:
     node.tick()
     assert tried == [MEETING, MEETING]
     assert [line.partition(":")[0] for line in node.said] == ["cannot listen on 10.0.0.2"]
+
+
+def test_that_an_address_can_be_listened_on_after_all_is_said() -> None:
+    faults = [OSError("address in use")]
+
+    def open_session(_: Meeting) -> Opened:
+        if faults:
+            raise faults.pop()
+        return Opened()
+
+    node = Node(open_session)
+    node.tick()
+    assert node.said == [
+        "cannot listen on 10.0.0.2:1: the port is taken, or the address is not of this node; tried again"
+    ]
+    node.tick()
+    assert node.said[1:] == ["the job's other nodes can reach this one now"]

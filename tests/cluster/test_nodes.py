@@ -55,6 +55,7 @@ def test_an_incident_on_two_nodes_is_one_page_and_a_killed_daemon_is_said(
 ) -> None:
     with job(tmp_path, options) as (coordinator, first, second):
         assert coordinator.job()["view"] == "coordinator"
+        assert any("all 3 nodes of the job have met" in notice for notice in _notices(coordinator))
         for daemon in (coordinator, first, second):
             daemon.rank.steps(0, [LOW])
         first.rank.steps(1, [HIGH])
