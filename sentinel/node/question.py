@@ -11,13 +11,17 @@ from sentinel.errors import ConfigError, ProtocolError
 
 
 def ask_daemon(socket_path: Path, what: str, arguments: dict[str, Any] | None = None, *, timeout: float = 5.0) -> Any:
-    """Answer of one daemon. Raises ConfigError where none answers there, ProtocolError where another version does."""
+    """Answer of one daemon. Raises ConfigError where none is there, ProtocolError where one of another version answers,
+    or none within `timeout` seconds."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)
             connection.connect(str(socket_path))
             connection.sendall(wire.frame(wire.Query(what=what, arguments=arguments or {})))
             answer = _first(connection)
+    except TimeoutError:
+        words = f"the daemon there has not answered within {timeout:g} s: it is stopped, or very busy"
+        raise ProtocolError(f"{socket_path}: {words}") from None
     except OSError as error:
         raise ConfigError(f"{socket_path}: no daemon answers there ({error})") from None
     if isinstance(answer, wire.Refused):
