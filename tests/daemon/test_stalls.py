@@ -270,7 +270,7 @@ def test_a_rank_that_stood_until_its_end_is_not_said_to_have_gone_on(
 def test_a_run_of_one_process_that_is_asked_to_end_has_lost_no_rank(
     status: int | None, world: int, supervisor: str, lost: bool
 ) -> None:
-    """`sentinel run` says itself which signals it passes on; of several ranks, one that ends leaves others behind."""
+    """`sentinel run` says itself which signals it passes on; one of several ranks leaves the others behind."""
     attempt = Attempt(0, 0.0)
     stalls = StallDetector(attempt, Node(), FakeIncidents())
     rank = attempt.hello(msgspec.structs.replace(hello(0, world), supervisor=supervisor), 0.0)

@@ -108,8 +108,8 @@ class StallDetector:
         self._worked_elsewhere, self._patience_elsewhere = moment, patience
 
     def drop_rank(self, rank: Rank) -> Observation | None:
-        """A rank's connection ended. Of one that stood still, what the rules should know if it left by a goodbye other
-        than an exception's: that it stands no more. Any other stood until its end."""
+        """A rank's connection ended. Of a rank that stood still, what the rules should know if it left by a goodbye
+        other than an exception's: that it stands no more. Any other stood until its end."""
         number = rank.identity.rank
         self._records.pop(number, None)
         heartbeat = self._heartbeats.pop(number, None)
