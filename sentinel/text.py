@@ -32,7 +32,9 @@ def join_names(names: Sequence[str], most: int, total: int = 0) -> str:
 
 
 def name_nodes(nodes: Sequence[int]) -> str:
-    """`node 3`, `nodes 0, 2, 5`."""
+    """`node 3`, `nodes 0, 2, 5`; `all nodes` where none is named."""
+    if not nodes:
+        return "all nodes"
     return f"node{'s' if len(nodes) != 1 else ''} {join_names([str(node) for node in nodes], 8)}"
 
 

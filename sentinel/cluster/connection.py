@@ -117,6 +117,7 @@ class Connection:
             self._drop(session)
             return
         if self.trouble in self._said:
+            self._said.discard(self.trouble)
             self._say("the job's other nodes can reach this one now")
         self.session, self.trouble = session, ""
         self._begin(session)

@@ -65,12 +65,13 @@ class Lead:
         make_judge: Callable[[], JobJudge],
         find_relay: Callable[[], RelayedRollback | None],
         say: Callable[[str], None],
+        said: set[str],
         cause_finder: CauseFinder | None = None,
         recorder: IncidentRecorder | None = None,
     ) -> None:
-        """`find_identity` gives that of any rank, and `find_relay` that of this node, in its present attempt.
-        `say` prints one line on the training terminal. `cause_finder` asks the ranks of all nodes for the cause of what
-        stands."""
+        """`find_identity` gives that of any rank, and `find_relay` that of this node, in its present attempt. `say`
+        prints one line on the training terminal, and `said` is what is not said again. `cause_finder` asks the ranks of
+        all nodes for the cause of what stands."""
         self._run, self._notifier, self._find_identity, self._say = run, notifier, find_identity, say
         self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
         self._cause_finder, self._recorder = cause_finder, recorder
@@ -80,7 +81,7 @@ class Lead:
         """Of the present attempt."""
         self._order: wire.Order | None = None
         self._rollback_order: RollbackOrder | None = None
-        self._said = set[str]()
+        self._said = said
         self._silences = SilenceNotices()
         self._silenced: dict[str, Case] = {}
         """The job's open incidents, as they were put."""

@@ -118,6 +118,8 @@ class Membership:
         self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
         self._refused = 0
         self._rejected = RejectedConnections(run.name)
+        self._said = set[str]()
+        """What this node's terminal was told as the coordinator's, and is told once."""
         self._cut_off = False
         """Whether the terminal was told that no coordinator is heard."""
         self._ending: float | None = None
@@ -234,9 +236,12 @@ class Membership:
         }
 
     def list_open_elsewhere(self) -> list[OpenIncident]:
-        """Open incidents of the job that this node has no part in, as far as the coordinator was heard."""
-        beat = self._node.beat if self._lead is None else self._lead.make_beat(time.monotonic())
-        return [one for one in beat.incidents if self.node not in one.nodes] if beat is not None else []
+        """Open incidents of the job that this node has no part in; none where the coordinator is not heard."""
+        now = time.monotonic()
+        beat = self._node.beat if self._lead is None else self._lead.make_beat(now)
+        if beat is None or (self._lead is None and self._node.find_view(now) != "joined"):
+            return []
+        return [one for one in beat.incidents if one.nodes and self.node not in one.nodes]
 
     def list_incidents(self) -> list[IncidentView] | None:
         """Those of the job; None on a node that is not the coordinator."""
@@ -304,7 +309,7 @@ class Membership:
         cut_off = self._node.is_cut_off(now) and self._ending is None and not self._node.is_left_out
         if cut_off and not self._cut_off:
             self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")
-        elif self._cut_off and not cut_off and self._ending is None:
+        elif self._cut_off and not self._node.is_cut_off(now) and self._ending is None:
             self._say("the other nodes are heard again")
         self._cut_off = cut_off
 
@@ -324,7 +329,7 @@ class Membership:
             coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame)
             self._lead = Lead(
                 self._run, self._notifier, lambda: self._identity, coordinator, self._begin_judging,
-                self._find_ruled_relay, self._say, self.cause_finder, self.recorder,
+                self._find_ruled_relay, self._say, self._said, self.cause_finder, self.recorder,
             )  # fmt: skip
             self._session.lead()
         elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:

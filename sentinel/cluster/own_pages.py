@@ -51,7 +51,8 @@ class OwnPages:
             if case.id in known:
                 resolved = case.resolved_time or time.time()
                 done = (*case.done, OVER_HERE)
-                self.put(msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=done))
+                over = msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=done)
+                self._pipeline.put(over, self._name, moved=True)
 
     def withhold(self) -> None:
         """Another may be the coordinator, and tell people of the job. It learns of what they were told from here."""

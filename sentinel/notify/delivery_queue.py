@@ -67,7 +67,7 @@ class DeliveryQueue:
             self.entries[entry.key] = entry
         self._wake.set()
 
-    def put(self, case: Case, run_id: str) -> Entry | None:
+    def put(self, case: Case, run_id: str, *, moved: bool = False) -> Entry | None:
         mine = (entry for entry in self.entries.values() if entry.run_id == run_id)
         known = next((entry for entry in mine if entry.knows(case)), None)
         if not self._route.wants(case) and (known is None or case.id not in known.told):
@@ -77,7 +77,7 @@ class DeliveryQueue:
             known = None
         entry = known or self._entry_of(case, run_id)
         entry.edits = self._route.edits
-        entry.put(case, self._clock(), self._grouping)
+        (entry.move if moved else entry.put)(case, self._clock(), self._grouping)
         self._wake.set()
         return entry
 
@@ -150,6 +150,8 @@ class DeliveryQueue:
         if delivery.fault is None:
             self.counts.sent += 1
             entry.record_delivery(cases, self._clock(), self._grouping, delivery.reference)
+            if self._ending:  # the end of a case that was told as firing just now
+                entry.hurry(self._clock())
             for other in self._take_lost():
                 other.lost = ""
                 await self._keep(other)

@@ -23,6 +23,10 @@ LONGEST_PAUSE = 300.0
 not met by everybody at once."""
 LONGEST_AFTER = 3600.0
 """Longest pause that a receiver may ask for; after that it is tried again."""
+UNHEARD_SECONDS = 30.0
+"""A critical case that was over so soon after it fired is told as firing first where the receiver is yet to be told."""
+LATE_SECONDS = 600.0
+"""After so long without an answer a receiver is told of such a case as it is then."""
 GIVE_UP_SECONDS = 24 * 3600.0
 """What could not be told for a day is news no more."""
 CASES = 50
@@ -45,8 +49,8 @@ class Entry(msgspec.Struct, kw_only=True):
     cases: dict[str, Case] = {}
     """By id: cases that fire, and ended ones whose end was not sent yet; all cases of a problem until it is over."""
     ends: dict[str, Case] = {}
-    """By id: critical cases that were over within the wait, before the receiver was told that they fired: both are
-    sent, as a pager would not hear of a job that hung and was ended within seconds."""
+    """By id: critical cases that were over before the receiver was told that they fired: both are sent, as a pager
+    would not hear of a job that hung and was ended within seconds."""
     quiet: list[str] = []
     """Ids of consequences that came when the receiver was to be told of the problem in any case, by one as severe."""
     edits: bool = True
@@ -100,7 +104,7 @@ class Entry(msgspec.Struct, kw_only=True):
     def put(self, case: Case, now: float, grouping: Grouping) -> None:
         """The case as it is now."""
         fires = case.state == "firing"
-        if now <= self.since + grouping.wait and self._fired_unheard(case):
+        if self._fired_unheard(case) and (case.id in self.ends or now <= self.since + UNHEARD_SECONDS):
             self.ends[case.id] = msgspec.structs.replace(case)
             return
         self.ends.pop(case.id, None)
@@ -143,6 +147,16 @@ class Entry(msgspec.Struct, kw_only=True):
         """Whether a change of this case is worth a message. For a consequence: if it causes no second notification, or
         the whole problem has ended."""
         return self.edits or not self.firing or (case.state == "firing" and case.id not in self.quiet)
+
+    def move(self, case: Case, now: float, grouping: Grouping) -> None:
+        """The case as it is now, of which the receiver is told elsewhere from now on. Where it was not told of it here,
+        it will not be."""
+        if case.id in self.told or case.id not in self.cases:
+            self.put(case, now, grouping)
+            return
+        self.drop(case.id)
+        if not self.cases:
+            self.rest(now, grouping)
 
     def drop(self, identity: str) -> None:
         """A case belongs elsewhere."""
@@ -198,13 +212,15 @@ class Entry(msgspec.Struct, kw_only=True):
         self.trouble = delivery.detail
         self.attempts += 1
         self.since = self.since or now
+        if now - self.since > LATE_SECONDS:
+            self.cases |= self.ends
+            self.ends.clear()
         if delivery.retry and now - self.since <= GIVE_UP_SECONDS:
             self.due = now + max(pause(self.attempts), min(delivery.after, LONGEST_AFTER))
             return True
         self.lost = delivery.detail
-        self.cases = {
-            case.id: case for case in self.cases.values() if case.state == "firing" and case.id not in self.ends
-        }
+        over = self.ends.keys()
+        self.cases = {case.id: case for case in self.cases.values() if case.state == "firing" and case.id not in over}
         self.ends.clear()
         self.rest(now, grouping)
         return False

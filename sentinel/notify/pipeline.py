@@ -92,11 +92,11 @@ class Pipeline:
             if queue.name not in self._served:
                 self._served[queue.name] = asyncio.create_task(queue.serve())
 
-    def put(self, case: Case, run_id: str = "") -> None:
+    def put(self, case: Case, run_id: str = "", *, moved: bool = False) -> None:
         """The case as it is now: who does not know it yet will be told. `run_id`: under which, if not the run's;
-        receivers take what has another one for another thing."""
+        receivers take what has another one for another thing. `moved`: they are told of it elsewhere from now on."""
         for queue in self.queues:
-            if (entry := queue.put(case, run_id)) is not None:
+            if (entry := queue.put(case, run_id, moved=moved)) is not None:
                 self._dirty[entry.receiver, entry.key] = entry
                 self._wake_sender.set()
 

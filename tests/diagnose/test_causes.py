@@ -8,9 +8,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from sentinel import wire
 from sentinel.diagnose.catalogue import diagnose
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.signs import GrownLayer, first_signs
+from sentinel.runs import Rank
 from sentinel.runs.steps import RunStep
 from tests.diagnose.made import judged, layered, run_of, table
 
@@ -256,19 +258,22 @@ def test_a_rate_that_leapt_after_the_loss_is_not_its_cause() -> None:
     assert diagnose(evidence, "what the rule says").cause.startswith("the batch of step 201")
 
 
-@pytest.mark.parametrize(("other", "named"), [(2.0, True), (900.0, False), (math.nan, False)])
-def test_a_batch_that_made_one_rank_alone_jump_is_that_ranks(other: float, named: bool) -> None:
-    def step(seq: int) -> RunStep:
-        losses = {0: 2.0, 1: 2.0} if seq < 200 else {0: other, 1: 1000.0}
-        mean = sum(losses.values()) / 2
-        return RunStep(
-            seq, 0.0, {rank: {"loss": loss} for rank, loss in losses.items()}, {"loss": mean, "grad_norm": 1.0}
-        )
+@pytest.mark.parametrize(
+    ("other", "ranks", "named"), [(2.0, 2, True), (900.0, 2, False), (math.nan, 2, False), (2.0, 8, False)]
+)
+def test_a_batch_that_made_one_rank_alone_jump_is_that_ranks(other: float, ranks: int, named: bool) -> None:
+    """`ranks`: of the job, of which two are seen. One of the two has another task, and a larger loss."""
 
-    found = judged("LossSpike", [step(seq) for seq in range(201)])
+    def step(seq: int) -> RunStep:
+        losses = {0: 2.0, 1: 8.0} if seq < 200 else {0: other, 1: 1000.0}
+        by_rank = {rank: {"loss": loss} for rank, loss in losses.items()}
+        return RunStep(seq, 0.0, by_rank, {"loss": sum(losses.values()) / 2, "grad_norm": 1.0})
+
+    identity = wire.Identity(run="r", run_id="r-1", world_size=ranks)
+    live = {0: Rank(wire.Hello(version="1", identity=identity), 0.0)}
+    found = judged("LossSpike", [step(seq) for seq in range(201)], live=live)
     assert ("on rank 1, not the last update" in found.cause) is named
-    assert found.ranks == ((1,) if named else ())
-    told = "the loss of rank 1 is 1000 at that step, and that of the others at most 2"
+    told = "of the ranks, the loss of rank 1 alone left its usual 8: it is 1000 at that step"
     assert (told in found.evidence) is named
 
 

@@ -78,24 +78,64 @@ def test_the_end_of_what_was_told_is_told_and_so_is_what_was_over_before_anybody
     assert [one.id for one in told(made, NOW + 65)] == ["0.2"]
 
 
-@pytest.mark.parametrize(("severity", "states"), [("critical", ["firing", "resolved"]), ("warning", ["resolved"])])
-def test_what_is_critical_and_over_within_the_wait_is_told_as_firing_first(severity: str, states: list[str]) -> None:
-    """A pager makes nothing of the end of what it was not told of."""
+def fired_and_over(severity: str = "critical") -> tuple[Case, Case]:
     fired, over = case(), case(state="resolved")
     fired.severity = over.severity = severity
+    return fired, over
+
+
+def tell_all(made: Entry) -> list[str]:
+    """States of the cases of all messages that are due, in order."""
+    found = list[str]()
+    while made.pending:
+        found += [one.state for one in told(made, made.due)]
+    assert not made.cases
+    return found
+
+
+@pytest.mark.parametrize("wait", [0, 5])
+@pytest.mark.parametrize(("severity", "states"), [("critical", ["firing", "resolved"]), ("warning", ["resolved"])])
+def test_what_is_critical_and_soon_over_is_told_as_firing_first(wait: int, severity: str, states: list[str]) -> None:
+    """A pager makes nothing of the end of what it was not told of."""
+    (fired, over), made = fired_and_over(severity), entry()
+    grouping = Grouping(wait=Duration(wait), interval=Duration(60), repeat=Duration(3600))
+    made.put(fired, NOW, grouping)
+    made.put(over, NOW + 1e-5, grouping)
+    assert tell_all(made) == states
+
+
+def test_so_it_is_after_a_restart_or_a_failure() -> None:
+    fired, over = fired_and_over()
     made = entry(fired)
     made.put(over, NOW + 2, GROUPING)
-    now, found = NOW, list[str]()
-    while made.pending:
-        now = made.due
-        found += [one.state for one in told(made, now)]
-    assert found == states
-    assert not made.cases
+    made.resume_after(NOW + 100, GROUPING)
+    assert made.record_failure(LATER, NOW + 101, GROUPING)
+    over.done = ("the job is ended by its supervisor",)
+    made.put(over, NOW + 102, GROUPING)
+    assert tell_all(made) == ["firing", "resolved"]
+
+
+def test_after_ten_minutes_without_an_answer_it_is_told_as_it_is() -> None:
+    fired, over = fired_and_over()
+    made = entry(fired)
+    made.put(over, NOW + 2, GROUPING)
+    assert made.record_failure(LATER, NOW + entries.LATE_SECONDS + 10, GROUPING)
+    assert tell_all(made) == ["resolved"]
+
+
+def test_what_another_page_has_before_it_was_told_is_not_told() -> None:
+    fired, over = fired_and_over()
+    made = entry(fired)
+    made.move(over, NOW + 2, GROUPING)
+    assert (made.cases, made.pending) == ({}, False)
+    made.put(fired, NOW + 3, GROUPING)
+    told(made, made.due)
+    made.move(over, NOW + 70, GROUPING)
+    assert tell_all(made) == ["resolved"]
 
 
 def test_the_end_of_what_could_not_be_told_is_given_up_with_it() -> None:
-    fired, over = case(), case(state="resolved")
-    fired.severity = over.severity = "critical"
+    fired, over = fired_and_over()
     made = entry(fired)
     made.put(over, NOW + 2, GROUPING)
     assert not made.record_failure(NEVER, NOW + 5, GROUPING)

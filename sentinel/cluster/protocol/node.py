@@ -79,7 +79,7 @@ class Node:
 
     def is_cut_off(self, now: float) -> bool:
         """Whether no coordinator was heard for long, though none has left."""
-        return now - self.heard > ALONE_SECONDS
+        return now - self.heard > ALONE_SECONDS and not self._coordinator_left
 
     def find_order(self, now: float) -> wire.Order | None:
         """What the coordinator has all nodes do, be it its last word; None where it is not heard."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-
-import msgspec
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import ALL_STEPS, NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown, times_usual
@@ -16,7 +15,9 @@ from sentinel.diagnose.signs import GrownLayer
 _GROWN = 5.0
 """Growth that counts, and the root of the largest: a step at the new direction moves the other layers, too."""
 _ALONE = 3.0
-"""Of the largest loss of the other ranks: they see other batches, and their weights are the same."""
+"""Of a rank's usual loss: more is a jump of its own."""
+_USUAL = 50
+"""Steps before, over which that is the median."""
 _LOOSE = 2.0
 """A limit over the usual norm that leaves room for a spike."""
 
@@ -48,12 +49,10 @@ def loss_spike(evidence: Evidence) -> Finding:
         )  # fmt: skip
     if (one := _find_rank_with_the_loss(evidence, loss.seq)) is None:
         return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches, whose="")
-    rank, own, others = one
-    facts = (f"the loss of rank {rank} is {own:.4g} at that step, and that of the others at most {others:.4g}",)
-    found = finding(
-        evidence.alert, "batch", facts, at=evidence.step(loss.seq), batches=batches, whose=f" on rank {rank}"
-    )
-    return msgspec.structs.replace(found, ranks=(rank,))
+    rank, own, usual = one
+    facts = (f"of the ranks, the loss of rank {rank} alone left its usual {usual:.4g}: it is {own:.4g} at that step",)
+    whose = f" on rank {rank}"
+    return finding(evidence.alert, "batch", facts, at=evidence.step(loss.seq), batches=batches, whose=whose)
 
 
 @explains("GradientSpike")
@@ -73,14 +72,18 @@ def gradient_spike(evidence: Evidence) -> Finding:
 
 
 def _find_rank_with_the_loss(evidence: Evidence, seq: int) -> tuple[int, float, float] | None:
-    """The rank that alone made the loss jump at a step, its loss, and the largest of the others'; None: it was no
-    single one, as far as the losses of each rank are known."""
+    """The rank whose loss alone jumped at a step, that loss, and its usual one; None: it was no single one, or the
+    losses of some ranks are not known."""
     step = next((step for step in evidence.steps if step.seq == seq), None)
-    losses = {rank: values["loss"] for rank, values in step.ranks.items() if "loss" in values} if step else {}
-    if len(losses) < 2 or not all(map(math.isfinite, losses.values())):
+    if step is None or not 1 < len(step.ranks) == evidence.world_size:
         return None
-    (others, _), (own, rank) = sorted((loss, rank) for rank, loss in losses.items())[-2:]
-    return (rank, own, others) if own > _ALONE * max(others, 0.0) and own > 0 else None
+    before, jumped = [one for one in evidence.steps if one.seq < seq][-_USUAL:], []
+    for rank, values in step.ranks.items():
+        past = [one.ranks[rank]["loss"] for one in before if "loss" in one.ranks.get(rank, {})]
+        own, usual = values.get("loss", math.nan), statistics.median(past) if past else math.nan
+        if not own <= _ALONE * abs(usual):  # a loss that is not known, or not finite, is none to clear a rank by
+            jumped.append((rank, own, usual))
+    return jumped[0] if len(jumped) == 1 and all(map(math.isfinite, jumped[0])) else None
 
 
 def _batches(first: int, last: int) -> str:
