@@ -41,6 +41,16 @@ def test_more_passes_a_step_are_told_as_such_and_since_when(outlier: int) -> Non
     assert "recompilation" not in str(said)
 
 
+def test_steps_that_were_slow_before_are_no_part_of_what_is_slow_now() -> None:
+    def values(seq: int) -> dict[str, float]:
+        slow = 0.1 if 600 <= seq < 900 else 0.3
+        return {"step_seconds": slow + 0.01, "forward_seconds": slow, "backward_seconds": 0.01}
+
+    found = judged("SlowStep", run_of(931, values), since=925)
+    assert found.since == 900
+    assert found.cause.startswith("the forward pass: it grew from 100 to 300 ms, 200 of the 200 ms that a step gained")
+
+
 def test_a_slower_forward_pass_is_told_since_its_first_step() -> None:
     said = accumulating(1, each=10.0)
     assert str(said["cause"]).startswith("the forward pass: it grew from 15 to 150 ms")

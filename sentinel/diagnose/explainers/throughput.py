@@ -44,6 +44,8 @@ _TOLD = 0.1
 _NOW, _BASE = 50, 200
 """Samples that SlowStep's two medians are of: 10 and 40, of every 5th."""
 _RECENT = 10
+_RETURNED = 2 * _RECENT
+"""More quick steps than slow ones before a change, which settle that it is one."""
 _PROFILE = "torch.profiler.profile(...) over ten steps, and key_averages()"
 _SAME_PASS = 1.3
 """A pass that takes up to so many times what it took is the same pass: the optimizer's share becomes less with more."""
@@ -159,6 +161,8 @@ def _change(evidence: Evidence) -> int | None:
         score += 1 if value > (base + now) / 2 else -1
         if score > best:
             change, best = seq, score
+        elif score <= best - _RETURNED:  # an earlier slow stretch is over, however long it was
+            break
     return change
 
 
