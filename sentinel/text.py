@@ -17,11 +17,16 @@ from difflib import get_close_matches
 from typing import TextIO
 
 
+def find_nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that was most likely meant; empty where none is near."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or what there is where nothing is near."""
     names = list(known)
-    if near := get_close_matches(word, names, n=1, cutoff=0.6):
-        return f"; did you mean {near[0]!r}?"
+    if near := find_nearest(word, names):
+        return f"; did you mean {near!r}?"
     return "; there are: " + ", ".join(names) if len(names) <= 12 else ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from sentinel.errors import RuleError
-from sentinel.text import did_you_mean
+from sentinel.text import did_you_mean, find_nearest
 
 SIZE_LIMIT = 1 << 20
 """Characters in a file: 1,000 rules have half of that."""
@@ -153,23 +153,30 @@ class YamlNode:
             yield key, value
 
     def fields(
-        self, what: str, allowed: Iterable[str], required: Iterable[str] = (), mistakes: Mistakes | None = None
+        self,
+        what: str,
+        allowed: Iterable[str],
+        required: Iterable[str] = (),
+        mistakes: Mistakes | None = None,
+        needed: Iterable[str] = (),
     ) -> dict[str, YamlNode]:
-        """A mapping whose keys are known. Unknown ones are left out and noted in `mistakes`; without it, and where a
-        required key is missing, they are raised."""
-        known, found, unknown = list(allowed), dict[str, YamlNode](), Mistakes()
+        """A mapping whose keys are known. Unknown ones are left out, and they and missing ones are noted in `mistakes`;
+        without it, and where a required key is missing, they are raised. `needed`: keys that it needs as well, without
+        which the others can be read. A key that an unknown one is near to, written wrongly, is not called missing."""
+        known, required, found = list(allowed), list(required), dict[str, YamlNode]()
+        wrong, meant = Mistakes(), set[str]()
         for key, value in self.items(what):
-            with unknown:
+            with wrong:
                 if key.word() not in known:
+                    meant.add(find_nearest(key.word(), known))
                     raise key.error(f"unknown key {key.word()!r} in {what}{did_you_mean(key.word(), known)}")
                 found[key.word()] = value
-        missing = [name for name in required if name not in found]
-        if missing or mistakes is None:
-            unknown.raise_first()  # most likely what is missing, written wrongly
-        if missing:
-            raise self.error(f"{what} needs {missing[0]!r}")
-        if mistakes is not None:
-            mistakes.found += unknown.found
+        missing = [name for name in (*required, *needed) if name not in found and name not in meant]
+        wrong.found += [self.error(f"{what} needs {name!r}") for name in missing]
+        if mistakes is None or any(name not in found for name in required):
+            wrong.raise_first()
+        else:
+            mistakes.found += wrong.found
         return found
 
     def sequence(self, what: str) -> list[YamlNode]:

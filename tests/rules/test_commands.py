@@ -88,12 +88,50 @@ def test_mistakes_of_the_head_of_a_file_hide_none_of_its_rules(folder: Path) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("text", "mistakes"),
+    [
+        ("grou: mine\nrules: []\n", ["1:1: unknown key 'grou' in a rule file; did you mean 'group'?"]),
+        (
+            "owner: me\nrules: []\n",
+            [
+                "1:1: unknown key 'owner' in a rule file; there are: group, signals, rules",
+                "1:1: a rule file needs 'group'",
+            ],
+        ),
+        ("group: mine\nrule: []\n", ["2:1: unknown key 'rule' in a rule file; did you mean 'rules'?"]),
+        (
+            "group: mine\nowner: me\n",
+            [
+                "1:1: a rule file needs 'rules'",
+                "2:1: unknown key 'owner' in a rule file; there are: group, signals, rules",
+            ],
+        ),
+        (
+            "group: mine\nrules:\n  - alert: High\n    runbok: x\n",
+            ["3:5: a rule needs 'expr'", "4:5: unknown key 'runbok' in a rule"],
+        ),
+        (
+            "group: mine\nrules:\n  - alert: High\n    exp: loss > 1\n",
+            ["4:5: unknown key 'exp' in a rule; did you mean 'expr'?"],
+        ),
+    ],
+)
+def test_a_missing_key_is_told_unless_another_is_that_key_written_wrongly(
+    folder: Path, text: str, mistakes: list[str]
+) -> None:
+    (folder / "bad.yaml").write_text(text)
+    _, output = run("check", folder / "bad.yaml")
+    assert [line.removeprefix(f"{folder}/bad.yaml:") for line in output.splitlines()] == mistakes
+
+
 def test_a_test_with_a_mistake_does_not_hide_that_of_another(folder: Path) -> None:
     (folder / "good_test.yaml").write_text(
-        "rule_files: [good.yaml]\ntests:\n  - nme: one\n  - name: two\n    fird: {}\n"
+        "rule_files: [good.yaml]\ntests:\n  - nme: one\n    input_series: []\n"
+        "  - name: two\n    input_series: []\n    fird: {}\n"
     )
     (bad,) = json.loads(run("check", folder / "good_test.yaml", "--json")[1])["files"]
-    assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [3, 5]
+    assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [3, 7]
 
 
 MANY = """\

@@ -30,16 +30,17 @@ def load_rules(
     `base` are the rules that the file may override or disable; `signals` are metrics beyond Sentinel's own, with their
     scope, as a run's hello brings them; `actions` and `evidence`, where given, are the only ones that a rule may name.
     """
-    mistakes, root = Mistakes(), Source(text, file).root
-    fields = root.fields("a rule file", ("group", "signals", "rules"), ("rules",), mistakes)
+    mistakes = Mistakes()
+    fields = Source(text, file).root.fields(
+        "a rule file", ("group", "signals", "rules"), ("rules",), mistakes, needed=("group",)
+    )
     declared = _signals(fields["signals"], mistakes) if "signals" in fields else {}
     vocabulary = {name: signal.scope for name, signal in SIGNALS.items()} | dict(signals or {})
     vocabulary |= {name: "rank" for name in declared}
     group = ""
-    with mistakes:
-        if "group" not in fields:
-            raise root.error("a rule file needs 'group'")
-        group = read_word(fields["group"], "group", SLUG, "letters a-z, digits and dashes")
+    if "group" in fields:
+        with mistakes:
+            group = read_word(fields["group"], "group", SLUG, "letters a-z, digits and dashes")
     known = {rule.name: rule for rule in base}
     seen, rules, disabled = dict[str, int](), list[Rule](), list[str]()
     for node in fields["rules"].sequence("rules"):
@@ -61,12 +62,10 @@ def _definition(
     node: YamlNode, group: str, vocabulary: Vocabulary, known: Mapping[str, Rule], mistakes: Mistakes
 ) -> Definition:
     """What a rule says; of an override, what the rule says that it is about, with the changes in it."""
-    noted = len(mistakes.found)
     if not any(key.word() == "override" for key, _ in node.items("a rule")):
-        fields = node.fields("a rule", RULE_KEYS, ("alert",), mistakes)
-        if "expr" not in fields and len(mistakes.found) == noted:  # else most likely that key, written wrongly
-            mistakes.found.append(node.error("a rule needs 'expr'"))
+        fields = node.fields("a rule", RULE_KEYS, ("alert",), mistakes, needed=("expr",))
         return _split_definition(fields["alert"], fields, group, vocabulary, node.written, mistakes)
+    noted = len(mistakes.found)
     fields = node.fields("an override", OVERRIDE_KEYS, (), mistakes)
     name = fields.pop("override")
     if name.word() not in known:
