@@ -76,11 +76,12 @@ def explain_consequence(case: Case, parent: Case) -> Finding:
 
 
 def explain_effect(effect: Case, case: Case) -> Finding:
-    """The diagnosis of `effect`, where less is known of it than of `case`, which its rule names as what brings it about
-    and which is no other sign of the same. Only `medium`, as above. What its rule does not name may be its effect."""
+    """The diagnosis of `effect`, where little is known of it: the cause of `case`, if that is known for sure, its rule
+    names it as what brings it about, and it is no other sign of the same. Only `medium`, as above, so that no borrowed
+    cause is lent on. What its rule does not name may be its effect."""
     own, known = effect.diagnosis, case.diagnosis
-    says_more = case.problem != effect.problem and SURENESS[known.confidence] >= SURENESS["medium"]
-    explains = may_explain(case, effect) and says_more and _is_near(case, effect) and _is_near(effect, case)
+    is_sure = case.problem != effect.problem and known.confidence == "high"
+    explains = may_explain(case, effect) and is_sure and _is_near(case, effect) and _is_near(effect, case)
     if not explains or SURENESS[own.confidence] >= SURENESS["medium"]:
         return own
     return msgspec.structs.replace(
