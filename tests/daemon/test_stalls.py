@@ -256,7 +256,7 @@ def test_a_rank_that_stood_until_its_end_is_not_said_to_have_gone_on(
     [
         (-15, 1, "", False),
         (-2, 1, "", False),
-        (-1, 1, "", False),
+        (-1, 1, "", True),
         (-9, 1, "", True),
         (-11, 1, "", True),
         (-7, 1, "", True),

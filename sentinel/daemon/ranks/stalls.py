@@ -42,8 +42,9 @@ ENDING_SECONDS = 1.5
 WANTED_SECONDS = 60.0
 """After a signal that ends the job, in which a process that ends is not lost, however it does: launchers and schedulers
 kill after 30 s what has not gone by then."""
-_REQUESTS = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit statuses of a process that ended by a signal which people and schedulers send on purpose."""
+_REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
+"""Exit statuses of a process that ended by a signal which people and schedulers send on purpose. SIGHUP is none: the
+kernel sends it to what a terminal or an ssh connection leaves behind when it breaks."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
 """Kinds of stalls that are granted longer; ranks that wait for such a rank are granted as much."""
 
