@@ -120,7 +120,7 @@ class Supervisor:
             self._status = status = self._follow_job(job, awaited)
             if status is None:
                 standing = self._words.standing
-                self._words.announce_end(signal.SIGTERM, self._name_own_reason(standing))
+                self._words.announce_end(self._ended_by or signal.SIGTERM, self._name_own_reason(standing))
             else:
                 standing = self._words.last(LAST_WORD_SECONDS)  # it may have ended before its daemon judged it
                 self._report(None)
@@ -157,7 +157,9 @@ class Supervisor:
                 return None
 
     def _name_own_reason(self, standing: wire.Standing | None) -> str:
-        """Why the command is ended that would go on, in words."""
+        """Why the command is ended that would go on, in words; empty: its end was asked for, and it did not come."""
+        if self._ended_by is not None:
+            return ""
         order = self._words.order
         if self._met:
             return self._met

@@ -9,16 +9,20 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
 
+from sentinel import wire
 from sentinel.cli import cli
 from sentinel.cli.client import ask_daemons
 from sentinel.daemon.ranks.exit_status import has_ended
@@ -290,6 +294,52 @@ def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> No
         process.send_signal(number)
         assert process.communicate() == ("", "")
     assert process.returncode == status
+
+
+UNHURRIED = """
+import signal, sys
+asked = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: asked.append(1))
+print("ready", flush=True)
+while len(asked) < 2:  # hung in its last checkpoint
+    signal.pause()
+sys.exit(9)
+"""
+
+
+def test_the_end_of_a_job_that_hangs_after_it_was_asked_to_end_was_asked_for(tmp_path: Path) -> None:
+    """A Hang that ended it for good was announced as the supervisor's own reason: the run had failed."""
+    place = tmp_path / "daemon.sock"
+    command = [*RUN, "--", sys.executable, "-c", UNHURRIED]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as daemon, contextlib.ExitStack() as stack:
+        daemon.bind(str(place))
+        daemon.listen()
+        given = {**os.environ, "SENTINEL_ADDRESS": f"unix:{place}"}
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=given, text=True))
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        connection = stack.enter_context(daemon.accept()[0])
+        said = supervise_messages(connection)
+        assert next(said).ending == 0
+        process.send_signal(signal.SIGINT)
+        announced = [next(message for message in said if message.ending)]
+        hung = wire.Standing(run="r", run_id="r", attempt=0, resumes=True, ends=True, alert="Hang", cause="a sleep")
+        connection.sendall(wire.frame(hung))
+        connection.sendall(wire.frame(msgspec.structs.replace(hung, over=True)))
+        announced += [message for message in said if message.ending]
+    assert [(message.ending, message.why) for message in announced] == [(signal.SIGINT, "")] * 2
+    assert process.returncode == -signal.SIGINT
+
+
+def supervise_messages(connection: socket.socket) -> Iterator[wire.Supervise]:
+    """What the supervisor says on this connection, until it hangs up."""
+    frames = wire.Frames()
+    while chunk := connection.recv(65536):
+        for body in frames.feed(chunk):
+            message = wire.from_rank(body)
+            assert isinstance(message, wire.Supervise)
+            yield message
 
 
 @pytest.mark.slow
