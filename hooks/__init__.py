@@ -7,7 +7,6 @@ the daemon's command -> sender -> session -> governor, terminal, restorer -> app
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -26,7 +25,7 @@ except ModuleNotFoundError as error:
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.session import attach as attachment
-from sentinel.hooks.session.arguments import refuse_unknown, refuse_unnamed
+from sentinel.hooks.session.arguments import refuse_unnamed
 from sentinel.hooks.session.monitor import Monitor
 
 __all__ = ["Monitor", "Probe", "Rollback", "Step", "attach", "resume"]
@@ -40,8 +39,6 @@ _P = ParamSpec("_P")
 def _accept_engine(function: Callable[_P, Monitor]) -> Callable[_P, Monitor]:
     """`attach` that leaves a DeepSpeed engine to its integration, which takes the engine's own optimizer."""
 
-    named = [one.name for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_POSITIONAL]
-
     @functools.wraps(function)
     def attach(*args: _P.args, **kwargs: _P.kwargs) -> Monitor:
         model = args[0] if args else kwargs.get("model")
@@ -51,7 +48,6 @@ def _accept_engine(function: Callable[_P, Monitor]) -> Callable[_P, Monitor]:
             refuse_unnamed(args[2:])
             options = {name: value for name, value in kwargs.items() if name not in ("model", "optimizer")}
             return deepspeed.attach(model, **options)
-        refuse_unknown(kwargs, named)
         return function(*args, **kwargs)
 
     return attach

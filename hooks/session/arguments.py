@@ -5,11 +5,13 @@ The description goes out with the hello, is used by diagnosis, and is shown on a
 
 from __future__ import annotations
 
+import functools
+import inspect
 import platform
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +30,8 @@ from sentinel.hooks.torch_interop.internals import Dropout, NormWithStatistics, 
 from sentinel.hooks.torch_interop.layer_table import class_name, named_parameters, wrappers
 from sentinel.text import did_you_mean, format_count
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _NAMED = 3
 """Parameters that an error lists by name."""
 
@@ -76,11 +80,19 @@ def refuse_unnamed(given: Sequence[object]) -> None:
     raise AttachError(f"attach(model, optimizer): the third argument is {_name_kind(given[0])}, without a name; {fix}")
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
-    """Raises UnknownArgumentError, a TypeError as Python's own, at the first name that is none of `known`."""
-    for name in given:
-        if name not in known:
-            raise UnknownArgumentError(f"attach has no argument {name!r}{did_you_mean(name, known)}")
+def refuse_unknown(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`attach` that raises UnknownArgumentError, a TypeError as Python's own, at the first name that it does not have:
+    also of the options that an integration hands on."""
+    known = [one.name for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_POSITIONAL]
+
+    @functools.wraps(function)
+    def attach(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs:
+            if name not in known:
+                raise UnknownArgumentError(f"attach has no argument {name!r}{did_you_mean(name, known)}")
+        return function(*args, **kwargs)
+
+    return attach
 
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:

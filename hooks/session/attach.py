@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sentinel.hooks.rollback.restorer import Restorer
 
 
+@arguments.refuse_unknown
 def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Any,

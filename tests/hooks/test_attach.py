@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError, ConfigError, RollbackError
+from sentinel.hooks import accelerate, deepspeed
 from sentinel.hooks.loop import patches
 from sentinel.hooks.session import registry
 from sentinel.hooks.transport import daemon_launcher
@@ -383,6 +386,30 @@ def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
     with pytest.raises(AttachError, match="the third argument is of type str, without a name; write run="):
         sentinel.attach(DeepSpeedEngine(), None, "my-run")
+
+
+@pytest.mark.parametrize("way", ["sentinel", "deepspeed", "accelerate"])
+def test_an_argument_that_attach_does_not_have_is_refused_by_the_integrations_too(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TypeError about an inner function was what they raised."""
+    net = model()
+
+    class DeepSpeedEngine:
+        module, optimizer, training_dataloader, global_steps = net, adamw(net), None, 0
+
+        def zero_optimization(self) -> bool:
+            return False
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
+    engine, accelerator = DeepSpeedEngine(), SimpleNamespace(_schedulers=[], scaler=None)
+    attach: Callable[..., Any] = {
+        "sentinel": functools.partial(sentinel.attach, engine, None),
+        "deepspeed": functools.partial(deepspeed.attach, engine),
+        "accelerate": functools.partial(accelerate.attach, accelerator, net, adamw(net)),
+    }[way]
+    with pytest.raises(AttachError, match="attach has no argument 'schedular'; did you mean 'scheduler'"):
+        attach(schedular=None)
 
 
 @pytest.mark.parametrize(
