@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import itertools
 import json
@@ -172,7 +171,7 @@ def _open_output(output: Path | None) -> AbstractContextManager[IO[str]]:
 
 def complete_run(run: str) -> str:
     """A run as it was named; where no run has that name or id, the only id that begins so. Raises ConfigError where
-    several do."""
+    several do. An id that was completed is said on stderr."""
     ids = dict[str, None]()
     for name, run_id in _list_named():
         if run in (name, run_id):
@@ -181,7 +180,11 @@ def complete_run(run: str) -> str:
             ids[run_id] = None
     if len(ids) > 1:
         raise ConfigError(f"several runs have an id that begins with {run}: {join_names(list(ids), _CANDIDATES)}")
-    return next(iter(ids), run)
+    if not ids:
+        return run
+    (found,) = ids
+    echo(f"sentinel: {run} is taken for {found}", err=True)
+    return found
 
 
 def complete_option(ctx: click.Context, parameter: click.Parameter, run: str | None) -> str | None:
@@ -190,11 +193,15 @@ def complete_option(ctx: click.Context, parameter: click.Parameter, run: str | N
 
 
 def _list_named() -> Iterator[tuple[str, str]]:
-    """(name, id) of the runs that are watched, then of those whose history can be read, the newest first."""
+    """(name, id) of the runs that are watched, then of those that are kept, the newest first. Of a history that cannot
+    be read, its file's name is the name: a call for it is not to get another run."""
     yield from ((one["run"], one["run_id"]) for one in list_runs())
     for one in reversed(retention.list_kept()):
-        with contextlib.suppress(ConfigError), History(one.path) as kept:
-            yield kept.run, kept.run_id
+        try:
+            with History(one.path) as kept:
+                yield kept.run, kept.run_id
+        except ConfigError:
+            yield one.path.stem, ""
 
 
 def find_history(run: str) -> Path:

@@ -51,12 +51,12 @@ def list_runs(since: str = "") -> str:
 
 def list_incidents(run: str = "", cursor: str = "", limit: int = 25) -> str:
     """List incidents, the one that changed last at the end, each with cause, confidence, remedy, step, ranks and the
-    command that shows it. `run`: name or id; empty: all. `cursor`: that of an earlier answer, to get only what fired or
-    ended since; empty: the newest `limit`.
+    command that shows it. `run`: name, id or its beginning; empty: all. `cursor`: that of an earlier answer, to get
+    only what fired or ended since; empty: the newest `limit`.
     """
     limit = min(max(limit, 1), INCIDENTS)
     after = _read_cursor(cursor) if cursor else None
-    cases = sorted(incidents.collect_incidents(run or None), key=_find_last_change)
+    cases = sorted(incidents.collect_incidents(_complete_run(run)), key=_find_last_change)
     found = cases[-limit:] if after is None else [case for case in cases if _find_last_change(case) > after][:limit]
     newest = msgspec.json.encode(_find_last_change(found[-1])).decode() if found else cursor
     return quote_data({"incidents": [_summarize(case) for case in found], "cursor": newest, "in_all": len(cases)})
@@ -64,9 +64,9 @@ def list_incidents(run: str = "", cursor: str = "", limit: int = 25) -> str:
 
 def show_incident(id: str, run: str = "") -> str:
     """Show one incident whole: evidence, cause and confidence, what to do, ranks and layers, stacks, what was done.
-    `id` as `0.1`; `run`: name or id, needed where several runs have that id.
+    `id` as `0.1`; `run`: name, id or its beginning, needed where several runs have that id.
     """
-    case = incidents.find_incident(id, run or None)
+    case = incidents.find_incident(id, _complete_run(run))
     return quote_data(case | {"command": _name_command(case)})
 
 
@@ -96,9 +96,10 @@ def read_series(
 
 def list_rules(run: str = "") -> str:
     """List all rules, and where they stand in the runs that are watched now (firing, pending, warming, no data, ...)
-    with their current numbers: firing ones first, inactive ones only counted. `run`: name or id; empty: all.
+    with their current numbers: firing ones first, inactive ones only counted. `run`: name, id or its beginning; empty:
+    all.
     """
-    states = rule_status.pick_rules(rule_status.find_runs(run or None))
+    states = rule_status.pick_rules(rule_status.find_runs(_complete_run(run)))
     for found in states:
         states_of_rules = sorted(found["rules"], key=lambda rule: STATES.index(rule["state"]))
         found["rules"] = [rule for rule in states_of_rules if rule["state"] != "inactive"]
@@ -188,6 +189,10 @@ READING: tuple[Callable[..., str], ...] = (
 LOCAL: tuple[Callable[..., str], ...] = (read_memory_snapshot,)
 """They open files that they are given, and take a while: not in a daemon that serves HTTP."""
 CHANGING: tuple[Callable[..., str], ...] = (silence_alert, reload_rules)
+
+
+def _complete_run(run: str) -> str | None:
+    return history.complete_run(run) if run else None
 
 
 def _find_last_change(case: dict[str, Any]) -> tuple[float, str, str]:

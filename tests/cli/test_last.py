@@ -27,7 +27,7 @@ def invoked(*arguments: str) -> Result:
 
 
 def listed(*arguments: str) -> list[dict[str, Any]]:
-    rows = json.loads(invoked(*arguments, "--json").output)
+    rows = json.loads(invoked(*arguments, "--json").stdout)
     assert isinstance(rows, list)
     return rows
 
@@ -335,3 +335,28 @@ def test_a_beginning_that_several_ids_have_names_them(command: list[str]) -> Non
     error = CliRunner().invoke(cli, [*command, "job"]).exception
     assert isinstance(error, ConfigError)
     assert str(error) == "several runs have an id that begins with job: job81-train, job7-train"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["history", "export"], "1234.sqlite: "),
+        (["report"], "1234.sqlite: "),
+        (["last"], "no history of 1234 in that time"),
+    ],
+)
+def test_a_damaged_history_is_not_taken_for_another_whose_id_begins_with_its_own(command: list[str], said: str) -> None:
+    """As ids of Slurm's jobs do."""
+    keep("train", BYE, run_id="12345")
+    (paths.state_directory() / "runs" / "1234.sqlite").write_bytes(b"no database")
+    result = CliRunner().invoke(cli, [*command, "1234"])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+
+
+def test_an_id_that_was_completed_is_said_on_stderr() -> None:
+    keep("train", BYE, run_id="12345")
+    result = CliRunner().invoke(cli, ["last", "1234", "--json"])
+    assert json.loads(result.stdout)[0]["run_id"] == "12345"
+    assert result.stderr == "sentinel: 1234 is taken for 12345\n"
+    assert CliRunner().invoke(cli, ["last", "12345"]).stderr == ""

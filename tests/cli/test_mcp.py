@@ -104,7 +104,7 @@ def test_recorded_incidents_are_told_with_cause_step_rank_and_command() -> None:
             found = await session.call("list_incidents")
             check_incidents(found["incidents"])
             for one in found["incidents"]:
-                whole = await session.call("show_incident", id=one["id"], run="train")
+                whole = await session.call("show_incident", id=one["id"], run="train-")
                 assert whole["diagnosis"]["cause"] == one["cause"]
                 assert (whole["members"][0]["name"], whole["command"]) == ("3", one["command"])
             assert (await session.call("list_incidents", cursor=found["cursor"]))["incidents"] == []
@@ -261,7 +261,7 @@ def test_a_live_run_is_seen() -> None:
         async with Session("--allow-write") as session:
             (row,) = (await session.call("list_runs"))["runs"]
             assert (row["run"], row["state"]) == ("train", "running")
-            (run,) = (await session.call("list_rules", run="r1"))["runs"]
+            (run,) = (await session.call("list_rules", run="r"))["runs"]
             assert run["inactive"] + len(run["rules"]) > 10
             (survey,) = await session.call("survey_hang")
             assert survey["run_id"] == "r1"
