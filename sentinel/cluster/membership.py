@@ -238,10 +238,9 @@ class Membership:
     def list_open_elsewhere(self) -> list[OpenIncident]:
         """Open incidents of the job that this node has no part in; none where the coordinator is not heard."""
         now = time.monotonic()
-        beat = self._node.beat if self._lead is None else self._lead.make_beat(now)
-        if beat is None or (self._lead is None and self._node.find_view(now) != "joined"):
-            return []
-        return [one for one in beat.incidents if one.nodes and self.node not in one.nodes]
+        joined = self._node.beat if self._node.find_view(now) == "joined" else None
+        beat = self._lead.make_beat(now) if self._lead is not None else joined
+        return [one for one in beat.incidents if one.nodes and self.node not in one.nodes] if beat is not None else []
 
     def list_incidents(self) -> list[IncidentView] | None:
         """Those of the job; None on a node that is not the coordinator."""
@@ -306,12 +305,12 @@ class Membership:
 
     def _note_absence(self, now: float) -> None:
         """Say on the terminal that this node is by itself, and when it is no more: a wrong secret has no other sign."""
-        cut_off = self._node.is_cut_off(now) and self._ending is None and not self._node.is_left_out
-        if cut_off and not self._cut_off:
+        cut_off, stays = self._node.is_cut_off(now), self._ending is None and not self._node.is_left_out
+        if cut_off and stays and not self._cut_off:
             self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")
-        elif self._cut_off and not self._node.is_cut_off(now) and self._ending is None:
+        elif self._cut_off and stays and not cut_off:
             self._say("the other nodes are heard again")
-        self._cut_off = cut_off
+        self._cut_off = cut_off and stays
 
     def _change_role(self, now: float) -> None:
         """Become the coordinator where none is heard, and leave it to others where that leads to nothing."""
