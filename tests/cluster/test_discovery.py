@@ -135,6 +135,25 @@ def test_what_is_in_the_way_is_said_and_the_node_is_watched_alone(
         assert describe_job(rank) is None
 
 
+def test_node_0_says_that_rollback_is_not_armed_whichever_of_its_ranks_came_first(tmp_path: Path) -> None:
+    """It was said only where that was rank 0, which is the one that is asked where the nodes meet."""
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    said = {"SENTINEL_STATE": str(tmp_path), "SENTINEL_CLUSTER": ""}
+    terms = wire.RollbackTerms(every=1, keep=2, margin=1, budget=3)
+    with (
+        daemon_process("--config", str(_write_settings(tmp_path)), run_id=f"{RUN}-0", **said) as (path, _),
+        SimulatedRank(path, 1, 4, run_id=RUN, on_a_node=2) as second,
+        SimulatedRank(path, 0, 4, run_id=RUN, on_a_node=2) as first,
+    ):
+        for rank in (second, first):
+            local = rank.identity.rank
+            rank.identity = msgspec.structs.replace(rank.identity, local_rank=local, local_world_size=2)
+            rank.hello(rollback=terms)
+        asked = first.expect(wire.FindMeeting)
+        first.say(wire.MeetingFound(nodes=2, address=free_address(), secret=asked.secret))
+        say(first, f"rollback is not armed: {NO_ORDERS}")
+
+
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     (tmp_path / "sentinel.toml").write_text("[daemon]\nhttp = 'off'\n[cluster]\nenabled = false\n")
     with waiting_daemon(0, tmp_path) as rank:

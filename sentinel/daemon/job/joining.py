@@ -45,25 +45,25 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
     identity, meeting = hello.identity, None
     if count_nodes(identity) == 1:
         return
-    armed = hello.rollback is not None and identity.rank == 0
     try:
         meeting = settings.find_meeting()
     except ConfigError as error:
         watch.context.tell(f"this node is watched alone: {error}")
     if meeting is None:
-        _tell_unarmed(watch, APART if armed else "")
+        _tell_unarmed(watch, identity, APART)
     elif meeting.addresses or meeting.routers:
         _meet(watch, identity, supervision, meeting)
     else:
 
         def fail(why: str) -> None:
             watch.context.tell_once(why)
-            _tell_unarmed(watch, APART if armed else "")
+            _tell_unarmed(watch, identity, APART)
 
         def join(found: Meeting) -> None:
             if identity.node == 0:
                 watch.context.tell(_announce(found))
-                _tell_unarmed(watch, NO_ORDERS if armed and not found.takes_orders else "")
+            if not found.takes_orders:
+                _tell_unarmed(watch, identity, NO_ORDERS)
             _meet(watch, identity, supervision, found)
 
         watch.search = MeetingSearch(meeting, settings.port, join, fail)
@@ -82,8 +82,9 @@ def _announce(found: Meeting) -> str:
     return words if found.takes_orders else f"{words}; they share what they see: {NO_ORDERS}"
 
 
-def _tell_unarmed(watch: WatchedRun, why: str) -> None:
-    if why:
+def _tell_unarmed(watch: WatchedRun, identity: wire.Identity, why: str) -> None:
+    """Node 0 does, of a run with a rollback: whichever of its ranks says hello first, as all offer the same."""
+    if identity.node == 0 and any(rank.hello.rollback is not None for rank in watch.run.attempt.ranks.values()):
         watch.context.tell_once(f"rollback is not armed: {why}")
 
 
