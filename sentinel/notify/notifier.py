@@ -45,6 +45,9 @@ class Notifier:
         self._ending: dict[str, Case] = {}
         """By id: those of which the receivers are not told yet that they are over."""
         self._resumed = False
+        self.is_joining = False
+        """Whether it is yet to be found out where the nodes of the job meet: until then what an earlier daemon of this
+        node knew of is the job's, whose coordinator may have told people under another key."""
 
     def replace(self, routes: Sequence[Route], origin: Origin, severities: frozenset[str]) -> None:
         """Apply other settings: these receivers, and these severities on the terminal. New receivers get what fires."""
@@ -103,7 +106,7 @@ class Notifier:
         whether these cases of a problem do not come back. A receiver may know of none that is less severe."""
         self.silences.refresh()
         known = list(cases)
-        if not self._resumed:
+        if not self._resumed and not self.is_joining:
             self._resume(known)
         changed, self._changed = self._changed, set()
         for case in known:

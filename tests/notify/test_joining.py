@@ -1,0 +1,27 @@
+"""A daemon that was started again, in a job whose nodes have yet to find each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.notify.cases import case
+from tests.notify.test_silences import People, fired
+
+
+def test_what_an_earlier_daemon_knew_of_is_not_told_before_the_nodes_have_found_each_other(tmp_path: Path) -> None:
+    """The coordinator may have told people, under the job's key."""
+    people, known = People(tmp_path), case()
+    known.told = True
+    people.notifier.is_joining = True
+    people.notifier.tick([known])
+    assert people.pipeline.pending == 0
+    people.notifier.is_joining = False
+    people.notifier.tick([known])
+    assert [one.id for message in people.got() for one in message.cases] == [known.id]
+
+
+def test_what_fires_meanwhile_is(tmp_path: Path) -> None:
+    people = People(tmp_path)
+    people.notifier.is_joining = True
+    one = fired(people)
+    assert [each.id for message in people.got() for each in message.cases] == [one.id]
