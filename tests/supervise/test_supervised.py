@@ -298,12 +298,12 @@ def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> No
 
 UNHURRIED = """
 import signal, sys
-asked = []
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda *_: asked.append(1))
+requests = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, requests)  # one that comes between two waits is not lost
 print("ready", flush=True)
-while len(asked) < 2:  # hung in its last checkpoint
-    signal.pause()
+signal.sigwait(requests)
+print("asked", flush=True)
+signal.sigwait(requests)  # hung in its last checkpoint
 sys.exit(9)
 """
 
@@ -324,6 +324,7 @@ def test_the_end_of_a_job_that_hangs_after_it_was_asked_to_end_was_asked_for(tmp
         assert next(said).ending == 0
         process.send_signal(signal.SIGINT)
         announced = [next(message for message in said if message.ending)]
+        assert process.stdout.readline() == "asked\n"
         hung = wire.Standing(run="r", run_id="r", attempt=0, resumes=True, ends=True, alert="Hang", cause="a sleep")
         connection.sendall(wire.frame(hung))
         connection.sendall(wire.frame(msgspec.structs.replace(hung, over=True)))
