@@ -298,7 +298,7 @@ def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> No
 
 UNHURRIED = """
 import signal, sys
-requests = {signal.SIGINT, signal.SIGTERM}
+requests = {signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, requests)  # one that comes between two waits is not lost
 print("ready", flush=True)
 signal.sigwait(requests)
@@ -322,15 +322,15 @@ def test_the_end_of_a_job_that_hangs_after_it_was_asked_to_end_was_asked_for(tmp
         connection = stack.enter_context(daemon.accept()[0])
         said = supervise_messages(connection)
         assert next(said).ending == 0
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         announced = [next(message for message in said if message.ending)]
         assert process.stdout.readline() == "asked\n"
         hung = wire.Standing(run="r", run_id="r", attempt=0, resumes=True, ends=True, alert="Hang", cause="a sleep")
         connection.sendall(wire.frame(hung))
         connection.sendall(wire.frame(msgspec.structs.replace(hung, over=True)))
         announced += [message for message in said if message.ending]
-    assert [(message.ending, message.why) for message in announced] == [(signal.SIGINT, "")] * 2
-    assert process.returncode == -signal.SIGINT
+    assert [(message.ending, message.why) for message in announced] == [(signal.SIGTERM, "")] * 2
+    assert process.returncode == -signal.SIGTERM
 
 
 def supervise_messages(connection: socket.socket) -> Iterator[wire.Supervise]:
