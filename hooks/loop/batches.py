@@ -57,8 +57,8 @@ class FetchAhead:
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
         """Of which it is known whether they are."""
         self._latest: weakref.ref[object] | None = None
-        """The one that gave the last batch, where it is not: to look it up in sets of weak references, at each batch,
-        would cost more than the rest."""
+        """The iterator that gave the last batch, if it is not asked ahead. To look it up in sets of weak references at
+        each batch would cost more than the rest."""
 
     def swap_notes(self, source: object, noted: Noted) -> Noted:
         """`source` gave a batch: what was noted of the one that the loop gets."""

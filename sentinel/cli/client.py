@@ -15,7 +15,7 @@ _reported: set[str] = set()
 
 def ask_daemons(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
     """Answers of all living daemons. The socket of a killed daemon is skipped, but reported on stderr if the
-    environment names it, as are a daemon of another version and one that does not answer."""
+    environment names it, as is a daemon of another version or without an answer."""
     answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
     for path in paths.live_sockets():
         try:

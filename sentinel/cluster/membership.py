@@ -119,7 +119,7 @@ class Membership:
         self._refused = 0
         self._rejected = RejectedConnections(run.name)
         self._said = set[str]()
-        """What this node's terminal was told as the coordinator's, and is told once."""
+        """Lines of the coordinator that this node's terminal already has: each is printed once."""
         self._cut_off = False
         """Whether the terminal was told that no coordinator is heard."""
         self._ending: float | None = None

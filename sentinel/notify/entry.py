@@ -24,9 +24,9 @@ not met by everybody at once."""
 LONGEST_AFTER = 3600.0
 """Longest pause that a receiver may ask for; after that it is tried again."""
 UNHEARD_SECONDS = 30.0
-"""A critical case that was over so soon after it fired is told as firing first where the receiver is yet to be told."""
+"""A critical case that was over so soon after it fired is sent as firing first, where nothing of it was sent yet."""
 LATE_SECONDS = 600.0
-"""After so long without an answer a receiver is told of such a case as it is then."""
+"""After so long without an answer a receiver gets such a case as it is then."""
 GIVE_UP_SECONDS = 24 * 3600.0
 """What could not be told for a day is news no more."""
 CASES = 50

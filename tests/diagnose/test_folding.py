@@ -115,13 +115,13 @@ def test_a_cause_that_is_seen_after_its_effect_joins_it_where_it_is_close() -> N
 
 
 def test_only_what_is_known_for_sure_explains_an_effect_and_no_cause_is_lent_twice() -> None:
-    def known(one: Case, confidence: Confidence) -> Case:
+    def explain_case(one: Case, confidence: Confidence) -> Case:
         return msgspec.structs.replace(one, diagnosis=Finding("a cause", confidence, ""))
 
-    origin = known(incident("0.1", 100, "gradients-kept"), "high")
-    effect = known(incident("0.2", 105, "training", consequence_of=("gradients-kept",)), "none")
-    last = known(incident("0.3", 110, "progress", consequence_of=("training",)), "none")
-    assert explain_effect(effect, known(origin, "medium")) is effect.diagnosis
+    origin = explain_case(incident("0.1", 100, "gradients-kept"), "high")
+    effect = explain_case(incident("0.2", 105, "training", consequence_of=("gradients-kept",)), "none")
+    last = explain_case(incident("0.3", 110, "progress", consequence_of=("training",)), "none")
+    assert explain_effect(effect, explain_case(origin, "medium")) is effect.diagnosis
     found = explain_effect(effect, origin)
     assert (found.cause, found.confidence) == (f"as of {origin.alert} (0.1): a cause", "medium")
     assert explain_effect(last, msgspec.structs.replace(effect, diagnosis=found)) is last.diagnosis
