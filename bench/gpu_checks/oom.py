@@ -78,7 +78,8 @@ def _size(loop: Loop) -> int:
 
 def _forward(loop: Loop) -> None:
     held = [torch.empty(_size(loop) // 16, device=loop.device) for _ in range(2 if loop.device == "cuda" else 0)]
-    (loop.model(loop.data[0]) + torch.empty(_size(loop), device=loop.device).sum()).backward()
+    output = loop.model(loop.data[0])  # by a name: else the exception would let go of it before it is compared
+    (output + torch.empty(_size(loop), device=loop.device).sum()).backward()
     del held
 
 

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sentinel import wire
-from sentinel.hooks.evidence.nonfinite_origin import trace_origin
+from sentinel.hooks.evidence.nonfinite_origin import NAMES, trace_origin
 from sentinel.hooks.evidence.object_growth import ObjectGrowth
+from sentinel.hooks.evidence.recent_batches import RecentBatches
 from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.measure.probes.weights import second_moment
@@ -51,6 +52,7 @@ class EvidenceCollector:
         """The next step's gradients and second moments are wanted."""
         self.counting = ObjectGrowth(slots, send)
         self._slots: list[CallSlot] = list(slots)
+        self._recent = RecentBatches()
         self._send = send
         self._not_before = 0
         self._held = 0
@@ -89,7 +91,24 @@ class EvidenceCollector:
         found = [self._trace_slot(slot, step, loss_finite) for slot in self._slots if slot.model() is not None]
         if found:
             worst = min(found, key=_telling)
-            self._tell(worst if exact else _inexact(worst))
+            self._tell(self._find_bad_data(worst) or (worst if exact else _inexact(worst)))
+
+    def hold_batch(self, seq: int, read_loss: Callable[[], float | None]) -> None:
+        """A step is over, and its loss is on a device: see `recent_batches.py`. Not for a run with several models."""
+        if len(self._slots) == 1 and (call := self._slots[0].kept) is not None:
+            self._recent.add(seq, read_loss, call)
+
+    def _find_bad_data(self, found: Provenance) -> Provenance | None:
+        """What was in the batch of the first step whose loss was not finite, where that was known too late to run it
+        again; None: nothing that would explain it."""
+        if found.origin not in ("weights", "not known") or (bad := self._recent.find_bad_data()) is None:
+            return None
+        seq, names = bad
+        return Provenance(
+            seq=seq, origin="data", tensors=tuple(names[:NAMES]), inputs_finite=False, exact=False, rerun=False,
+            bad_weights=found.bad_weights, bad_weight_count=found.bad_weight_count, seconds=found.seconds,
+            missing=("the passes of that step: when its loss was known, its update had been applied",),
+        )  # fmt: skip
 
     def _read_step(self, step: Step) -> tuple[bool, bool]:
         """(whether the loss is finite, whether anything is not) of a step whose values are on a device. Once for each
@@ -127,6 +146,7 @@ class EvidenceCollector:
 
     def close(self) -> None:
         """No more evidence will be needed: hold no batch, though the model's hooks may stay."""
+        self._recent.clear()
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.close()
@@ -134,6 +154,7 @@ class EvidenceCollector:
     def rewound(self) -> None:
         """The run went back: what comes now is another incident."""
         self._not_before = 0
+        self._recent.clear()
 
     def end_step(self, seq: int, *, first: bool) -> None:
         """A step of the first optimizer ended. With one model its batch is no longer needed; with several another

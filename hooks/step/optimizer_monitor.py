@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.hooks.core.device_clock import DeviceClock, make_device_clock
+from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop.forward_passes import ORIGIN
 from sentinel.hooks.loop.grad_clipping import read_overflow, scale_left
 from sentinel.hooks.loop.step_accumulator import StepTotals
@@ -289,10 +290,13 @@ class OptimizerMonitor(FastPath):
 
     def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
         """Where something is not finite: find out what made it so."""
-        if self.collector is None:
-            return
+        if self.collector is not None:
+            self._guard_collector(lambda collector: collector.look(step, withheld=withheld, exact=exact))
+
+    def _guard_collector(self, call: Callable[[EvidenceCollector], None]) -> None:
+        assert self.collector is not None
         try:
-            self.collector.look(step, withheld=withheld, exact=exact)
+            call(self.collector)
         except Exception:
             if self._unseen.record_failure(ORIGIN, "tracing what is not finite", "without knowing what made it"):
                 self.collector = None
@@ -405,6 +409,8 @@ class OptimizerMonitor(FastPath):
         news = self._loss_outliers.judge_step(step.seq, step.values, skipped=skipped)
         record = records.record(step, self.layers, time.time(), self._transfers, self._unseen)
         self._loss_outliers.add_record(record)
+        if self.collector is not None and record.transfer is not None and record.transfer.brings("loss"):
+            self._guard_collector(lambda collector: collector.hold_batch(record.seq, lambda: record.peek("loss")))
         self._submit(record, news or step.urgent)
         self._account(step)
         self._next(skipped=skipped)

@@ -20,13 +20,17 @@ def add_origin(evidence: Evidence, found: Finding) -> Finding:
     rank, made = min(evidence.provenance.items(), key=lambda pair: _TELLING.index(pair[1].origin))
     step = evidence.step(made.seq)
     whose = f" of rank {rank}" if evidence.world_size > 1 else ""
-    fact = f"the batch of step {step}{whose}, run once more: {_describe_origin(made)}"
+    how = "run once more" if made.rerun else "looked at"
+    fact = f"the batch of step {step}{whose}, {how}: {_describe_origin(made)}"
     missing = tuple(one for one in found.missing if "re-run" not in one and "made it" not in one) + made.missing
     found = msgspec.structs.replace(found, evidence=(*found.evidence, fact), missing=missing)
     if made.origin in ("nothing", "not known"):
         return found
     if found.cause.startswith("divergence") and made.origin != "data":
         return found
+    if made.origin == "weights" and made.seq > evidence.since:
+        late = f"the function that made it: a batch could be run again at step {step} only, and its weights were broken"
+        return msgspec.structs.replace(found, missing=(*found.missing, late))
     cause, confidence, remedy = _cause(made, f"step {step}{whose}")
     if found.leads:
         return msgspec.structs.replace(found, cause=f"{found.cause}; {cause}")
@@ -96,4 +100,5 @@ def _describe_origin(made: Provenance) -> str:
     named = f": {made.operation}" if made.operation else ""
     place = f"{made.module}{named}" if made.module else made.operation
     held = f", {join_names(made.tensors, _SHOWN)}" if made.tensors else ""
-    return f"{made.origin}, {made.phase} pass{f', {place}' if place else ''}{held}"
+    within = f", {made.phase} pass" if made.phase else ""
+    return f"{made.origin}{within}{f', {place}' if place else ''}{held}"

@@ -31,7 +31,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seq: int
-    """The step whose batch was run again."""
+    """The step whose batch was run again, or was looked at."""
     origin: Origin
     phase: Literal["forward", "backward", ""] = ""
     module: str = ""
@@ -58,6 +58,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """The same of buffers, as they are after the step: statistics of batch norm keep what the step put into them."""
     exact: bool = True
     """Whether weights and batch were those of the step: the update had not been applied."""
+    rerun: bool = True
+    """Whether the batch was run again; else its inputs were looked at, without the model."""
     seconds: float = 0.0
     missing: tuple[str, ...] = ()
 

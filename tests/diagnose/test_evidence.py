@@ -86,6 +86,23 @@ def test_weights_that_are_bad_are_no_root() -> None:
     assert "the update that put it there" in found.missing
 
 
+def test_weights_that_broke_after_the_alert_do_not_replace_its_cause() -> None:
+    """As where a GPU's loss is known some steps late."""
+    late = msgspec.structs.replace(of("weights", bad_weights=("a.weight",)), seq=43)
+    bare, found = diagnosis("NonFiniteGradient"), diagnosis("NonFiniteGradient", late)
+    assert (found.cause, found.confidence) == (bare.cause, bare.confidence)
+    assert "a batch could be run again at step 43 only" in " ".join(found.missing)
+
+
+def test_a_batch_that_was_only_looked_at_is_a_cause_of_medium_confidence() -> None:
+    looked = of("data", tensors=("args[0]",), exact=False, rerun=False, missing=("the pass of that step",))
+    found = diagnosis("NonFiniteLoss", looked)
+    assert (found.cause, found.confidence) == (
+        "bad data: NaN or infinite values in args[0] of the batch of step 40", "medium"
+    )  # fmt: skip
+    assert found.evidence[-1] == "the batch of step 40, looked at: data, args[0]"
+
+
 @pytest.mark.parametrize("origin", ["nothing", "not known"])
 def test_a_run_that_found_nothing_adds_no_certainty(origin: Any) -> None:
     bare, found = diagnosis("NonFiniteLoss"), diagnosis("NonFiniteLoss", of(origin, missing=("why",)))

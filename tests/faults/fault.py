@@ -38,6 +38,8 @@ class Fault:
     cause: str
     """A pattern that the diagnosed cause must match. ONSET stands for the step at which the fault begins, NEAR for one
     of the ten from the step before, AROUND for `between steps` of two samples that it lies between."""
+    late_cause: str = ""
+    """What it must match where values stay on a device and are read some steps later, if not the same."""
     names: tuple[str, ...] = ()
     """Patterns of what the case must say besides."""
     loop: Callable[[Trial], None]

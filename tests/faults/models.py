@@ -15,6 +15,11 @@ CLASSES, PIXELS = 10, 64
 BYTES, CONTEXT, WIDTH = 256, 32, 32
 
 
+def device_type() -> str:
+    """Of the device that a family is trained on (`tests.faults.train --device`)."""
+    return torch.get_default_device().type
+
+
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
     """1,797 images of 8x8, in 0 to 1, and which digit each shows."""
@@ -29,7 +34,7 @@ def images(seed: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     x, y = digits()
     while True:
-        for chosen in torch.randperm(len(x), generator=generator).split(size):
+        for chosen in torch.randperm(len(x), generator=generator, device="cpu").split(size):
             if len(chosen) == size:
                 yield x[chosen], y[chosen]
 
@@ -47,8 +52,9 @@ def passages(seed: int, size: int = 16, length: int = CONTEXT) -> Iterator[Tenso
     generator = torch.Generator().manual_seed(seed)
     source = text()
     while True:
-        starts = torch.randint(len(source) - length - 1, (size,), generator=generator)
-        yield torch.stack([source[start : start + length + 1] for start in starts.tolist()]).long()
+        starts = torch.randint(len(source) - length - 1, (size,), generator=generator, device="cpu")
+        rows = torch.stack([source[start : start + length + 1] for start in starts.tolist()]).long()
+        yield rows.to(torch.get_default_device())
 
 
 def classifier(width: int = 64, depth: int = 2) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Numbers that leave their format, in real fp16 and bf16 (on the CPU)."""
+"""Numbers that leave their format, in real fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.faults.fault import Fault, Trial
-from tests.faults.models import classifier, images
+from tests.faults.models import classifier, device_type, images
 
 
 def bad_batch(trial: Trial) -> None:
@@ -21,7 +21,7 @@ def bad_batch(trial: Trial) -> None:
         if on:
             x = x.clone()
             x[0, 0] = torch.nan
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device_type(), torch.bfloat16):
             output = model(x)
         optimizer.zero_grad()
         F.cross_entropy(output.float(), y).backward()
@@ -66,7 +66,8 @@ class HalfUnit(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         x = self.lift(rows).to(self.dtype)
-        unit = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-8)
+        with torch.autocast(device_type(), enabled=False):  # CUDA's would compute the root in float32
+            unit = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-8)
         return self.out(torch.where((rows == 0).all(-1, keepdim=True), 0.0, unit))
 
 
@@ -74,13 +75,13 @@ def collapsing(trial: Trial) -> None:
     """P2: blank rows, masked out in the forward pass; 0 / 0 in the backward pass stays NaN, whatever the scale."""
     model = HalfUnit(torch.float16 if trial.faulty else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=2.0**12)
     trial.attach(model, optimizer, scaler=scaler)
     for (step, _), (x, y) in zip(trial.steps(220, 150), images(trial.seed), strict=False):
         if step >= 150:
             x = x.clone()
             x[0] = 0.0
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(device_type(), torch.float16):
             loss = F.cross_entropy(model(x).float(), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -92,10 +93,10 @@ def unscaled(trial: Trial) -> None:
     """P3: fp16 autocast, and nothing scales the loss."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=not trial.faulty)
+    scaler = torch.amp.GradScaler(device_type(), enabled=not trial.faulty)
     trial.attach(model, optimizer)
     for (_, _), (x, y) in zip(trial.steps(100), images(trial.seed), strict=False):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(device_type(), torch.float16):
             loss = F.cross_entropy(model(x).float(), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -107,10 +108,10 @@ def scaled_too_little(trial: Trial) -> None:
     """P4: a mean over 100,000 in the loss, and a loss scale of 1 that never grows."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0 if trial.faulty else 2.0**20, growth_interval=10**6)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=1.0 if trial.faulty else 2.0**20, growth_interval=10**6)
     trial.attach(model, optimizer)
     for (_, _), (x, y) in zip(trial.steps(300), images(trial.seed), strict=False):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(device_type(), torch.float16):
             loss = F.cross_entropy(model(x).float(), y) / 1000
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -126,7 +127,7 @@ def pure_bf16(trial: Trial) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     trial.attach(model, optimizer)
     for (_, _), (x, y) in zip(trial.steps(300), images(trial.seed), strict=False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=not trial.faulty):
+        with torch.autocast(device_type(), torch.bfloat16, enabled=not trial.faulty):
             output = model(x.bfloat16() if trial.faulty else x)
         optimizer.zero_grad()
         F.cross_entropy(output.float(), y).backward()
@@ -137,10 +138,10 @@ def clipped_first(trial: Trial) -> None:
     """P6: clips, and then unscales."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(device_type())
     trial.attach(model, optimizer)
     for (_, on), (x, y) in zip(trial.steps(200, 50), images(trial.seed), strict=False):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(device_type(), torch.float16):
             loss = F.cross_entropy(model(x).float(), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -162,7 +163,7 @@ def summed_in_bf16(trial: Trial) -> None:
     for _, _ in trial.steps(40):
         optimizer.zero_grad()
         for x, y in itertools.islice(batches, 16):
-            with torch.autocast("cpu", torch.bfloat16, enabled=not trial.faulty):
+            with torch.autocast(device_type(), torch.bfloat16, enabled=not trial.faulty):
                 output = model(x.bfloat16() if trial.faulty else x)
             (F.cross_entropy(output.float(), y) / 16).backward()
         optimizer.step()
@@ -177,6 +178,7 @@ FAULTS = (
     Fault(
         id="P1 backward", what="an infinite derivative at 0", alert="NonFiniteGradient", signal="grad_norm", delay=0,
         loop=blank_image, cause="in the backward pass of step ONSET: .* in SqrtBackward0 at .*precision.py",
+        late_cause="the backward pass of step ONSET made it",
         names=("from finite inputs and weights", "lift.weight"),
         begins=True,
     ),

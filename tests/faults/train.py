@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--every-step", action="store_true", help="sample everything at every step")
     parser.add_argument("--late", action="store_true", help="faults begin at a random step")
     parser.add_argument("--pace", type=int, default=0, help="milliseconds that a step takes at least")
+    parser.add_argument("--device", default="cpu", help="models and batches are made there")
     asked = parser.parse_args()
     only = asked.only.split(",") if asked.only else []
     import torch
@@ -44,6 +45,8 @@ def main() -> None:
     from sentinel.hooks.core import governor
 
     torch.set_num_threads(1)
+    if asked.device != "cpu":
+        torch.set_default_device(asked.device)
     if asked.every_step:
         governor.FIRST, governor.DECISIONS = dict.fromkeys(governor.FIRST, 1) | {3: governor.RARE[0]}, (1 << 30,)
     warnings.simplefilter("ignore")  # some faults are told by torch, too

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ FIRST_STEPS = 64
 """Within so many an alert may come at default settings, of a fault that is there from the start."""
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
-OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow")
+OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow", "GpuShared")
 """True of a machine that does something else meanwhile, and then no false alarm and a page of its own, where the fault
 is not about time."""
 
@@ -74,7 +74,14 @@ class Verdict:
 
 
 def verdicts(
-    family: str, seed: int, only: Sequence[str] = (), *, every_step: bool = False, late: bool = False, pace: int = 0
+    family: str,
+    seed: int,
+    only: Sequence[str] = (),
+    *,
+    every_step: bool = False,
+    late: bool = False,
+    pace: int = 0,
+    device: str = "cpu",
 ) -> list[Verdict]:
     """Train a family, or some of its faults, and judge. `every_step`: everything is sampled at every step, and delays
     are counted in samples; else the settings are the default ones, and delays are counted in steps. `late`: those that
@@ -85,10 +92,12 @@ def verdicts(
             paged(Path(folder, "config/sentinel")) as people,
             daemon(Path(folder), family) as (address, environment),
         ):
-            how = [*["--every-step"] * every_step, *["--late"] * late, "--pace", str(pace)]
+            how = [*["--every-step"] * every_step, *["--late"] * late, "--pace", str(pace), "--device", device]
             seconds = PACED_SECONDS if pace or late else TRAIN_SECONDS
             runs = trained(family, seed, [fault.id for fault in wanted], address, environment, how, seconds)
         with_run = find_histories(Path(folder))
+        if device != "cpu":
+            wanted = [replace(one, cause=one.late_cause, names=()) if one.late_cause else one for one in wanted]
         return [_judged(family, fault, seed, runs, with_run, people, every_step=every_step) for fault in wanted]
 
 
@@ -148,7 +157,11 @@ def trained(
     command = [*launch, "-m", "tests.faults.train", family, "--seed", str(seed)]
     command += ["--address", address, "--only", ",".join(ids), *how]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
-    done = run_fork(command, RANKS, env=environment, cwd=ROOT, timeout=seconds)
+    options: dict[str, Any] = {"env": environment, "cwd": ROOT, "timeout": seconds}
+    if "cpu" in how:
+        done = run_fork(command, RANKS, **options)
+    else:  # what CUDA has begun does not survive a fork
+        done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "internal fault" not in done.stderr, done.stderr[-4000:]
     return {run["run"]: run for run in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.M))}

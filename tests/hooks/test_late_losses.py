@@ -1,0 +1,162 @@
+"""Whose batch it was, where a loss is known some steps after its update. The CPU stands in for the device: a value has
+arrived once its word is there."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sentinel import wire
+from sentinel.hooks.evidence import recent_batches
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.loop.forward_passes import CallSlot, keep
+from sentinel.hooks.loop.step_accumulator import StepTotals
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.transport.records import Record, Transfers
+from sentinel.wire.evidence import Provenance
+from tests.hooks.faulty import WIDTH, Net
+
+
+class Loop:
+    """A loop whose losses arrive when it is said so, and whose weights break with the first bad one."""
+
+    def __init__(self) -> None:
+        self.net = Net(nn.GELU())
+        self.sent: list[wire.Message] = []
+        self.slot = CallSlot(self.net)
+        self.collector = EvidenceCollector([self.slot], self.sent.append)
+        self.seq = 0
+        self._on_the_way: list[Record] = []
+
+    def step(self, *batch: Tensor, loss: float = 1.0) -> None:
+        record = Record(0, self.seq, 0.0, wire.LayerTable(digest="", layers=()))
+        record.transfer = Transfers().begin([("loss", False, torch.tensor(loss))])
+        record.transfer._buffer[0] = 0.0
+        self.slot.kept = keep(batch, {})
+        self.collector.look(Step(self.seq, None, StepTotals(loss=torch.tensor(loss))), withheld=False, exact=True)
+        self.collector.hold_batch(self.seq, lambda: record.peek("loss"))
+        self.collector.end_step(self.seq, first=True)
+        self.seq += 1
+        self._on_the_way.append(record)
+
+    def arrive(self) -> None:
+        """All that was on the way is there."""
+        for record in self._on_the_way:
+            assert record.transfer is not None
+            record.transfer._buffer[0] = 1.0
+        self._on_the_way.clear()
+
+    def ask(self) -> Provenance:
+        """What the next step answers, at which the weights are broken."""
+        with torch.no_grad():
+            next(self.net.parameters()).fill_(math.nan)
+        self.collector.ask()
+        self.step(healthy(), loss=math.nan)
+        (found,) = [msgspec.convert(one.content, Provenance) for one in self.sent if isinstance(one, wire.Collected)]
+        return found
+
+
+def healthy() -> Tensor:
+    return torch.ones(4, WIDTH)
+
+
+def bad(value: float = math.nan) -> Tensor:
+    batch = torch.ones(4, WIDTH)
+    batch[2, 3] = value
+    return batch
+
+
+def run(*batches: Any, lag: int = 2) -> Provenance:
+    """Of a loop over these, whose losses are known `lag` steps later; from the first bad value on they are NaN."""
+    loop, broken = Loop(), False
+    for place, batch in enumerate(batches):
+        broken = broken or not bool(batch[0].isfinite().all())
+        loop.step(*batch, loss=math.nan if broken else 1.0)
+        if place % lag == lag - 1:
+            loop.arrive()
+    loop.arrive()
+    return loop.ask()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_batch_is_named_though_the_weights_are_broken_by_then(value: float) -> None:
+    found = run([healthy()], [healthy()], [healthy()], [bad(value)], [healthy()], [healthy()])
+    assert (found.origin, found.seq, found.tensors) == ("data", 3, ("args[0]",))
+    assert not found.rerun
+    assert not found.exact
+    assert found.missing
+
+
+def test_a_batch_that_is_finite_is_not_blamed() -> None:
+    loop = Loop()
+    for seq in range(6):
+        loop.step(healthy(), loss=math.nan if seq > 3 else 1.0)
+    loop.arrive()
+    assert loop.ask().origin == "weights"
+
+
+def test_a_mask_of_infinities_is_not_blamed() -> None:
+    mask = torch.full((4, WIDTH), -math.inf)
+    batches = [[healthy(), mask] for _ in range(3)]
+    found = run(*batches, [bad(), mask.clone()], [healthy(), mask])
+    assert (found.seq, found.tensors) == (3, ("args[0]",))
+
+
+def test_without_a_batch_before_it_an_infinity_is_not_blamed() -> None:
+    loop = Loop()
+    loop.step(bad(-math.inf), loss=math.nan)
+    loop.arrive()
+    assert loop.ask().origin == "weights"
+
+
+def test_a_batch_that_was_written_over_is_not_judged() -> None:
+    loop, buffer = Loop(), healthy()
+    for seq in range(4):
+        loop.step(buffer, loss=math.nan if seq == 3 else 1.0)
+        buffer.fill_(math.nan)
+    loop.arrive()
+    assert loop.ask().origin == "weights"
+
+
+def test_batches_are_let_go_once_their_losses_are_known_and_finite() -> None:
+    loop, held = Loop(), list[weakref.ref[Tensor]]()
+    for _ in range(5):
+        batch = healthy()
+        held.append(weakref.ref(batch))
+        loop.step(batch)
+        del batch
+    assert all(one() is not None for one in held)
+    loop.arrive()
+    loop.step(torch.ones(4, WIDTH, dtype=torch.long))
+    assert [one() is not None for one in held] == [False] * 4 + [True]
+
+
+def test_batches_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_batches, "MOST_BYTES", 3 * healthy().nbytes)
+    loop, held = Loop(), list[weakref.ref[Tensor]]()
+    for _ in range(5):
+        batch = healthy()
+        held.append(weakref.ref(batch))
+        loop.step(batch)
+        del batch
+    assert [one() is not None for one in held] == [False] * 2 + [True] * 3
+
+
+def test_the_batch_of_a_broken_step_is_let_go_if_nothing_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_batches, "HELD_STEPS", 10)
+    loop, batch = Loop(), bad()
+    held = weakref.ref(batch)
+    loop.step(batch, loss=math.nan)
+    del batch
+    loop.arrive()
+    for _ in range(10):
+        loop.step(healthy(), loss=math.nan)
+    assert held() is not None
+    loop.step(healthy(), loss=math.nan)
+    assert held() is None
