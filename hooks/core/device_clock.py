@@ -1,11 +1,11 @@
-"""What share of our time on the host a GPU felt.
+"""Measures what share of our host time delays a GPU, with CUDA events around our work.
 
-A loop launches work ahead of its device. While the device is behind, what our hooks take on the host delays nothing,
-and a launch that waits for room in the queue only looks dear: on an H200, 8 % of a step by the host's clock were 0.4 %
-of the wall time. So two events on the loop's stream go around our work: what passes on the device between them is what
-our work has it do. That counts in place of the host's time where the device is still behind when the next backward pass
-begins. Where it is not, it may have waited for the host since, and each second of ours has held it up: then the host's
-time counts. Events are read some steps later, and nothing waits for them.
+A loop launches work ahead of its device. While the device is behind, time that our hooks take on the host delays
+nothing, and a launch that waits for room in the queue only looks expensive: on an H200, 8 % of a step by the host's
+clock were 0.4 % of the wall time. So two events on the loop's stream enclose our work: the time between them on the
+device is what our work costs it. This counts in place of the host's time where the device is still behind when the next
+backward pass begins. Where it is not, it may have waited for the host since, and each second of ours has delayed it:
+then the host's time counts. Events are read some steps later, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ import torch
 from sentinel.hooks.core import fault_guard
 
 MOST_AWAITED = 8
-"""Steps whose events are not read yet; the next ones are not measured."""
+"""Most steps whose events are not read yet; further steps are not measured."""
 LEAST_SHARE = 0.1
-"""Not less is believed: a bound on what a mistake here can cost."""
+"""The smallest share that is believed, which limits what a mistake here can cost."""
 _NEWEST = 0.25
 """Weight of the newest measurement in a running mean."""
 
 
 class DeviceEvent(Protocol):
-    """`torch.cuda.Event(enable_timing=True)`."""
+    """The methods of `torch.cuda.Event(enable_timing=True)` that are used here."""
 
     def record(self, stream: Any) -> None:
-        """Have the device note when it comes here."""
+        """Have the device record the time at which it reaches this point of `stream`."""
 
     def query(self) -> bool:
-        """Whether it has."""
+        """Whether the device has reached it."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this one to that one; both are over."""
+        """Milliseconds from this event to `end_event`; the device must have reached both."""
 
 
 class _Measured:
-    """A step that the device has still to come to."""
+    """A step whose events the device may not have reached yet."""
 
     def __init__(self, tier: int, host_seconds: float, marks: list[DeviceEvent]) -> None:
         self.tier, self.host_seconds = tier, host_seconds
         self.marks = marks
-        """Begin, end, begin, end of our work."""
+        """Events at the begin and the end of each part of our work, in turn."""
         self.behind = False
-        """Whether the device had not come to its end when the next backward pass began."""
+        """Whether the device had not reached the step's last mark when the next backward pass began."""
 
 
 class DeviceClock:
-    """Of one optimizer, whose parameters are on one device. On the thread that trains, and never while its stream
-    records a graph."""
+    """Clock of one optimizer whose parameters are on one device. Used on the training thread, and never while its
+    stream captures a graph."""
 
     def __init__(self, find_stream: Callable[[], Any], make_event: Callable[[], DeviceEvent]) -> None:
         self._find_stream, self._make_event = find_stream, make_event
         self._shares: dict[int, float] = {}
-        """By what was sampled in a step: its highest tier."""
+        """Highest tier that was sampled in a step -> running mean of the share that the device feels."""
         self._marks: list[DeviceEvent] = []
-        """Of the present step."""
+        """Events of the present step."""
         self._awaited = deque[_Measured]()
         self._unchecked: _Measured | None = None
         """The last step, until the next backward pass begins."""
@@ -68,7 +68,7 @@ class DeviceClock:
         self._broken = False
 
     def begin_step(self) -> None:
-        """A step's first work of ours comes."""
+        """Mark the begin of our first work in a step, and read earlier steps that the device has finished."""
         with self._giving_up():
             while self._awaited and self._awaited[0].marks[-1].query():
                 self._read(self._awaited.popleft())
@@ -77,7 +77,7 @@ class DeviceClock:
         self.mark()
 
     def mark(self) -> None:
-        """Work of ours begins here, or ends."""
+        """Mark that work of ours begins or ends here."""
         if not self._broken and len(self._awaited) < MOST_AWAITED:
             with self._giving_up():
                 event = self._free.pop() if self._free else self._make_event()
@@ -85,8 +85,8 @@ class DeviceClock:
                 self._marks.append(event)
 
     def end_step(self, tier: int, host_seconds: float) -> float:
-        """The last mark of the step was set: what share the device feels of `host_seconds`, which are all of ours, as
-        far as is known. `tier`: the highest that was sampled."""
+        """Return what share the device feels of a step's `host_seconds`, which are all of our time, as far as is known.
+        Called after the step's last mark. `tier`: the highest that was sampled."""
         if self._marks and len(self._marks) % 2 == 0 and host_seconds > 0.0:
             self._unchecked = _Measured(tier, host_seconds, self._marks)
             self._awaited.append(self._unchecked)
@@ -94,7 +94,7 @@ class DeviceClock:
         return self._shares.get(tier, 1.0)
 
     def begin_backward(self) -> None:
-        """A backward pass begins; the first after a step tells whether the device is behind."""
+        """Note that a backward pass begins: the first after a step shows whether the device is behind."""
         step, self._unchecked = self._unchecked, None
         if step is not None and not self._broken:
             with self._giving_up():
@@ -112,7 +112,7 @@ class DeviceClock:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """What fails once is not tried again: the host's time is the cost then."""
+        """Stop measuring after the first failure in the block: from then on the host's time counts as the cost."""
         try:
             yield
         except RuntimeError:
@@ -123,8 +123,8 @@ class DeviceClock:
 
 
 def make_device_clock(parameters: list[torch.Tensor]) -> DeviceClock | None:
-    """For an optimizer of these parameters; None where they are not on one CUDA device that is there: fake tensors are
-    on none."""
+    """Return a clock for an optimizer of these parameters; None where they are not all on one CUDA device that is
+    there (fake tensors are on none)."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or not parameters[0].is_cuda or not torch.cuda.is_available():
         return None

@@ -1,6 +1,6 @@
-"""What keeps us out of the user's way: our own faults are swallowed, the user's signals deferred.
+"""Keeps Sentinel out of the user's way: our own faults are swallowed, the user's signals deferred.
 
-And the one way to speak to the person at the terminal.
+Also the only way to print a line for the person at the terminal.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _told: set[str] = set()
 
 
 def swallow(where: str, consequence: str) -> None:
-    """Log the exception that is being handled, once for each `where`. `consequence` says what the user does without.
+    """Log the exception being handled, once for each `where`. `consequence` says what the user does without.
 
-    Raises it again where a signal handler of the user's raised it."""
+    Raises the exception again where a signal handler of the user's raised it."""
     error = sys.exception()
     if error is not None:
         let_through(error)
     if where not in _told:
         _told.add(where)
-        with contextlib.suppress(Exception):  # of a handler of the user's
+        with contextlib.suppress(Exception):  # raised by a log handler of the user's
             log.warning("sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=error)
 
 
 def let_through(error: BaseException) -> None:
     """Raise `error`, or the cause that it was raised from, again where a signal handler raised that. The signal came
-    while code of ours ran, or what that calls; its exception is meant for the user's loop. What code of the user's
-    raises because we call it is not."""
+    while our code ran, or code that it called; its exception is meant for the user's loop. An exception of the user's
+    code that we called is not."""
     trace = error.__traceback__
     while trace is not None:
         if _handles_signal(trace.tb_frame):
@@ -50,8 +50,8 @@ def let_through(error: BaseException) -> None:
 
 
 def _handles_signal(frame: FrameType) -> bool:
-    """Whether it is a handler that is in force; or was called with a signal's number and a frame, one after the other,
-    as only handlers are: its code may be anybody's, and the handler that is in force by now another one."""
+    """Whether `frame` runs a signal handler: one that is in force, or a function that was called with a signal's number
+    and a frame in sequence, as only handlers are. Its code may be in any library, and another handler in force now."""
     if any(getattr(signal.getsignal(one), "__code__", None) is frame.f_code for one in signal.valid_signals()):
         return True
     known = inspect.getargvalues(frame)
@@ -73,27 +73,27 @@ def swallow_faults(where: str, consequence: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Its class and the first line of its text, where it has one."""
+    """Return the error's class and, where it has any, the first line of its text."""
     try:
         text = str(error).partition("\n")[0]
-    except Exception:  # of its own __str__
+    except Exception:  # raised by the error's own __str__
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def say(text: str) -> None:
-    """One line on stderr, which stays apart from what the run prints. A closed stderr is no reason to fail."""
+    """Print one line on stderr, apart from the run's own output. A closed stderr raises nothing."""
     write_lines(f"sentinel: {text}", sys.stderr)
 
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Signals that Python code handles, whose handlers may raise into whatever runs, come once the block is over.
-    Only the main thread is ever interrupted."""
+    """Deliver signals that Python code handles after the block: their handlers may raise into whatever runs. Does
+    nothing off the main thread, since only that one is ever interrupted."""
     handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
     if threading.current_thread() is not threading.main_thread():
         handlers = {}
-    came: dict[int, None] = {}  # in order, and once each, as the system has it
+    came: dict[int, None] = {}  # in order of arrival, each once, as the system keeps pending signals
     try:
         for number in handlers:
             signal.signal(number, lambda which, _: came.setdefault(which))

@@ -1,10 +1,10 @@
-"""How often the costly statistics are taken, so that all of Sentinel stays within its share of the loop's time.
+"""Chooses how often the costly statistics are taken, so that all of Sentinel stays within its share of the loop's time.
 
-The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
+The budget covers three parts: the hooks on the training thread, the sender's thread, and this rank's part of the
 daemon, which the daemon measures and sends. Spacings are powers of two and a tier is taken where seq % k == 0, so that
-every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
-withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops so fast that
-its cost is measurable, and never before the first 512 steps are over.
+every schedule contains the coarser ones: ranks with different spacings still sample common steps. Of tier 0, the loss,
+the loss scale and withheld steps are taken at every step; its other signals (times, rates) at least at every 64th, in
+loops so fast that its cost is measurable, and never before the first 512 steps are over.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from sentinel import wire
 from sentinel.hooks.core.opening import RARE_EVERY, Opening
 
 OVERHEAD, OVERHEAD_GPU = 0.02, 0.01
-"""Share of the loop's time that all of Sentinel may take where the user gave none: of a model on the CPU, and else."""
+"""Default share of the loop's time that all of Sentinel may take: for a model on the CPU, and for others."""
 DECISIONS = (4, 10, 20, 50)
-"""Steps after which the first decisions are made: a tier that costs much is not sampled 50 times before."""
+"""Steps after which the first decisions are made, early enough that a costly tier is not sampled 50 times before."""
 UNDECIDED = DECISIONS[0]
-"""Steps before the first of them: only the opening examination keeps an expensive sample from being repeated there."""
+"""Steps before the first decision: only the opening examination keeps a costly sample from being repeated there."""
 DECIDE_EVERY = 50
-"""Steps between two decisions from then on."""
+"""Steps between two decisions after the last of `DECISIONS`."""
 FIRST = {0: 1, 1: 1, 2: 8, 3: 256}
 """Spacing by tier until the cost has been measured."""
 MEASURED = 2
-"""The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
+"""Number of first steps at which every tier is sampled: the first sample pays for cold caches, the second counts."""
 COLD_SECONDS = 0.03
-"""A first sample that took less is taken once more whatever share the user gave: the spacing would be chosen by what
-cold caches cost, and be far too coarse."""
+"""A first sample that took less is repeated whatever share the user gave: otherwise the spacing would be chosen by the
+cost with cold caches, and be far too coarse."""
 WHOLE = 512
-"""First steps of which all of tier 0 is taken."""
+"""Number of first steps at which all of tier 0 is taken."""
 RELAXED = range(1, 65)
-"""Finest and coarsest spacing of it."""
+"""Finest and coarsest spacing of tier 0."""
 RELAXED_SHARE = 0.15
-"""Its part of the budget."""
+"""Tier 0's part of the budget."""
 AFTERWARDS = 4.0
-"""What it costs sender and daemon for each second that it costs here, by bench/overhead.py with and without."""
+"""Seconds that sender and daemon take for each second of tier 0 here, by bench/overhead.py with and without it."""
 COARSEST = 256
 RARE = range(COARSEST, 8193)
-"""Finest and coarsest spacing of tier 3: what it shows changes over thousands of steps."""
+"""Finest and coarsest spacing of tier 3: what it measures changes over thousands of steps."""
 NORM_SHARE = 0.6
-"""Part of the budget that tier 1 may take before the others, which is 1 % of a step at the default: where it is enough
-the total gradient norm is taken at every step. Whether the gradient or the loss moved first can only be decided by the
-norm of the step before. Where it is not, and the rest takes all of the budget, it gets half of this."""
+"""Part of the budget that tier 1 may take before the others; at the default it is 1 % of a step. Where it is enough,
+the total gradient norm is taken at every step: only the norm of the step before can decide whether the gradient or the
+loss moved first. Where it is not enough, and the rest takes all of the budget, tier 1 gets half of it."""
 RARE_SHARE = 0.05
-"""Its part of what is left of the budget."""
+"""Tier 3's part of what is left of the budget."""
 RARE_MOST = 0.005
-"""Share of the loop's time it may take if samples would otherwise be further apart than the next two limits."""
+"""Share of the loop's time that tier 3 may take where its samples would else be further apart than the next limits."""
 RARE_STEPS, RARE_SECONDS = 1024, 60.0
-"""Whichever is the shorter."""
+"""Most steps and most seconds between two samples of tier 3 at that share; the shorter one holds."""
 NONFINITE_STEPS = 50
-"""Steps for which everything is sampled after a value that was not finite."""
+"""Steps for which everything is sampled after a non-finite value."""
 LONGEST_ATTENTION = 10_000
 """Most steps the daemon may ask for in one request: a mistake there must not slow a run down permanently."""
 RARE_ATTENTION = 4
-"""Samples of tier 3 that it gets by one: rules ask for three in a row."""
+"""Samples of tier 3 that one request for attention causes: rules ask for three in a row."""
 SEEN = 0.85
-"""Share of the budget that is given out: for the rest come what is not timed (the hooks of the forward and the backward
-pass, PyTorch's way to all of them) and what the means are wrong by."""
+"""Share of the budget that is given out. The rest is for what is not timed (the hooks of the forward and the backward
+pass, PyTorch's way to all hooks) and for the error of the means."""
 HURRY = 0.8
-"""Share of the budget at which a finer spacing must come in: at the edge it would go to and fro."""
+"""Share of the budget that a finer spacing must fit into: at the limit itself the spacing would alternate."""
 _NEWEST = 0.25
 """Weight of the newest measurement in a running mean."""
 _OUTLIER = 4.0
@@ -69,16 +69,16 @@ _WINDOW_SECONDS = 1.0
 
 
 class Mean:
-    """Running mean of a cost. The first measurement pays for cold caches, and is forgotten when there is a second."""
+    """Running mean of a cost. The first measurement pays for cold caches, and is dropped once there is a second."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self.least = 0.0
-        """The smallest measurement: what it costs where nothing else took the processor."""
+        """The smallest measurement: the cost where nothing else took the processor."""
         self.count = 0
 
     def add(self, value: float) -> None:
-        """Take a measurement."""
+        """Add a measurement."""
         self.least = value if self.count == 0 else min(self.least, value)
         self.count += 1
         if self.count <= 2:
@@ -89,14 +89,14 @@ class Mean:
 
 
 class CpuRate:
-    """CPU seconds a second of a thread, over windows of a second. The first, in which it starts, is left out."""
+    """CPU seconds per second of a thread, over windows of a second. The first, with its start, is dropped by `Mean`."""
 
     def __init__(self) -> None:
         self.mean = Mean()
         self._since: tuple[float, float] | None = None
 
     def record_use(self, total: float, now: float) -> None:
-        """It has used `total` seconds of CPU up to `now`."""
+        """Record that the thread has used `total` seconds of CPU up to `now`."""
         if self._since is None:
             self._since = total, now
         elif now - self._since[1] >= _WINDOW_SECONDS:
@@ -105,34 +105,34 @@ class CpuRate:
 
 
 class Governor:
-    """Chooses the spacings of tiers 1 to 3. Fed by the thread that trains; the sender's thread calls the others."""
+    """Chooses the tiers' spacings. The training thread records steps, the sender's thread the daemon's orders."""
 
     def __init__(self, overhead: float = OVERHEAD, opening: Opening | None = None, *, norm_first: bool = False) -> None:
-        """`overhead`: share of the loop's time. `opening` looks at more of the first steps, with a limit of its own.
-        `norm_first`: tier 1 gets half of its part whatever all else costs; else the share is a ceiling for it, too."""
+        """`overhead`: share of the loop's time. `opening` samples more of the first steps, with a limit of its own.
+        `norm_first`: tier 1 gets half of its part whatever the rest costs; else `overhead` is a hard limit for it."""
         self.spacing = dict(FIRST)
         self.wanted = dict(FIRST)
-        """What this rank would choose. The same, unless the daemon ordered a coarser one for all ranks."""
+        """The spacings that this rank would choose: other than `spacing` only where the daemon ordered one for all."""
         self.costs: dict[str, float] = {}
         """Part (hooks, sender, daemon) -> share of the loop's time that it took, at the last decision."""
         self.hook_seconds = 0.0
-        """On the thread that trains, so far, by the host's clock."""
+        """Seconds on the training thread so far, by the host's clock."""
         self.attentive = False
-        """Whether everything is sampled, because something looked odd."""
+        """Whether everything is sampled because something looked odd."""
         self._overhead, self._opening, self._norm_first = overhead, opening, norm_first
         self._tiers = {tier: Mean() for tier in FIRST}
         self._samples: dict[int, float] = {}
-        """Seconds by tier, of this optimizer's step."""
+        """Tier -> seconds of its samples in the present step of one optimizer."""
         self._felt: dict[int, float] = {}
-        """The same that the loop felt, of all optimizers since the first one's last step."""
+        """Tier -> seconds that the loop felt of its samples, in all optimizers since the first one's last step."""
         self._fixed = Mean()
         self._whole, self._fast = Mean(), Mean()
-        """Seconds of a step that is looked at whole, its samples aside, and of one on the fast path."""
+        """Seconds of a step off the fast path without its samples, and of one on the fast path."""
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
-        """Steps of the first optimizer: up to which everything is sampled, and the last one that is over."""
+        """Steps of the first optimizer: the last one at which everything is sampled, and the last one that is over."""
         self._rare_left = 0
-        """Samples of tier 3 that the daemon asked for."""
+        """Samples of tier 3 that the daemon asked for and that are still to be taken."""
         self._order: tuple[int, dict[int, int]] | None = None
         self._ordered = False
         self._aside = 0.0
@@ -145,13 +145,13 @@ class Governor:
 
     @property
     def pace(self) -> wire.Pace:
-        """As the daemon gets it."""
+        """The spacings and costs in the form in which the daemon gets them."""
         spacing, wanted = ({str(tier): every for tier, every in of.items()} for of in (self.spacing, self.wanted))
         return wire.Pace(spacing=spacing, wanted=wanted, costs=dict(self.costs))
 
     def due(self, tier: int, seq: int, *, first: bool = True) -> bool:
-        """Whether this tier is to be sampled at this step. `first`: of the first optimizer, by whose steps attention is
-        measured; another one may make five steps in one of its, or one in five."""
+        """Whether this tier is to be sampled at step `seq`. `first`: the step is one of the first optimizer, by whose
+        steps attention is counted; another optimizer may step five times as often, or a fifth as often."""
         if (seq if first else self._latest + 1) <= self._attend_until:
             return True
         if tier == 0:
@@ -159,7 +159,7 @@ class Governor:
         return self._is_scheduled(tier, seq) or self._opens(tier, seq)
 
     def _is_scheduled(self, tier: int, seq: int) -> bool:
-        """Whether a tier is sampled whatever the opening examination looks at."""
+        """Whether a tier is sampled by its spacing alone, without the opening examination."""
         if self._opening is not None and 0 < seq <= UNDECIDED:
             again = self._tiers[tier].count < MEASURED and self._expect(tier) < COLD_SECONDS
             if not again and self._opening.forbids(self._expect(tier)):
@@ -167,16 +167,16 @@ class Governor:
         return seq % self.spacing[tier] == 0 or seq < MEASURED
 
     def stretch(self, seq: int) -> int:
-        """Of the steps from `seq` on, the first of which more is taken than what is at every one: as far as is known,
-        and `seq` itself where there is more to know of it."""
+        """Return the first step from `seq` on at which more is taken than at every step, as far as is known; `seq`
+        itself where that is not known yet."""
         if seq < WHOLE or seq <= self._attend_until or not (self._opening is None or self._opening.is_over(seq)):
             return seq
         end = -(-seq // self.spacing[0]) * self.spacing[0]
-        return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # at which it is obeyed
+        return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # the step that applies the order
 
     def rare(self, seq: int, *, first: bool = True) -> bool:
-        """Whether tier 3 is; to be asked once a step. What looks odd makes it more frequent only where a rule is about
-        to fire by it: of the first optimizer, which is judged."""
+        """Whether tier 3 is to be sampled at step `seq`; called once per step. A request for attention makes it more
+        frequent only at steps of the first optimizer, by which rules judge."""
         if first and self._rare_left and seq % RARE_EVERY == 0:
             self._rare_left -= 1
             return True
@@ -186,57 +186,57 @@ class Governor:
         return self._opening is not None and self._opening.wants(tier, seq, self._expect(tier))
 
     def _expect(self, tier: int) -> float:
-        """Seconds of a sample of a tier, with the tiers below it."""
-        # The mean of two samples, one of them interrupted, would keep a tier from being measured again.
+        """Return the seconds that a sample of a tier takes, those of the tiers below it included."""
+        # The least, as a mean of two samples, one of them interrupted, would keep a tier from being measured again.
         return sum(self._tiers[part].least for part in range(1, tier + 1))
 
     def mark_opening(self, seq: int) -> float | None:
-        """Whether step `seq` is looked at because of the opening examination, as `Opening.mark` has it."""
+        """Whether step `seq` is sampled because of the opening examination; for the values see `Opening.mark`."""
         return None if self._opening is None else self._opening.mark(seq)
 
     def begin_stage(self, seq: int) -> None:
-        """Step `seq` is the first of a stage: what may be wrong from its start is looked at."""
+        """Examine the first steps of a stage, which begins at step `seq`: faults from its start show there."""
         if self._opening is not None:
             self._opening.begin_stage(seq)
 
     def attend(self, seq: int | None, steps: int = NONFINITE_STEPS, *, rare: bool = False) -> None:
-        """Sample tiers 1 and 2 for `steps` steps of the first optimizer, from its step `seq` on, or from its next one;
-        `rare`: and tier 3 at the next `RARE_ATTENTION` steps at which it may be."""
+        """Sample tiers 1 and 2 for `steps` steps of the first optimizer, from its step `seq` on, or from its next one
+        if None; with `rare`, tier 3 too, at the next `RARE_ATTENTION` steps at which it is possible."""
         seq = self._latest + 1 if seq is None else seq
         self._rare_left = RARE_ATTENTION if rare else self._rare_left
         self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
-        """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank only wants."""
+        """Take over the daemon's spacings for all ranks from step `at` on. From then on, this rank's are wishes."""
         self._order = (at, {tier: min(max(every, 1), RARE[-1]) for tier, every in tiers.items() if tier in self._tiers})
 
     def clear_orders(self) -> None:
-        """The daemon that gave orders is gone."""
+        """Drop the daemon's orders, because that daemon is gone."""
         self._order, self._ordered = None, False
 
     def record_sender_time(self, total: float, now: float) -> None:
-        """The sender's thread has used `total` seconds of CPU up to `now`."""
+        """Record that the sender's thread has used `total` seconds of CPU up to `now`."""
         self._sender.record_use(total, now)
 
     def record_daemon_share(self, share: float) -> None:
-        """The daemon uses so many CPU seconds a second for this rank."""
+        """Record that the daemon uses `share` CPU seconds per second for this rank."""
         if 0.0 <= share < math.inf:
             self._daemon = share
 
     def record_sample(self, tier: int, seconds: float) -> None:
-        """One sample of a tier took `seconds`."""
+        """Record that one sample of a tier took `seconds`."""
         self._samples[tier] = self._samples.get(tier, 0.0) + seconds
 
     def aside(self, own: float, share: float = 1.0) -> None:
-        """`own` seconds went to a step of another optimizer than the first. They count with the first one's next.
-        `share`: see `record_step`."""
+        """Record that a step of another optimizer than the first took `own` seconds of ours. They count with the next
+        step of the first one. `share`: see `record_step`."""
         self.hook_seconds += own
         self._aside += own * share
         self._feel_samples(share)
 
     def record_first_step(self, own: float) -> None:
-        """The first step of the first optimizer took `own` seconds that were ours; of how many is not known."""
+        """Record that the first optimizer's first step took `own` seconds of ours; the loop's time is not known."""
         self.hook_seconds += own
         self._feel_samples(1.0)
         self._take_samples()
@@ -254,8 +254,8 @@ class Governor:
         self._felt.clear()
 
     def record_step(self, seq: int, loop: float, own: float, share: float = 1.0) -> None:
-        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours on the host.
-        `share`: how much of these, and of the samples' since, the loop felt (`device_clock`)."""
+        """Record that step `seq` of the first optimizer came `loop` seconds after the one before, `own` of them ours on
+        the host. `share`: how much of these, and of the samples' seconds, the loop felt (`device_clock`)."""
         if self._order is not None and seq + 1 >= self._order[0]:
             self.spacing.update(self._order[1])
             self._order, self._ordered = None, True
@@ -277,8 +277,8 @@ class Governor:
             self._begin()
 
     def account(self, steps: int, loop: float, own: float) -> None:
-        """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
-        that is looked at whole."""
+        """Record that `steps` steps on the fast path took `loop` seconds in all, `own` of them ours. The next decision
+        waits for the next step off the fast path."""
         self.hook_seconds += own
         self._fast.add(own / steps)
         self._count(steps, loop, own)
@@ -306,10 +306,10 @@ class Governor:
         norms, layers, rare = (self._tiers[tier].value for tier in (1, 2, 3))
         third = choose_spacing(rare, RARE_SHARE * budget, self.wanted[3], RARE)
         third = min(third, max(_steps_apart(bare), coarsen_spacing(rare, RARE_MOST * bare, _ANY_RARE)))
-        # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
+        # Tier 2's samples include the norm, so tier 2 is never the finer one. It gets what tier 1 leaves over.
         claim = NORM_SHARE * whole
-        norm_step = norms + (relaxed if zero > 1 else 0.0)  # such a step is looked at whole
-        if norms > claim or not self._norm_first:  # else it is taken at every step, if it costs no whole one
+        norm_step = norms + (relaxed if zero > 1 else 0.0)  # such a step is off the fast path
+        if norms > claim or not self._norm_first:  # else it is taken at every step, unless that ends the fast path
             claim = min(claim, max(budget, claim / 2 if self._norm_first else 0.0))
         first = choose_spacing(norm_step, claim, self.wanted[1])
         budget -= rare / third
@@ -319,7 +319,7 @@ class Governor:
             self.spacing.update(self.wanted)
 
     def _price_whole_step(self) -> float:
-        """Seconds that a step costs by being looked at whole, where it could take the fast path."""
+        """Return the seconds that a step costs by being off the fast path; 0 where none was on it so far."""
         return max(self._whole.value - self._fast.value, 0.0) if self._fast.count else 0.0
 
 
@@ -327,22 +327,22 @@ _ANY, _ANY_RARE = range(1, COARSEST + 1), range(1, RARE[-1] + 1)
 
 
 def _steps_apart(seconds: float) -> int:
-    """Most steps of so many seconds between two samples of tier 3, a power of two."""
+    """Return the most steps, of `seconds` each, between two samples of tier 3, a power of two."""
     steps = int(min(RARE_STEPS, RARE_SECONDS / max(seconds, 1e-6)))
     return 1 << max(steps.bit_length() - 1, 0)
 
 
 def choose_spacing(seconds: float, budget: float, present: int, within: range = _ANY) -> int:
-    """The closest spacing, a power of two, at which a sample of `seconds` costs `budget` a step.
+    """Return the finest spacing, a power of two, at which a sample of `seconds` costs at most `budget` a step.
 
-    A finer one than the present is chosen only where it leaves some of the budget.
+    A spacing finer than `present` is chosen only where it leaves some of the budget.
     """
     spacing = coarsen_spacing(seconds, budget, within)
     return spacing if spacing >= present else min(coarsen_spacing(seconds, HURRY * budget, within), present)
 
 
 def coarsen_spacing(seconds: float, budget: float, within: range = _ANY) -> int:
-    """As `choose_spacing`, whatever the present one is."""
+    """Return the same as `choose_spacing`, whatever the present spacing is."""
     spacing = within.start
     while spacing < within[-1] and seconds > budget * spacing:
         spacing *= 2

@@ -1,4 +1,4 @@
-"""How much memory of the host this process may still take, and how much it holds."""
+"""How much of the host's memory this process may still take, and how much it holds."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 
 def memory_left(root: Path = Path("/")) -> tuple[float, str]:
-    """Bytes that this process may still take, and what sets the limit. Infinite where the system does not say.
+    """Return the bytes that this process may still take, and what sets the limit. Infinite where the system does not
+    say.
 
-    The least of MemAvailable; for the process's cgroup and each one above it, limit - usage + inactive_file: what
-    the kernel would rather drop than kill for (docs.kernel.org: cgroup-v2, memory.stat; cgroup-v1/memory); and what
-    `ulimit -v` and `ulimit -d` leave.
+    It is the least of MemAvailable; of limit - usage + inactive_file for the process's cgroup and each one above it
+    (the kernel drops these pages before it kills: docs.kernel.org: cgroup-v2, memory.stat; cgroup-v1/memory); and of
+    what `ulimit -v` and `ulimit -d` leave.
     """
     limits = [*_cgroups(root), *_resource_limits(root)]
     return min([_available(root), *((max(0, bound - used), where) for bound, used, where in limits)])
 
 
 def memory_limit(root: Path = Path("/")) -> float:
-    """Bytes at which the kernel kills: the least limit of the process's cgroups, or the machine's memory."""
+    """Return the bytes at which the kernel kills: the least limit of the process's cgroups, or the machine's memory."""
     return min([_meminfo(root, "MemTotal:"), *(float(bound) for bound, _, _ in _cgroups(root))])
 
 
@@ -31,7 +32,7 @@ def _available(root: Path) -> tuple[float, str]:
 
 
 def _meminfo(root: Path, name: str) -> float:
-    """Bytes; infinite where the system does not say."""
+    """Return the bytes of an entry of /proc/meminfo; infinite where the system does not say."""
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith(name):
@@ -42,7 +43,7 @@ def _meminfo(root: Path, name: str) -> float:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int, str]]:
-    """(limit, bytes in use that cannot be dropped, in words) of each cgroup that has a limit."""
+    """Yield (limit, bytes in use that cannot be dropped, name of the limit) of each cgroup that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -57,8 +58,8 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[int, int, str]]:
-    """Each cgroup from `path` up to the mount. A container may see only its own, mounted as if it were the root: then
-    the path, which is the host's, is not there and what is above it is."""
+    """Yield the same for each cgroup from `path` up to the mount. A container may see only its own, mounted as if it
+    were the root: then `path`, which is the host's, does not exist, and a directory above it does."""
     here = mount / path.lstrip("/")
     for directory in [here, *here.parents]:
         try:
@@ -73,7 +74,7 @@ def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> 
 
 
 def _resource_limits(root: Path) -> Iterator[tuple[int, int, str]]:
-    """(limit, bytes that count against it, in words) of each limit of this process on its address space or its data."""
+    """Yield (limit, bytes that count against it, name of the limit) of each limit on address space or data."""
     for kind, place, where in ((resource.RLIMIT_AS, 0, "ulimit -v"), (resource.RLIMIT_DATA, 5, "ulimit -d")):
         bound = resource.getrlimit(kind)[0]
         if bound != resource.RLIM_INFINITY:
@@ -91,12 +92,12 @@ _PAGE = resource.getpagesize()
 
 
 def resident_bytes() -> int:
-    """Resident set size of this process, from /proc/self/statm; elsewhere its peak, from getrusage."""
+    """Return this process's resident set size in bytes, from /proc/self/statm; elsewhere its peak, from getrusage."""
     return resident_and_file_bytes()[0]
 
 
 def resident_and_file_bytes() -> tuple[int, int]:
-    """Resident set size, and what of it is pages of files or shared with other processes: 0 where that is not known."""
+    """Return the resident set size and the part of it that is file pages or shared (0 where not known), in bytes."""
     if sys.platform == "linux":
         statm = os.open("/proc/self/statm", os.O_RDONLY)
         try:
@@ -108,7 +109,7 @@ def resident_and_file_bytes() -> tuple[int, int]:
 
 
 def shared_memory_bytes() -> int:
-    """What this process uses of shared memory (/dev/shm: batches of a loader's workers). 0 where that is not known."""
+    """Return the bytes of shared memory in use (/dev/shm: batches of a loader's workers). 0 where it is not known."""
     try:
         with open("/proc/self/status", "rb") as status:
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith(b"RssShmem:")), 0)

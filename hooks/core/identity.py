@@ -1,10 +1,10 @@
-"""Who this rank is: the run's name and id, the attempt, the rank. All ranks of a job must come to the same.
+"""Finds this rank's identity: the run's name and id, the attempt, the rank. All ranks of a job find the same run.
 
     id     SENTINEL_RUN_ID, else the scheduler's job (SLURM_JOB_ID), else torchrun's (TORCHELASTIC_RUN_ID, unless
            "none"), else what rank 0 leaves in the process group's store, else a fresh one
-    name   attach(run=), SENTINEL_RUN, else the script's
+    name   attach(run=), else SENTINEL_RUN, else the script's name
 
-The store is asked without waiting, from the sender's thread: no collective, nothing that a rank could hang in.
+The store is read without waiting, on the sender's thread: no collective, nothing that a rank could hang in.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sentinel import wire
 from sentinel.node import paths
 
 STORE_SECONDS = 30.0
-"""How long the other ranks wait for rank 0's word, and all of them for a process group."""
+"""How long the other ranks wait for rank 0's id, and all ranks for a process group."""
 _ID_LIMIT = 40
 _FRESH = 4
-"""Random bytes in a fresh id: enough that two runs of one name on one node do not meet."""
+"""Random bytes in a fresh id: enough that two runs of one name on one node do not get the same."""
 
 
 class RunIdentity:
-    """Identity of this `attach`; the run's id may become known only later."""
+    """Identity of one `attach`; the run's id may become known only later."""
 
     def __init__(self, run: str | None, ordinal: int) -> None:
-        """`ordinal`: how many attaches this process has made before; each is a run of its own."""
+        """`ordinal`: how many times this process has attached before; each `attach` is a run of its own."""
         environment = os.environ
         self.name = printable(run or environment.get("SENTINEL_RUN") or script_name())
         self.session = secrets.token_hex(6)
@@ -46,13 +46,13 @@ class RunIdentity:
         self._fresh = plain(self.name, _ID_LIMIT - 2 * _FRESH - 1) + "-" + secrets.token_hex(_FRESH)
 
     def again(self) -> RunIdentity:
-        """The same run, attached to once more."""
+        """Return the identity of the same run for another `attach` to it."""
         again = copy.copy(self)
         again.session = secrets.token_hex(6)
         return again
 
     def resolve(self) -> wire.Identity | None:
-        """The identity, or None as long as the run's id is to be found out. Asked again every now and then."""
+        """Return the identity, or None while the run's id is not known yet. The caller asks again now and then."""
         rank, world_size = place()
         if self._run_id is None:
             self._run_id = self._fresh if world_size == 1 else self._agree_on_id(rank)
@@ -74,7 +74,7 @@ class RunIdentity:
         )
 
     def find_directory(self) -> Path | None:
-        """The run's runtime directory; None as long as its id is to be found out."""
+        """Return the run's runtime directory; None while the run's id is not known yet."""
         identity = self.resolve()
         return paths.run_directory(identity.run_id) if identity is not None else None
 
@@ -83,7 +83,7 @@ class RunIdentity:
         try:
             store = group_store()
             if store is not None and rank == 0:
-                # compare_set: with torchrun the store may outlive a restart, and the run with it.
+                # compare_set, as the store may outlive a restart under torchrun, and then the run is the same.
                 return bytes(store.compare_set(key, "", self._fresh)).decode()
             if store is not None and store.check([key]):
                 return bytes(store.get(key)).decode()
@@ -99,8 +99,8 @@ def in_notebook() -> bool:
 
 
 def script_name() -> str:
-    """Stem of the script that runs, name of the package that does; `notebook`, or `python` for code that is no file of
-    its own: of `-c`, of standard input, of a pipe, typed in."""
+    """Return the stem of the script that runs, or the name of the package; `notebook` in a notebook, and `python`
+    for code without a file of its own: `-c`, standard input, a pipe, or typed in."""
     if in_notebook():
         return "notebook"
     name = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
@@ -112,7 +112,7 @@ def script_name() -> str:
 
 
 def place() -> tuple[int, int]:
-    """(rank, world size): of the default process group, else of the launcher's environment."""
+    """Return (rank, world size), from the default process group, else from the launcher's environment."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -123,8 +123,8 @@ def place() -> tuple[int, int]:
 
 
 def find_node(rank: int) -> int:
-    """Number of the node that this `rank` is on, by `sentinel run`, by torchrun, by Slurm, else as if each had as many
-    ranks. That of `sentinel run` stays where the job goes on without some nodes."""
+    """Return the number of the node that `rank` is on: from `sentinel run`, torchrun or Slurm, else as if all nodes had
+    as many ranks as this one. That of `sentinel run` stays the same where the job goes on without some nodes."""
     for name in ("SENTINEL_NODE", "GROUP_RANK", "SLURM_NODEID"):
         if name in os.environ:
             return _number(os.environ, name)
@@ -132,15 +132,15 @@ def find_node(rank: int) -> int:
 
 
 def members() -> wire.Members:
-    """The nodes of this attempt, where `sentinel run` may leave some out."""
+    """Return the nodes of this attempt, where `sentinel run` may leave some out."""
     try:
         return msgspec.json.decode(os.environ.get("SENTINEL_MEMBERS", "{}"), type=wire.Members)
-    except msgspec.DecodeError:  # not of our `sentinel run`
+    except msgspec.DecodeError:  # the variable is not from our `sentinel run`
         return wire.Members()
 
 
 def neighbours() -> int:
-    """Ranks on this node, this one with them, as far as the launcher says."""
+    """Return the number of ranks on this node, this one included, as far as the launcher says."""
     return max(_number(os.environ, "LOCAL_WORLD_SIZE"), 1)
 
 
@@ -155,24 +155,25 @@ def leads_node() -> bool:
 
 
 def local_rank() -> int:
-    """Number of this rank on its node, as far as the launcher says."""
+    """Return the number of this rank on its node, as far as the launcher says."""
     return _number(os.environ, "LOCAL_RANK")
 
 
 def attempt(environment: Mapping[str, str]) -> int:
-    """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it, and in a job
-    that `sentinel run` starts again, which says what number comes after the last attempt's."""
+    """Return how many attempts came before this one. A requeue by Slurm adds 1000: torchrun's own count begins at 0
+    again in it, as it does in a job that `sentinel run` restarts, which sets SENTINEL_ATTEMPT to the number that comes
+    after the last attempt's."""
     first = _number(environment, "SENTINEL_ATTEMPT") or 1000 * _number(environment, "SLURM_RESTART_COUNT")
     return first + _number(environment, "TORCHELASTIC_RESTART_COUNT")
 
 
 def plain(text: str, limit: int = _ID_LIMIT) -> str:
-    """Only what an id may have: letters, digits, `-`, `_`."""
+    """Return `text` with only the characters that an id may have: letters, digits, `-`, `_`."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:limit] or "run"
 
 
 def printable(text: str) -> str:
-    """Without what UTF-8 cannot hold: names of files and variables may have any bytes in them."""
+    """Return `text` without what UTF-8 cannot encode: names of files and variables may contain any bytes."""
     return text.encode(errors="replace").decode()
 
 
@@ -194,7 +195,7 @@ def _slurm_job(environment: Mapping[str, str], job: str) -> str:
     if step := environment.get("SLURM_STEP_ID"):
         parts.append(step)
     if "RANK" not in environment and place()[1] == 1 and _number(environment, "SLURM_NTASKS") > 1:
-        parts.append(environment.get("SLURM_PROCID", "0"))  # a sweep: as many runs as tasks
+        parts.append(environment.get("SLURM_PROCID", "0"))  # a sweep: each task is a run of its own
     return "-".join(parts)
 
 
@@ -206,7 +207,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def group_store() -> Any:
-    """The default process group's store; None as long as there is none."""
+    """Return the default process group's store; None while there is none."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

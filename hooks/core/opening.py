@@ -1,15 +1,15 @@
-"""The first steps of a run, or of one of its stages, are looked at whole, whatever the budget.
+"""Examines the first steps of a run, or of one of its stages, in full, whatever the budget.
 
 What is wrong from the start shows there: a layer that gets no gradient, weights that no step moves, a format that is
-too small. The examination has a limit of its own, and the limit wins: at most half of any 16 steps' time and 2 s in
-all; where the user gave `overhead`, at most that. What is ours of a step counts as at most the processor's time that
-the thread had in it: the rest was the turn of another process. A slow step (a compilation, an evaluation) counts as at
-most 0.125 s, or as four of the others if that is more: by its own time the samples of the next 16 would be free, and
-soon use up the 2 s.
+too small. The examination has a limit of its own, and the limit wins: at most half of the time of any 16 steps, and 2 s
+in all; where the user gave `overhead`, at most that share. Our part of a step counts as at most the processor time that
+the thread used in it: the rest was another process's turn. A slow step (a compilation, an evaluation) counts as at most
+0.125 s, or as four times the others if that is more: at its full time the samples of the next 16 steps would be free,
+and soon use up the 2 s.
 
-    steps 0 to 63       tiers 1 and 2 at each, tier 3 at every 8th
+    steps 0 to 63       tiers 1 and 2 at each step, tier 3 at every 8th
     steps 64 to 511     tiers 1 and 2 at every 4th, 8th, 16th (twice as far apart each time the step number doubles)
-    from step 512       what the governor allows
+    from step 512       as the governor allows
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from time import monotonic, thread_time
 from sentinel.signals import OPENING_END, OPENING_STEPS
 
 STEPS = OPENING_STEPS
-"""Steps at which tiers 1 and 2 are sampled each time."""
+"""Number of first steps at which tiers 1 and 2 are sampled every time."""
 RARE_EVERY = 8
-"""Steps between two samples of tier 3 in them."""
+"""Steps between two samples of tier 3 among these."""
 END = OPENING_END
-"""From here on the governor's spacing holds."""
+"""First step at which only the governor's spacing holds."""
 RESERVE = 0.25
-"""Part of the share that only tier 3 may use: at its few steps the others have spent the rest."""
+"""Part of the share that only tier 3 may use: at its few steps the other tiers have spent the rest."""
 STAGE_STEPS = 16
-"""Steps that are looked at whole where a stage begins."""
+"""Number of first steps of a stage that are examined in full."""
 STAGE_SECONDS = 600.0
-"""Between two stages that get that: curricula may change at every few steps."""
+"""Least seconds between two stages that are examined: curricula may change every few steps."""
 SHARE = 0.5
-"""Most of the time of any `WINDOW` steps."""
+"""Largest share of the time of any `WINDOW` steps."""
 SECONDS = 2.0
-"""Most of the time of the thread that trains, in all."""
+"""Most seconds of the training thread's time, in all."""
 WINDOW = 16
 SLOW = 4.0
-"""Times the median of the window that a step's time counts for at most, or `SLOW_SECONDS` where that is more."""
+"""A step's time counts as at most this many times the window's median, or `SLOW_SECONDS` where that is more."""
 SLOW_SECONDS = SECONDS / WINDOW
-"""So a step buys at most a sixteenth of all that may be spent, and a loop of which each tenth step is slow, as of
-rollouts, has as many samples as its time allows."""
+"""Seconds that any step's time may count as. Thus a step pays for at most a sixteenth of all that may be spent, and a
+loop in which every tenth step is slow, as with rollouts, gets as many samples as its time allows."""
 UNMARKED = 64
-"""Steps that are said to be none of its own, once it is over: rules look at every 5th, and learn of it there."""
+"""Steps after the examination that are marked 0: rules read every 5th step, and see there that it is over."""
 
 
 class Opening:
     """Says at which of the first steps the costly tiers are sampled beyond the governor's spacing."""
 
     def __init__(self, share: float | None = None) -> None:
-        """`share`: most of the loop's time that it may take, where that is less than `SHARE`."""
+        """`share`: largest share of the loop's time that it may take, where that is less than `SHARE`."""
         self._share = SHARE if share is None else min(share, SHARE)
         self._first, self._whole = 0, STEPS
         self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW - 1)
-        """(seconds of a step that were not ours, seconds that were)."""
+        """(seconds of a step that were not ours, seconds that were ours), for the last steps."""
         self._spent = 0.0
         self._used = 0.0
-        """Of the processor's time, by the thread that trains, up to the last step."""
+        """Processor seconds of the training thread up to the last step."""
         self._stage_at = -STAGE_SECONDS
         self._taken, self._unmarked = -1, 0
 
     def begin_stage(self, seq: int) -> None:
-        """A stage begins with step `seq`."""
+        """Examine the stage that begins with step `seq`, unless the last examination was too recent."""
         if seq >= self._first + STEPS and monotonic() - self._stage_at >= STAGE_SECONDS:
             self._stage_at = monotonic()
             self._first, self._whole, self._spent, self._unmarked = seq, STAGE_STEPS, 0.0, 0
@@ -74,7 +74,7 @@ class Opening:
 
     def wants(self, tier: int, seq: int, expected: float) -> bool:
         """Whether a tier is to be sampled at step `seq`, which takes about `expected` seconds with the tiers below it.
-        Never where it would go over the limit."""
+        False where that would exceed the limit."""
         if self.is_over(seq):
             return False
         at = seq - self._first
@@ -89,29 +89,29 @@ class Opening:
         return False
 
     def forbids(self, expected: float) -> bool:
-        """Whether a sample of about `expected` seconds goes over the limit of them all, or over the share that the user
-        gave. What the usual share affords is not asked: step 0 was slow for its cold caches."""
+        """Whether a sample of about `expected` seconds exceeds the limit on all of them, or the share that the user
+        gave. The usual share is not checked: step 0 was slow only for its cold caches."""
         given = 0.0 < self._share < SHARE
         return self._spent + expected > SECONDS or (given and not self._affords(expected, self._share))
 
     def mark(self, seq: int) -> float | None:
-        """1 for a step that is looked at because of it, which costs caches and memory and is no measure for later ones;
-        0 for another; None long after it."""
+        """Return 1 for a step that is sampled because of the examination, so that its caches and memory are not typical
+        of later steps; 0 for another; None long after the examination."""
         if self.is_over(seq):
             self._unmarked += 1
             return 0.0 if self._unmarked <= UNMARKED else None
         return float(self._share > 0.0 and (seq - self._first < self._whole or seq == self._taken))
 
     def record_first_step(self, own: float) -> None:
-        """The first step took `own` seconds of ours, cold as caches are. It counts in the total, and against a share
-        that the user gave."""
+        """Record that the first step took `own` seconds of ours, with cold caches. They count in the total, and against
+        a share that the user gave."""
         ours = self._count_own(own)
         self._spent += ours
         if self._share < SHARE:
             self._window.append((0.0, ours))
 
     def record_step(self, seq: int, seconds: float, own: float) -> None:
-        """Step `seq` took `seconds`, `own` of them ours. Called by the thread that trains."""
+        """Record that step `seq` took `seconds`, `own` of them ours. Called on the training thread."""
         if self.is_over(seq):
             return
         ours = self._count_own(own)
@@ -119,7 +119,7 @@ class Opening:
         self._spent += ours
 
     def _count_own(self, own: float) -> float:
-        """Of `own` seconds of ours since the last step, those that count."""
+        """Return how many of the `own` seconds of ours since the last step count."""
         before, self._used = self._used, thread_time()
         return min(own, max(self._used - before, 0.0))
 

@@ -1,4 +1,4 @@
-"""The process group's store, by a connection of our own: torch's is the user's, and busy while a rank waits in it."""
+"""A second connection to the process group's store: torch's own is the user's, and busy while a rank waits in it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sentinel.hooks.core.threads import start_thread
 
 CONNECT_SECONDS = 5.0
 STORE_SECONDS = 20.0
-"""How long an answer of the store is waited for: where packets are dropped, torch waits for minutes."""
+"""Seconds that the store may take to answer: where packets are dropped, torch itself would wait for minutes."""
 _WORDS = 200
 
 
 class StoreLost(Exception):
-    """The store gave no answer in time, or is gone. What was asked of it may have been done."""
+    """The store gave no answer in time, or is gone. The request may have been carried out."""
 
 
 class StoreClient:
-    """Of the default process group, where ranks of all nodes reach its store."""
+    """Client of the default process group's store, which ranks on all nodes can reach."""
 
     def __init__(self) -> None:
-        """Raises ConfigError where the store is of another kind, StoreLost where it cannot be reached."""
+        """Raises ConfigError where the store is not a TCPStore, StoreLost where it cannot be reached."""
         import torch.distributed
 
         dist: Any = torch.distributed
@@ -44,12 +44,12 @@ class StoreClient:
             raise StoreLost(f"{error}, at {self.host}:{self.port}") from None
 
     def ask(self, question: Callable[[Any], Any]) -> Any:
-        """What `question` returns, called with the connection, within `STORE_SECONDS`. Raises StoreLost."""
+        """Return what `question` returns, called with the connection, within `STORE_SECONDS`. Raises StoreLost."""
         return call_in_time(lambda: question(self._store))
 
 
 def call_in_time(call: Callable[[], Any]) -> Any:
-    """What `call` returns, within `STORE_SECONDS`. Raises StoreLost; then it may still be under way."""
+    """Return what `call` returns, within `STORE_SECONDS`. Raises StoreLost; then the call may still be under way."""
     answers: list[Any] = []
     faults: list[Exception] = []
 

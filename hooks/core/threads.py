@@ -1,4 +1,4 @@
-"""Threads of ours: there before they are needed, one task after another; and a line about a wait without end.
+"""Worker threads, started before they are needed, each with one task at a time; and a line about a wait without end.
 
 `Thread.start()` waits without a bound for the first line of the new thread. Where Python finds no memory for that line
 (`ulimit -v`), it never comes, and the training loop would stand still. So threads are started before the loop, by
@@ -18,20 +18,20 @@ from queue import SimpleQueue
 from sentinel.hooks.core import fault_guard
 
 EXIT_SECONDS = 60.0
-"""For which the process waits for its threads at its end: one may hang, on a file system that does not answer, say."""
+"""Seconds that process exit waits for its threads: one may hang, say on a file system that does not answer."""
 START_SECONDS = 5.0
-"""How long a new thread may take to begin. It takes 0.1 ms where there is memory for it."""
+"""Seconds that a new thread may take to begin. It takes 0.1 ms where there is memory for it."""
 LATE_SECONDS = 30.0
-"""After which a line says what the training thread waits for, as it does for a file server that hangs."""
+"""Seconds after which a line says what the training thread waits for, such as a file server that hangs."""
 _LOOK_SECONDS = 1.0
-"""Between two looks whether the thread that a task waits for is still there."""
+"""Seconds between two checks that the thread that a task waits for is still alive."""
 
 _finishing: dict[threading.Thread, SimpleQueue[Task | None]] = {}
-"""Threads that the end of the process waits for."""
+"""Thread -> its queue, of the threads that process exit waits for."""
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it, or raise RuntimeError after `START_SECONDS` at most."""
+    """Start `thread`, or raise RuntimeError after `START_SECONDS` at most."""
     began = threading.Event()
     refused: list[Exception] = []
 
@@ -42,7 +42,7 @@ def start_thread(thread: threading.Thread) -> None:
             refused.append(error)
         began.set()
 
-    _thread.start_new_thread(start, ())  # it waits for the first line, and without end where that does not come
+    _thread.start_new_thread(start, ())  # `start` may never return, where the new thread never runs its first line
     if not began.wait(START_SECONDS):
         raise RuntimeError(f"{thread.name}: the thread did not begin within {START_SECONDS:g} s")
     if refused:
@@ -51,11 +51,11 @@ def start_thread(thread: threading.Thread) -> None:
 
 @contextlib.contextmanager
 def say_if_late(doing: str, *, speaks: bool) -> Iterator[None]:
-    """Say what the block is doing where it is not over after `LATE_SECONDS`. It goes on all the same: no call to the
-    system can be given up. `speaks`: for other ranks, too, that do the same beside this one."""
+    """Print what the block is doing if it takes longer than `LATE_SECONDS`. It goes on all the same: a system call
+    cannot be given up. `speaks`: False on ranks that do the same beside one that prints."""
     timer: threading.Timer | None = None
     if speaks:
-        with contextlib.suppress(RuntimeError, MemoryError):  # without the line, but the block is done
+        with contextlib.suppress(RuntimeError, MemoryError):  # the block runs without the line
             late = (
                 f"{doing} has taken {LATE_SECONDS:g} s so far and goes on; if it does not end, check that file system"
             )
@@ -70,7 +70,7 @@ def say_if_late(doing: str, *, speaks: bool) -> Iterator[None]:
 
 
 class Task:
-    """Something that a worker does."""
+    """A call that a worker makes on its thread."""
 
     def __init__(self, run: Callable[[], object], thread: threading.Thread) -> None:
         self._run: Callable[[], object] | None = run
@@ -78,7 +78,7 @@ class Task:
         self._done = threading.Event()
 
     def run(self) -> None:
-        """On the worker's thread. What it holds is let go of before anyone who waits goes on."""
+        """Run it, on the worker's thread. What the call holds is released before a waiting thread goes on."""
         run, self._run = self._run, None
         try:
             if run is not None:
@@ -91,11 +91,11 @@ class Task:
 
     @property
     def over(self) -> bool:
-        """Whether it is done, or will never be: its thread has ended, or is not in this process since a fork."""
+        """Whether it is done, or never will be: its thread has ended, or was lost in a fork of the process."""
         return self._done.is_set() or not self._thread.is_alive()
 
     def wait(self, seconds: float = float("inf")) -> bool:
-        """Until it is over, for so many seconds at most; whether it is done."""
+        """Wait until it is over, for `seconds` at most; return whether it is done."""
         until = time.monotonic() + seconds
         while not self.over and (left := until - time.monotonic()) > 0:
             self._done.wait(min(left, _LOOK_SECONDS))
@@ -103,11 +103,11 @@ class Task:
 
 
 class Worker:
-    """One thread. It sleeps while there is nothing to do, and ends with its worker."""
+    """One thread. It sleeps while there is nothing to do, and ends when the Worker object is deleted."""
 
     def __init__(self, name: str, *, finishes: bool = False) -> None:
         """`finishes`: process exit waits for its tasks, for `EXIT_SECONDS` at most. A task inside torch would abort the
-        process when it returned to an interpreter that is gone; other tasks are dropped."""
+        process if it returned to an interpreter that is gone; tasks of other workers are dropped."""
         self._name, self._finishes = name, finishes
         self._queue = SimpleQueue[Task | None]()
         self._thread: threading.Thread | None = None
@@ -115,16 +115,16 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Number of tasks that it has not begun."""
+        """Number of tasks that have not begun."""
         return self._queue.qsize()
 
     def start(self) -> None:
-        """Make the thread ahead of its first task. Where that fails, `submit` tries again."""
+        """Start the thread ahead of its first task. If that fails, `submit` tries again."""
         with contextlib.suppress(RuntimeError, MemoryError):
             self._ensure_thread()
 
     def submit(self, run: Callable[[], object]) -> Task:
-        """Have it done after what was submitted before. RuntimeError: there is no thread, and none can be started."""
+        """Queue `run` after what was submitted before. Raises RuntimeError if no thread can be started."""
         task = Task(run, self._ensure_thread())
         self._queue.put(task)
         return task
@@ -137,7 +137,7 @@ class Worker:
             return self._thread
 
     def _begin_thread(self) -> None:
-        queue = SimpleQueue[Task | None]()  # one of its own: a thread that begins too late finds its end there
+        queue = SimpleQueue[Task | None]()  # a new one, so that a thread that begins too late finds its end there
         thread = threading.Thread(target=_serve, args=(queue,), name=self._name, daemon=True)
         try:
             start_thread(thread)
@@ -149,7 +149,7 @@ class Worker:
             _finishing[thread] = queue
 
     def close(self) -> None:
-        """The thread ends once it has done what was submitted."""
+        """Have the thread end once it has done what was submitted."""
         self._queue.put(None)
 
     def __del__(self) -> None:
@@ -157,7 +157,7 @@ class Worker:
 
 
 def _serve(queue: SimpleQueue[Task | None]) -> None:
-    while _do_next(queue):  # a call, so that no task is held while it waits for the next
+    while _do_next(queue):  # a call of its own, so that no task is referenced while it waits for the next
         pass
     _finishing.pop(threading.current_thread(), None)
 

@@ -1,11 +1,11 @@
-"""What a run does not see, by name: temporarily, while the machine is short of resources, or permanently after a fault.
+"""Records by name what a run does not see: for now, while the machine is short of resources, or for good after a fault.
 
-    passing error   EMFILE, ENOMEM, a failed allocation, no thread: the sample is left out and counted, and the next
-                    ones too for a pause that doubles; then it is tried again
-    other fault     the part that raised is put out of action; or it goes on, where each of its samples is one by itself
+    passing error   EMFILE, ENOMEM, a failed allocation, no thread: the sample is left out and counted, and so are the
+                    next ones during a pause that doubles each time; then it is tried again
+    other fault     the part that raised is switched off; or it goes on, where its samples do not depend on each other
 
-Each is reported once on the terminal, and in the hello for as long as it holds: status, metrics and history have it
-from there. Before training, what fails is tried again for a minute (`Retry`).
+Each is reported once on the terminal, and in the hello message as long as it holds: from there it comes to status,
+metrics and history. Before training, what fails is tried again for a minute (`Retry`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import torch
 from sentinel.hooks.core import fault_guard
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
-"""Seconds, between two tries of what failed for an error that passes."""
+"""Shortest and longest pause between two tries after a passing error, in seconds."""
 _LETTERS = 120
-"""Of an error's text that go out."""
+"""Most characters of an error's text that are reported."""
 
 
 class Unseen:
-    """What one run does not see. On any thread, each name on one of them."""
+    """What one run does not see. Used on any thread, but each name only on one of them."""
 
     def __init__(self) -> None:
         self.skipped = 0
-        """Samples that were left out for errors that passed."""
+        """Number of samples that were left out for passing errors."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when there is something else to be told."""
+        """Called when `texts` has changed."""
         self._texts: dict[str, str] = {}
         self._pauses: dict[str, tuple[float, float]] = {}
-        """Name -> (seconds, until when) of what is tried again."""
+        """Name -> (seconds of the pause, monotonic time of its end) of what is tried again."""
         self._said: set[str] = set()
 
     @property
@@ -46,7 +46,7 @@ class Unseen:
 
     @property
     def pausing(self) -> bool:
-        """Whether anything is tried again later: at nearly every step nothing is."""
+        """Whether anything is paused, to be tried again: at nearly every step nothing is."""
         return bool(self._pauses)
 
     def record_failure(self, what: str, where: str, consequence: str) -> bool:
@@ -73,8 +73,8 @@ class Unseen:
         return False
 
     def swallow(self, what: str, where: str, consequence: str) -> None:
-        """Swallow the exception that is being handled, by something that goes on whatever it is: counted and reported
-        where it passes (then `recover` belongs to the next success), and else logged once."""
+        """Swallow the exception being handled, in code that goes on whatever it is. A passing error is counted and
+        reported (then call `recover` at the next success); any other fault is logged once."""
         error = sys.exception()
         if error is not None and is_passing(error):
             self.record_failure(what, where, consequence)
@@ -82,13 +82,13 @@ class Unseen:
             fault_guard.swallow(where, consequence)
 
     def recover(self, what: str) -> None:
-        """`what` was seen, as it may not have been before, for an error that passed."""
+        """Record a success of `what`, which ends a pause after a passing error."""
         if what in self._pauses:
             self.restore(what)
 
     @contextmanager
     def swallow_faults(self, what: str, consequence: str) -> Iterator[None]:
-        """`swallow` what the block raises; else `recover`. Off the hot path: entering costs a microsecond."""
+        """Call `swallow` for what the block raises, else `recover`. Off the hot path: entering costs a microsecond."""
         try:
             yield
         except Exception:
@@ -97,12 +97,12 @@ class Unseen:
             self.recover(what)
 
     def lose(self, what: str, reason: str) -> None:
-        """`what` is seen no more."""
+        """Record that `what` is no longer seen."""
         self._pauses.pop(what, None)
         self._tell(what, f"{what} ({reason})")
 
     def is_paused(self, what: str) -> bool:
-        """Whether it is not to be tried again yet."""
+        """Whether `what` is in a pause, and must not be tried yet."""
         return what in self._pauses and time.monotonic() < self._pauses[what][1]
 
     def skip(self) -> None:
@@ -110,7 +110,7 @@ class Unseen:
         self.skipped += 1
 
     def restore(self, what: str) -> None:
-        """`what` was seen again, if it was not."""
+        """Record that `what` is seen again, if it was not."""
         self._pauses.pop(what, None)
         self._tell(what, "")
 
@@ -125,7 +125,7 @@ class Unseen:
 
 
 RETRY_SECONDS = 60.0
-"""How long a read that fails is tried again before training: a file server that is away comes back."""
+"""Seconds for which a read that fails is tried again before training: a file server that is away comes back."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 _NUMBERS = frozenset(
     {
@@ -133,20 +133,20 @@ _NUMBERS = frozenset(
     }
 )  # fmt: skip
 _NO_MEMORY = ("can't allocate memory", "out of memory")
-"""Of torch's allocator on the CPU (c10/core/impl/alloc_cpu.cpp), of CUDA's driver and of MPS."""
+"""Texts of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), of CUDA's driver and of MPS."""
 _NO_THREAD = "can't start new thread"
-"""What Python makes of EAGAIN there."""
+"""Text of the RuntimeError that Python makes of EAGAIN when it starts a thread."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, and not something else."""
+    """Whether the error is a failed allocation."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same may succeed a moment later. Also where it is the cause of the error, as of a RollbackError."""
+    """Whether the same call may succeed a moment later; also where such an error is the cause (of a RollbackError)."""
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return True
     if is_out_of_memory(error) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error)):
@@ -155,8 +155,8 @@ def is_passing(error: BaseException) -> bool:
 
 
 class Retry:
-    """One thing that is tried again, with growing pauses. The time counts from the first pause on: what came before it
-    may have been the wait for another rank."""
+    """One operation that is tried again, with growing pauses. Its time counts from the first pause on: the time before
+    may have been a wait for another rank."""
 
     def __init__(self) -> None:
         self._begun: float | None = None
@@ -164,11 +164,11 @@ class Retry:
 
     @property
     def over(self) -> bool:
-        """Whether it was tried for long enough."""
+        """Whether it was tried for `RETRY_SECONDS`."""
         return self._begun is not None and time.monotonic() - self._begun > RETRY_SECONDS
 
     def pause(self) -> None:
-        """Wait for the next try."""
+        """Wait until the next try."""
         if self._begun is None:
             self._begun = time.monotonic()
         time.sleep(self._pause)
