@@ -1,1 +1,1 @@
-"""One optimizer under watch: its hooks, which steps are looked at whole, and which losses look odd."""
+"""The monitor of one optimizer: its hooks, which steps are measured in full, and which losses look odd."""

@@ -1,10 +1,10 @@
 """The fast path: steps of which only the loss is taken, and the norm where the loop computed it itself.
 
 In a loop of 3 ms the processor's caches hold the model's code and data and not ours: each function that is called there
-costs a microsecond, and a step that is looked at whole calls many (see docs/performance.md). So stretches of steps take
-the fast path: hooks and patches see that the loss is within the noise (`StepAccumulator.calm_to`), note it, and call
-nothing else. What happened meanwhile is in the record of the next step that is examined in full, which is at the latest
-the first whose loss is outside the noise.
+costs a microsecond, and a step that is measured in full calls many (see docs/performance.md). So stretches of steps
+take the fast path: hooks and patches check that the loss is within the noise (`StepAccumulator.calm_to`), store it, and
+call nothing else. The record of the next step that is measured in full includes what happened meanwhile; that step is
+at the latest the first whose loss is outside the noise.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
     from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 
 NOTE_SECONDS = 1.0
-"""At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
-run after a pause is known from its first step."""
+"""Least seconds between two looks at where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that
+is run after a pause is known from its first step."""
 
 
 class MonitorSession(Protocol):
-    """What an optimizer's monitor has of the run that it belongs to."""
+    """What an optimizer monitor uses of the session that it belongs to."""
 
     accumulator: StepAccumulator
     governor: Governor
 
     @property
     def queued(self) -> deque[Record]:
-        """The records that wait to be sent. An ordinary one may be appended while there is room."""
+        """The records that wait to be sent. An ordinary one may be appended directly while there is room."""
 
     def submit(self, record: Record, urgent: bool) -> None:
-        """Take a record; without delay, if it is urgent."""
+        """Queue a record; send it without delay if it is urgent."""
 
 
 class FastPath(MonitorBase):
-    """The part of a stream that the fast path needs. A base class and not a part of its own, to spare a call."""
+    """The part of an optimizer monitor that the fast path needs. A base class and not an attribute, to spare a call."""
 
     def __init__(self, session: MonitorSession, optimizer: Any, layers: Layers, probes: Probes) -> None:
         super().__init__(optimizer, session.accumulator.unseen)
         self.seq = 0
-        """Of the next step."""
+        """Sequence number of the next step."""
         self.layers = layers
         self.collector: EvidenceCollector | None = None
         self.within: BackwardGathering | None = None
-        """Where the optimizer steps inside the backward pass."""
+        """Gathers the steps of optimizers that step inside the backward pass; None for an optimizer that does not."""
         self.alone = False
-        """Whether this run has no other optimizer. Several that fill the same totals each take their part directly."""
+        """Whether this run has no other optimizer. Where there are several, each fills the shared totals directly."""
         self.probes, self._accumulator, self._governor = probes, session.accumulator, session.governor
         self._submit, self._queued, self._append = session.submit, session.queued, session.queued.append
         self._clipping = Clipping(lambda: layers.ids)
@@ -73,35 +73,37 @@ class FastPath(MonitorBase):
         self._note_at = 0.0
         self._previous_exit: float | None = None
         self._own_since_told = 0.0
-        """Seconds that were ours, since the exit of the last step whose times were taken."""
+        """Seconds that were ours since the exit of the last step whose times were taken."""
         self._inside = 0
-        """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
+        """How deep the call is between the hooks: a subclass's step may call its parent's. Not reset by a step that
+        raised."""
         self._on_fast_path = False
-        """Whether the step that has begun is on it."""
+        """Whether the step that has begun is on the fast path."""
         self._loss = 0.0
         self._clip: Clip | None = None
-        """Of that step, as it began."""
+        """The clipping before that step, as known at its begin."""
         self._clipped = False
         """Whether the loop clipped since the last step."""
         self._entered_at = 0.0
         self._stretch_end = 0
-        """The first step that is to be looked at whole again."""
+        """The first step that is to be measured in full again."""
         self._stretch_steps = 0
         self._stretch_seconds = self._stretch_own = 0.0
-        """Steps since the last that was looked at whole, how long they took, and how much of that we did."""
+        """Steps on the fast path since the last one off it, the seconds they took, and the part of these that was
+        ours."""
 
     def begin_stage(self) -> None:
-        """The next step's task or data are others, on purpose: its loss is not odd for being another."""
+        """Forget what is usual: the next step's task or data change on purpose, and so may its loss."""
         self._loss_outliers.begin_anew()
         self.probes.forget()
         if not self.layers.stream:
             self._governor.begin_stage(self.seq)
 
     def _begin_stretch(self) -> None:
-        """A step was looked at whole: the next ones take the fast path, where that will do."""
+        """Put the next steps on the fast path where that is enough; called after a step that was measured in full."""
         probes, collector, accumulator = self.probes, self.collector, self._accumulator
-        accumulator.disturbed = False  # before anything is asked that another thread may change
-        occasion = self.seq // OCCASION * OCCASION + OCCASION - 1  # at whose end probes are armed
+        accumulator.disturbed = False  # before reading anything that another thread may change
+        occasion = self.seq // OCCASION * OCCASION + OCCASION - 1  # at the end of this step, probes are armed
         self._stretch_end = min(self._governor.stretch(self.seq), occasion)
         if (
             self.seq < self._stretch_end
@@ -119,7 +121,7 @@ class FastPath(MonitorBase):
         self._on_fast_path = False
 
     def _try_enter(self) -> bool:
-        """`optimizer.step` begins, without a closure: whether the fast path was enough, and the entry is over."""
+        """Enter `optimizer.step`, called without a closure, on the fast path; return whether that was enough."""
         begin = perf_counter()
         accumulator = self._accumulator
         loss: Any = accumulator.totals.loss
@@ -140,7 +142,7 @@ class FastPath(MonitorBase):
         return True
 
     def _clips_calmly(self) -> bool:
-        """Whether a norm that the loop computed is known, and neither odd nor infinite."""
+        """Whether the norm that the loop computed is known, and neither odd nor infinite."""
         norms = [norm for norm, _ in self._clipping.calls.values() if norm is not None]
         if not all(type(norm) is float and norm <= self._loss_outliers.norm_reach for norm in norms):
             return False
@@ -148,8 +150,8 @@ class FastPath(MonitorBase):
         return True
 
     def _try_exit(self) -> bool:
-        """The same step is over: whether the fast path was enough. Not where something came in between, from a hook of
-        the user's or another thread: a backward pass, a number that was logged, an order."""
+        """End the same step on the fast path; return whether that was enough. It is not where a hook of the user's or
+        another thread did something meanwhile: a backward pass, a logged number, an order."""
         left = perf_counter()
         accumulator, layers, seq, loss = self._accumulator, self.layers, self.seq, self._loss
         if accumulator.totals.loss is not loss or accumulator.calm_to == -math.inf:
@@ -174,7 +176,7 @@ class FastPath(MonitorBase):
         if seq + 1 >= self._stretch_end:
             accumulator.calm_to = -math.inf
         self._stretch_steps += 1
-        self._stretch_seconds += left - self._previous_exit  # type: ignore[operator] # there is one in a stretch
+        self._stretch_seconds += left - self._previous_exit  # type: ignore[operator] # never None in a stretch
         self._previous_exit, self.seq = left, seq + 1
         if self.collector is not None:
             self.collector.end_step(seq, first=True)
@@ -193,9 +195,9 @@ class FastPath(MonitorBase):
             self._accumulator.loop_locator.note(sys._getframe())
 
     def _advance(self, *, skipped: bool = False, captured: bool = False) -> None:
-        """Go on to the next step."""
+        """Advance to the next step."""
         seq, self.seq = self.seq, self.seq + 1
         if self.collector is not None:
             self.collector.end_step(seq, first=not self.layers.stream)
-        if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
+        if self.guard is not None and not captured:  # a snapshot waits for the device, which would abort the capture
             self._call_guard(self.guard.exit_step, seq, skipped=skipped)

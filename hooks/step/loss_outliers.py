@@ -1,7 +1,7 @@
-"""A cheap look at loss and norm on the training thread, so that the very step that looks odd is sampled in full.
+"""A cheap check of loss and norm on the training thread, so that the very step that looks odd is sampled in full.
 
 The daemon judges, but it receives a step up to a second later: too late to sample the first odd step, and a diagnosis
-needs to know which layers moved there. A wrong suspicion costs a few samples and raises no alert.
+needs to know which layers changed there. A false outlier costs a few samples and raises no alert.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from sentinel.hooks.torch_interop.tensors import Scalar, is_finite
 from sentinel.hooks.transport.records import Record
 
 NOISE = 8.0
-"""Mean absolute deviations over the running mean. Single hard batches pass it now and then, and may."""
+"""Mean absolute deviations above the running mean from which a loss is odd. Single hard batches may exceed it."""
 LEAST = 0.01
-"""Share of the mean that is never odd: of a loss without noise the last bit would be."""
+"""Share of the mean by which a loss may always exceed it: of a loss without noise, the last bit would be odd."""
 LEAP = 5.0
-"""Gradient norms over the running mean: half of what GradientSpike asks for."""
+"""Multiple of the running mean from which a gradient norm is odd: half of what the rule GradientSpike asks for."""
 LEAPS = 64
-"""Such norms that are followed up in a stage: where there are more, they are usual in that loop."""
+"""Most odd norms per stage that are sampled in full: where there are more, they are usual in that loop."""
 SPAN = 50
-"""Samples that the running mean looks back on."""
+"""Number of samples that the running mean covers."""
 ODD_STEPS = 4
-"""Steps that are sampled in full: by then the daemon has asked for more, if it is more."""
+"""Steps that are sampled in full: after them, the daemon has asked for more if there is more to see."""
 BEHIND = 64
-"""Steps that a device may be behind for its losses to be looked at."""
+"""Most steps that a device may be behind for its losses to be checked."""
 LARGEST = sys.float_info.max
-"""Of what is finite."""
+"""The largest finite float."""
 _TELLING = ("loss", "grad_norm", "grad_norm_applied")
-"""What must be finite in a healthy run."""
+"""Signals that are finite in a healthy run."""
 
 
 class LossOutliers:
@@ -45,13 +45,13 @@ class LossOutliers:
 
     @property
     def reach(self) -> float:
-        """The highest loss that is not odd, by those so far."""
+        """The highest loss that is not odd, judged by the losses so far."""
         if self._count < SPAN:
             return LARGEST
         return min(self._mean + max(NOISE * self._deviation, LEAST * abs(self._mean)), LARGEST)
 
     def observe(self, loss: float) -> bool:
-        """Take in a finite loss; whether it is out of the noise of those before it. Never within the first `SPAN`."""
+        """Add a finite loss; return whether it is above the noise of those before it. False for the first `SPAN`."""
         self._count += 1
         if self._count == 1:
             self._mean = loss
@@ -73,12 +73,12 @@ class NormOutliers:
 
     @property
     def reach(self) -> float:
-        """The highest norm that is not odd, by those so far."""
+        """The highest norm that is not odd, judged by the norms so far."""
         return LEAP * self._mean if self._count >= SPAN else LARGEST
 
     def observe(self, norm: float) -> bool:
-        """Take in a norm; whether it is far above those before it. Never within the first `SPAN`, nor what is not
-        finite: that is judged beside the loss. A norm of 0 is of a step without a gradient, and no measure of any."""
+        """Add a norm; return whether it is far above those before it. False for the first `SPAN`, and for a non-finite
+        norm, which is judged with the loss. A norm of 0 comes from a step without a gradient, and is ignored."""
         if not 0.0 < norm < math.inf:
             return False
         odd = norm > (reach := self.reach)
@@ -88,15 +88,15 @@ class NormOutliers:
 
 
 class LateValues:
-    """Values that were still on a device when their step ended. Nothing waits for them."""
+    """Records whose value was still on a device when the step ended. Nothing waits for them."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the signal."""
+        """`name`: the signal's name."""
         self._name = name
         self.records: deque[Record] = deque(maxlen=BEHIND)
 
     def add(self, record: Record) -> None:
-        """A step is over: remember it if its value is to come."""
+        """Keep the record of a step that is over if its value is still to come."""
         if record.transfer is not None and record.transfer.brings(self._name):
             self.records.append(record)
 
@@ -108,19 +108,19 @@ class LateValues:
 
 
 class LossOutlierResponse:
-    """What a suspicion sets off: all is sampled for some steps, no snapshot kept of what may be broken, and the sender
-    is woken."""
+    """Responds to a loss outlier: everything is sampled for some steps, no snapshot is kept of a state that may be
+    broken, and the sender is woken."""
 
     def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]], *, first: bool = True) -> None:
-        """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer.
-        `first`: of the first optimizer, whose steps the governor counts."""
+        """`warn` notifies the owner, which keeps snapshots. Held weakly: the owner holds this object, and must die with
+        the optimizer. `first`: whether this is the first optimizer, whose steps the governor counts."""
         self._suspicion, self._governor, self._warn, self._first = LossOutliers(), governor, warn, first
         self._leaps_left = LEAPS
         self._norms, self._late_norms = NormOutliers(), LateValues("grad_norm")
         self._odd = self._suspected = self._suspicious = False
         self._late = LateValues("loss")
         self.unjudged: list[float] = []
-        """Losses within reach, of the steps since the last look."""
+        """Losses within reach, of the steps since the last call of `look_at`."""
 
     @property
     def reach(self) -> float:
@@ -133,8 +133,8 @@ class LossOutlierResponse:
         return self._norms.reach
 
     def look_at_norm(self, norm: Scalar | None, seq: int) -> bool:
-        """Judge the gradient norm of step `seq`; whether it is odd. One on a device is not read; those of earlier steps
-        may have arrived. Unlike an odd loss it is no reason to keep no snapshot."""
+        """Judge the gradient norm of step `seq`; return whether it, or one that arrived late, is odd. A norm on a
+        device is not read now. Unlike an odd loss, an odd norm does not prevent a snapshot."""
         odd = [self._norms.observe(late) for late in self._late_norms.take_arrived()]
         if isinstance(norm, float):
             odd.append(self._norms.observe(norm))
@@ -145,9 +145,9 @@ class LossOutlierResponse:
         return True
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
-        """Judge the loss of step `seq`. A loss on a device is not read; those of earlier steps may have arrived."""
+        """Judge the loss of step `seq`, and earlier ones that arrived late. A loss on a device is not read now."""
         if self.unjudged:
-            for known in self.unjudged:  # within reach when the stretch began: by those in between one may be odd
+            for known in self.unjudged:  # within reach when the stretch began: by the ones since, one may be odd
                 self._judge(known, seq)
             self.unjudged.clear()
         if self._late.records:
@@ -157,7 +157,7 @@ class LossOutlierResponse:
             self._judge(loss, seq)
 
     def begin_anew(self) -> None:
-        """The losses that follow are not comparable: forget the earlier ones, and those still on a device."""
+        """Forget earlier losses and norms, and those still on a device: the ones to come are not comparable."""
         self._suspicion = LossOutliers()
         self.unjudged.clear()
         self._late.records.clear()
@@ -165,7 +165,7 @@ class LossOutlierResponse:
         self._late_norms.records.clear()
 
     def add_record(self, record: Record) -> None:
-        """What is sent of a step that is over."""
+        """Add the record of a step that is over, for its loss and norm if they come late."""
         self._late.add(record)
         self._late_norms.add(record)
 
@@ -176,8 +176,8 @@ class LossOutlierResponse:
             self._suspect(seq, ODD_STEPS)
 
     def judge_step(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
-        """A step is over; answer whether it is news. Only the first such step is: in a run that is dead every one would
-        wake the sender."""
+        """Judge a step that is over; return whether the sender is to be woken. Only the first odd step in a row does
+        it: in a run that is broken every step would."""
         odd = not skipped and _tells_of_trouble(values)
         if odd:
             self._suspect(seq + 1, NONFINITE_STEPS)

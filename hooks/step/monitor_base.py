@@ -1,9 +1,9 @@
-"""How long an optimizer is watched: until it is gone, until it is watched no more, or until a fault of ours.
+"""Life of an optimizer monitor: until the optimizer is gone, watching it is stopped, or a fault of ours.
 
-Its two hooks own its monitor and nothing else does, so that this dies with the optimizer; and with it the functions
-that the user gave to `monitor.on_alert`. What these do may take long or raise, and neither the training nor the sender
-waits for it. What they hold, a trainer with its model, they hold no longer than the optimizer lives: neither the
-session nor their thread has them.
+The optimizer's two hooks own its monitor and nothing else does, so that it dies with the optimizer; and with it the
+functions that the user gave to `monitor.on_alert`. Such a function may take long or raise, and neither the training nor
+the sender waits for it. What it holds, such as a trainer with its model, it holds no longer than the optimizer lives:
+neither the session nor the thread that calls it holds a reference.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 
 class MonitorBase:
-    """How long one optimizer is watched, and what happens when that ends: the base of `OptimizerMonitor`."""
+    """Base of `OptimizerMonitor`: how long one optimizer is watched, and what happens when that ends."""
 
     def __init__(self, optimizer: Any, unseen: Unseen) -> None:
         """`unseen` records faults."""
         self._unseen = unseen
         self.guard: Guard | None = None
         self.alerts = UserCallbacks()
-        """Functions of the user's, that hold what they like: here, so that it dies with the optimizer."""
+        """Functions of the user's, which may hold anything: kept here, so that it dies with the optimizer."""
         self.stopped: RunStopped | None = None
-        """What stopped the run, once we did."""
+        """The exception with which we stopped the run, once we did."""
         self._optimizer = weakref.ref(optimizer)
         self._dead = False
 
     def watches(self, optimizer: object) -> bool:
-        """Whether it is this optimizer."""
+        """Whether this monitor watches `optimizer`."""
         return self._optimizer() is optimizer
 
     def optimizer(self) -> Any:
-        """The optimizer, or None when its user let go of it."""
+        """Return the optimizer, or None when its user released it."""
         return self._optimizer()
 
     def alive(self) -> bool:
-        """Whether there is still something to watch."""
+        """Whether the optimizer still exists and is watched."""
         return self._optimizer() is not None and not self._dead
 
     @property
     def inside(self) -> bool:
-        """Whether the calling thread steps: the hooks may be iterated over, and must not be taken away."""
+        """Whether the calling thread is inside the step: the hooks may be iterated over, and must not be removed."""
         return internals.depth(self._optimizer()) > 0
 
     def stop(self) -> None:
@@ -59,7 +59,7 @@ class MonitorBase:
         self._dead = True
 
     def retire(self) -> None:
-        """Stop, and give back what the restorer holds. On the training thread."""
+        """Stop, and release what the restorer holds. On the training thread."""
         if self.guard is not None:
             self._call_guard(self.guard.close)
         self.guard = None
@@ -76,13 +76,13 @@ class MonitorBase:
             self._broke()
 
     def _broke(self) -> None:
-        """Of an error that passes, this step goes without; another fault is the end. See `Unseen.record_failure`."""
+        """Handle an exception: a passing error costs this step, another fault ends the watch. See `Unseen`."""
         kind = type(self._optimizer()).__name__
         if self._unseen.record_failure(f"steps of {kind}", f"the watch over {kind}", "unmonitored"):
             self.retire()
 
     def _recover(self) -> None:
-        """A step was seen from its entry to its exit."""
+        """Record that a step was seen from its entry to its exit."""
         if self._unseen.pausing:
             self._unseen.recover(f"steps of {type(self._optimizer()).__name__}")
 
@@ -104,37 +104,37 @@ class MonitorBase:
 
 
 class Guard(Protocol):
-    """What acts at the two ends of a step: `rollback.StepGuard`."""
+    """Acts at both ends of a step: `rollback.StepGuard`."""
 
     def enter_step(self, seq: int) -> None:
-        """First in the pre-hook."""
+        """Called first in the pre-hook."""
 
     def exit_step(self, seq: int, *, skipped: bool) -> None:
-        """Last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
+        """Called last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
 
     def suspect(self) -> None:
-        """This step looks odd."""
+        """Called when the present step looks odd."""
 
     def close(self) -> None:
-        """There will be no more steps."""
+        """Called when no more steps will come."""
 
 
 class StepHook:
-    """A hook of the optimizer. It owns the monitor."""
+    """A hook of the optimizer. It owns the optimizer monitor."""
 
     def __init__(self, stream: OptimizerMonitor) -> None:
         self.stream = stream
 
 
 class BeforeStep(StepHook):
-    """Before a step."""
+    """The hook before a step."""
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stream.begins(args, kwargs)
 
 
 class AfterStep(StepHook):
-    """After it."""
+    """The hook after a step."""
 
     def __call__(self, *_: Any) -> None:
         self.stream.ends()
@@ -144,26 +144,26 @@ Alert = dict[str, Any]
 _Functions = tuple[Callable[[Alert], object], ...]
 
 QUEUE_ALERTS = 100
-"""Alerts that wait for a slow function. Then the newest are dropped and counted."""
+"""Most alerts that wait for a slow function. Beyond them, the newest are dropped and counted."""
 
 
 class UserCallbacks:
-    """`add` on any thread, `put` on the sender's. Once the optimizer is gone, its thread hands over what waits, and
-    ends."""
+    """Calls the user's functions at alerts. `add` on any thread, `put` on the sender's. Once the optimizer is gone, its
+    thread hands over the alerts that wait, and ends."""
 
     def __init__(self) -> None:
         self.dropped = 0
         self.functions: _Functions = ()
-        """Of the user's."""
+        """The user's functions, in the order in which they were added."""
         self._worker = Worker("sentinel-alerts")
 
     def add(self, function: Callable[[Alert], object]) -> None:
-        """Call it at each alert from now on."""
+        """Call `function` at each alert from now on."""
         self.functions = (*self.functions, function)
         self._worker.start()
 
     def put(self, alert: Alert) -> None:
-        """Hand the alert over; returns immediately."""
+        """Queue the alert for the functions; returns immediately."""
         if not self.functions:
             return
         if self._worker.waiting < QUEUE_ALERTS:

@@ -1,7 +1,7 @@
-"""Optimizers that step inside the backward pass, as a rule one for each parameter, from hooks on the parameters.
+"""Optimizers that step inside the backward pass, usually one for each parameter, from hooks on the parameters.
 
-To the run they are one optimizer, whose step ends with the pass: loss and gradients belong together again. Gradients
-are gone by then (which is what such loops are for), so each part is measured as its own optimizer steps.
+To the run they are one optimizer, whose step ends with the pass: so its loss and gradients belong together again. The
+gradients are gone by then (the purpose of such loops), so each part is measured as its own optimizer steps.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sentinel.signals import SIGNALS
 
 
 class OptimizersInBackward:
-    """What the parts are together. They are held weakly."""
+    """Several optimizers seen as one. They are held weakly."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._parts = [weakref.ref(optimizer) for optimizer in optimizers]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all that are still there."""
+        """The parameter groups of all optimizers that still exist."""
         return [group for part in self._list_parts() for group in part.param_groups]
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """Of all that are still there: by parameter, as an optimizer's."""
+        """The state of all optimizers that still exist: by parameter, as in an optimizer."""
         return {parameter: state for part in self._list_parts() for parameter, state in part.state.items()}
 
     def _list_parts(self) -> list[Any]:
@@ -47,7 +47,7 @@ class OptimizersInBackward:
 
 
 class Measured(Gradients):
-    """Gradients that are gone: where they belonged."""
+    """Stands for gradients that are gone: only the rows of the layers that they belonged to."""
 
     def __init__(self, layers: Layers, rows: list[int]) -> None:
         super().__init__(layers)
@@ -55,16 +55,16 @@ class Measured(Gradients):
 
 
 class WholeStep(OptimizerMonitor):
-    """The one stream of optimizers that step inside the backward pass. None of them has its hooks."""
+    """The monitor of all optimizers that step inside the backward pass. None of them has its hooks."""
 
     def close_gathered(self, fill: Callable[[Step], None], own: float) -> None:
-        """All parts stepped, and the pass is over: close the step that they are together. `fill` adds their samples,
+        """Close the step that the parts make up, once all stepped and the pass is over. `fill` adds their samples,
         which took `own` seconds."""
         if not self._dead:
             self._finish(functools.partial(self._close_gathered, fill, own))
 
     def count_captured(self) -> None:
-        """The pass was recorded into a CUDA graph: counted, and not seen."""
+        """Count a step whose pass was captured into a CUDA graph; nothing of it is seen."""
         self._safely(functools.partial(self._next, skipped=False, captured=True))
 
     def _close_gathered(self, fill: Callable[[Step], None], own: float) -> None:
@@ -80,28 +80,28 @@ class WholeStep(OptimizerMonitor):
 
 
 class BackwardGathering:
-    """Brings the steps of one backward pass together. Every part's stream has it; it holds none of them."""
+    """Gathers the steps of one backward pass. Every part's monitor holds this; it holds none of them."""
 
     def __init__(
         self, optimizers: Sequence[Any], whole: Callable[[OptimizersInBackward], WholeStep], governor: Governor
     ) -> None:
-        """`whole` makes the stream of all optimizers, at the first step inside a backward pass."""
+        """`whole` makes the monitor of all optimizers, at the first step inside a backward pass."""
         self.whole: WholeStep | None = None
         self.captured = False
-        """The present pass is recorded into a CUDA graph."""
+        """Whether the present pass is captured into a CUDA graph."""
         self._optimizers = OptimizersInBackward(optimizers)
         self._make, self._governor = whole, governor
         self._rows: dict[tuple[str, str], int] = {}
         self._digest = ""
         self._steps: dict[int, Step] = {}
-        """By identity of the part, in this pass."""
+        """Identity of a part's monitor -> its step in this pass."""
         self._pass = -1
-        """Autograd's number of it."""
+        """Autograd's number of the pass."""
         self._names: dict[int, list[tuple[str, str]]] = {}
         self._seconds = 0.0
 
     def enter_part(self, part: OptimizerMonitor) -> None:
-        """The optimizer of `part` steps."""
+        """Sample what the optimizer of `part` is about to apply."""
         begin = time.perf_counter()
         if self.whole is None:
             self.whole = self._make(self._optimizers)
@@ -118,7 +118,7 @@ class BackwardGathering:
         self._seconds += time.perf_counter() - begin
 
     def end_pass(self) -> None:
-        """A backward pass is over."""
+        """Close the step, as a backward pass is over."""
         if self.captured:
             self.captured = False
             if self.whole is None:
@@ -146,7 +146,7 @@ class BackwardGathering:
         self._governor.record_sample(2 if step.thorough else 1, self._seconds)
 
     def _rows_of(self, sampled: dict[int, Step]) -> list[int]:
-        """Rows in the whole's table of the parts' layers, in their order."""
+        """Return the rows of the parts' layers in the table of all optimizers, in the order of the parts."""
         assert self.whole is not None
         table = self.whole.layers.table
         if table.digest != self._digest:
@@ -170,7 +170,7 @@ def _join_columns(columns: Sequence[torch.Tensor | bytes]) -> torch.Tensor | byt
 
 
 def _together(parts: Sequence[dict[str, Scalar]]) -> dict[str, Scalar]:
-    """Signals of the parts as the whole's: norms add in squares, counts add, of the rest the mean."""
+    """Combine the parts' signals: norms as the root of summed squares, counts as sums, the rest as the mean."""
     found: dict[str, Scalar] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = on_one_device([part[name] for part in parts if name in part])

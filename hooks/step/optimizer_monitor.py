@@ -1,6 +1,6 @@
-"""One optimizer, watched: its steps are counted, its probes called, and what they measure is queued.
+"""The monitor of one optimizer: its steps are counted, its probes called, and their measurements queued.
 
-    pre-hook       rollback may act (it is first), then the probes look at the gradients
+    pre-hook       rollback may act (it is first), then the probes sample the gradients
     optimizer.step
     post-hook      the rest is measured and queued, then rollback may act (it is last)
     GradScaler.step withheld the step: the hooks did not run, and its end does what they would have done
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 
 GRADIENTS = "gradients, and what is computed of them"
-"""What is not seen where that fails, in words."""
+"""What is not seen where sampling gradients fails, as reported to the user."""
 
 
 class OptimizerMonitor(FastPath):
-    """One optimizer, watched: counts its steps, calls its probes, and queues what they measure."""
+    """Watches one optimizer: counts its steps, calls its probes, and queues what they measure."""
 
     def __init__(
         self,
@@ -54,28 +54,28 @@ class OptimizerMonitor(FastPath):
         *,
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`own_scale`: the loss scale of an optimizer that needs no GradScaler."""
+        """`own_scale` returns the loss scale of an optimizer that needs no GradScaler."""
         super().__init__(session, optimizer, layers, probes)
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
-        """Layers whose gradients cannot be measured, and why."""
+        """Layer -> reason why its gradients cannot be measured."""
         self._transfers = Transfers()
         self._step: Step | None = None
         self._deferred = self._entered = False
         self._sampling = True
-        """Whether gradients are looked at: not after a fault of ours in that."""
+        """Whether gradients are sampled: no longer after an internal fault there."""
         self._told_exit: float | None = None
-        """Of the last step whose times were taken."""
+        """Time of the exit of the last step whose times were taken."""
         self._own_seconds = self._layers_seconds = 0.0
         self.device_clock: DeviceClock | None = None
-        """From the first step on, where the parameters are on a GPU."""
+        """Set at the first step, where the parameters are on a GPU."""
         self._seeks_device = True
         self._scaler: GradScaler | None = None
         self._scale: Scalar | None = None
         self._own_scale = own_scale
 
     def hook(self) -> list[RemovableHandle]:
-        """Put the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
+        """Register the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return [
@@ -84,7 +84,7 @@ class OptimizerMonitor(FastPath):
         ]
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`optimizer.step(*args, **kwargs)` begins."""
+        """Handle the begin of `optimizer.step(*args, **kwargs)`."""
         if self._dead:
             return
         if self._inside and internals.depth(self._optimizer()) > 1:
@@ -107,7 +107,7 @@ class OptimizerMonitor(FastPath):
             self._broke()
 
     def ends(self) -> None:
-        """It is over."""
+        """Handle the end of `optimizer.step`."""
         if self._inside != 1:
             self._inside = max(self._inside - 1, 0)
             return
@@ -117,15 +117,15 @@ class OptimizerMonitor(FastPath):
         finally:
             self._inside = 0
 
-    # What the patches tell.
+    # Called by the patches.
 
     def loss_scaled(self, scaler: GradScaler) -> None:
-        """A loss was scaled."""
+        """Handle that a loss was scaled."""
         self._scaler = scaler
-        self._accumulator.calm_to = -math.inf  # and no more: another thread's loss may come inside a step
+        self._accumulator.calm_to = -math.inf  # no more than this: another thread's loss may come during a step
 
     def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
-        """The loop clipped these gradients, of L2 norm `norm` until then (None: it went by another norm)."""
+        """Handle that the loop clipped these gradients, of L2 norm `norm` until then (None: it used another norm)."""
         if tensors.is_capturing():
             return
         scale = scale_left(self._scaler, self._optimizer())
@@ -134,29 +134,29 @@ class OptimizerMonitor(FastPath):
         self._clipped = True
 
     def start_over(self) -> None:
-        """The loop threw away the gradients of this step so far."""
+        """Handle that the loop discarded this step's gradients so far."""
         self._clipping.start_over()
         self._clipped = False
 
     def scaler_enters(self, scaler: GradScaler) -> None:
-        """`scaler.step(optimizer)` begins."""
+        """Handle the begin of `scaler.step(optimizer)`."""
         scale = scaler._scale
         self._scale = scalar(scale) if scale is not None and not tensors.is_capturing() else None
         self._entered = False
         self._end_stretch()
 
     def scaler_exits(self) -> None:
-        """`scaler.step(optimizer)` is over. If it withheld the step the hooks did not run, and this is the exit."""
+        """Handle the end of `scaler.step(optimizer)`; if the step was withheld, no hook ran, and this is its exit."""
         if not self._entered and not self._dead:
             self._finish(self._withheld)
         self._scale = None
 
     def scaler_raised(self) -> None:
-        """`scaler.step(optimizer)` raised, and the scale is that of no step."""
+        """Handle that `scaler.step(optimizer)` raised: the scale belongs to no step."""
         self._scale = None
 
     def loss_not_scaled(self) -> None:
-        """A backward pass begins from a loss that was not scaled: gradients of another optimizer may be."""
+        """Handle a backward pass from a loss that was not scaled: another optimizer's gradients may be."""
         self._scaler = None
 
     # Optimizers that step inside the backward pass.
@@ -170,7 +170,7 @@ class OptimizerMonitor(FastPath):
             self._safely(within.enter_part, self)
 
     def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
-        """Sample what this optimizer is about to apply, as its part of step `seq`."""
+        """Sample what this optimizer is about to apply, as its part of step `seq`; return that step."""
         step = Step(seq, self._optimizer(), self._accumulator.totals)
         if norms:
             with torch.no_grad():
@@ -201,7 +201,7 @@ class OptimizerMonitor(FastPath):
             self.device_clock = make_device_clock(parameters)
         if self.device_clock is not None:
             self.device_clock.begin_step()
-        # With a closure the backward pass runs inside the step: until then there are only the last step's gradients.
+        # With a closure the backward pass runs inside the step: until then only the last step's gradients are there.
         self._deferred = closure is not None
         clip = None
         if not self._deferred:
@@ -230,7 +230,7 @@ class OptimizerMonitor(FastPath):
         self._governor.record_sample(3, time.perf_counter() - begin)
 
     def _finish(self, end: Callable[[], None]) -> None:
-        """End a step. It is counted, whatever fails there."""
+        """End a step. It is counted even if `end` fails."""
         seq = self.seq
         try:
             end()
@@ -253,7 +253,7 @@ class OptimizerMonitor(FastPath):
         step, self._step = self._step, None
         if self._on_fast_path:
             step = self._fall_back()
-        if step is None:  # inside a graph that is being captured: counted, and not seen; or its entry failed
+        if step is None:  # inside a graph capture: counted, and not seen; or its entry failed
             if self._accumulator.captured:
                 self._next(skipped=False, captured=True)
             return
@@ -267,7 +267,7 @@ class OptimizerMonitor(FastPath):
         self._recover()
 
     def _fall_back(self) -> Step:
-        """The step that is over began on the fast path, and then more happened than was expected at its entry."""
+        """Open the step that is over again, off the fast path: more happened in it than expected at its entry."""
         self._end_stretch()
         self._deferred = False
         step = self._open(self._optimizer(), 0.0)
@@ -289,7 +289,7 @@ class OptimizerMonitor(FastPath):
             self._close(step)
 
     def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
-        """Where something is not finite: find out what made it so."""
+        """Where something is not finite, find its origin."""
         if self.collector is not None:
             self._guard_collector(lambda collector: collector.look(step, withheld=withheld, exact=exact))
 
@@ -313,14 +313,14 @@ class OptimizerMonitor(FastPath):
         )
 
     def _before(self, step: Step, *, looked: bool = False) -> None:
-        """Gradients are complete: sample what is due. `looked`: at the loss, already."""
+        """Sample what is due, the gradients being complete. `looked`: the loss was checked already."""
         if step.clip is None:
             step.clip = self._clipping.take()
         if not looked:
             self._loss_outliers.look_at(step.totals.loss, step.seq)
         if step.clip is not None:
             self._loss_outliers.look_at_norm(step.clip[0], step.seq)
-        # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
+        # A withheld step is sampled in full: the user wants to know which layers overflowed.
         first = not self.layers.stream
         every_layer = self._governor.due(2, step.seq, first=first) or step.rare or step.is_withheld
         self.probes.before(step, 0)
@@ -329,7 +329,7 @@ class OptimizerMonitor(FastPath):
             step.blind = every_layer and step.gradients is None
 
     def _shield(self, sample: Callable[..., None], step: Step, *arguments: bool) -> None:
-        """Look at gradients or weights, unless that is not to be tried now."""
+        """Sample gradients or weights, unless a fault or a pause prevents it."""
         unseen = self._unseen
         if not self._sampling:
             return
@@ -381,7 +381,7 @@ class OptimizerMonitor(FastPath):
         self._governor.record_sample(3, time.perf_counter() - begin)
 
     def _close(self, step: Step) -> None:
-        """The step is over: measure the rest, queue it, go on to the next."""
+        """Close a step that is over: measure the rest, queue it, go on to the next."""
         whole = (
             not self.alone
             or self.probes.awake
@@ -390,7 +390,7 @@ class OptimizerMonitor(FastPath):
         )
         whole = (
             whole or not self._accumulator.is_training_thread()
-        )  # the thread that takes the totals is the one that trains
+        )  # the thread that takes the totals becomes the training thread
         step.totals = self._accumulator.take() if whole else self._accumulator.totals
         if not self.alone:
             self._accumulator.record_owner(self.layers.stream, step.totals)
@@ -416,7 +416,7 @@ class OptimizerMonitor(FastPath):
         self._next(skipped=skipped)
 
     def report_logged(self) -> None:
-        """Add what was logged since the last step to that one, as no other comes. On the training thread."""
+        """Report what was logged since the last step with that step, as no other comes. On the training thread."""
         self._safely(self._submit_logged)
 
     def _submit_logged(self) -> None:
@@ -428,7 +428,7 @@ class OptimizerMonitor(FastPath):
     def _call_relaxed_probes(self, step: Step) -> None:
         begin = time.perf_counter()
         step.own_seconds = self._own_since_told + self._own_seconds
-        self._own_since_told = -self._own_seconds  # they are counted by now, and `_account` adds it
+        self._own_since_told = -self._own_seconds  # already counted here, and `_account` adds them again
         self.probes.call_relaxed_probes(step)
         if not self.layers.stream and (mark := self._governor.mark_opening(step.seq)) is not None:
             step.values["opening_step"] = mark
