@@ -1,1 +1,1 @@
-"""What the user's loop does: backward passes, losses, batches, clipping, and where in the code it is."""
+"""What the user's loop does: backward passes, losses, batches, clipping, and where in its code it is."""

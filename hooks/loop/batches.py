@@ -1,16 +1,16 @@
-"""Where the run's batches come from: the wait for each, what it is, and which are skipped after a rollback.
+"""Watches the run's batches: the wait for each, its identity, and which are skipped after a rollback.
 
     identity   48 bits of a hash over up to 64 elements of each tensor, at even distances, with type and shape. The same
-               batch has the same identity in every run; what was in it does not leave the process
-    repeated   1 where one of the last `REMEMBERED` that were looked at in this epoch had the same: workers that draw
-               the same numbers, or each give the whole of a stream
-    copied     how many random generators its workers have copies of (`worker_generators.py`)
+               batch has the same identity in every run; its content does not leave the process
+    repeated   1 where one of the last `REMEMBERED` batches examined in this epoch had the same identity: workers that
+               draw the same numbers, or each give the whole of a stream
+    copied     number of random generators that the workers have copies of (`worker_generators.py`)
 
 Tensors in host memory are read; of those on a device only the shape is, since reading one would wait for it.
 
 Loops may fetch one batch ahead of the one they train on, to know which is the last: Accelerate and the Hugging Face
-Trainer always, Lightning where the loader has no length. What is noted of a batch is then told at the next fetch, when
-the loop gets it (`FetchAhead`).
+Trainer always, Lightning where the loader has no length. The notes on a batch are then passed on at the next fetch,
+when the loop gets the batch (`FetchAhead`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sentinel.hooks.torch_interop.worker_generators import count_workers, list_c
 
 Batch = TypeVar("Batch")
 _IDENTITY = "the identity of batches"
-"""What is not seen where they cannot be looked at, in words."""
+"""What is not seen where batches cannot be examined, as reported to the user."""
 
 
 FRAMES = 12
@@ -49,19 +49,19 @@ Noted = dict[str, float] | None
 
 
 class FetchAhead:
-    """What was noted of batches that the loop has yet to get, by the iterator that gave them."""
+    """Notes on batches that the loop has yet to get, by the iterator that gave them."""
 
     def __init__(self) -> None:
         self._waiting: weakref.WeakKeyDictionary[Any, Noted] = weakref.WeakKeyDictionary()
-        """Of iterators that are asked ahead of the loop."""
+        """Iterator that is asked ahead of the loop -> notes on the batch that the loop gets next."""
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Of which it is known whether they are."""
+        """Iterators of which it is known whether they are asked ahead."""
         self._latest: weakref.ref[object] | None = None
-        """The iterator that gave the last batch, if it is not asked ahead. To look it up in sets of weak references at
+        """The iterator that gave the last batch, if it is not asked ahead. Looking it up in sets of weak references at
         each batch would cost more than the rest."""
 
     def swap_notes(self, source: object, noted: Noted) -> Noted:
-        """`source` gave a batch: what was noted of the one that the loop gets."""
+        """Store the notes on a batch that `source` gave; return those on the batch that the loop gets."""
         if self._latest is not None and self._latest() is source:
             return noted
         if source not in self._asked:
@@ -75,7 +75,7 @@ class FetchAhead:
         return before
 
     def last(self, source: object) -> Noted:
-        """`source` has no more: what was noted of the batch that the loop gets last; None where it has it already."""
+        """Return the notes on the loop's last batch after `source` has ended; None where the loop has it already."""
         return self._waiting.get(source)
 
 
@@ -103,30 +103,30 @@ class Batches:
         self._to_skip = 0
         self._outer = 0
         self._contents: BatchFingerprints | None = BatchFingerprints()
-        """None once it failed."""
+        """None once examining a batch failed."""
         self._ahead = FetchAhead()
         self.facts: dict[str, Any] = {}
-        """What batches showed of the loaders that they came from, for the hello."""
+        """Facts about the loaders, found from their batches, for the hello message."""
         self.announce: Callable[[], None] = lambda: None
-        """Called when there is more of it."""
+        """Called when `facts` has changed."""
 
     def skip(self, count: int) -> str:
-        """Throw away the next `count` batches. At the end of an epoch the rest is left for the next. Returns why none
-        can be, if so."""
+        """Discard the next `count` batches. If the epoch ends before, the rest is left for the next one. Returns the
+        reason if none can be skipped, else an empty text."""
         if count and not self._known:
             return "no batch is skipped: pass attach(loader=...), or iterate over monitor.batches(loader)"
         self._to_skip += max(count, 0)
         return ""
 
     def watch(self, loader: Iterable[Batch]) -> _Watched[Batch]:
-        """`loader`, with the wait for each batch measured."""
+        """Return `loader` so wrapped that the wait for each batch is measured."""
         self._known = True
         return _Watched(self, loader)
 
-    # From the patched DataLoader.
+    # Called by the patched DataLoader.
 
     def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
-        """A DataLoader's iterator gave a batch. Inside `watch` that is measured already."""
+        """Record that a DataLoader's iterator gave a batch. Inside `watch` that is measured already."""
         if not self._outer:
             self._accumulator.batch_fetched(iterator, seconds, self._describe(batch, iterator))
 
@@ -147,7 +147,7 @@ class Batches:
             return None
 
     def loader_exhausted(self, iterator: object) -> None:
-        """A DataLoader's iterator gave its last batch before. Inside `watch` what is watched says so."""
+        """Record that a DataLoader's iterator has no more batches. Inside `watch` the wrapper records it."""
         if self._contents is not None and self._accumulator.is_training_thread():
             self._contents.begin_anew()
         if not self._outer:
@@ -156,18 +156,18 @@ class Batches:
                 self._accumulator.totals.batch = noted
 
     def to_skip(self, iterator: object) -> bool:
-        """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
+        """Whether the next batch of a DataLoader's iterator is to be discarded."""
         self._accumulator.next_iteration()
         if not self._to_skip or self._outer:
             return False
         return self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
 
     def record_skip(self) -> None:
-        """A batch was thrown away. Called only then: the end of an epoch is none."""
+        """Count a batch that was discarded. Not called at the end of an epoch, where there is none."""
         self._to_skip -= 1
 
     def pull(self, iterator: Iterator[Batch], source: object) -> Batch:
-        """The next batch that is not to be skipped, `source` being what pulls. Raises StopIteration at the end."""
+        """Return the next batch that is not skipped; `source` is what pulls it. Raises StopIteration at the end."""
         begin = time.perf_counter()
         self._accumulator.next_iteration()
         self._outer += 1
@@ -188,7 +188,7 @@ class Batches:
 
 
 class _Watched(Generic[Batch]):
-    """An iterable that is as the loader it wraps: as often iterated, as long, with its attributes."""
+    """An iterable like the loader it wraps: it can be iterated as often, is as long, and has its attributes."""
 
     def __init__(self, batches: Batches, loader: Iterable[Batch]) -> None:
         self._batches, self._loader = batches, loader
@@ -200,7 +200,7 @@ class _Watched(Generic[Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is one of the loader, and of no run."""
+        """Copy or pickle as the loader itself: a copy belongs to no run."""
         return copy.copy, (self._loader,)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,7 +216,7 @@ class _Pull(Generic[Batch]):
 
     @property
     def _index_sampler(self) -> Any:
-        """Of the DataLoader's iterator within."""
+        """The index sampler of the DataLoader's iterator inside."""
         return getattr(self._iterator, "_index_sampler", None)
 
     def __next__(self) -> Batch:
@@ -224,7 +224,7 @@ class _Pull(Generic[Batch]):
 
 
 LEAVES = 8
-"""Tensors of a batch that are looked at."""
+"""Most tensors of a batch that are examined."""
 DEPTH = 4
 ELEMENTS = 64
 REMEMBERED = 64
@@ -232,36 +232,36 @@ SPACING_SECONDS = 0.05
 """Batches this far apart are all examined; of closer ones at most one per interval, except in bursts."""
 SHARE = 0.001
 """Largest share of a fast loop's time spent on examining batches, except in bursts. It takes 10 to 20 us a tensor, and
-ten times as long in a fast loop, which has driven its code out of the processor's caches."""
+ten times as long in a fast loop, which drives this code out of the processor's caches."""
 BURST, BURST_EVERY = 16, 1024
-"""Of so many batches, the first ones are looked at one after another: repeats among neighbours are to be seen."""
+"""Batches in a burst, in which each is examined, and batches from one burst to the next: it shows repeats nearby."""
 
 LISTED = 8
-"""Generators that are named."""
+"""Most generators that are named."""
 
 
 class BatchFingerprints:
-    """Looks at batches as they come."""
+    """Examines batches as they come."""
 
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
         self._source: weakref.ref[object] | None = None
         self.facts: dict[str, Any] = {}
-        """Generators of which workers have copies, by name, and the most workers, of all iterators so far. They only
-        grow: loaders that take turns would else have the whole hello said again at each epoch."""
+        """Names of generators that workers have copies of, and the largest number of workers, of all iterators so far.
+        They only grow: otherwise, loaders that take turns would cause a new hello message at each epoch."""
         self._copied: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Generators by iterator, as found at its first batch that was looked at."""
+        """Iterator -> number of copied generators, as found at its first batch that was examined."""
         self._count = 0
         self._again_at = self._came_at = 0.0
         self._spacing = SPACING_SECONDS
 
     def begin_anew(self) -> None:
-        """An epoch is over: the next may well have the same batches."""
+        """Forget the epoch's batches, as it is over: the next may well have the same ones."""
         self._seen.clear()
 
     def describe_batch(self, batch: object, source: object) -> dict[str, float] | None:
-        """Signals of a batch, or None where this one is not looked at. `source` is the iterator that gave it: that of
-        an epoch that was broken off does not come to its end."""
+        """Return the signals of a batch, or None where this one is not examined. `source` is the iterator that gave it;
+        a new one begins a new epoch, since an epoch that is broken off never reaches its end."""
         if self._source is None or self._source() is not source:
             self._source = weakref.ref(source)
             self.begin_anew()
@@ -306,7 +306,7 @@ class BatchFingerprints:
 
 
 def identity_of(tensors: list[torch.Tensor]) -> int | None:
-    """A hash of 48 bits. None if a tensor is not plain host memory."""
+    """Return a hash of 48 bits, or None if a tensor is not plain host memory."""
     hashed = hashlib.blake2b(digest_size=6)
     for tensor in tensors:
         if (
@@ -324,7 +324,7 @@ def identity_of(tensors: list[torch.Tensor]) -> int | None:
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """In the order in which the batch holds them."""
+    """Yield the tensors in `value`, in the order in which the batch holds them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, Mapping):

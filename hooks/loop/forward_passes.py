@@ -1,9 +1,9 @@
-"""Forward passes of the watched model, by hooks on its root: their time, whether they run in fp16, and the last call.
+"""Watches forward passes by hooks on the model's root: their time, whether they run in fp16, and the last call.
 
-Of the last call of each model are kept its arguments, by reference, and what is needed to make the same call again.
-They are held from the call to the exit of the optimizer's step, in which the loop nearly always holds them itself; more
-than `BATCH_BYTES` are not held. Of the gradient that came back to the outputs `GRADIENT_BYTES` are, for a backward pass
-that begins where the model ends: the loss function is the user's, and cannot be called again.
+Of each model's last call, its arguments are kept by reference, and what is needed to make the same call again. They are
+held from the call to the exit of the optimizer's step, a time in which the loop nearly always holds them itself; more
+than `BATCH_BYTES` are not held. Of the gradients that came back to the outputs, up to `GRADIENT_BYTES` are held, for a
+backward pass that begins at the model's outputs: the loss function is the user's, and cannot be called again.
 """
 
 from __future__ import annotations
@@ -30,62 +30,62 @@ from sentinel.hooks.torch_interop.tensors import CUDA, is_capturing
 from sentinel.wire.heartbeat_page import Work
 
 ORIGIN = "where a value that is not finite came from"
-"""What is not seen without a batch, in words."""
+"""What is not seen without a batch, as reported to the user."""
 BATCH_BYTES = 256 * 1024 * 1024
 GRADIENT_BYTES = 16 * 1024 * 1024
-"""Logits of a large vocabulary are more, and would raise the peak of memory by their size."""
+"""Most bytes of gradients held: those of a large vocabulary's logits are more, and would raise the peak of memory."""
 FAST_SECONDS = 0.01
-"""Between two calls. In a faster loop the hook of an output, 60 us in all, is measurable (bench/overhead.py): gradients
-are held in the first calls alone, and a constant stands for later ones."""
+"""Seconds between two calls below which a loop is fast. There the hook of an output, 60 us in all, is measurable
+(bench/overhead.py): gradients are held only in the first calls, and a constant stands for later ones."""
 FIRST_CALLS = 256
 LOOKS = 8
-"""Calls without a random number drawn, after which a model counts as drawing none. The state is 5 kB, 20 us."""
+"""Calls that draw no random number, after which a model counts as drawing none. The state is 5 kB, 20 us."""
 LEAVES = 16
-"""Tensors of a batch, or outputs of a model, that are looked at."""
+"""Most tensors of a batch, or outputs of a model, that are examined."""
 DEPTH = 4
 
 
 class CapturedCall(msgspec.Struct):
-    """One call of a model. Nothing of it is copied but the state of the random number generator."""
+    """One call of a model. Only the random number generator's state is copied."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: Sequence[Tensor]
-    """The tensors in both."""
+    """The tensors in `args` and `kwargs`."""
     versions: Sequence[int]
-    """Of the inputs: each write into a tensor counts it up."""
+    """Version counters of the inputs: each write into a tensor increments its counter."""
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     rng: Tensor | None = None
     """State of the random number generator; None where the model draws none."""
     device_rng: list[tuple[torch.device, Tensor]] = []
     gradients: dict[int, Tensor] = {}
-    """Place among the differentiable outputs -> the gradient that came back to it, the last one."""
+    """Place among the differentiable outputs -> the last gradient that came back to it."""
     outputs: int = 0
-    """Differentiable outputs whose gradients are held."""
+    """Number of differentiable outputs whose gradients are held."""
 
     @property
     def unchanged(self) -> bool:
-        """Whether the batch was not written to since."""
+        """Whether the batch has not been written to since the call."""
         return self.versions == [tensor._version for tensor in self.inputs]
 
     def hold_gradients(self, output: object) -> None:
-        """The call returned: hold the gradients that will come back, if they are small."""
+        """Hold the gradients that will come back to the call's `output`, if they are small."""
         outputs = differentiable(output)
         if not outputs or _nbytes(outputs) > GRADIENT_BYTES:
             return
         self.outputs, held = len(outputs), self.gradients
         for place, one in enumerate(outputs):
-            if not one.is_leaf:  # a parameter that is handed on would gather hooks without end
+            if not one.is_leaf:  # a parameter that is passed through would collect hooks without end
                 one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
 
     @property
     def drawn(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Whether random numbers have been drawn since the call."""
         same = all(torch.equal(torch.cuda.get_rng_state(device), state) for device, state in self.device_rng)
         return self.rng is not None and not (torch.equal(torch.get_rng_state(), self.rng) and same)
 
     def seed(self) -> None:
-        """Set the generators to where they were at the call."""
+        """Set the generators to their states at the call."""
         if self.rng is not None:
             torch.set_rng_state(self.rng)
         for device, state in self.device_rng:
@@ -95,11 +95,11 @@ class CapturedCall(msgspec.Struct):
 def keep(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, autocast: bool = True
 ) -> CapturedCall | None:
-    """A call that begins now. `draws`, `autocast`: whether the model may draw random numbers, and autocast be on. None:
-    its batch is too large, or was made in inference mode, where writes into a tensor are not counted."""
+    """Return a call that begins now, to be kept. `draws`, `autocast`: whether the model may draw random numbers, and
+    autocast may be on. None: its batch is too large, or from inference mode, where writes into it are not counted."""
     inputs: Sequence[Tensor]
     try:
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # nearly always so, and at every forward pass
             inputs, size, versions = args, nbytes_of(args[0]), [args[0]._version]
         else:
             inputs = leaves((args, kwargs))
@@ -120,26 +120,26 @@ def keep(
 
 
 class CallSlot:
-    """The place for the last call of one model, which is held weakly."""
+    """Holds the last call of one model. The model itself is held weakly."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
         self.kept: CapturedCall | None = None
         """The last call."""
         self.frozen = False
-        """It is the one to be looked into: calls that follow do not take its place."""
+        """Whether the call is kept to be examined: later calls do not replace it."""
         self.running = False
-        """The call is being repeated by us: it is not a pass of the loop."""
+        """Whether we are repeating the call: then it is not a pass of the loop."""
         self.draws: bool | None = None
         """Whether the model draws random numbers; None: not known yet."""
         self.known = False
-        """Whether it is called often enough to know what it is like."""
+        """Whether the model has been called often enough to know its behaviour."""
         self.returned_at = 0.0
-        """When it returned last (`time.perf_counter`)."""
+        """Time at which it last returned (`time.perf_counter`)."""
         self._looks = self._calls = 0
 
     def record_return(self, output: object) -> None:
-        """The call that is held returned: one of the first, or one of a loop that is not fast."""
+        """Record that the held call returned: one of the first, or one in a loop that is not fast."""
         if self.kept is None:
             return
         self.kept.hold_gradients(output)
@@ -152,36 +152,36 @@ class CallSlot:
         self.known = self._calls >= FIRST_CALLS
 
     def close(self) -> None:
-        """Let go of it, and hold no other."""
+        """Release the held call, and hold no other."""
         self.kept, self.frozen = None, True
 
 
 class _Holder:
-    """Hook of an output: keeps the gradient that comes back to it."""
+    """Hook of an output: holds the gradient that comes back to it."""
 
     __slots__ = ("_held", "_place")
     __torch_unserializable__ = True
-    """As `torch.utils.hooks.unserializable_hook` says it of a function: outputs may be pickled all the same."""
+    """Set as `torch.utils.hooks.unserializable_hook` sets it on a function: so outputs can still be pickled."""
 
     def __init__(self, held: dict[int, Tensor], place: int) -> None:
         self._held, self._place = held, place
 
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None:  # of a view of the output that was written to, say
+        if gradient is None:  # e.g. where a view of the output was written to
             return
-        # With `create_graph=True` it has a graph, which leads back to this hook: a cycle that gc does not see.
+        # With `create_graph=True` it has a graph that leads back to this hook: a cycle that gc does not find.
         self._held[self._place] = gradient.detach() if gradient.requires_grad else gradient
 
 
 def leaves(value: object) -> list[Tensor]:
-    """Tensors in it, the first few, in order."""
+    """Return the tensors in `value`, the first `LEAVES` in order."""
     found: list[Tensor] = []
     _collect(value, DEPTH, found)
     return found
 
 
 def name_tensors(value: object, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor): `args[0]`, `kwargs['labels']`."""
+    """Yield (name, tensor) for each tensor in `value`, with names such as `args[0]`, `kwargs['labels']`."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth and isinstance(value, Mapping):
@@ -193,12 +193,13 @@ def name_tensors(value: object, name: str, depth: int = DEPTH) -> Iterator[tuple
 
 
 def differentiable(output: object) -> list[Tensor]:
-    """Outputs of a model that a gradient comes back to."""
+    """Return the outputs of a model that a gradient comes back to."""
     return [tensor for tensor in leaves(output) if tensor.requires_grad]
 
 
 def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
-    """At every forward pass: a generator, and isinstance of an abstract class, cost several times as much."""
+    """Add the tensors in `value` to `found`. It runs at every forward pass: a generator, and isinstance of an abstract
+    class, would cost several times as much."""
     if isinstance(value, Tensor):
         if len(found) < LEAVES:
             found.append(value)
@@ -233,7 +234,7 @@ def _of_devices(inputs: Sequence[Tensor]) -> list[tuple[torch.device, Tensor]]:
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """(kind of device, dtype) that autocast is on for."""
+    """Return (kind of device, dtype) for each kind that autocast is on for."""
     kinds = ("cpu", "cuda")
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
@@ -242,9 +243,9 @@ _FORWARD = Work.FORWARD
 
 
 class _Nothing:
-    """What a copy of a hook is: the forward passes of an EMA are not the model's.
+    """What a copy of our hook becomes, as the forward passes of an EMA are not the model's.
 
-    In a pickle it is a call of `sys.audit`, which takes anything and returns None: a checkpoint must load where
+    In a pickle it becomes a call of `sys.audit`, which takes anything and returns None: a checkpoint must load where
     Sentinel is not installed.
     """
 
@@ -252,14 +253,14 @@ class _Nothing:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
-        return _Nothing()  # and not the audit: torch.compile can trace this one
+        return _Nothing()  # rather than the audit: torch.compile can trace this
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (sys.audit, "sentinel.copied_hook")
 
 
 class ForwardHook(_Nothing):
-    """A hook that stays with the model it was put on."""
+    """A hook that works only on the model it was registered on."""
 
     def __init__(self, stopwatch: ForwardTimer) -> None:
         self.stopwatch = stopwatch
@@ -267,7 +268,7 @@ class ForwardHook(_Nothing):
 
 class _Begin(ForwardHook):
     def __call__(self, *called: object) -> None:
-        # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
+        # Inside a compiled graph this condition is a constant: the hook costs no graph break, and sees nothing.
         if not (is_dynamo_compiling() or compiler._is_compiling_flag):
             self.stopwatch.start(*called)
 
@@ -279,8 +280,8 @@ class _End(ForwardHook):
 
 
 class ForwardTimer:
-    """Called at every forward pass, with nothing of ours in the processor's caches: what would be a line in a function
-    is a line here."""
+    """Times forward passes. It is called at each, without our code in the processor's caches, so small steps are
+    written inline and not as functions."""
 
     def __init__(self, accumulator: StepAccumulator, device: str, slot: CallSlot | None) -> None:
         self._accumulator = weakref.ref(accumulator)
@@ -288,7 +289,7 @@ class ForwardTimer:
         self._begin = 0.0
         self._slot = slot
         self._keeps = False
-        """Whether the pass under way is in the slot."""
+        """Whether the slot holds the pass under way."""
 
     def start(self, model: Any, args: Any, kwargs: Any) -> None:
         slot, accumulator = self._slot, self._accumulator()
@@ -300,7 +301,7 @@ class ForwardTimer:
         if is_grad_enabled():
             if not getattr(model, "training", True):
                 accumulator.totals.evaluating = True
-            # Autocast that the model itself enters, inside its forward, is not seen here.
+            # Autocast that the model enters inside its own forward is not seen here.
             autocast = is_any_autocast_enabled()
             if autocast and self._device:
                 fp16 = torch.is_autocast_enabled(self._device)
@@ -323,7 +324,7 @@ class ForwardTimer:
         now, begin, slot, accumulator = perf_counter(), self._begin, self._slot, self._accumulator()
         if accumulator is None or get_ident() != accumulator.thread:
             return
-        self._begin = 0.0  # a forward that raised leaves no end, and the next one starts over
+        self._begin = 0.0  # a forward that raises has no end, and the next one starts over
         if self._keeps and slot is not None and not slot.running:
             try:
                 if (now - slot.returned_at >= FAST_SECONDS or not slot.known) and not (CUDA and is_capturing()):
@@ -339,7 +340,7 @@ class ForwardTimer:
             accumulator.work = _FORWARD
 
     def _forget(self, accumulator: StepAccumulator) -> None:
-        """The batch of this pass is not kept; after a fault of ours none is."""
+        """Drop the batch of this pass after an exception; after an internal fault, keep none from now on."""
         slot, self._keeps = self._slot, False
         if slot is not None and not slot.frozen:
             slot.kept = None
@@ -351,8 +352,8 @@ class ForwardTimer:
 
 @contextlib.contextmanager
 def aside(callables: object) -> Iterator[None]:
-    """`make_graphed_callables` and `torch.jit.script` take no module that has hooks: ours, and what is left of them in
-    copies, are taken away for so long. Others stay."""
+    """Remove our hooks, and what is left of them in copies, while the block runs: `make_graphed_callables` and
+    `torch.jit.script` accept no module that has hooks. Other hooks stay."""
     given = callables if isinstance(callables, tuple) else (callables,)
     modules = [module for one in given if isinstance(one, nn.Module) for module in one.modules()]
     held: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -372,7 +373,7 @@ def aside(callables: object) -> Iterator[None]:
 def _can_autocast(device: str) -> bool:
     try:
         torch.is_autocast_enabled(device)
-    except RuntimeError:  # a kind of device that has no autocast
+    except RuntimeError:  # a kind of device without autocast
         return False
     return True
 
@@ -380,8 +381,8 @@ def _can_autocast(device: str) -> bool:
 def watch(
     model: nn.Module, accumulator: StepAccumulator, slot: CallSlot | None = None
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    """Time the forward passes of `model`, the object that the loop calls: wrapped or not. `slot`: for its last call."""
-    first = next(model.parameters(), None)  # a loss with weights of its own, say, may have none yet
+    """Time the forward passes of `model`, the object that the loop calls, wrapped or not. `slot`: for its last call."""
+    first = next(model.parameters(), None)  # a module may have none yet, such as a loss with its own weights
     stopwatch = ForwardTimer(accumulator, first.device.type if first is not None else "cpu", slot)
     return (
         model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True),  # before FSDP's all-gather

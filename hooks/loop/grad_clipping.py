@@ -1,9 +1,9 @@
-"""The norm that the loop's own clipping computed: the gradient norm before clipping, for free. What GradScaler left.
+"""Reads the gradient norm before clipping, for free, from the loop's own clipping; and what GradScaler left scaled.
 
-The wrappers around gradient clipping: they tell the norm that it computed anyway.
+The wrappers around the functions that clip report the norm that these computed anyway.
 
-Clipping may be part of a compiled region that must not break (`fullgraph=True`): there dynamo traces through them as if
-they were not there, and the clipping is not seen.
+Clipping may be part of a compiled region that must not break (`fullgraph=True`): there dynamo traces through the
+wrappers as if they did not exist, and the clipping is not seen.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from sentinel.hooks.torch_interop.layer_table import local
 from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar
 
 _Call = tuple[int, int, int]
-"""What tells one call's parameters from another's: ids of the first and the last, and their number."""
+"""Distinguishes the parameters of one call from another's: ids of the first and the last, and their number."""
 
 Clip = tuple[Scalar | None, float]
-"""(norm before clipping, limit). The norm is None where it is not that of exactly the optimizer's parameters."""
+"""(norm before clipping, limit). The norm is None unless it is that of exactly the optimizer's parameters."""
 
 _CALLS = 64
-"""Different calls that are remembered: a loop has a few, unless it makes new parameters all the time."""
+"""Most different calls that are remembered: a loop has a few, unless it keeps making new parameters."""
 
 
 class Clipping:
     """Calls of `clip_grad_norm_` on the parameters of one optimizer, since its last step."""
 
     def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
-        """`ids` are those of the optimizer's parameters."""
+        """`ids` returns the ids of the optimizer's parameters."""
         self._ids = ids
         self.calls: dict[_Call, tuple[Scalar | None, float]] = {}
-        """(norm before clipping, limit) of each since the last step."""
+        """Call -> (norm before clipping, limit), since the last step."""
         self._covers: dict[_Call, tuple[int, bool]] = {}
         self._covered = ids()
 
     def record_clipping(
         self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None, scale: Scalar | None
     ) -> None:
-        """Gradients of `parameters` had this L2 norm (None: not known) and were clipped to `limit`.
+        """Record that the gradients of `parameters` had this L2 norm (None: not known) and were clipped to `limit`.
 
-        `scale` is what they were still multiplied by.
+        `scale` is the factor by which they were still multiplied.
         """
         if not parameters:
             return
@@ -57,7 +57,7 @@ class Clipping:
             self._covers[call] = self._coverage(parameters)
         if not self._covers[call][0]:
             return
-        if call in self.calls:  # clipped already: the norm before that is the first one
+        if call in self.calls:  # clipped already: the first norm is the one before clipping
             first, before = self.calls[call]
             self.calls[call] = first, min(before, float(limit))
         else:
@@ -68,11 +68,11 @@ class Clipping:
             self.calls[call] = value, float(limit)
 
     def start_over(self) -> None:
-        """The gradients were thrown away."""
+        """Forget this step's clipping, as its gradients were discarded."""
         self.calls = {}
 
     def take(self) -> Clip | None:
-        """What was clipped, or None where nothing was; forgets it."""
+        """Return what was clipped since the last step, and forget it; None where nothing was."""
         if not self.calls:
             return None
         calls, self.calls = self.calls, {}
@@ -89,14 +89,14 @@ class Clipping:
         return torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit
 
     def _coverage(self, parameters: list[torch.Tensor]) -> tuple[int, bool]:
-        """How many are the optimizer's, and whether there are others that train."""
+        """Return how many of `parameters` are the optimizer's, and whether others among them are trained."""
         ids = self._ids()
         own = len({id(p) for p in parameters} & ids)
         return own, any(p.requires_grad and id(p) not in ids for p in parameters)
 
 
 def scale_left(scaler: GradScaler | None, optimizer: object) -> Scalar | None:
-    """What the optimizer's gradients are still multiplied by, `scaler` having scaled the loss; None: nothing."""
+    """Return the factor of the optimizer's gradients after `scaler` scaled the loss; None where there is none now."""
     if scaler is None or scaler._scale is None:
         return None
     state = scaler._per_optimizer_states.get(id(optimizer))
@@ -104,7 +104,7 @@ def scale_left(scaler: GradScaler | None, optimizer: object) -> Scalar | None:
 
 
 def read_overflow(optimizer: object) -> Scalar:
-    """Whether GradScaler found a gradient of a fused optimizer that is not finite: 1, and its step will do nothing."""
+    """Return 1 where GradScaler found a non-finite gradient of a fused optimizer, whose step then does nothing."""
     found = getattr(optimizer, "found_inf", None)
     if not isinstance(found, torch.Tensor):
         return 0.0
@@ -113,15 +113,15 @@ def read_overflow(optimizer: object) -> Scalar:
 
 
 class ClippingPatch:
-    """`total_norm` and `clip` make the two wrappers. Each does nothing once `live` is [False]."""
+    """Makes the two wrappers, by `total_norm` and `clip`. Each wrapper does nothing once `live` is [False]."""
 
     def __init__(self, listeners: Listeners) -> None:
         self._listeners = listeners
         self._norm_type = 2.0
-        """Of the last total norm: clipping gets the norm, not its type."""
+        """Type of the last total norm: the function that clips gets the norm, not its type."""
 
     def total_norm(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Around `get_total_norm`."""
+        """Return a wrapper around `get_total_norm`."""
 
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             if not is_dynamo_compiling() and live[0]:
@@ -131,7 +131,7 @@ class ClippingPatch:
         return get_total_norm
 
     def clip(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Around `clip_grads_with_norm_`."""
+        """Return a wrapper around `clip_grads_with_norm_`."""
 
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or not live[0]:

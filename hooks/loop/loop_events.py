@@ -1,4 +1,4 @@
-"""What the patches see of a loop, event by event, and the listeners of the watched runs."""
+"""The events of a loop that the patches see, and the watched runs that receive them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sentinel.hooks.torch_interop.tensors import Scalar
 
 
 class LoopEvents(Protocol):
-    """Events a run receives. Every call is on the training thread, or one that works for it, and must not raise."""
+    """Events that a run receives. Every call is on the training thread, or on one that works for it; none may raise."""
 
     accumulator: StepAccumulator
     batches: Batches
 
     def model_ran(self) -> bool:
-        """Whether its model ran, on this thread, since its last step."""
+        """Whether the run's model ran, on this thread, since its last step."""
 
     def backward_begins(self, roots: object, *, weighted: bool) -> None:
-        """A backward pass from `roots` begins. `weighted`: it was given factors of them, as `loss.backward(1 / n)`."""
+        """A backward pass from `roots` begins. `weighted`: with factors for them, as in `loss.backward(1 / n)`."""
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
@@ -51,25 +51,25 @@ class LoopEvents(Protocol):
 
 
 class Listeners:
-    """The runs that are watched. What one of them raises is logged, and reaches neither the loop nor the others."""
+    """The watched runs. An exception of one of them is logged, and reaches neither the loop nor the other runs."""
 
     def __init__(self) -> None:
         self.all: tuple[LoopEvents, ...] = ()
         self.accumulator: StepAccumulator | None = None
-        """Of the one run that is watched; None where there are several, or none."""
+        """Accumulator of the only watched run; None where there are several, or none."""
 
     def replace(self, listeners: tuple[LoopEvents, ...]) -> None:
-        """These are watched from now on."""
+        """Watch these runs from now on."""
         self.all = listeners
         self.accumulator = listeners[0].accumulator if len(listeners) == 1 else None
 
     def tell(self, event: str, call: Callable[[LoopEvents], object]) -> None:
-        """Call each listener. `event` names the call in the log where it raises."""
+        """Call each listener. `event` names the call in the log if it raises."""
         _call_each(self.all, event, call)
 
     def tell_of_pass(self, event: str, call: Callable[[LoopEvents], object]) -> None:
-        """The same of a backward pass: where several runs are watched, to those whose model ran since their last step;
-        to all, where none is known to have run, as a compiled one is not."""
+        """Call listeners about a backward pass: where several runs are watched, those whose model ran since their last
+        step; all, where none is known to have run, since a compiled model is not seen."""
         listeners = self.all
         if len(listeners) > 1:
             try:
@@ -79,17 +79,17 @@ class Listeners:
         _call_each(listeners, event, call)
 
     def swallow(self, what: str, where: str, consequence: str) -> None:
-        """See `Unseen.swallow`: of all runs."""
+        """Call `Unseen.swallow` for all runs."""
         for run in self.all:
             run.accumulator.unseen.swallow(what, where, consequence)
 
     def recover(self, what: str) -> None:
-        """See `Unseen.recover`: of all runs."""
+        """Call `Unseen.recover` for all runs."""
         for run in self.all:
             run.accumulator.unseen.recover(what)
 
     def find_skipper(self, iterator: object) -> Batches | None:
-        """The run's batches of which the next one is to be thrown away, if there are such."""
+        """Return the batches of the run that skips the iterator's next batch; None if no run does."""
         try:
             for run in self.all:
                 if run.batches.to_skip(iterator):

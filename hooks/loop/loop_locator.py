@@ -1,8 +1,9 @@
-"""Where the thread that trains is: in the loop, beyond it, in something that takes long, or waiting for that.
+"""Locates the training thread: in the loop, beyond it, in something that takes long, or waiting for another thread.
 
 At some steps the frames that lead to `optimizer.step` are noted, each with its present instruction. Later, "in the
-loop" means that one of these functions is where it can come from that instruction and to it again: in a cycle of the
-bytecode's flow. A script that has come to its final evaluation is in the same function, beyond the cycle.
+loop" means that one of these functions is at an instruction that is reachable from the noted one and leads back to it:
+in a cycle of the bytecode's flow. A script that has come to its final evaluation is in the same function, beyond the
+cycle.
 
 A cycle that leads through the call of `attach` is not this run's loop: it would attach again. So a program that
 runs functions in a loop of its own (a sweep of hyperparameters, an event loop that runs a notebook's cells) may be idle
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from sentinel.wire.heartbeat_page import Place
 
 DEPTH = 200
-"""Frames that are looked at, from the innermost."""
+"""Most frames that are examined, from the innermost."""
 
 _LONG = (
     "torch.serialization",
@@ -40,7 +41,7 @@ _LONG = (
     "safetensors",
     "subprocess",
 )
-"""Modules that take long with reason: checkpoints, compilers (and not what they compiled), exports, other programs."""
+"""Modules that take long with reason: checkpoints, compilers (not the code they compiled), exports, subprocesses."""
 _OUTPUT = (
     "aiohttp",
     "boto3",
@@ -73,9 +74,9 @@ _OUTPUT = (
     "wandb",
     "zipfile",
 )
-"""Modules that write files, or send them, within the loop. Some are around one, too: a sweep's agent, autologging."""
+"""Modules that write files, or send them, within the loop. Some also run around it: a sweep's agent, autologging."""
 _DATA = ("datasets", "streaming", "torch.utils.data", "webdataset")
-"""What gives batches reads as often as the loop steps: how long that takes the run itself has shown."""
+"""Modules that load batches. They read as often as the loop steps: how long it takes is known from the run itself."""
 _AWAITED = ("asyncio", "concurrent.futures", "multiprocessing.popen_fork", "multiprocessing.process", "torch.futures")
 """Modules in which a thread waits for another thread or process."""
 _WORKERS = "concurrent.futures.thread"
@@ -85,10 +86,10 @@ _WRITES = {
     "aarch64": frozenset((35, 38, 46, 47, 57, 64, 66, 68, 70, 71, 76, 81, 82, 83, 84, 206, 211, 227, 267, 276, 285,
                           287)),
 }  # fmt: skip
-"""System calls that write, send, sync, close or rename: of a file system that stands no Python is to be seen."""
+"""Numbers of system calls that write, send, sync, close or rename. Where a file system hangs, no Python frame shows."""
 _SLEEPS = {"x86_64": frozenset((35, 230)), "aarch64": frozenset((101, 115))}
 _TERMINAL = (1, 2)
-"""stdout and stderr: a reader that does not read them is not a slow file system."""
+"""stdout and stderr: a reader that does not read them is no slow file system."""
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "IPython.terminal.debugger", "debugpy", "ipdb")
 _HOSTS = (
     "asyncio",
@@ -104,7 +105,7 @@ _HOSTS = (
     "tornado",
     "trio",
 )
-"""They run a function and wait for the next, in a loop of their own that is not the training's."""
+"""Modules that run a function and wait for the next, in a loop of their own that is not the training loop."""
 _ENDS = {
     "JUMP_BACKWARD",
     "JUMP_BACKWARD_NO_INTERRUPT",
@@ -114,52 +115,52 @@ _ENDS = {
     "RETURN_CONST",
     "RETURN_VALUE",
 }
-"""Instructions that never go on with the next one."""
+"""Instructions that never continue with the next one."""
 _KNOWN = 256
 _TRIFLE = 2
-"""Calls by which two stacks may differ and still be one place: `while not event.is_set()` is in that function or out of
-it whenever it is looked at. A module's call takes three."""
+"""Most calls by which two stacks may differ and still be one place: a loop over `event.is_set()` is seen in that
+function or out of it by chance. A call of a module takes three."""
 _STEPPERS = ("torch.optim", "torch.amp")
 _PASSES = ("torch._tensor", "torch.autograd")
 _OWN = ("sentinel.hooks", "torch.utils._contextlib", *_STEPPERS)
-"""Between the loop and the hook: their loops are over parameters."""
+"""Modules between the loop and the hook: their loops are over parameters."""
 
 
 class Location(NamedTuple):
-    """One look at the stack."""
+    """Result of one look at the stack."""
 
     place: Place
     stack: tuple[int, ...]
-    """A number for each function, the outermost first. Then those of the threads that this one waits for."""
+    """A number per function, outermost first; then those of the threads that this one waits for."""
 
 
 def moves(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-    """Whether work goes on from one stack to another: not where one of them only calls a trifle."""
+    """Whether work goes on from one stack to another: not where one only calls up to `_TRIFLE` functions more."""
     short, long = sorted((before, now), key=len)
     return len(long) - len(short) > _TRIFLE or long[: len(short)] != short
 
 
 class LoopLocator:
-    """Tells whether the thread that trains is in its training loop, beyond it, or in something that takes long."""
+    """Tells whether the training thread is in its training loop, beyond it, or in something that takes long."""
 
     def __init__(self) -> None:
         self._path: list[tuple[CodeType, int]] = []
-        """The frames that led to the last step that was noted: code, and its instruction then."""
+        """Code of the frames that led to the last step that was noted, with the instruction of each."""
         self._loops: dict[tuple[CodeType, int], frozenset[int]] = {}
         self._began: dict[CodeType, set[int]] = {}
 
     def begin(self, frame: FrameType) -> None:
-        """The run is being attached to, from this frame. From within its first step or backward pass nothing is
-        learned: that is in the loop itself."""
+        """Note that the run is attached to from this frame. Nothing is learned from an `attach` within its first step
+        or backward pass: that is in the loop itself."""
         frames = _outwards(frame)
         if not any(_belongs_to(each, _STEPPERS + _PASSES) for each in frames):
             for each in frames:
                 self._began.setdefault(each.f_code, set()).add(each.f_lasti)
 
     def note(self, frame: FrameType | None) -> None:
-        """A step is being taken: remember the way here, from this frame outwards. Costs some microseconds.
+        """Note the way to the step that is being taken, from this frame outwards. Costs some microseconds.
 
-        As far as to the code of a module, which is a script or a notebook's cell: what runs that is a host.
+        It ends at the code of a module, which is a script or a notebook's cell: what runs that is a host.
         """
         path = []
         for each in _outwards(frame):
@@ -172,10 +173,10 @@ class LoopLocator:
         self._path = path
 
     def look(self, ident: int, native: int = 0) -> Location:
-        """Where this thread is now. From another thread. `native`: its id as the kernel has it."""
+        """Return where this thread is now. Called on another thread. `native`: its id in the kernel."""
         every = sys._current_frames()
         frames = _outwards(every.get(ident))
-        every.pop(get_ident(), None)  # a frame that held itself would keep all of them, and their variables
+        every.pop(get_ident(), None)  # this frame would hold itself, and so keep all frames and their variables
         place = self._place(frames)
         others: list[list[FrameType]] = []
         if place == Place.LOOP:
@@ -186,7 +187,7 @@ class LoopLocator:
     def _locate_in_loop(
         self, frames: list[FrameType], native: int, every: Mapping[int, FrameType]
     ) -> tuple[Place, list[list[FrameType]]]:
-        """What a thread in the loop does, and the stacks of the threads it waits for."""
+        """Return what a thread in the loop does, and the stacks of the threads that it waits for."""
         own = {code for code, _ in self._path}
         depth = next((depth for depth, frame in enumerate(frames) if frame.f_code in own), len(frames))
         inner = frames[:depth]
@@ -213,15 +214,15 @@ class LoopLocator:
 
     def _around(self, code: CodeType, at: int) -> frozenset[int]:
         if (code, at) not in self._loops:
-            if len(self._loops) > _KNOWN:  # code that is made again and again
+            if len(self._loops) > _KNOWN:  # code objects that are created again and again
                 self._loops.clear()
             self._loops[code, at] = enclosing(code, at, self._began.get(code, ()))
         return self._loops[code, at]
 
 
 def enclosing(code: CodeType, at: int, avoiding: Iterable[int] = ()) -> frozenset[int]:
-    """The bytecode offsets of all loops around one: of what it leads to, and what leads to it again, other than through
-    those that are to be avoided."""
+    """Return the bytecode offsets of all loops around offset `at`: of the instructions that it leads to and that lead
+    back to it, other than through those to be avoided."""
     onwards = _flow(code)
     offsets = list(onwards)
     start = offsets[bisect.bisect_right(offsets, at) - 1]
@@ -232,7 +233,7 @@ def enclosing(code: CodeType, at: int, avoiding: Iterable[int] = ()) -> frozense
         for each in following:
             backwards.setdefault(each, []).append(offset)
     loops = _list_reachable(onwards, start) & _list_reachable(backwards, start)
-    # A frame that calls stands at the last cache of its instruction.
+    # During a call, a frame's offset is that of the last cache entry of its instruction.
     ends = [*offsets[1:], len(code.co_code)]
     return frozenset(
         each for offset, end in zip(offsets, ends, strict=True) if offset in loops for each in range(offset, end, 2)
@@ -240,7 +241,7 @@ def enclosing(code: CodeType, at: int, avoiding: Iterable[int] = ()) -> frozense
 
 
 def _flow(code: CodeType) -> dict[int, list[int]]:
-    """Instruction -> instructions that may come next, with exception handlers. In order."""
+    """Return instruction -> instructions that may come next, exception handlers included, in order."""
     bytecode = dis.Bytecode(code)
     instructions = list(bytecode)
     offsets = [instruction.offset for instruction in instructions]
@@ -258,7 +259,7 @@ def _flow(code: CodeType) -> dict[int, list[int]]:
 
 
 def _list_reachable(following: Mapping[int, list[int]], start: int) -> frozenset[int]:
-    """From an instruction; it is one of them only if it is come back to."""
+    """Return the instructions reachable from `start`; `start` is one only if the flow comes back to it."""
     found: set[int] = set()
     open_ends = [start]
     while open_ends:
@@ -269,8 +270,8 @@ def _list_reachable(following: Mapping[int, list[int]], start: int) -> frozenset
 
 
 def _list_awaited_stacks(inner: list[FrameType], every: Mapping[int, FrameType]) -> list[list[FrameType]]:
-    """The stacks of the threads that these frames wait for: the joined thread, or all busy workers if they wait for a
-    future, which does not know its thread."""
+    """Return the stacks of the threads that these frames wait for: the joined thread, or, where they wait for a future,
+    all busy workers, since a future does not know its thread."""
     joined = next(
         (frame for frame in inner if _belongs_to(frame, ("threading",)) and frame.f_code.co_name == "join"), None
     )
@@ -291,7 +292,7 @@ def _list_awaited_stacks(inner: list[FrameType], every: Mapping[int, FrameType])
 
 
 def _system_call(native: int) -> str:
-    """What a thread of ours does in the kernel: `writes`, `sleeps`, or nothing that is known here."""
+    """Return what a thread of this process does in the kernel: `writes`, `sleeps`, or an empty text for all else."""
     machine = os.uname().machine
     try:
         words = Path(f"/proc/self/task/{native}/syscall").read_text().split()
@@ -299,7 +300,7 @@ def _system_call(native: int) -> str:
         if number in _WRITES.get(machine, ()) and int(words[1], 16) not in _TERMINAL:
             return "writes"
         return "sleeps" if number in _SLEEPS.get(machine, ()) else ""
-    except (OSError, ValueError, IndexError):  # it runs, or reading is not permitted
+    except (OSError, ValueError, IndexError):  # the thread is running, or reading is not permitted
         return ""
 
 

@@ -1,7 +1,7 @@
-"""The loss that a backward pass begins at, as it was before it was scaled; and the patch around
-`torch.autograd.backward`, which sees the pass and how long it took.
+"""Reads the loss that a backward pass begins at, without its loss scale.
 
-Optimizers that scale by themselves keep the scale as `cur_scale` (DeepSpeed's) or `loss_scale`.
+The patch around `torch.autograd.backward` sees the pass and how long it took. Optimizers that scale by themselves keep
+the scale as `cur_scale` (DeepSpeed's) or `loss_scale`.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar, 
 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
-table by id(): ids are used again."""
+table by id(), since ids are reused."""
 
 
 class ScaledLosses:
-    """What is known of losses that were scaled in this process."""
+    """What is known of the losses that were scaled in this process."""
 
     def __init__(self) -> None:
         self.ever = False
-        """Whether there was one."""
+        """Whether any loss was scaled."""
         self.by: list[Tensor] = []
-        """Scale of those since the last backward pass."""
+        """Scale of the losses scaled since the last backward pass; empty where there are none."""
 
 
 scaled = ScaledLosses()
 
 
 def remember(loss: Any, raw: Any) -> None:
-    """`loss` is the loss `raw`, scaled: when a backward pass begins at it, the loss is `raw`."""
+    """Remember that `loss` is `raw` scaled: when a backward pass begins at `loss`, the loss is `raw`."""
     scaled.ever = True
     if isinstance(raw, torch.Tensor):
-        setattr(loss, _RAW, (raw.detach(), loss._version))  # the latter: it may be divided in place
+        setattr(loss, _RAW, (raw.detach(), loss._version))  # the version, as it may be divided in place
     elif isinstance(raw, list | tuple):
         for one, other in zip(loss, raw, strict=True):
             remember(one, other)
 
 
 def is_scaled(root: torch.Tensor) -> bool:
-    """Whether it is a loss as GradScaler gave it back."""
+    """Whether `root` is a loss that GradScaler returned."""
     return hasattr(root, _RAW)
 
 
 def is_scaled_pass(roots: Any) -> bool:
-    """Whether a backward pass that begins is from a scaled loss, or from a loss computed from one."""
+    """Whether a backward pass begins at a scaled loss, or at a loss computed from one."""
     return bool(scaled.by) or is_scaled(roots)
 
 
 def plain_loss(root: Any) -> float | None:
-    """The loss of a pass from `root`, if it is an unscaled number on the host. Otherwise, and if it has several
+    """Return the loss of a pass from `root`, if it is an unscaled number on the host; otherwise, and if it has several
     elements, None."""
     if type(root) is not Tensor or not root.is_cpu or root.numel() != 1 or (scaled.ever and is_scaled_pass(root)):
         return None
@@ -73,12 +73,12 @@ def plain_loss(root: Any) -> float | None:
 
 
 def loss_of(roots: Any, weights: Any) -> Scalar | None:
-    """The sum of the roots, before scaling, times their weights (None: 1). None where one of them is no scalar, or
-    nothing has been computed yet. Raises what torch raises."""
+    """Return the sum of the roots, without scale, times their weights (None: 1). None where one of them is no scalar,
+    or while a graph is captured, as nothing is computed yet. Raises what torch raises."""
     try:
         if tensors.is_capturing():  # the copy would be part of the graph
             return None
-        if isinstance(roots, torch.Tensor):  # as nearly always
+        if isinstance(roots, torch.Tensor):  # nearly always so
             return _apply_weight(roots, weights) if _is_scalar(roots) else None
         total: Scalar | None = None
         several = tuple(roots.values() if isinstance(roots, dict) else roots)
@@ -94,12 +94,12 @@ def loss_of(roots: Any, weights: Any) -> Scalar | None:
 
 
 def _is_scalar(root: torch.Tensor) -> bool:
-    return root.numel() == 1 and not root.is_complex()  # a pass from a complex number is no descent of it
+    return root.numel() == 1 and not root.is_complex()  # a pass from a complex number does not descend on it
 
 
 def _apply_weight(root: torch.Tensor, weight: Any) -> Scalar:
     value = _undo_scale(root)
-    known = isinstance(weight, torch.Tensor) and _is_scalar(weight)  # else 1, or what autograd will refuse
+    known = isinstance(weight, torch.Tensor) and _is_scalar(weight)  # else 1, or a weight that autograd will refuse
     if not known:
         return value
     value, factor = on_one_device((value, scalar(weight)))
@@ -110,7 +110,7 @@ def _undo_scale(root: torch.Tensor) -> Scalar:
     raw, version = getattr(root, _RAW, (None, 0))
     if raw is not None and root._version == version:
         return scalar(raw)
-    # Scaled, then divided by the number of micro-batches or added up: the result carries no attribute of ours.
+    # Scaled, then divided by the number of micro-batches or added up: the result does not have our attribute.
     if not scaled.by:
         return scalar(root)
     value, scale = on_one_device((scalar(root), scalar(scaled.by[0])))
@@ -121,7 +121,7 @@ _NAMES = ("cur_scale", "loss_scale")
 
 
 class EngineLossScale:
-    """The scale that an optimizer, or a wrapper around it, keeps. Held weakly."""
+    """The loss scale that an optimizer, or a wrapper around it, keeps. Its owner is held weakly."""
 
     def __init__(self, optimizer: Any) -> None:
         self._owner: weakref.ref[Any] | None = None
@@ -135,11 +135,11 @@ class EngineLossScale:
 
     @property
     def found(self) -> bool:
-        """Whether there is one."""
+        """Whether the optimizer keeps a scale."""
         return self._owner is not None
 
     def __call__(self) -> Scalar | None:
-        """As it stands; None where there is none."""
+        """Return the present scale; None where there is none."""
         owner = self._owner() if self._owner is not None else None
         return _read(owner, self._name) if owner is not None else None
 
@@ -147,31 +147,31 @@ class EngineLossScale:
 def _read(owner: Any, name: str) -> Scalar | None:
     try:
         return to_scalar(getattr(owner, name, None))
-    except Exception as error:  # a property that is not ready
+    except Exception as error:  # a property that is not ready yet
         fault_guard.let_through(error)
-        if is_passing(error):  # the step goes without, and is counted
+        if is_passing(error):  # the caller counts it, and the step goes without
             raise
         return None
 
 
 _LOSSES = "losses"
-"""What is not seen for an error that passes, in words."""
+"""What is not seen after a passing error, as reported to the user."""
 _ALL_WANTED = -math.inf
-"""See `StepAccumulator.calm_to`."""
+"""The value of `StepAccumulator.calm_to` at which all of a step is wanted."""
 
 
 class BackwardPatch:
-    """Stands in the place of `torch.autograd.backward`: `around` puts it there."""
+    """Replaces `torch.autograd.backward`; `around` makes the wrapper."""
 
     def __init__(self, listeners: Listeners) -> None:
         self._listeners = listeners
 
     def around(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Stand around `original`, until `live` is [False]."""
+        """Return a wrapper around `original`, which does nothing once `live` is [False]."""
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # A backward inside a backward (reentrant checkpointing) is part of the outer one. Where a mode or a
-            # subclass of tensors is asked first (`with torch.device(...)` is a mode), it calls this again.
+            # A backward inside a backward (reentrant checkpointing) is part of the outer one. Where a mode or a tensor
+            # subclass handles the call first (`with torch.device(...)` is a mode), it calls this again.
             if not live[0] or backward_pass_id() != -1 or has_torch_function(_several(tensors)):
                 return original(tensors, *args, **kwargs)
             weights = args[0] if args else kwargs.get("grad_tensors")
@@ -208,25 +208,25 @@ class BackwardPatch:
         return loss
 
     def _quiet_accumulator(self) -> StepAccumulator | None:
-        """The accumulator that may record a pass that begins by itself; None if listeners must be called."""
+        """Return the accumulator that may record the pass that begins on its own; None if listeners must be called."""
         accumulator = self._listeners.accumulator
         if accumulator is None or accumulator.calm_to == _ALL_WANTED or accumulator.unseen.pausing:
             return None
         totals = accumulator.totals
-        # The pass may come after passes of its step that were thrown away, or be of another model.
+        # The pass may follow passes of its step that were discarded, or be of another model.
         if totals.backwards or not (totals.forwards or not accumulator.sees_forwards):
             return None
         return accumulator
 
     def _record_end(self, root: Any, seconds: float, accumulator: StepAccumulator) -> None:
-        """A pass with nothing unusual before it is over. Where its loss is not unusual either, the accumulator has
-        it, and no listener is called."""
+        """End a pass that began without listeners. Where its loss is within the noise, the accumulator records it, and
+        no listener is called."""
         try:
             loss = plain_loss(root)
-            if loss is not None and loss <= accumulator.calm_to and loss - loss == 0.0:  # the last: minus infinity
+            if loss is not None and loss <= accumulator.calm_to and loss - loss == 0.0:  # the last excludes -infinity
                 accumulator.backward_ended(loss, seconds)
                 return
-        except Exception as error:  # not to be read
+        except Exception as error:  # a loss that cannot be read
             fault_guard.let_through(error)
         told = self._read_loss(root, None)
         self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(told, seconds))

@@ -1,4 +1,4 @@
-"""The few places in PyTorch that are patched, so that a loop need not be changed to be seen.
+"""Patches a few places in PyTorch, so that a loop can be watched without a change to it.
 
     torch.autograd.backward              the loss: Tensor.backward looks it up there
     GradScaler.scale, .step              the loss before scaling; steps that are withheld
@@ -6,12 +6,12 @@
         ._clip_grads_with_norm_          the norm before clipping, for free; and their public names
     _BaseDataLoaderIter.__next__         the wait for data
     cuda.make_graphed_callables,
-    jit._recursive.create_script_module  refuse modules with hooks: ours step aside. (`jit.script` itself looks at the
-                                         frame that calls it, which is to stay the user's)
-    CUDAGraph.capture_begin              breaks off where another thread copies: a snapshot is brought to its end
+    jit._recursive.create_script_module  refuse modules with hooks: ours are removed meanwhile. (`jit.script` itself
+                                         looks at the frame that calls it, which must stay the user's)
+    CUDAGraph.capture_begin              fails where another thread copies: a snapshot under way is finished first
 
-Put in place at the first `listen`, taken away at the last `unlisten`. Where other code patched over ours in between,
-our wrapper cannot be removed from under it: it stays and does nothing. Each except those of clipping is hidden from
+Installed at the first `listen`, removed at the last `unlisten`. Where other code patched over ours in between, our
+wrapper cannot be removed from under it: it stays and does nothing. All except those of clipping are hidden from
 torch.compile (`exclude_from_tracing`), as a traced wrapper would cause more graph breaks and see nothing.
 """
 
@@ -44,7 +44,7 @@ class _Patch:
     original: Any
     wrapper: Any
     live: list[bool]
-    """Shared with the wrapper: [False] makes it pass everything through."""
+    """Shared with the wrapper: [False] makes it pass every call through."""
 
 
 _lock = threading.Lock()
@@ -53,7 +53,7 @@ _patches: list[_Patch] = []
 
 
 def listen(listener: LoopEvents) -> None:
-    """Tell `listener` what happens, from now on."""
+    """Report events to `listener` from now on."""
     with _lock:
         if not _listeners.all:
             _install()
@@ -61,7 +61,7 @@ def listen(listener: LoopEvents) -> None:
 
 
 def unlisten(listener: LoopEvents) -> None:
-    """Stop telling it. The last one out restores what was patched. No error where it did not listen."""
+    """Report no more events to `listener`. The last call restores what was patched. No error if it did not listen."""
     with _lock:
         _listeners.replace(tuple(one for one in _listeners.all if one is not listener))
         if not _listeners.all:
@@ -69,19 +69,19 @@ def unlisten(listener: LoopEvents) -> None:
 
 
 def list_accumulators() -> list[StepAccumulator]:
-    """Of all runs that are watched."""
+    """Return the accumulators of all watched runs."""
     return [listener.accumulator for listener in _listeners.all]
 
 
 def note_scaled(scaler: GradScaler) -> None:
-    """The scaler has scaled the loss of the backward pass that is about to begin, before anything was patched."""
+    """Record that the scaler scaled the loss of the backward pass to come, before anything was patched."""
     losses.scaled.ever = True
     losses.scaled.by[:] = [scaler._scale] if scaler._scale is not None else []
     _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(scaler))
 
 
 def list_installed() -> tuple[str, ...]:
-    """What is patched now, as `owner.name`."""
+    """Return what is patched now, as `owner.name`."""
     return tuple(f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}" for patch in _patches)
 
 
@@ -105,7 +105,7 @@ def _install() -> None:
 
 
 def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
-    """FSDP's scaler has one."""
+    """Yield the classes that define `scale` themselves, as FSDP's scaler does."""
     if "scale" in vars(kind):
         yield kind
     for each in kind.__subclasses__():
@@ -114,7 +114,7 @@ def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler
 
 def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any], *, traced: bool = False) -> None:
     original = getattr(owner, name, None)
-    if original is None:  # private names come and go; what they show is then not seen
+    if original is None:  # private names come and go; what this one shows is then not seen
         return
     live = [True]
     made = make(original, live)
