@@ -1,1 +1,1 @@
-"""The numbers of a step: statistics of gradients, by kernels where there are any, and the probes."""
+"""The numbers of a step: statistics of gradients, by compiled kernels where there are any, and the probes."""

@@ -1,4 +1,4 @@
-"""The gradients of one step, and their statistics: computed once, when the first probe asks."""
+"""The gradients of one step, and their statistics, each computed once, when a probe first asks for it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from sentinel.hooks.torch_interop.tensors import Scalar, send_numbers
 
 
 class Gradients:
-    """What the optimizer is about to apply. `scale`: what the gradients are still multiplied by (None: nothing)."""
+    """The gradients that the optimizer is about to apply. `scale`: a factor that they still contain (None: none)."""
 
     def __init__(self, layers: Layers, scale: torch.Tensor | None = None) -> None:
         self._layers = layers
         self.scale = scale
         self.rows: list[int] = layers.rows
-        """Row in the layer table of each gradient."""
+        """Row in the layer table, for each gradient."""
         self.left_out: dict[str, str] = layers.left_out
-        """Layer -> why its gradient is not measured."""
+        """Layer -> reason why its gradient is not measured."""
         self.absent = self.absent_numbers = 0
-        """Parameters that train and have none, and how many numbers they are."""
+        """Number of trainable parameters without a gradient, and of the elements in them."""
         found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
-        """This rank's part of each gradient: never empty, sparse, complex, or a wrapper around other tensors."""
+        """This rank's part of each gradient: none is empty, sparse, complex, or a wrapper around other tensors."""
         whole = kernels.measure_in_one_pass(found, scale)
         if whole is None:
             self._leave_out()
         self._statistics: Statistics = whole or kernels.measure_tensors(self.tensors, scale)
 
     def _leave_out(self) -> None:
-        """Keep only gradients that are there, and lie plainly in memory."""
+        """Keep only gradients that exist and lie in plain memory."""
         found = zip(self._layers.measured, self.tensors, strict=True)
         self.rows, self.tensors, self.left_out = [], [], dict(self.left_out)
         for (row, parameter, _), gradient in found:
@@ -49,7 +49,7 @@ class Gradients:
             self.tensors.append(gradient)
 
     def column(self, statistic: int) -> torch.Tensor | bytes:
-        """(layers,) float32, packed where it is on the host already: one of `statistics.NORM` and so on, unscaled."""
+        """Return one statistic (`statistics.NORM` ...), unscaled: (layers,) float32, packed bytes if on the host."""
         return self._statistics.column(statistic)
 
     @property
@@ -59,37 +59,37 @@ class Gradients:
 
     @property
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(layers,) float32 each: smallest and largest element of each gradient, unscaled; NaN where one is NaN."""
+        """(layers,) float32 each: smallest and largest element of each gradient, unscaled; NaN if any element is."""
         return self._statistics.extremes
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        """(layers,) float32: elements of each gradient that are NaN or infinite."""
+        """(layers,) float32: number of elements of each gradient that are NaN or infinite."""
         return self._statistics.nonfinite
 
     @property
     def smallest(self) -> torch.Tensor:
-        """(layers,) float32: smallest finite magnitude over 0 in each gradient, unscaled; 0 where there is none."""
+        """(layers,) float32: smallest finite magnitude over 0 in each gradient, unscaled; 0 where none is over 0."""
         return self._statistics.smallest
 
     @property
     def zeros(self) -> torch.Tensor:
-        """(layers,) float32: elements of each gradient that are 0."""
+        """(layers,) float32: number of elements of each gradient that are 0."""
         return self._statistics.zeros
 
     @property
     def one_pass(self) -> bool:
-        """Whether all of these come from one read, so that one more of them costs nothing."""
+        """Whether one read gives all of these, so that one more of them costs nothing."""
         return not isinstance(self._statistics, TorchStatistics)
 
     @property
     def total(self) -> Scalar:
-        """L2 norm over all layers."""
+        """L2 norm over all layers, unscaled."""
         return self._statistics.total
 
     @functools.cached_property
     def sharded(self) -> Scalar | None:
-        """L2 norm over the layers of which this rank holds a shard; None where there are none. A shard that several
+        """L2 norm over the layers of which this rank holds a shard; None where it holds none. A shard that several
         ranks hold counts on one of them."""
         if not self._layers.sharded:
             return None
@@ -100,13 +100,13 @@ class Gradients:
 
 
 def _part(parameter: torch.Tensor) -> Any:
-    """This rank's part of the gradient. A gradient the ranks have not added up has none, and stays a DTensor."""
+    """Return this rank's part of the gradient. One that the ranks have not summed up yet stays a DTensor as it is."""
     gradient = parameter.grad
     return gradient if gradient is None or _is_partial(gradient) else local(gradient)
 
 
 def _is_partial(gradient: torch.Tensor) -> bool:
-    """As tensor parallelism leaves the gradients of what it replicates, under `SequenceParallel`."""
+    """Whether the gradient is a partial sum, as tensor parallelism has for replicas under `SequenceParallel`."""
     return any(one.is_partial() for one in getattr(gradient, "placements", ()) if hasattr(one, "is_partial"))
 
 

@@ -1,9 +1,9 @@
-"""Statistics of tensors by the kernel that there is for them: the compiled one on the CPU, Triton's on a GPU.
+"""Statistics of tensors by the fastest kernel available: the compiled one on the CPU, Triton's on a GPU.
 
-The compiled one (`_onepass.c`) takes all of them in one read of each tensor. It is built with the wheel where a C
-compiler is there, and needs a torch that can lend tensors to C (2.10). Triton's takes some seconds to compile where its
-cache does not have it, so a thread does that. Until then, and where there is no kernel, torch's operations do the same
-in more time (`statistics.TorchStatistics`): on a GPU they launch several kernels for each tensor.
+The compiled kernel (`_onepass.c`) takes all of them in one read of each tensor. It is built with the wheel if there is
+a C compiler, and needs a torch that can lend tensors to C (2.10). Triton's takes some seconds to compile if its cache
+does not have it, so a thread compiles it. Until then, and where there is no kernel, torch's operations give the same in
+more time (`statistics.TorchStatistics`): on a GPU they launch several kernels for each tensor.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLE
 from sentinel.node.compiled_kernel import load_kernel
 
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-"""How torch lends tensors to C."""
+"""The interface by which torch lends tensors to C; None in a torch without it."""
 onepass, kernel_missing = load_kernel()
-"""The compiled kernel, and why there is none; empty where there is one."""
+"""The compiled kernel, and the reason why there is none, which is empty where there is one."""
 if onepass is not None and EXCHANGE is None:
     kernel_missing = "it needs torch 2.10"
 
 ROWS = 6
-"""Norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros."""
+"""Number of statistics: norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros."""
 
 
 class KernelStatistics:
-    """Statistics that are all there, packed: torch's operations on a few numbers cost more than reading them all."""
+    """Complete statistics in packed memory: torch's operations on a few numbers cost more than reading them all."""
 
     on_host = True
 
@@ -45,11 +45,11 @@ class KernelStatistics:
         self._packed, self._width = packed, len(packed) // ROWS
 
     def column(self, statistic: int) -> bytes:
-        """See Statistics."""
+        """See `Statistics.column`."""
         return bytes(self._packed[statistic * self._width : (statistic + 1) * self._width])
 
     def row(self, statistic: int) -> torch.Tensor:
-        """As a tensor over the same memory."""
+        """Return a statistic as a tensor over the same memory."""
         count, begin = self._width // 4, statistic * self._width
         return torch.frombuffer(self._packed, dtype=torch.float32, count=count, offset=begin)
 
@@ -61,7 +61,7 @@ class KernelStatistics:
 
 
 def measure_in_one_pass(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> KernelStatistics | None:
-    """The statistics of `tensors`; None where the compiled kernel cannot read every one of them, or one is None."""
+    """Return the statistics of `tensors`; None where the compiled kernel cannot read all of them, or one is None."""
     if not _applies(tensors, scale):
         return None
     packed = bytearray(ROWS * 4 * len(tensors))
@@ -70,14 +70,14 @@ def measure_in_one_pass(tensors: list[torch.Tensor], scale: torch.Tensor | None 
 
 
 def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Statistics:
-    """The statistics of `tensors`, none of them empty: in one pass if possible, otherwise each when it is read."""
+    """Return the statistics of `tensors`, none of them empty: in one pass if possible, else each when it is read."""
     if not tensors:
         return TorchStatistics(tensors, scale)
     if not _applies(tensors, scale):
         return device_kernel.measure(tensors, scale) or TorchStatistics(tensors, scale)
     packed = bytearray(ROWS * 4 * len(tensors))
     total, left = onepass.measure(EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, False)
-    if left:  # not on the CPU, or not in memory without gaps, or of another type
+    if left:  # places of tensors not on the CPU, with gaps in their memory, or of another type
         rest = TorchStatistics([tensors[place] for place in left], scale)
         if not rest.on_host:
             return TorchStatistics(tensors, scale)
@@ -96,8 +96,8 @@ def _applies(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> bool:
 
 
 def is_usable() -> bool:
-    """Whether this is a torch for CUDA, with Triton beside it, and SENTINEL_TRITON does not turn the kernel off.
-    Triton's interpreter (TRITON_INTERPRET) would read addresses of the device in host memory."""
+    """Whether this torch is for CUDA, Triton is installed, and SENTINEL_TRITON does not turn the kernel off. With
+    Triton's interpreter (TRITON_INTERPRET) it is not: that would read device addresses in host memory."""
     wanted = os.environ.get("SENTINEL_TRITON", "1") not in ("", "0")
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     there = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
@@ -114,8 +114,8 @@ class DeviceKernel:
         self._compiling: Task | None = None
 
     def load(self) -> None:
-        """Import Triton, which takes some tenths of a second, and start the thread that compiles: before the loop. Not
-        called where the model is not on a GPU yet; torch's operations stay then."""
+        """Import Triton, which takes some tenths of a second, and start the thread that compiles; before the loop. Not
+        called where the model is not on a GPU yet: then torch's operations are used throughout."""
         if self._usable and self._kernel is None:
             try:
                 self._kernel = importlib.import_module("sentinel.hooks.measure.triton_kernel")
@@ -124,7 +124,7 @@ class DeviceKernel:
                 self._give_up()
 
     def measure(self, tensors: list[torch.Tensor], scale: torch.Tensor | None) -> Statistics | None:
-        """The statistics of `tensors`, on their way; None where torch's operations have to compute them."""
+        """Return the statistics of `tensors`, under way on the device; None where torch must compute them."""
         kernel = self._kernel
         if not self._usable or kernel is None or tensors[0].device.type != self._device_type:
             return None
@@ -140,7 +140,7 @@ class DeviceKernel:
         return found
 
     def _is_ready(self, kernel: ModuleType, tensors: list[torch.Tensor]) -> bool:
-        """Whether all that they need is compiled; if not, have it done."""
+        """Whether all that `tensors` need is compiled; if not, submit the compilation."""
         if self._compiling is not None and not self._compiling.over:
             return False
         if missing := kernel.list_uncompiled(tensors):
@@ -155,7 +155,7 @@ class DeviceKernel:
             self._give_up()
 
     def _give_up(self) -> None:
-        """It cannot be had here: no thread, no C compiler, an old GPU, a full disk."""
+        """Stop using the kernel, which cannot be had here: no thread, no C compiler, an old GPU, a full disk."""
         self._usable = False
         fault_guard.swallow("the Triton kernel", "with torch's operations in its place")
 

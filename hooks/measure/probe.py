@@ -1,4 +1,4 @@
-"""What measures. One probe, one file; other packages bring theirs by the entry point group `sentinel.probes`.
+"""Base class of probes. One probe, one file; other packages add theirs by the entry point group `sentinel.probes`.
 
     class GradientMean(Probe):
         tier = 2
@@ -7,7 +7,7 @@
         def before(self, step):
             step.layers["grad_mean"] = torch.stack([g.mean() for g in step.gradients.tensors])
 
-A probe adds kernels and never waits for the device: what it measures there it leaves as a tensor, which is read later.
+A probe launches kernels and never waits for the device: what it measures there it leaves as a tensor, to be read later.
 `before` and `after` of tiers 1 to 3 are called under `torch.no_grad()`. A probe that raises is switched off, the fault
 is logged once, and training goes on. After a passing error of the machine it is only left out for a while.
 """
@@ -33,56 +33,56 @@ from sentinel.signals import Scope
 
 ENTRY_POINTS = "sentinel.probes"
 UNSEEN_SECONDS = 1.0
-"""To the next glance, where a probe fails at one."""
+"""Seconds to the next glance after a probe failed at one."""
 EARLY, OCCASION = 32, 64
-"""Occasions are the steps at which some probes look at more than the end: the first ones, and every so many."""
+"""An occasion is a step at which some probes look at more than its end: each of the first 32, and every 64th."""
 CONFIRMING = 4
-"""Most steps right after such an occasion that are occasions too, where a probe asks for another look: the rule
+"""Most steps right after such an occasion that are occasions too, where a probe asks to look again: the rule
 GradientsNotCleared asks for five in a row."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One optimizer step, as probes see it and fill it in."""
+    """One optimizer step, which probes read and add their values to."""
 
     seq: int
     optimizer: Any
     totals: StepTotals
-    """What happened since the step before."""
+    """What happened since the previous step."""
     gradients: Gradients | None = None
     """None where this step is not sampled beyond tier 0."""
     thorough: bool = False
     """Whether tier 2 is sampled."""
     blind: bool = False
-    """Tier 2 is due, and the gradients could not be looked at."""
+    """Whether tier 2 is due, but the gradients could not be sampled."""
     rare: bool = False
-    """Whether tier 3 is; tier 2 is then, too."""
+    """Whether tier 3 is sampled; if so, tier 2 is, too."""
     parameters: Layers | None = None
     """The optimizer's parameters, and their names."""
     values: dict[str, Scalar] = field(default_factory=dict)
     """Signal of scope `rank` -> its value."""
     layers: dict[str, torch.Tensor | bytes] = field(default_factory=dict)
-    """Signal of scope `layer` -> float32, one a row of `gradients.rows`; bytes: packed already."""
+    """Signal of scope `layer` -> float32, one value per row of `gradients.rows`; bytes where packed already."""
     skipped: Scalar = 0.0
-    """1 where the scaler withheld the step; a tensor where only the device knows."""
+    """1 where the scaler withheld the step; a tensor where only the device knows it."""
     scale: Scalar | None = None
-    """GradScaler's scale, as the backward pass used it."""
+    """GradScaler's scale, as used by the backward pass."""
     clip: tuple[Scalar | None, float] | None = None
     """(norm before clipping, limit) where the loop clipped. The norm is None where it did not clip all gradients."""
     passes_before: float | None = None
-    """With a closure: seconds in passes before the step; the others are inside it. None: all of them were before."""
+    """With a closure: seconds in passes before the step, the other passes being inside it. None: all came before."""
     previous_exit: float | None = None
     entered: float = 0.0
     left: float = 0.0
-    """Host times (`time.perf_counter`): exit of the step before the first one of the totals, entry to `optimizer.step`,
-    exit from it."""
+    """Host times (`time.perf_counter`): exit of the step before the first one in the totals, entry to
+    `optimizer.step`, exit from it."""
 
     urgent: bool = False
     """Whether the measurement must be sent without delay."""
     look_again: bool = False
-    """Whether a probe saw on this occasion what the next step is to confirm."""
+    """Whether a probe saw something on this occasion that the next step must confirm."""
     own_seconds: float = 0.0
-    """Between these exits, seconds that took our own measuring."""
+    """Seconds between these exits that our own measuring took."""
 
     @property
     def optimizer_seconds(self) -> float:
@@ -94,13 +94,13 @@ class Step:
 
     @property
     def is_withheld(self) -> bool:
-        """Known to be withheld, on the host: what is still on a device is not read."""
+        """Whether the step is known on the host to be withheld: a value on a device is not read."""
         return isinstance(self.skipped, float) and self.skipped == 1.0
 
     @property
     def in_fp16(self) -> bool:
-        """Whether its forward passes ran under fp16 autocast, or a group's first parameter is fp16. (Frameworks that
-        keep fp32 masters hand those to the optimizer.)"""
+        """Whether the step's forward passes ran under fp16 autocast, or a group's first parameter is fp16. (Frameworks
+        that keep fp32 masters pass those to the optimizer.)"""
         if self.totals.fp16:
             return True
         for group in self.optimizer.param_groups:
@@ -111,36 +111,36 @@ class Step:
 
 @dataclass(slots=True)
 class Glance:
-    """A step on the fast path, as a probe sees it that looks there too."""
+    """A step on the fast path, for probes that look there too."""
 
     now: float
-    """Its exit, by `time.perf_counter`."""
+    """The step's exit, by `time.perf_counter`."""
     values: dict[str, float]
     """Signal of scope `rank` -> its value."""
     due: float
-    """When the next glance is due."""
+    """Time at which the next glance is due."""
     whole: bool = False
-    """Whether the step is to be looked at whole after all."""
+    """Whether the step must be measured in full after all."""
 
 
 class Probe:
     """Base of all probes. Override `before`, `after` or both."""
 
     tier: ClassVar[int] = 0
-    """0: at every step. 1, 2 and 3: every k steps, as the governor allows; `step.gradients` is there."""
+    """0: called at every step. 1, 2 and 3: every k steps, as the governor allows; `step.gradients` is set."""
     relaxed: ClassVar[bool] = False
-    """Of tier 0: in a loop of a few milliseconds it is called at every 64th step at least, with the totals of the steps
-    since."""
+    """Of tier 0: in a loop of a few milliseconds it is called only at every 64th step or more often, with the totals of
+    the steps since."""
     spared: ClassVar[bool] = False
-    """Of tier 0: where no more is wanted of a step, the stream tells what it would."""
+    """Of tier 0: not called on the fast path, where the optimizer monitor records what it would."""
     blind: ClassVar[bool] = False
-    """Of tier 2: its `after` needs no gradients, and is called where they could not be looked at, too."""
+    """Of tier 2: `after` needs no gradients, and is called even where these could not be sampled."""
     signals: ClassVar[Mapping[str, Scope]] = {}
-    """What it measures that is not in `sentinel.signals`, with its scope."""
+    """Signals that it measures and that are not in `sentinel.signals`, with their scopes."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        # In 0.1 `disarm` was called `over`, and probes may define it, or call it of the class above.
+        # In 0.1 `disarm` was called `over`; probes may define that, or call it on a base class.
         defining = next(base for base in cls.__mro__ if {"over", "disarm"} & vars(base).keys())
         if "disarm" not in vars(defining):
             warnings.warn(f"{defining.__name__}.over is called disarm now", DeprecationWarning, stacklevel=2)
@@ -149,65 +149,65 @@ class Probe:
             cls.over = vars(defining)["disarm"]
 
     def arm(self, step: Step) -> None:
-        """`step` is over, and the next one is an occasion: one of the first `EARLY`, every 64th, or a step after
-        an occasion at which a probe asked to look again."""
+        """Called when `step` is over and the next one is an occasion: one of the first `EARLY`, every 64th, or a step
+        after an occasion at which a probe asked to look again."""
 
     def pass_begins(self, roots: Any) -> None:
-        """A backward pass of an occasion begins, from `roots`, as autograd was given them; it may be another
+        """Called when a backward pass of an occasion begins, from `roots`, as given to autograd; it may be another
         optimizer's."""
 
     def pass_ended(self) -> None:
-        """It is over."""
+        """Called when that backward pass is over."""
 
     def disarm(self, step: Step) -> None:
-        """`step` is over, for which it was armed."""
+        """Called when `step` is over, the occasion for which it was armed."""
 
     over = disarm
 
     def capturing(self) -> None:
-        """A CUDA graph is about to be captured: what is held of autograd's graph would become part of it."""
+        """Called before a CUDA graph is captured: nodes of autograd that are held would become part of it."""
 
     def enter(self, step: Step) -> None:
-        """Tier 3 alone: `optimizer.step` begins. With a closure the gradients are still to come."""
+        """Called at tier 3 alone, when `optimizer.step` begins. With a closure the gradients are still to come."""
 
     def before(self, step: Step) -> None:
-        """Gradients are complete and not applied yet; with a closure they are, too."""
+        """Called when gradients are complete and, except with a closure, not applied yet."""
 
     def after(self, step: Step) -> None:
-        """The optimizer is done, or the scaler withheld the step."""
+        """Called when the optimizer is done, or the scaler withheld the step."""
 
     def forget(self) -> None:
-        """What was seen so far says nothing of what comes: a rollback was done, or a stage begins."""
+        """Called after a rollback and when a stage begins: what was seen so far says nothing of what comes."""
 
     def glance(self, glance: Glance) -> None:
-        """Of tier 0 and spared: a step on the fast path is over, and a glance is due. It is to cost microseconds, and
-        says when the next one is due."""
+        """Called on a `spared` probe of tier 0 when a step on the fast path is over and a glance is due. It may take
+        microseconds only, and sets when the next one is due."""
 
 
 class ProbeCall(NamedTuple):
-    """A call of a probe."""
+    """A method of a probe that is called at one moment of a step."""
 
     call: Callable[..., None]
     where: str
     what: str
-    """What the probe measures, in words."""
+    """What the probe measures, as reported to the user."""
 
 
 _RELAXED, _OCCASIONS = -1, -2
-"""In the place of a tier."""
+"""Keys used in place of a tier."""
 
 
 class Probes:
-    """The probes of one optimizer, by the moment at which they are called."""
+    """The probes of one optimizer, grouped by the moment at which they are called."""
 
     def __init__(self, probes: list[Probe], unseen: Unseen) -> None:
         """`unseen` records the probes that fail."""
         self._unseen = unseen
         self._resting: set[str] = set()
-        """What is not measured for a while, for an error that passes: from step to step the same."""
+        """What is not measured for a while after a passing error: does not change within a step."""
         self._trying: set[str] = set()
         self._tried: set[str] = set()
-        """What is tried again since, and of that what was measured in the present step."""
+        """What is being tried again, and the part of it that was measured in the present step."""
         self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
         self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
         self._blind = _moments([probe for probe in probes if probe.blind], "after")
@@ -220,28 +220,28 @@ class Probes:
         self.glance_at = 0.0 if self._glances else math.inf
         """When a glance is due, by `time.perf_counter`."""
         self.spared = all(probe.spared or probe.relaxed for probe in probes if probe.tier == 0)
-        """Whether there are steps at which no probe need be called."""
+        """Whether there are steps at which no probe needs to be called."""
         self.awake = True
         """Whether the present step is an occasion."""
 
     def pass_begins(self, roots: Any) -> None:
-        """Tell the probes that look at backward passes. Needs to be called while `awake` alone."""
+        """Call the probes that look at backward passes. Only needed while `awake`."""
         self._call(self._begins, _OCCASIONS, roots)
 
     def pass_ended(self) -> None:
-        """Tell them that the pass is over. Needs to be called while `awake` alone."""
+        """Call them at the end of the pass. Only needed while `awake`."""
         self._call(self._ended, _OCCASIONS)
 
     def capturing(self) -> None:
-        """Tell the probes that a CUDA graph is about to be captured."""
+        """Call the probes before a CUDA graph is captured."""
         self._call(self._capturing, _OCCASIONS, always=True)
 
     def forget(self) -> None:
-        """Tell the probes that what they saw so far says nothing of what comes."""
+        """Call the probes when what they saw so far says nothing of what comes."""
         self._call(self._forget, _OCCASIONS, always=True)
 
     def end_step(self, step: Step) -> None:
-        """A step is over, and all else of it is measured: close an occasion, begin another."""
+        """End a step when all else of it is measured: close an occasion, begin another."""
         if self.awake:
             self._call(self._disarm, _OCCASIONS, step, always=True)
         if self._resting or self._trying:
@@ -252,26 +252,26 @@ class Probes:
             self._call(self._arm, _OCCASIONS, step)
 
     def enter(self, step: Step) -> None:
-        """Call the probes of tier 3, `optimizer.step` being entered."""
+        """Call the probes of tier 3 at the entry to `optimizer.step`."""
         self._call(self._enter, 3, step)
 
     def before(self, step: Step, tier: int) -> None:
-        """Call the probes of one tier, gradients being complete."""
+        """Call the probes of one tier when gradients are complete."""
         self._call(self._before, tier, step)
 
     def after(self, step: Step, tier: int) -> None:
-        """Call the probes of one tier, the step being over."""
+        """Call the probes of one tier when the step is over."""
         self._call(self._blind if tier == 2 and step.blind else self._after, tier, step)
 
     def glance(self, now: float, values: dict[str, float]) -> bool:
-        """Call the probes that look at steps on the fast path; answer whether this one is to be looked at whole."""
+        """Call the probes that look at the fast path; return whether this step must be measured in full."""
         glance = Glance(now, values, due=now + UNSEEN_SECONDS)
         self._call(self._glances, _OCCASIONS, glance)
         self.glance_at = glance.due
         return glance.whole
 
     def call_relaxed_probes(self, step: Step) -> None:
-        """Call those of tier 0 that need not be called at every step, the step being over."""
+        """Call the probes of tier 0 that are not needed at every step, when this step is over."""
         self._call(self._after, _RELAXED, step)
 
     def _call(self, moments: dict[int, tuple[ProbeCall, ...]], tier: int, *about: Any, always: bool = False) -> None:
@@ -291,8 +291,8 @@ class Probes:
                     self._tried.add(moment.what)
 
     def _rouse(self) -> None:
-        """A step is over: what rested long enough is tried again from the next one on, and not in the middle of a step,
-        whose first moment the probe has not seen."""
+        """Try what rested long enough again from the next step on; not within a step, whose first moment the probe has
+        missed."""
         for what in self._tried - self._resting:
             self._unseen.restore(what)
         self._trying -= self._tried
@@ -303,7 +303,7 @@ class Probes:
 
 
 def _moments(probes: list[Probe], name: str, whenever: int | None = None) -> dict[int, tuple[ProbeCall, ...]]:
-    """By tier, or all of them under `whenever`: what is called at every step looks at nothing that is not its own."""
+    """Return tier -> calls of the method `name`, or all under `whenever`, so that a step looks at its own only."""
     found: dict[int, tuple[ProbeCall, ...]] = {}
     for probe in probes:
         if getattr(type(probe), name) is not getattr(Probe, name):
@@ -316,7 +316,7 @@ def _moments(probes: list[Probe], name: str, whenever: int | None = None) -> dic
 
 
 def points() -> list[importlib.metadata.EntryPoint]:
-    """Where other packages have probes. Looking takes some ms: once for all optimizers of a run."""
+    """Return the entry points of other packages' probes. It takes some ms: once for all optimizers of a run."""
     return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 

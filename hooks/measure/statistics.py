@@ -1,7 +1,7 @@
-"""Statistics of tensors by torch's own operations: the reference of every kernel, and what runs where there is none.
+"""Statistics of tensors by torch's own operations: the reference for every kernel, and used where there is none.
 
-Norms are L2, summed in float32 at least: fp16 squares overflow. NaN and infinity go through norm, minimum and maximum,
-so a tensor needs a closer look only where one of these is not finite. `foreach_norm(inf)` and `isfinite` over all
+Norms are L2, summed in float32 at least: fp16 squares overflow. NaN and infinity show in norm, minimum and maximum, so
+a tensor needs a closer look only where one of these is not finite. `foreach_norm(inf)` and `isfinite` over all
 gradients would cost 20 times as much on the CPU.
 """
 
@@ -19,22 +19,22 @@ NORM, LOW, HIGH, NONFINITE, SMALLEST, ZEROS = range(6)
 _NAMES = {NORM: "norms", NONFINITE: "nonfinite", SMALLEST: "smallest", ZEROS: "zeros"}
 
 PIECE = 1 << 24
-"""Elements of a tensor on a device that are looked at together, where that takes memory."""
+"""Most elements of a tensor on a device that are examined at once, where that takes memory."""
 
 
 class Statistics(Protocol):
-    """Of some tensors that are not empty, one float32 a tensor each, over the loss scale where there is one."""
+    """Statistics of tensors that are not empty: a float32 per tensor each, divided by the loss scale, if any."""
 
     @property
     def on_host(self) -> bool:
-        """Whether reading a value waits for nothing."""
+        """Whether a value can be read without waiting for a device."""
 
     @property
     def total(self) -> Scalar:
-        """L2 norm over all of them."""
+        """L2 norm over all tensors."""
 
     def column(self, statistic: int) -> torch.Tensor | bytes:
-        """The one of that number: NORM and so on. Packed where it is on the host already."""
+        """Return the statistic with this number (`NORM` ...), packed where it is on the host already."""
 
     @property
     def norms(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Statistics(Protocol):
 
 
 class TorchStatistics:
-    """Each statistic is computed when it is asked for, and once."""
+    """Statistics by torch's operations: each is computed when it is first asked for, and once."""
 
     def __init__(self, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
         self._tensors, self._scale = tensors, scale
@@ -101,8 +101,8 @@ class TorchStatistics:
     def nonfinite(self) -> torch.Tensor:
         """See Statistics.
 
-        On the CPU only the tensors whose minimum or maximum is not finite are counted. A device cannot be asked without
-        waiting for it, so there all are (two launches a tensor).
+        On the CPU only the elements of tensors whose minimum or maximum is not finite are counted. To find these on a
+        device would wait for it, so there those of all tensors are (two launches a tensor).
         """
         if not self.on_host:
             return self._column([_nonfinite(tensor) for tensor in self._tensors], scaled=False)
@@ -130,7 +130,7 @@ class TorchStatistics:
 
     @functools.cached_property
     def _alike(self) -> dict[tuple[torch.dtype, torch.device], list[int]]:
-        """Places of the tensors of one type and device: what one foreach kernel can do."""
+        """(type, device) -> places of its tensors: what one foreach kernel can process."""
         places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(self._tensors):
             places.setdefault((tensor.dtype, tensor.device), []).append(place)
@@ -149,14 +149,14 @@ class TorchStatistics:
 
 
 def _nonfinite(tensor: torch.Tensor) -> torch.Tensor:
-    """In pieces where there is much: what `isfinite` makes is as long as they are, and memory may be nearly full."""
+    """Count non-finite elements, in pieces of a large tensor: `isfinite` takes memory, which may be nearly full."""
     if tensor.numel() <= PIECE or not tensor.is_contiguous():
         return tensor.numel() - torch.isfinite(tensor).count_nonzero()
     return torch.stack([_nonfinite(part) for part in torch.split(tensor.view(-1), PIECE)]).sum()
 
 
 def combine_norms(norms: torch.Tensor) -> Scalar:
-    """L2 norm of tensors that have these norms; a number if they are on the host."""
+    """Return the L2 norm of tensors that have these norms; a number if they are on the host."""
     on_host = norms.device.type == "cpu"
     total = torch.linalg.vector_norm(norms, dtype=torch.float64 if on_host else torch.float32)
     return float(total) if on_host else total

@@ -1,4 +1,4 @@
-"""The stock probes, one subject a file."""
+"""The stock probes, one file per subject."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sentinel.hooks.measure.probes.weights import (
 
 
 def stock() -> list[Probe]:
-    """A fresh set. A probe keeps state: each optimizer has its own."""
+    """Return a new set of probes. A probe keeps state: each optimizer has its own."""
     often = [
         StepOutcome(),
         LoopScalars(),

@@ -1,18 +1,18 @@
-"""How the gradients of several passes, and of several steps, add up: cleared in between, normalised, and exact.
+"""Checks how gradients add up over passes and over steps: cleared in between, normalised, and exact.
 
-`ZeroGrad`: at the exit of a step a few gradients are noted, by the address and the version that autograd counts for
-each tensor. Clearing one makes it None, another tensor, or the next version of it; a backward pass adds to it and makes
-the next version too. So a gradient was kept if nothing changed it between the passes. Nothing is read from a device.
+`ZeroGrad`: at the exit of a step a few gradients are noted, by their address and the version that autograd counts for
+each tensor. Clearing one makes it None, another tensor, or its next version; a backward pass adds to it and makes the
+next version, too. So a gradient was kept if nothing changed it between the passes. Nothing is read from a device.
 
-`LossReduction`: the graph of a loss is read from its root on, node by node: no tensor is touched. Only what is sure is
+`LossReduction`: the graph of a loss is read node by node, from its root: no tensor is touched. Only what is certain is
 reported: where the root is a mean over its micro-batch (`MeanBackward0`, `NllLossBackward0` of reduction `mean`, ...),
-with nothing but additions before it. Any product or quotient may be the normalisation, and a graph that cannot be read
+with nothing but additions above it. Any product or quotient may be the normalisation, and a graph that cannot be read
 (a compiled loss, a function of the user's) may hold one.
 
-`Bf16Accumulation`: now and then, in loops whose steps have enough passes, a few parameters' gradients are looked at as
-autograd is about to add them. The sum in the gradient's own type is made again from the same numbers, with one in
-float32 beside it, so that what others do to the gradient (DDP reduces it, clipping scales it) does not matter. Sums of
-FSDP2 are looked at where it makes them (`sharding.coarse_sums`); what ranks lose in reducing is not seen.
+`Bf16Accumulation`: now and then, in loops whose steps have enough passes, a few parameters' gradients are sampled as
+autograd is about to add them. Their sum is computed in the gradient's own type and in float32 from the same numbers, so
+that what others do to the gradient (DDP reduces it, clipping scales it) does not matter. Sums of FSDP2 are sampled
+where it makes them (`sharding.coarse_sums`); what ranks lose in the reduction is not seen.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from sentinel.hooks.torch_interop.sharding import coarse_sums
 from sentinel.hooks.torch_interop.tensors import Scalar, is_capturing, meeting_place, scalar, spread
 
 SEARCHED = 16
-"""Parameters from each end of the model: the first of them that has a gradient is noted."""
+"""Parameters searched from each end of the model: the first of them that has a gradient is noted."""
 ELEMENTS = 64
 
 _Mark = tuple[int, int]
 
 
 class ZeroGrad(Probe):
-    """`gradients_kept`: 1 where the gradients of the step before were still there when this one's were added."""
+    """`gradients_kept`: 1 where the previous step's gradients were still there when this step's were added."""
 
     relaxed = True
 
     def __init__(self) -> None:
         self._noted: list[tuple[Any, _Mark]] = []
-        """(parameter, mark of its gradient). Parameters outlive the optimizer's hooks, which hold this."""
+        """(parameter, mark of its gradient). Parameters outlive the optimizer's hooks, which own this probe."""
         self._armed = self._passed = False
         self._size: Scalar | None = None
-        """Whether there is anything in what is still there, once it was looked at."""
+        """1 where the kept gradients are not all 0, else 0; None until they are read."""
 
     def pass_begins(self, roots: Any) -> None:
         for parameter, mark in self._noted:
             if _mark(parameter) != mark:
                 self._noted = []
                 return
-        if self._noted and self._size is None and not tensors.is_capturing():  # or the graph would look at it, too
+        if self._noted and self._size is None and not tensors.is_capturing():  # a graph would include the reading
             self._size = self._measure()
 
     def pass_ended(self) -> None:
@@ -80,15 +80,16 @@ class ZeroGrad(Probe):
     def _note(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
         for end in (measured[:SEARCHED], measured[: -SEARCHED - 1 : -1]):
             for _, parameter, _ in end:
-                # DeepSpeed's stand-ins for partitions have a gradient in the step alone, and it clears them itself.
+                # DeepSpeed's stand-ins for partitions have a gradient only in the step, and it clears them itself.
                 if isinstance(parameter, torch.Tensor) and (mark := _mark(parameter)) is not None:
                     self._noted.append((parameter, mark))
                     break
         self._armed = bool(self._noted)
 
     def _measure(self) -> Scalar:
-        """Where all of it is 0 it makes no difference whether it was cleared, and cannot be told. Both ends are looked
-        at: places that are a stride apart may all belong to one input, which is always 0."""
+        """Return 1 where any of the kept gradients is not 0. If all are 0, whether they were cleared makes no
+        difference and cannot be known. Both ends are read: places that are a stride apart may all belong to one input,
+        which is always 0."""
         with torch.no_grad():
             parts = [spread(local(parameter.grad), ELEMENTS).any() for parameter, _ in self._noted]
             device = meeting_place(parts)
@@ -96,7 +97,7 @@ class ZeroGrad(Probe):
 
 
 def _mark(parameter: torch.Tensor) -> _Mark | None:
-    """A mark of its gradient; None if there is no gradient, or it has no plain memory."""
+    """Return a mark of its gradient; None if it has no gradient, or one without plain memory."""
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.strided:
         return None
@@ -106,16 +107,16 @@ def _mark(parameter: torch.Tensor) -> _Mark | None:
 
 NODES = 8
 BLIND_PASSES = 4
-"""Where no loader was seen, passes that are taken for micro-batches: two or three may be the halves of a GAN's loss."""
+"""Least passes taken for micro-batches where no loader was seen: two or three may be the parts of a GAN's loss."""
 
 _MEAN = 1
-"""Of torch's enumeration of reductions; `sum` is 2."""
+"""`mean` in torch's enumeration of reductions; `sum` is 2."""
 _MEANS = ("MeanBackward", "NllLoss", "MseLoss", "BinaryCrossEntropy", "HuberLoss", "SmoothL1Loss")
 _TRANSPARENT = ("AddBackward", "SubBackward", "ToCopyBackward", "ViewBackward", "SqueezeBackward", "CloneBackward")
 
 
 class LossReduction(Probe):
-    """`unnormalised_passes`: backward passes of a step, where no loss of them is divided; elsewhere none."""
+    """`unnormalised_passes`: backward passes of a step in which no loss is divided; no sample for other steps."""
 
     relaxed = True
 
@@ -131,14 +132,14 @@ class LossReduction(Probe):
         totals = step.totals
         all_plain = totals.backwards == self._seen == self._plain
         loaded = totals.batches == self._seen if totals.batches else totals.forwards == self._seen >= BLIND_PASSES
-        again = step.passes_before is not None  # a closure, which clears the gradients and runs the same batch again
+        again = step.passes_before is not None  # a closure, which clears gradients and runs the same batch again
         if self._seen > 1 and all_plain and loaded and not again and not totals.weighted:
             step.values["unnormalised_passes"] = float(self._seen)
         self._seen = self._plain = 0
 
 
 def is_plain_mean(node: Any, *, scaled: bool) -> bool:
-    """Whether a graph is known to begin with means and sums alone. `scaled`: its first product is GradScaler's."""
+    """Whether a graph certainly begins with only means and sums. `scaled`: its first product is GradScaler's."""
     if scaled and node is not None and node.name().startswith("MulBackward"):
         node = node.next_functions[0][0]
     waiting = [node]
@@ -157,27 +158,27 @@ def is_plain_mean(node: Any, *, scaled: bool) -> bool:
 
 
 PASSES = 4
-"""In a step: with fewer little is lost."""
+"""Least passes in a step: with fewer, little is lost."""
 EARLY_SPACING = 4
-"""Of the first steps, which all are occasions."""
+"""Steps between two samples in the first steps, which are all occasions."""
 PARAMETERS = 4
 SUM_ELEMENTS = 1024
-"""Of each."""
+"""Most elements that are sampled of each parameter."""
 
 
 class _Sum:
-    """Of one parameter's sampled gradients, in their own type and in float32. `alone`: whether the present pass's
-    gradient goes its own way, added to none that is in bfloat16."""
+    """Sums of one parameter's sampled gradients, in their own type and in float32. `alone`: whether the present pass's
+    gradient goes straight into a reduction, and so is not added to a sum in bfloat16."""
 
     def __init__(self, alone: Callable[[], bool]) -> None:
         self._alone = alone
         self.own: torch.Tensor | None = None
         self.exact: torch.Tensor | None = None
         self.broken = self.passes = False
-        """It failed; for an error of the machine that passes."""
+        """Whether it failed, and whether that was a passing error of the machine."""
 
     def add(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Before autograd adds a gradient: within the user's backward pass, which must not fail for us."""
+        """Called before autograd adds a gradient: in the user's backward pass, which must not fail because of us."""
         try:
             (gradient,) = gradients
             if gradient is None or gradient.layout is not torch.strided or self.broken or is_capturing():
@@ -202,7 +203,7 @@ class _Sum:
 
 
 def _weakly(one: _Sum) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-    """DDP holds such nodes for longer than this probe lives."""
+    """Return a hook that holds `one` weakly: DDP holds such nodes for longer than the probe lives."""
     ref = weakref.ref(one)
 
     def call(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -213,7 +214,7 @@ def _weakly(one: _Sum) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
 
 
 class Bf16Accumulation(Probe):
-    """`accumulation_error`: L2 norm of what the sums lost, over that of the sums."""
+    """`accumulation_error`: L2 norm of what the sums lost, divided by the norm of the sums."""
 
     relaxed = True
 
@@ -221,7 +222,7 @@ class Bf16Accumulation(Probe):
         self._broken = False
         self._sums: list[_Sum] = []
         self._hooked: list[tuple[Any, Any]] = []
-        """(node, handle). The node is held, as autograd would otherwise make a new one without the hook."""
+        """(node, handle). The node is held, as autograd would otherwise make another one without the hook."""
 
     def disarm(self, step: Step) -> None:
         if self._sums:
@@ -233,7 +234,7 @@ class Bf16Accumulation(Probe):
                 _tell(step, [(one.own, one.exact) for one in sums if one.own is not None and one.exact is not None])
 
     def capturing(self) -> None:
-        """Let the nodes go. A node belongs to the stream on which it was made: autograd would use a held one, and
+        """Release the nodes. A node belongs to the stream on which it was made: autograd would use a held one, and
         refuse to capture it on another stream."""
         for _, handle in self._hooked:
             handle.remove()
@@ -252,7 +253,7 @@ class Bf16Accumulation(Probe):
         ]
         coarse += coarse_sums(known.models) if known.sharded else []
         for parameter, alone in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
-            # On the node, and not on the parameter: torch.compile guards on a parameter's hooks, and compiles again.
+            # On the node, not on the parameter: torch.compile guards on a parameter's hooks, and would compile again.
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             self._sums.append(_Sum(alone))
             self._hooked.append((node, node.register_prehook(_weakly(self._sums[-1]))))

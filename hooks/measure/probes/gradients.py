@@ -1,9 +1,9 @@
-"""The size of gradients: over all layers, of each, with depth, and against what fp16 can hold.
+"""Measures the size of gradients: over all layers, per layer, with depth, and against the range of fp16.
 
-`GradientDepth`: what explodes or vanishes does so from layer to layer. Of the weight matrices, in the order in which
-the model has them, the first (an embedding, as a rule) and the last (the head) are left out. Of the others the root
-mean square of each gradient is taken, and of those the median over the last quarter is put over that of the first. In
-health it lies between 0.01 and 100, whatever the model's depth and loss.
+`GradientDepth`: gradients explode or vanish from layer to layer. Of the weight matrices, in the model's order, the
+first (usually an embedding) and the last (the head) are left out. Of each other gradient the root mean square is taken;
+the ratio is the median of these over the last quarter of the matrices, divided by that over the first. In a healthy
+run it lies between 0.01 and 100, whatever the model's depth and loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sentinel.hooks.torch_interop.tensors import meeting_place, scalar, send_num
 
 
 class GradientNorm(Probe):
-    """L2 norm over all gradients of the optimizer, before and after clipping; `no_gradient` where there are none."""
+    """L2 norm over all of the optimizer's gradients, before and after clipping; `no_gradient` if there are none."""
 
     tier = 1
 
@@ -38,7 +38,7 @@ class GradientNorm(Probe):
             if gradients.sharded is not None:
                 step.values["grad_norm_sharded"] = gradients.sharded
         elif gradients.sharded is not None and step.clip[0] is not None:
-            # The norm that clipping computed is over the shards of all ranks already.
+            # The norm that clipping computed already covers the shards of all ranks.
             step.values["grad_norm_sharded"] = 0.0
 
 
@@ -74,14 +74,14 @@ def _share_without(gradients: Gradients, parameters: Layers | None) -> float:
 
 
 FEWEST = 8
-"""Matrices between the first and the last, for there to be a depth."""
+"""Least number of matrices between the first and the last for a ratio over depth."""
 _LEAST = 1e-30
-"""Under a quotient: where no gradient at all arrives at the first quarter."""
+"""Smallest divisor, for models in which no gradient at all reaches the first quarter."""
 
 
 class GradientDepth(Probe):
-    """`gradient_depth_ratio`: over 1 where gradients shrink on their way to the first layers. It is 1 where no gradient
-    at all begins that way, as where the last layers are dead: nothing is known of depth then."""
+    """`gradient_depth_ratio`: over 1 where gradients shrink on their way to the first layers. It is 1 where the last
+    quarter has no gradient at all, such as with dead last layers: then nothing is known about depth."""
 
     tier = 2
 
@@ -101,15 +101,15 @@ class GradientDepth(Probe):
             return
         places, factors = self._ends
         sizes = (norms.index_select(0, places) * factors).reshape(2, -1)
-        # Layers without a gradient (a gate that is 0, an adapter at its start) say nothing of depth.
+        # Layers without a gradient (a gate that is 0, a new adapter) say nothing about depth.
         first, last = _medians(torch.where(sizes > 0, sizes, torch.nan)).nan_to_num(0.0).unbind()
         ratio = last.clamp(min=_LEAST) / first.clamp(min=_LEAST)
         step.values["gradient_depth_ratio"] = scalar(torch.where(last > 0, ratio, 1.0))
 
 
 def _medians(rows: torch.Tensor) -> torch.Tensor:
-    """Of each row, the lower one, of what is a number; NaN where nothing is. `nanmedian` has no deterministic kernel on
-    CUDA, and raises in a run that asked for deterministic algorithms."""
+    """Return the lower median of each row, without NaN elements; NaN where all are NaN. `nanmedian` has no
+    deterministic kernel on CUDA, and raises in a run that asked for deterministic algorithms."""
     middle = (rows.isnan().logical_not_().sum(1, keepdim=True) - 1).clamp_(min=0) // 2
     return rows.sort(1).values.gather(1, middle).squeeze(1)
 
@@ -128,15 +128,15 @@ def _ends(
 
 
 BUDGET = 1 << 18
-"""Elements that are looked at in one step, spread over all gradients."""
+"""Most elements that are sampled in one step, spread over all gradients."""
 SMALLEST_NORMAL = 2.0**-14
-"""Of fp16. What is smaller has fewer than its 11 digits, and under 2^-25 none."""
+"""Smallest normal number of fp16. Smaller ones have fewer than its 11 digits, and under 2^-25 none."""
 
 
 class Fp16Underflow(Probe):
-    """Shares of sampled gradient elements that are 0, and that are too small for all their digits.
+    """Shares of sampled gradient elements that are 0, and of those too small for all their digits.
 
-    Some are 0 for other reasons (a ReLU that is off, an embedding that was not used): an upper bound.
+    An upper bound: some are 0 for other reasons (a ReLU that is off, an embedding that was not used).
     """
 
     tier = 2

@@ -1,9 +1,9 @@
-"""What the loop sets and computes: loss, loss scale, clipping, learning rate and its schedule; and where the time goes.
+"""Reads what the loop sets and computes: loss, loss scale, clipping, learning rate and schedule; and its times.
 
-`LrSchedule`: whether the scheduler had been stepped before the first step, so that each rate comes one step too early.
-Only the first step shows it: from then on `scheduler.step(); optimizer.step()` and the right order look alike. It is
-asked only where the rate differs from the one at attach; the scheduler's own count then says how often it was stepped.
-A scheduler that was stepped several times was brought to where a resumed run goes on. And if the rate is 0 after some
+`LrSchedule`: whether the scheduler was stepped before the first step, so that each rate comes one step too early. Only
+the first step shows it: from then on `scheduler.step(); optimizer.step()` and the right order look alike. Schedulers
+are looked for only where the rate differs from the one at attach; the scheduler's own count says how often it was
+stepped. One that was stepped several times was set to where a resumed run goes on. And where the rate is 0 after some
 steps: how often its scheduler was stepped by then.
 """
 
@@ -19,7 +19,7 @@ from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 
 
 class StepOutcome(Probe):
-    """What the loop itself computes, and what it says by `monitor.log`."""
+    """Values that the loop itself computes, and those that it passes to `monitor.log`."""
 
     spared = True
 
@@ -34,7 +34,7 @@ class StepOutcome(Probe):
             values["step_skipped"] = step.skipped
         if step.clip is not None:
             norm, values["clip_limit"] = step.clip
-            if norm is not None:  # the loop has computed it anyway: it costs nothing, at any spacing of tier 1
+            if norm is not None:  # the loop computed it anyway: so it is free, whatever tier 1's spacing
                 values["grad_norm"] = norm
         if totals.batch is not None:
             values.update(totals.batch)
@@ -43,18 +43,18 @@ class StepOutcome(Probe):
 
 
 class LoopScalars(Probe):
-    """How the loop is set: what changes little from step to step."""
+    """Settings of the loop, which change little from step to step."""
 
     relaxed = True
 
     def after(self, step: Step) -> None:
         values, totals = step.values, step.totals
         values["micro_batches"] = float(totals.backwards)
-        # Some Adafactors find their rate themselves, and have None here; optimizers of one's own may have none at all.
+        # Some Adafactors find their rate themselves, and have None here; custom optimizers may have no rate at all.
         rates = [rate for group in step.optimizer.param_groups if (rate := group.get("lr")) is not None]
         if rates:
             values["learning_rate"] = _highest(rates)
-        if step.in_fp16:  # no sample elsewhere: most runs never have one
+        if step.in_fp16:  # otherwise no sample: most runs never have one
             values["fp16"] = 1.0
         if totals.evaluating:  # as above
             values["eval_mode"] = 1.0
@@ -72,7 +72,7 @@ def _highest(rates: list[float | torch.Tensor]) -> Scalar:
     if len(rates) == 1 and type(rates[0]) is float:
         return rates[0]
     on_device = [rate for rate in rates if isinstance(rate, torch.Tensor) and rate.device.type != "cpu"]
-    if on_device:  # capturable optimizers keep their rate there; none mixes both kinds
+    if on_device:  # capturable optimizers keep their rate on a device; none mixes both kinds
         return scalar(torch.stack(on_device).detach().max())
     return max(float(rate.detach() if isinstance(rate, torch.Tensor) else rate) for rate in rates)
 
@@ -80,7 +80,8 @@ def _highest(rates: list[float | torch.Tensor]) -> Scalar:
 class StepTimes(Probe):
     """Host seconds without our own measuring, as means over the steps since the last sample: with a loader of four
     workers every fourth step may wait.
-    On CUDA a part shows how long launching took; only the whole step is the device's time, too."""
+
+    On CUDA a part is the time that launching took; only the whole step is the device's time, too."""
 
     relaxed = True
 
@@ -94,25 +95,25 @@ class StepTimes(Probe):
         if totals.backward_seconds:
             parts["backward_seconds"] = totals.backward_seconds / steps
         values.update(parts)
-        if step.previous_exit is not None:  # the first step has none: what came before it is the start of the script
+        if step.previous_exit is not None:  # None at the first step: what came before it is the script's start
             values["step_seconds"] = max(step.left - step.previous_exit - step.own_seconds, 0.0) / steps
             values["other_seconds"] = max(values["step_seconds"] - sum(parts.values()), 0.0)
 
 
 _ONCE = 2
-"""`_step_count` of a scheduler that was stepped once: it steps itself when it is made."""
+"""`_step_count` of a scheduler that was stepped once by the user: it steps once itself when it is made."""
 _LOOK = 8
-"""The step after which a rate of 0 is looked into: a warm-up's first one may be, and SchedulerMisused fires at 16."""
+"""Step after which a rate of 0 is examined: a warm-up's first rate may be 0, and SchedulerMisused fires at 16."""
 
 
 class LrSchedule(Probe):
-    """`scheduler_first`: the rate that the first step should have had, by the schedule; none where it had it.
-    `scheduler_steps`: how often the scheduler was stepped; -1: there is none; none where the rate is over 0."""
+    """`scheduler_first`: the rate that the schedule has for the first step; no sample where the step had it.
+    `scheduler_steps`: how often the scheduler was stepped; -1: no scheduler; no sample where the rate is over 0."""
 
     tier = 3
 
     def __init__(self, optimizer: Any) -> None:
-        """At the attach."""
+        """Note the rates at attach."""
         self._planned = _rates(optimizer)
         self._early = False
 
@@ -135,7 +136,7 @@ class LrSchedule(Probe):
 
 
 def _rates(optimizer: Any) -> list[float]:
-    """Of the groups that a scheduler looks after; those on a device are not asked."""
+    """Return the rates of groups that a scheduler sets; a rate on a device is left out."""
     groups = [group for group in optimizer.param_groups if "initial_lr" in group]
     return [group["lr"] for group in groups if isinstance(group["lr"], float)]
 

@@ -1,6 +1,6 @@
-"""Memory of the process and, on CUDA, of the caching allocator, after the step.
+"""Measures memory of the process and, on CUDA, of the caching allocator, after the step.
 
-Read wherever that costs little; sent with tier 2, and at each step while it rises.
+It is read wherever that costs little, and sent with tier 2 and at each step while it rises.
 
 Tier 3: how much memory the optimizer's state holds.
 """
@@ -18,23 +18,23 @@ from sentinel.hooks.measure.probe import Glance, Probe, Step
 from sentinel.hooks.torch_interop.layer_table import local
 
 SPACING = 8
-"""Steps between two samples of memory that does not rise, at least."""
+"""Least steps between two samples of memory that does not rise."""
 SHARE = 0.001
-"""Most of the loop's time that looking takes."""
+"""Largest share of the loop's time that reading memory takes."""
 RISING_SHARE = 0.01
-"""The same while memory rises."""
+"""The same share while memory rises."""
 RISING_LOOKS = 16
-"""Looks for which it counts as rising after each new high."""
+"""Readings for which memory counts as rising after each new high."""
 ERA = 512
-"""A new high is one over all of the last 512 to 1,024 looks: one of an evaluation hours ago hides no leak."""
+"""Readings in an era. A new high exceeds the last 512 to 1,024 readings: an evaluation hours ago hides no leak."""
 MARGIN = 1 << 16
-"""Bytes above the last high that make a new one: less than malloc takes from the system in one go (128 kB)."""
+"""Bytes above the last high that make a new one: less than malloc takes from the system at a time (128 kB)."""
 LEFT_SECONDS = 5.0
-"""Between two readings of what is left, at most. Others take from it, too."""
+"""Most seconds between two readings of the memory that is left. Other processes take from it, too."""
 LEFT_SHARE = 0.002
-"""Most of the loop's time that reading it takes: it is a dozen files, a millisecond."""
+"""Largest share of the loop's time that this reading takes: it is a dozen files, a millisecond."""
 URGENT = 0.9
-"""Free memory is sent without delay once it falls below this share of what was free the last time it was."""
+"""Free memory is sent without delay once it falls below this share of what was free when last sent so."""
 
 _ALLOCATOR = {
     "memory_allocated_bytes": ("allocated_bytes", "current"),
@@ -43,21 +43,21 @@ _ALLOCATOR = {
     "memory_active_bytes": ("active_bytes", "current"),
     "memory_inactive_split_bytes": ("inactive_split_bytes", "current"),
 }
-"""Signal -> where the allocator's own counters have it, for all of its pools. Reading them waits for no device."""
+"""Signal -> its place in the allocator's own counters, over all of its pools. Reading them waits for no device."""
 _COUNTS = {"allocation_retries": "num_alloc_retries", "out_of_memory_errors": "num_ooms"}
 
 
 class Supply:
-    """One kind of memory: whether it rises, and whether what is left becomes little."""
+    """One kind of memory: whether it rises, and whether little of it is left."""
 
     def __init__(self) -> None:
         self._highest = self._highest_before = -math.inf
-        """Of this era, and of the one before."""
+        """Highest reading of this era, and of the one before."""
         self._looks = 0
         self._left_sent = 0.0
 
     def rises(self, held: float) -> bool:
-        """Take what is held; answer whether it is a new high."""
+        """Add a reading of the bytes that are held; return whether it is a new high."""
         high = held > max(self._highest, self._highest_before) + MARGIN
         self._highest = max(self._highest, held)
         self._looks += 1
@@ -66,7 +66,7 @@ class Supply:
         return high
 
     def is_urgent(self, left: float) -> bool:
-        """Take the free memory; return whether it must be sent without delay."""
+        """Add a reading of the free bytes; return whether it must be sent without delay."""
         urgent = left < URGENT * self._left_sent
         if urgent or left > self._left_sent:
             self._left_sent = left
@@ -74,17 +74,17 @@ class Supply:
 
 
 class HostMemory:
-    """What the process holds of the host's memory, and what it may still take."""
+    """Host memory, in bytes: what the process holds, and what it may still take."""
 
     def __init__(self) -> None:
         self.resident = self.held = self.left = 0.0
         self._left_then = self._resident_then = self._shared_memory = 0.0
-        """At the last reading of what is left."""
+        """Values at the last reading of what is left."""
         self._due_at = self._allowed_at = 0.0
 
     def look(self, now: float) -> float:
-        """Bring all of it up to date; what is left is read now and then, and reckoned from what the process took since.
-        Answers how many seconds that reading took."""
+        """Update all values; return the seconds that reading what is left took. That is read only now and then, and
+        otherwise estimated from what the process took since."""
         reading = 0.0
         resident, shared = resident_and_file_bytes()
         if now >= self._due_at or (
@@ -102,7 +102,7 @@ class HostMemory:
 
 
 class MemoryProbe(Probe):
-    """Resident set size; the allocator's state where the parameters are on CUDA."""
+    """Resident set size, and the allocator's state where the parameters are on CUDA."""
 
     tier = 0
     spared = True
@@ -131,7 +131,7 @@ class MemoryProbe(Probe):
         glance.due = self._due
 
     def _look(self, sampled: bool) -> dict[str, float]:
-        """What is to be sent of it."""
+        """Read memory, and return the values to be sent."""
         begin = perf_counter()
         host = self._host
         reading = host.look(begin)
@@ -154,7 +154,7 @@ class MemoryProbe(Probe):
 
 
 def _look_at_device(device: torch.device) -> dict[str, float]:
-    # Nested, as the allocator gives it: memory_stats() flattens and sorts the lot, in many times the time.
+    # Nested, as the allocator gives it: memory_stats() flattens and sorts everything, which takes many times as long.
     counters = torch.cuda.memory_stats_as_nested_dict(device)
     values = {
         signal: float(counters.get(kind, {}).get("all", {}).get(which, 0))
@@ -168,7 +168,7 @@ def _look_at_device(device: torch.device) -> dict[str, float]:
 
 
 class StateSize(Probe):
-    """Bytes in the tensors of `optimizer.state`, of this rank's shards: Adam's two moments are twice the parameters."""
+    """Bytes of the tensors in `optimizer.state`, in this rank's shards: Adam's two moments are twice the parameters."""
 
     tier = 3
 

@@ -1,8 +1,8 @@
-"""What trains, gets gradients, and is in no optimizer: it stands still, and the run does not say so.
+"""Finds trainable parameters that get gradients and are in no optimizer: they stand still, and nothing else shows it.
 
-It stands still by a checksum of a sample of it (`weights.py`): what a loop moves by itself, or by copies that its
-optimizer holds, is none of these. Nor is what another optimizer of the process has, which may step rarely or later, nor
-what has the gradient of an earlier stage only, which stays as it is.
+A parameter stands still by a checksum of a sample of it (`weights.py`): one that the loop moves by itself, or by copies
+that its optimizer holds, does not count. Nor does one that another optimizer of the process has, which may step rarely
+or later, nor one that has only the gradient of an earlier stage, which does not change.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from sentinel.hooks.torch_interop.tensors import Sample, row_length, scalar, sen
 from sentinel.signals import OPENING_STEPS
 
 SPACING = 8
-"""Steps between two looks in the first `OPENING_STEPS`, and until there were as many as the rule needs: a busy machine
-may leave no time for some. From then on it looks where tier 3 does."""
+"""Steps between two looks in the first `OPENING_STEPS`, and until there were as many looks as the rule needs: a busy
+machine may leave no time for some. Afterwards, it looks where tier 3 is sampled."""
 CONFIRMING_LOOK = 4
-"""At which other optimizers are looked for once more: one may be made after the first steps. The rule wants as many."""
+"""The look at which other optimizers are searched once more: one may be made late. The rule wants as many looks."""
 
 
 class OutsideOptimizer(Probe):
-    """`parameters_outside`: how many; `outside_share`: their part of the numbers that train. Without any, no sample."""
+    """`parameters_outside`: their number; `outside_share`: their share of all trainable elements. No sample if none."""
 
     tier = 2
 
     def __init__(self) -> None:
         self._judged: frozenset[int] = frozenset()
-        """Those for which other optimizers were looked for: that is a walk over all objects."""
+        """Ids of parameters for which other optimizers were searched, which is a walk over all objects."""
         self._elsewhere: frozenset[int] = frozenset()
         self._known: tuple[list[int], torch.Tensor, torch.Tensor] | None = None
-        """Those of the last look, their checksums, and those of their gradients."""
+        """Ids of the parameters at the last look, their checksums, and those of their gradients."""
         self._looks = 0
 
     def before(self, step: Step) -> None:
         known = step.parameters
-        if known is None or known.stream:  # the first one looks for all
+        if known is None or known.stream:  # the first optimizer's probe covers all
             return
         # The first look has nothing to compare with.
         close = step.seq < OPENING_STEPS or self._looks <= CONFIRMING_LOOK
@@ -57,5 +57,5 @@ class OutsideOptimizer(Probe):
                 sizes = send_numbers([part.numel() for part in parts], torch.float32, sums.device)
                 step.values["parameters_outside"] = scalar(still.count_nonzero())
                 step.values["outside_share"] = scalar((still * sizes).sum() / max(trained, 1))
-        elif before is not None:  # the optimizer was given them
+        elif before is not None:  # they were added to the optimizer since
             step.values["parameters_outside"] = 0.0

@@ -1,16 +1,16 @@
-"""How the model is built and wrapped, how long a pass over the loader is, and how long DDP's reduction holds a step up.
+"""Measures how the model is built and wrapped, how long a loader's pass is, and how long DDP's reduction delays a step.
 
-`Structure`: whether a network normalises after its residual additions (Post-LN), which wants a warm-up. Seen once, in
-the graph of the first loss: a normalisation whose input is a sum, one part of which is the normalisation before it,
-with nothing between. In Pre-LN networks the sum before it is that part. Where the graph cannot be read (torch.compile,
-a normalisation of the user's) nothing is reported.
+`Structure`: whether a network normalises after its residual additions (Post-LN), which needs a warm-up. Read once, from
+the graph of the first loss: a normalisation whose input is a sum, one part of which is the previous normalisation, with
+nothing between. In Pre-LN networks that part is the previous sum. Where the graph cannot be read (torch.compile, a
+normalisation of the user's) nothing is reported.
 
-`FrozenStatistics`: `requires_grad_(False)` stops the weights of a batch norm, and `model.train()` goes on updating its
-running mean and variance; what the layer computes in evaluation is then another thing than what was frozen. One without
-weights is frozen where all that the module around it has is.
+`FrozenStatistics`: `requires_grad_(False)` freezes the weights of a batch norm, but `model.train()` goes on updating
+its running mean and variance; in evaluation the layer then computes something else than what was frozen. A batch norm
+without weights counts as frozen where all weights of the module around it are.
 
-`Communication`: by the timers of DDP's own logger, on CPU and GPU. They show how long gradients were on their way after
-the backward pass had computed the last of them; what went on beside it costs nothing. DDP times its first ten
+`Communication`: by the timers of DDP's own logger, on CPU and GPU. They show how long gradients were under way after
+the backward pass had computed the last of them; communication beside it costs nothing. DDP times its first ten
 iterations and then every hundredth. Sharded models (FSDP) have no such timers, and host times say nothing of what
 happens on a GPU: for them there is no number.
 """
@@ -30,7 +30,7 @@ from sentinel.hooks.torch_interop.layer_table import Layers, named_parameters
 
 
 class Wrapping(Probe):
-    """Devices of `nn.DataParallel`, where it is in use."""
+    """Number of devices of `nn.DataParallel`, where it is in use."""
 
     tier = 3
 
@@ -40,13 +40,13 @@ class Wrapping(Probe):
 
 
 NODES = 10_000
-"""Of a graph that are looked at, at 1 us each."""
+"""Most nodes of a graph that are read, at 1 us each."""
 _NORMS = ("NativeLayerNormBackward", "FusedRmsNormBackward")
 _TRANSPARENT = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ToCopyBackward", "TransposeBackward")
 
 
 class Structure(Probe):
-    """`post_norm_layers`: such normalisations; no sample where there are none."""
+    """`post_norm_layers`: number of normalisations after a residual addition; no sample where there are none."""
 
     tier = 3
 
@@ -63,8 +63,8 @@ class Structure(Probe):
 
 
 def post_norms(root: Any) -> int:
-    """How many there are under a node of a graph."""
-    seen: dict[int, Any] = {}  # the nodes themselves too: they are made as they are asked for, and ids are used again
+    """Return the number of normalisations after a residual addition under a node of a graph."""
+    seen: dict[int, Any] = {}  # holds the nodes, too: each is made when it is read, and ids are reused
     waiting, found = [root], 0
     while waiting and len(seen) < NODES:
         node = waiting.pop()
@@ -82,14 +82,14 @@ def post_norms(root: Any) -> int:
 
 
 def _through(node: Any) -> Any:
-    """What a node is once views and casts are taken away."""
+    """Return the node under `node` that is neither a view nor a cast."""
     while node is not None and node.name().startswith(_TRANSPARENT):
         node = node.next_functions[0][0]
     return node
 
 
 class LoaderLength(Probe):
-    """Said where it is known. Ranks that run out of batches early leave the others waiting in a collective."""
+    """`loader_batches`, where known. Ranks that run out of batches early leave the others waiting in a collective."""
 
     tier = 2
     blind = True
@@ -101,12 +101,12 @@ class LoaderLength(Probe):
 
 
 EARLY, SPACING = 12, 64
-"""Steps from the first one at which the logger is read, and of the later ones every so many: it takes 50 us."""
+"""Number of first steps at which the logger is read, and spacing of later ones: it takes 50 us."""
 _NANOSECONDS = 1e-9
 
 
 class Communication(Probe):
-    """`communication_seconds`, of one timed iteration."""
+    """`communication_seconds`: seconds of one timed iteration."""
 
     relaxed = True
 
@@ -124,13 +124,13 @@ class Communication(Probe):
 
 
 class FrozenStatistics(Probe):
-    """How many frozen normalisations update their statistics; absent in a model without any that is frozen."""
+    """Number of frozen normalisations that update their statistics; no sample in a model without a frozen one."""
 
     tier = 3
 
     def __init__(self) -> None:
         self._norms: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] | None = None
-        """All that keep running statistics, each with what has weights: itself, or else the module around it."""
+        """All normalisations with running statistics, each with the module that has weights: itself or one around."""
         self._rows: dict[int, int] = {}
 
     def after(self, step: Step) -> None:
@@ -152,7 +152,7 @@ class FrozenStatistics(Probe):
             step.values["frozen_statistics_row"] = float(self._row(known, moving[0]))
 
     def _row(self, known: Layers, norm: nn.Module) -> int:
-        """The layer-table row of its weight; -1 where it has none."""
+        """Return the layer-table row of its weight; -1 where it has none."""
         if norm.weight is None:
             return -1
         key = id(norm.weight)

@@ -1,4 +1,4 @@
-"""What a step does to weights and optimizer state, whether replicas hold the same, whether low-rank adapters learn.
+"""Measures what a step does to weights and optimizer state, whether replicas are equal, whether LoRA adapters learn.
 
 Updates and checksums come from a strided sample (`hooks/torch_interop/tensors.py`): exact for small tensors, else
 estimates.
@@ -9,11 +9,11 @@ estimates.
     lost update       the weight is the same after the step although its gradient is not 0: the update was less than
                       half of the weight's last digit, |update| < |weight| 2^-9 in bfloat16, and was rounded away
     exponents         cumulative histogram over all layers: the share of gradient elements under 2^-48, 2^-44 ... 1.
-                      Under a loss scale S, fp16 makes 0 of what is under 2^-25 / S and takes digits from what is under
+                      Under a loss scale S, fp16 rounds to 0 what is under 2^-25 / S and loses digits of what is under
                       2^-14 / S: one histogram answers for every scale
-    checksum          replicas of a model (DDP) must have equal ones, and frozen parameters always the same one. Shards
-                      differ by their nature and are left out. Of what trains other places are looked at each time, the
-                      same ones on all ranks
+    checksum          replicas of a model (DDP) must have equal ones, and frozen parameters must keep theirs. Shards are
+                      different by nature and are left out. Of trainable parameters, other places are sampled each
+                      time, the same ones on all ranks
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sentinel.hooks.torch_interop.tensors import (
 from sentinel.signals import EXPONENTS, below
 
 _TINY = torch.finfo(torch.float32).tiny
-"""Under a norm: weights that are 0 and stay so have a ratio of 0."""
+"""Smallest divisor of a ratio to a norm: weights that are 0 and stay so have a ratio of 0."""
 
 
 class WeightUpdates(Probe):
@@ -50,7 +50,7 @@ class WeightUpdates(Probe):
     def __init__(self) -> None:
         self._before: tuple[tuple[tuple[int, torch.Tensor, bool], ...], Sample] | None = None
         self._size: torch.Tensor | None = None
-        """Magnitudes of the sampled gradients; infinite where there is none."""
+        """Magnitudes of the sampled gradients; infinite for elements that are 0 or NaN."""
 
     def enter(self, step: Step) -> None:
         self._before = self._size = None
@@ -65,12 +65,12 @@ class WeightUpdates(Probe):
         if gradients.scale is not None:
             sample.values /= gradients.scale.to(sample.values.device, torch.float32)
         size = sample.values.abs()
-        size = self._size = torch.where(size > 0, size, torch.inf)  # what is 0, or no number, is under no bound
+        size = self._size = torch.where(size > 0, size, torch.inf)  # 0 and NaN must not count as under a bound
         smallest = size.amin(1)
-        # The scale is on the device of the loss, which none of the gradients may be on.
+        # The scale is on the loss's device, which may be another one than the gradients'.
         sizes, scale = on_one_device((size, step.scale if step.scale is not None else 1.0))
         tiny = cast("torch.Tensor", sizes < SMALLEST_NORMAL / scale).count_nonzero(1)
-        # The compiled kernel has counted all elements already, in its one read.
+        # The compiled kernel has counted all elements already, in its single read.
         whole = gradients.one_pass
         step.layers["layer_grad_zero_share"] = _zeros(gradients) if whole else sample.zeros() / sample.counts
         step.layers["layer_grad_smallest"] = (
@@ -118,35 +118,35 @@ def _zeros(gradients: Gradients) -> torch.Tensor:
 
 
 _PARAMETERS, _ELEMENTS = 4, 512
-"""Of which second moments are looked at, and how many of each."""
+"""Most parameters whose second moments are sampled, and elements of each."""
 _SLACK = 1e-30
-"""Added above and below a ratio of second moments, so that it is 1 where both are 0."""
+"""Added to numerator and denominator of a ratio of second moments, so that it is 1 where both are 0."""
 
 
 class _Kept(NamedTuple):
     """A parameter's second moment at the last sample."""
 
     moment: weakref.ref[torch.Tensor]
-    """The tensor in the optimizer's state: where another one takes its place, the state was loaded or reset."""
+    """The tensor in the optimizer's state: if another one takes its place, the state was loaded or reset."""
     decay: float
-    """What one step leaves of it at least."""
+    """Least factor by which one step multiplies the moment."""
     size: torch.Tensor
-    """Sum over its first elements."""
+    """Sum over the moment's first elements."""
 
 
 class _MomentSamples:
-    """Second moments at a probe's last sample: some elements of four parameters are enough to see what befell all."""
+    """Second moments at a probe's last sample: some elements of four parameters show what happened to all."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """What is taken next has nothing before it."""
+        """Drop the last sample, so that the next one is compared with none."""
         self._known: dict[int, _Kept] = {}
-        """By the row of the layer table."""
+        """Row of the layer table -> the sample."""
 
     def take(self, step: Step) -> list[tuple[_Kept, _Kept]]:
-        """The last sample and one of this step, of each parameter whose moments are in the same tensor still."""
+        """Return (last sample, sample of this step) for each parameter whose moments are still in the same tensor."""
         known, self._known = self._known, self._sample(step)
         return [
             (before, now)
@@ -172,11 +172,11 @@ class _MomentSamples:
 
 
 class SecondMoments(Probe):
-    """`second_moment_kept`: whether Adam's second moments are what they can be after the steps since the last sample.
+    """`second_moment_kept`: whether Adam's second moments are as large as they must be since the last sample.
 
     v <- beta2 v + (1 - beta2) g^2 leaves at least beta2 v (Kingma and Ba 2015, algorithm 1; RMSprop's alpha likewise):
-    after n steps no less than beta2^n. What is under it was changed by something else. Taken before the step: after
-    updates by moments that were lost, the next gradient may be so large that its square fills them again.
+    after n steps no less than beta2^n. A moment under that was changed by something else. Sampled before the step:
+    after updates by lost moments, the next gradient may be so large that its square restores them.
     """
 
     tier = 2
@@ -184,9 +184,9 @@ class SecondMoments(Probe):
     def __init__(self) -> None:
         self._samples = _MomentSamples()
         self._seq = -1
-        """Of the step of the last sample."""
+        """Sequence number of the step of the last sample."""
         self._updates = 0
-        """Steps that were done by then."""
+        """Number of steps that were done at the last sample."""
 
     def forget(self) -> None:
         self._samples.forget()
@@ -195,7 +195,7 @@ class SecondMoments(Probe):
         self._compare(step, step.seq)
 
     def after(self, step: Step) -> None:
-        if self._seq != step.seq:  # optimizers that stepped inside the backward pass have no moment before it
+        if self._seq != step.seq:  # there is no `before` for optimizers that stepped inside the backward pass
             self._compare(step, step.seq + 1)
 
     def _compare(self, step: Step, updates: int) -> None:
@@ -209,7 +209,7 @@ class SecondMoments(Probe):
 
 
 class SecondMomentGrowth(Probe):
-    """`second_moment_growth`: Adam's second moments over those at the last sample of weight updates.
+    """`second_moment_growth`: ratio of Adam's second moments to those at the last sample of weight updates.
 
     One gradient of a thousand times the usual multiplies them by 1000 at a beta2 of 0.999, and updates are divided by
     the root of that until it has decayed.
@@ -230,14 +230,14 @@ class SecondMomentGrowth(Probe):
 
 
 def second_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
-    """Adam's or RMSprop's running mean of this parameter's squared gradients, as the optimizer's state has it."""
+    """Return Adam's or RMSprop's running mean of squared gradients from the optimizer's state; None if it has none."""
     state = optimizer.state.get(parameter, {})
     found = state.get("exp_avg_sq", state.get("square_avg")) if isinstance(state, dict) else None
     return found if isinstance(found, torch.Tensor) else None
 
 
 def _decays(optimizer: Any) -> dict[int, float]:
-    """Parameter -> what a step leaves of its second moment. None of those whose rate is on a device."""
+    """Return id of parameter -> the factor by which a step decays its second moment, unless that is on a device."""
     found: dict[int, float] = {}
     for group in optimizer.param_groups:
         betas = group.get("betas")
@@ -248,17 +248,17 @@ def _decays(optimizer: Any) -> dict[int, float]:
 
 
 class Checksums(Probe):
-    """Of what trains and of what is frozen, as whole numbers under 2^24; and whether a frozen parameter has changed.
+    """Checksums of trainable and frozen parameters, integers under 2^24; and whether a frozen parameter has changed.
 
-    A frozen parameter in the optimizer has no reason to. A parameter in no optimizer may be a moving average of the
-    others: the two are kept apart.
+    A frozen parameter in the optimizer has no reason to change. A parameter in no optimizer may be a moving average of
+    others: the two are counted apart.
     """
 
     tier = 3
 
     def __init__(self) -> None:
         self._known: tuple[tuple[int, ...], torch.Tensor] | None = None
-        """Rows of what was frozen at the last look, and its checksums."""
+        """Rows of the parameters that were frozen at the last look, and their checksums."""
 
     def after(self, step: Step) -> None:
         known = step.parameters
@@ -277,7 +277,7 @@ class Checksums(Probe):
             self._known = None
 
     def _by_layer(self, step: Step, rows: list[int], sums: torch.Tensor) -> None:
-        """Of the layers that have statistics at this step."""
+        """Add the checksums of the layers that have statistics at this step."""
         places = {row: place for place, row in enumerate(rows)}
         wanted = step.gradients.rows if step.gradients is not None else []
         if wanted and places.keys() >= set(wanted):  # else the layer table changed within the step
@@ -289,7 +289,7 @@ class Checksums(Probe):
         step.values["frozen_checksum"] = scalar(checksum(sums))
         rows = tuple(row for row, _, _ in frozen)
         before, self._known = self._known, (rows, sums)
-        if before is None or before[0] != rows:  # others were frozen then
+        if before is None or before[0] != rows:  # other parameters were frozen then
             return
         changed = before[1] != sums
         own = send_numbers([held for _, _, held in frozen], torch.bool, changed.device)
@@ -306,22 +306,22 @@ def _sums(parameters: list[torch.Tensor], turn: int = 0) -> torch.Tensor:
 
 _LEAST_SIZE = 1e-30
 _LOOKED_AT = 8
-"""Adapters whose spectrum is taken: two products of r x r matrices with the sides of the layer, each."""
+"""Most adapters whose spectrum is taken: each costs two products of r x r matrices with the sides of the layer."""
 
 
 class LoraAdapters(Probe):
-    """`adapter_ratio`: median over the adapters of the root mean square of B over that of A. Without adapters none.
+    """`adapter_ratio`: median over the adapters of the root mean square of B over that of A. No sample without any.
 
-    `adapter_rank_used`: how many directions of B A share what it does, the participation ratio of its squared singular
-    values s: (sum s)^2 / sum s^2, from 1 to the rank. Both sums are traces of products of r x r matrices, and so it
-    takes no decomposition, which would wait for the device.
+    `adapter_rank_used`: how many directions B A spreads its effect over, the participation ratio of its squared
+    singular values s: (sum s)^2 / sum s^2, from 1 to the rank. Both sums are traces of products of r x r matrices, so
+    no decomposition is needed, which would wait for the device.
     """
 
-    tier = 2  # adapters are as small as their gradients, which tier 2 reads
+    tier = 2  # adapters are as small as their gradients, which tier 2 reads anyway
 
     def __init__(self) -> None:
         self._ids: frozenset[int] = frozenset()
-        """Of the parameters that the pairs were found among."""
+        """Ids of the parameters among which the pairs were found."""
         self._pairs: list[tuple[Any, Any]] = []
 
     def after(self, step: Step) -> None:
@@ -340,18 +340,18 @@ class LoraAdapters(Probe):
 
 
 def _measure_rank(pair: tuple[Any, Any]) -> torch.Tensor:
-    """Of A (r, inputs) and B (outputs, r). 0 where B is 0."""
+    """Return the participation ratio for A (r, inputs) and B (outputs, r); 0 where B is 0."""
     a, b = (local(one).float() for one in pair)
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:  # of a convolution, or a shard
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:  # an adapter of a convolution, or a shard
         return a.new_zeros(())
-    size = b.square().mean().sqrt().clamp(min=_LEAST_SIZE)  # or its fourth power would be no number
+    size = b.square().mean().sqrt().clamp(min=_LEAST_SIZE)  # without it, the fourth power would be NaN or infinite
     product = ((b / size).T @ (b / size)) @ (a @ a.T)
     total = product.diagonal().sum()
     return total.square() / (product * product.T).sum().clamp(min=_LEAST_SIZE)
 
 
 def _pairs(known: Layers) -> list[tuple[Any, Any]]:
-    """(A, B) of each adapter that trains, by PEFT's names."""
+    """Return (A, B) of each adapter that trains, by PEFT's names."""
     named = {known.table.layers[row].name: p for row, p, _ in known.measured if p.requires_grad and local(p).numel()}
     found = [(a, named.get(name.replace("lora_A", "lora_B"))) for name, a in named.items() if "lora_A" in name]
     devices = {a.device for a, _ in found}
