@@ -303,7 +303,7 @@ class Probes:
 
 
 def _moments(probes: list[Probe], name: str, whenever: int | None = None) -> dict[int, tuple[ProbeCall, ...]]:
-    """Return tier -> calls of the method `name`, or all under `whenever`, so that a step looks at its own only."""
+    """Return tier -> calls of the method `name`, or all under `whenever`, so that a step iterates over its own only."""
     found: dict[int, tuple[ProbeCall, ...]] = {}
     for probe in probes:
         if getattr(type(probe), name) is not getattr(Probe, name):

@@ -1,8 +1,8 @@
-"""Statistics of tensors on CUDA in one read of each, by Triton: a launch for each type, and one.
+"""Statistics of tensors on CUDA in one read of each, by Triton: one launch per type of tensor, and one to gather.
 
-    read    one program for each CHUNK of elements; leaves a column of sums. Tensors whose addresses are no multiples of
-            16 bytes, as views into a larger buffer may be, have a launch of their own
-    gather  one program for each tensor: of its columns, what goes to the host
+    read    one program for each CHUNK of elements; writes a column of sums. Tensors whose addresses are not multiples
+            of 16 bytes, as views into a larger buffer may be, have a launch of their own
+    gather  one program for each tensor: combines its columns into the values that go to the host
 
 Tensors of other types than float32, float16 and bfloat16, or with gaps in their memory, are left to torch (`can_read`).
 Nothing waits for the device: addresses are written to pinned memory, and only when they have changed.
@@ -22,23 +22,23 @@ from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLE
 from sentinel.hooks.torch_interop.tensors import Scalar
 
 CHUNK = 65536
-"""Elements of one program."""
+"""Elements per program."""
 BLOCK = 2048
-"""Elements that it reads at a time: eight a thread, one load of 16 bytes for the narrow types."""
+"""Elements that a program reads at a time: eight per thread, one load of 16 bytes for the narrow types."""
 WARPS = 8
-"""That it has. The three sizes are the fastest of those tried on an H200 (docs/performance.md)."""
+"""Warps per program. These three sizes are the fastest of those tried on an H200 (docs/performance.md)."""
 STEP = 1024
-"""Columns that `gather` takes at a time: the largest tensor's decide how long it takes."""
+"""Columns that `gather` processes at a time: the largest tensor's columns decide how long it takes."""
 _SUMS = 6
-"""Squares, minimum, maximum, non-finite, smallest magnitude over 0, zeros."""
+"""Number of rows in a column: squares, minimum, maximum, non-finite, smallest magnitude over 0, zeros."""
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _VECTOR = 16
-"""Bytes of the widest load. Where the addresses are multiples of it, and no element is masked, the compiler uses it."""
+"""Bytes of the widest load. The compiler uses it where addresses are multiples of it and no element is masked."""
 
 
 @triton.jit
 def _value(address, places, there, KIND: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """As float32. bfloat16 is its upper half."""
+    """Load elements as float32. A bfloat16 is the upper half of its float32."""
     if KIND == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
     elif KIND == 1:
@@ -68,7 +68,7 @@ def _read(
     high = tl.full([BLOCK], -infinity, tl.float32)
     small = tl.full([BLOCK], infinity, tl.float32)
     zeros = tl.zeros([BLOCK], tl.int32)
-    # NaN is left out of minimum and maximum here; where there is one, the squares tell.
+    # NaN does not reach minimum and maximum here; `_gather` finds it by the squares.
     if left == CHUNK:
         for at in range(0, CHUNK, BLOCK):
             value = _value(address, start + at + inside, inside < left, KIND, ALIGNED, True)
@@ -92,7 +92,7 @@ def _read(
         for at in range(0, left, BLOCK):
             value = _value(
                 address, start + at + inside, at + inside < left, KIND, ALIGNED, False
-            )  # what is masked is 0
+            )  # a masked element is 0
             broken += tl.sum(((tl.abs(value) < infinity) == 0).to(tl.float32))
     tl.store(sums + column, total)
     tl.store(sums + width + column, tl.min(low))
@@ -136,8 +136,8 @@ def _gather(sums, first_of, place_of, scale, out, width, tensors, STEP: tl.const
 
 
 class TritonStatistics:
-    """Statistics that are on their way: a table on the device, (6, tensors) float32. Of an empty tensor: norm and
-    counts 0, minimum +inf, maximum -inf."""
+    """Statistics under way: a table on the device, (6, tensors) float32. An empty tensor has norm and counts 0,
+    minimum +inf, maximum -inf."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
@@ -164,12 +164,12 @@ class TritonStatistics:
 
 
 class LaunchPlan:
-    """Which program reads what, for tensors of these sizes and types: made once for a model."""
+    """Which program reads what, for tensors of these sizes and types; made once per model."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         device = tensors[0].device
         self.order = sorted(range(len(tensors)), key=lambda place: (*_likeness(tensors[place]), place))
-        """Place of the tensor in each slot: tensors that one launch can read are neighbours."""
+        """Slot -> place of its tensor: tensors that one launch can read are neighbours."""
         counts = [tensors[place].numel() for place in self.order]
         chunks = [-(-count // CHUNK) for count in counts]
         first = [0, *itertools.accumulate(chunks)]
@@ -195,7 +195,7 @@ class LaunchPlan:
         self._sent = torch.empty(0)
 
     def addresses(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """By slot, on the device; sent again where one has changed."""
+        """Return the address per slot, on the device; sent again where one has changed."""
         found = [tensors[place].data_ptr() for place in self.order]
         if found != self._addresses:
             self._addresses, self._sent = found, _send_numbers(found, torch.int64, tensors[0].device)
@@ -204,11 +204,11 @@ class LaunchPlan:
 
 _plans: dict[tuple[Any, ...], LaunchPlan] = {}
 _PLANS = 16
-"""At most: a model whose gradients come and go must not let them pile up."""
+"""Most plans that are kept: a model whose gradients come and go must not make them pile up."""
 
 
 def can_read(tensors: list[torch.Tensor]) -> bool:
-    """Whether all are on one device, without gaps, and of types that are read where they lie."""
+    """Whether all are on one device, without gaps in memory, and of types that the kernel reads."""
     device = tensors[0].device
     return all(tensor.device == device and tensor.dtype in _KINDS and _is_gapless(tensor) for tensor in tensors)
 
@@ -218,7 +218,7 @@ def _is_gapless(tensor: torch.Tensor) -> bool:
 
 
 def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> TritonStatistics:
-    """The statistics of `tensors`, which `can_read` has passed, on their way."""
+    """Return the statistics of `tensors`, which passed `can_read`, under way on the device."""
     tensors = [tensor.detach() for tensor in tensors]
     key = (tensors[0].device, *((tensor.numel(), *_likeness(tensor)) for tensor in tensors))
     if key not in _plans:
@@ -240,18 +240,18 @@ def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = No
 
 
 Variant = tuple[torch.device, int, bool]
-"""Of `_read`: the device, the type, whether addresses are no multiples of the widest load."""
+"""A variant of `_read`: device, type, and whether addresses are not multiples of the widest load."""
 _compiled: set[Variant] = set()
 
 
 def list_uncompiled(tensors: list[torch.Tensor]) -> set[Variant]:
-    """What is still to be compiled before `measure_tensors` can launch for these without taking seconds."""
+    """Return the variants to compile before `measure_tensors` can launch for these without taking seconds."""
     return {(tensor.device, *_likeness(tensor)) for tensor in tensors} - _compiled
 
 
 def compile_variants(variants: set[Variant]) -> None:
-    """Compile, for some seconds, and launch nothing: done on another thread than the loop's, a launch could break into
-    a CUDA graph that the loop captures."""
+    """Compile the variants, which takes some seconds, and launch nothing: a launch on another thread than the loop's
+    could break a CUDA graph that the loop captures."""
     for device, kind, odd in variants:
         with _select_device(device):
             numbers = (torch.int64, torch.int64, torch.int32, torch.int32, torch.float32)
@@ -262,7 +262,8 @@ def compile_variants(variants: set[Variant]) -> None:
 
 
 def _make_launcher(kernel: Any) -> None:
-    """Up to Triton 3.6 it is a C program, else compiled at the first launch. The interpreter has none."""
+    """Make the kernel's launcher, up to Triton 3.6 a C program, which else the first launch would compile. Triton's
+    interpreter has none."""
     if kernel is not None:
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
@@ -272,17 +273,17 @@ def _select_device(device: torch.device) -> contextlib.AbstractContextManager[An
 
 
 def _options(kind: int, aligned: bool) -> dict[str, Any]:
-    """Fusing multiplication and addition is asked for, as Triton 3.9 warns on the terminal where nothing is said."""
+    """Return compile options. Fused multiply-add is set explicitly, as Triton 3.9 prints a warning where it is not."""
     sizes = {"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS}
     return {"KIND": kind, "ALIGNED": aligned, "enable_fp_fusion": True, **sizes}
 
 
 def _likeness(tensor: torch.Tensor) -> tuple[int, bool]:
-    """What one launch has in common: (kind, whether the address is no multiple of the widest load)."""
+    """Return what the tensors of one launch share: (kind, whether the address is no multiple of the widest load)."""
     return _KINDS[tensor.dtype], tensor.data_ptr() % _VECTOR != 0
 
 
 def _send_numbers(numbers: list[int], kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers, on the device once it comes to them."""
+    """Return numbers as a tensor, on the device once it reaches this operation."""
     host = torch.tensor(numbers, dtype=kind, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -147,7 +147,7 @@ class LossOutlierResponse:
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Judge the loss of step `seq`, and earlier ones that arrived late. A loss on a device is not read now."""
         if self.unjudged:
-            for known in self.unjudged:  # within reach when the stretch began: by the ones since, one may be odd
+            for known in self.unjudged:  # within reach when the stretch began: against those since, one may be odd
                 self._judge(known, seq)
             self.unjudged.clear()
         if self._late.records:

@@ -1,1 +1,1 @@
-"""What torch says about layers, shards, wrappers and tensors: the only place for its private names."""
+"""Reads torch's layers, shards, wrappers and tensors: the only place for its private names."""

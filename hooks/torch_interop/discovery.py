@@ -1,7 +1,7 @@
-"""What belongs to a run and was not handed to `attach`: its loss scaler, its schedulers; its optimizers and models.
+"""Finds objects that belong to a run and were not passed to `attach`: scaler, schedulers, optimizers and models.
 
-By walks over all objects, about 50 ms for 300,000 of them: where nothing else can know. By type first: `isinstance` on
-everything would set off lazy modules and proxies.
+It walks over all objects, about 50 ms for 300,000 of them; used only where nothing else can know. Objects are selected
+by their type: `isinstance` on everything would trigger lazy modules and proxies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sentinel.hooks.torch_interop.layer_table import unwrap_model
 
 
 def bystanders(optimizers: Sequence[Any]) -> tuple[list[GradScaler], list[Any]]:
-    """(enabled scalers, outermost schedulers of these optimizers) of this process, in no order."""
+    """Return (enabled scalers, outermost schedulers of these optimizers) in this process, in no order."""
     own = {id(optimizer) for optimizer in optimizers}
     found = list(_instances(GradScaler, LRScheduler, ReduceLROnPlateau))
     scalers = [thing for thing in found if isinstance(thing, GradScaler) and thing.is_enabled()]
@@ -31,23 +31,23 @@ def bystanders(optimizers: Sequence[Any]) -> tuple[list[GradScaler], list[Any]]:
 
 
 def outermost(schedulers: Sequence[Any]) -> list[Any]:
-    """Schedulers that no other scheduler holds: SequentialLR and ChainedScheduler save and load the state of theirs."""
+    """Return the schedulers that no other one holds: SequentialLR and ChainedScheduler save and load their own."""
     inner = {id(one) for scheduler in schedulers for one in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in schedulers if id(scheduler) not in inner]
 
 
 def averages() -> list[AveragedModel]:
-    """The averaged models of this process, in no order."""
+    """Return the averaged models of this process, in no order."""
     return list(_instances(AveragedModel))
 
 
 def holders_of(optimizer: object) -> list[Any]:
-    """Optimizers of this process that step this one."""
+    """Return the optimizers of this process that step this one."""
     return [one for one in _instances(Optimizer) if any(value is optimizer for value in vars(one).values())]
 
 
 def trainers() -> tuple[list[Optimizer], list[nn.Module]]:
-    """(optimizers that train something, modules that no other one contains) of this process."""
+    """Return (optimizers that train something, modules that no other one contains) of this process."""
     optimizers: list[Optimizer] = []
     modules: list[nn.Module] = []
     for thing in _instances(Optimizer, nn.Module):
@@ -61,13 +61,13 @@ def trainers() -> tuple[list[Optimizer], list[nn.Module]]:
 
 
 def list_steered() -> frozenset[int]:
-    """Ids of the parameters that an optimizer of this process has, any of them."""
+    """Return the ids of the parameters that any optimizer of this process has."""
     optimizers = (one for one in _instances(Optimizer) if is_optimizer(one))
     return frozenset(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
 
 
 def engine_of(optimizer: Optimizer) -> Any:
-    """The DeepSpeed engine that steps this optimizer; None where there is none."""
+    """Return the DeepSpeed engine that steps this optimizer; None where there is none."""
     kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
     for engine in _instances(kind) if kind is not None else ():
         outer = getattr(engine, "optimizer", None)
@@ -77,7 +77,7 @@ def engine_of(optimizer: Optimizer) -> Any:
 
 
 def owners(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of `modules` that own the optimizer's parameters: as few as hold all that any of them holds."""
+    """Return the `modules` that own the optimizer's parameters: as few as hold all that any of them holds."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     held = [(module, wanted.intersection(map(id, module.parameters()))) for module in modules]
     found: list[nn.Module] = []
@@ -90,8 +90,8 @@ def owners(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Module
 
 
 def replicating(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The models, each inside the DistributedDataParallel that holds it: its loop calls that one, though what it handed
-    over is the module within, as the Hugging Face Trainer does. Looked for where there are several ranks."""
+    """Return the models, each replaced by the DistributedDataParallel around it: the loop calls that one, even where it
+    passed the module inside, as the Hugging Face Trainer does. Searched only where there are several ranks."""
     dist: Any = torch.distributed
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return list(models)
@@ -101,8 +101,8 @@ def replicating(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def is_optimizer(thing: object) -> bool:
-    """Whether it is one with all its parts. A wrapper may be an Optimizer by class and have none of them: Accelerate's
-    does not call super().__init__()."""
+    """Whether `thing` is a complete optimizer. A wrapper may be an Optimizer by class and have none of its attributes:
+    Accelerate's does not call super().__init__()."""
     return isinstance(thing, Optimizer) and "_optimizer_step_pre_hooks" in vars(thing)
 
 
@@ -118,4 +118,4 @@ def _instances(*classes: type) -> Iterator[Any]:
 
 
 WRAPPERS = 8
-"""Around an optimizer, at most: one may name itself as what it wraps."""
+"""Most wrappers around an optimizer that are opened: one may name itself as what it wraps."""

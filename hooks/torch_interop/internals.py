@@ -1,13 +1,13 @@
-"""What torch knows and does not publish, under names that say what it is.
+"""Torch's private functions and classes that are used here, under names that say what they are.
 
-Where they can be, they are torch's own objects and not wrappers: some are called at every step.
+Where possible they are torch's own objects and not wrappers, since some are called at every step.
 
-`exclude_from_tracing` keeps our code out of torch.compile's sight at no cost where nothing is compiled:
-`torch._disable_dynamo` switches dynamo off and on around each call, in 0.7 us, and in several times as much where its
-code is not in the processor's caches. Three of them a step were a fifth of what a step of a fast loop costs.
+`exclude_from_tracing` hides our code from torch.compile at no cost where nothing is compiled: `torch._disable_dynamo`
+switches dynamo off and on around each call, in 0.7 us, and in several times as much where its code is not in the
+processor's caches. Three of them per step were a fifth of what a step of a fast loop costs.
 
-Flight recorders are read on a thread of its own, which a collective that waits does not hold up. It takes 0.2 ms for
-ten entries, 2 ms for the whole ring of 2,000.
+Flight recorders are read on a thread of their own, which a waiting collective does not block. It takes 0.2 ms for ten
+entries, 2 ms for the whole ring of 2,000.
 """
 
 from __future__ import annotations
@@ -51,37 +51,37 @@ __all__ = [
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 NormWithStatistics = nn.modules.batchnorm._NormBase
-"""Batch and instance norm: what may keep running statistics."""
+"""Base class of batch and instance norm, which may keep running statistics."""
 Dropout = nn.modules.dropout._DropoutNd
 LoaderIterator = dataloader._BaseDataLoaderIter
-"""Of a DataLoader, with workers or without."""
+"""Base class of a DataLoader's iterators, with workers or without."""
 script_compiler: Any = torch.jit._recursive
-"""The module whose `create_script_module` makes TorchScript of a module."""
+"""The module whose `create_script_module` converts a module to TorchScript."""
 foreach_norm = torch._foreach_norm
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass; what a checkpoint computes again there is part of it."""
+    """Whether this thread runs a backward pass; what a checkpoint computes again is part of it."""
     return backward_pass_id() != -1
 
 
 def release_pinned_memory() -> None:
     """Return unused pinned memory to the system. Waits for the GPUs, and raises if one has failed."""
-    empty = getattr(torch._C, "_host_emptyCache", None)  # without CUDA there is none
+    empty = getattr(torch._C, "_host_emptyCache", None)  # missing without CUDA
     if empty is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         empty()
 
 
 def read_flight_record() -> Flight:
-    """What this rank did in collectives, as far as this torch shows it: nothing without process groups, or before gloo
-    was recorded."""
+    """Return what this rank did in collectives, as far as this torch shows it: nothing without process groups, or
+    before gloo was recorded."""
     if not (dist.is_available() and dist.is_initialized()):
         return Flight()
     members: dict[str, Iterable[int]] = {
         group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map
     }
-    # NCCL's own ring is first, which that of all backends does not include in every version of torch: of a group that
-    # has gloo for the CPU beside it, NCCL's are the collectives that train.
+    # NCCL's own ring comes first, since the ring of all backends does not include it in every version of torch: in a
+    # group that also has gloo for the CPU, the training collectives are NCCL's.
     dumps = (
         getattr(torch._C._distributed_c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     )
@@ -89,7 +89,7 @@ def read_flight_record() -> Flight:
 
 
 def default_group_seconds() -> float:
-    """After which the default process group gives up; 0: there is none, or it does not say."""
+    """Return the default process group's timeout in seconds; 0: there is no group, or it does not say."""
     try:
         group = dist.distributed_c10d._get_default_group()
         backends = [group._get_backend(device) for device in group._device_types]
@@ -102,12 +102,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def exclude_from_tracing(function: _Function) -> _Function:
-    """`function`, which dynamo neither traces into nor compiles. Its code is marked, or its class's where it is an
-    object that can be called: not for one of anybody else's.
+    """Return `function` so that dynamo neither traces into nor compiles it. Its code is marked, or that of its class if
+    it is a callable object: do not use it for one of another library's.
 
-    Where a graph that is being traced comes to it, the graph breaks there, as at any function that
-    `torch.compiler.disable` has marked. Where it is called by bytecode that dynamo made, the interpreter has to run
-    it, and all that it calls, as it is written.
+    Where a graph being traced reaches it, the graph breaks there, as at any function that `torch.compiler.disable` has
+    marked. Where bytecode that dynamo made calls it, the interpreter runs it, and all that it calls, as written.
     """
     code: Any = function if isinstance(function, FunctionType) else type(function).__call__
     if not isinstance(code, FunctionType) or not _skip_frames(code.__code__):
@@ -118,8 +117,8 @@ def exclude_from_tracing(function: _Function) -> _Function:
 
 
 def _skip_frames(code: CodeType) -> bool:
-    """Have dynamo leave its frames, and all below them, alone. False in a torch that has no way to, and where
-    dynamo is not loaded: that takes a second, and no optimizer of torch's is there yet."""
+    """Have dynamo skip frames of `code` and all below them. False in a torch that cannot, and where dynamo is not
+    loaded: loading takes a second, and no optimizer of torch's exists yet."""
     if "torch._dynamo" not in sys.modules:
         return False
     try:
@@ -133,12 +132,12 @@ def _skip_frames(code: CodeType) -> bool:
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(print).__code__
-"""Of the function that torch puts around every step, to call the hooks."""
+"""Code of the function that torch puts around every step, to call the hooks."""
 
 
 def depth(optimizer: Any) -> int:
-    """Calls of this optimizer's step that the calling thread is in, read from the stack: a subclass's step may call its
-    parent's, torch calls the hooks for both, and the end of a step that raised is not seen."""
+    """Return how many calls of this optimizer's step the calling thread is in, read from the stack: a subclass's step
+    may call its parent's, torch calls the hooks for both, and the end of a step that raised is not seen."""
     found = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Names for parameters: the layer table of one optimizer, kept up to date as layers thaw or are added."""
+"""Names parameters: the layer table of one optimizer, kept up to date as layers are unfrozen or added."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sentinel import wire
 from sentinel.hooks.torch_interop import sharding
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""
+"""Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing insert."""
 LOOK_EVERY = 16
-"""Steps. Asking 200 parameters whether they train takes 20 us, and five times that in a loop that has other work."""
+"""Steps between two checks of what is trainable: one takes 20 us for 200 parameters, 100 us in a loop with other work."""
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's, DDP's, FSDP1's, DataParallel's and activation checkpointing's."""
+    """Return the user's module inside torch.compile's, DDP's, FSDP1's, DataParallel's and checkpointing's wrappers."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -34,19 +34,19 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def _inner_module(model: nn.Module) -> nn.Module | None:
-    """What torch.compile, or activation checkpointing, has wrapped as a whole."""
+    """Return the module that torch.compile, or activation checkpointing, has wrapped as a whole; else None."""
     found = (getattr(model, name, None) for name in ("_orig_mod", "_checkpoint_wrapped_module"))
     return next((inner for inner in found if isinstance(inner, nn.Module)), None)
 
 
 def class_name(model: nn.Module) -> str:
-    """Of the user's module. `fully_shard` gives it a class of FSDP's own, with the user's as a base."""
+    """Return the class name of the user's module. `fully_shard` gives it an FSDP class, with the user's as a base."""
     kind = type(unwrap_model(model))
     return next(base.__name__ for base in kind.__mro__ if not _is_fsdp(base))
 
 
 def wrappers(model: nn.Module) -> list[str]:
-    """What is around the user's module, or in it without changing its names."""
+    """Return the names of wrappers around the user's module, or in it without changing its names."""
     outer = [type(model).__name__.replace(sharding.WRAPPER, "FSDP1")] if unwrap_model(model) is not model else []
     return [*outer, "FSDP"] if _is_fsdp(type(unwrap_model(model))) else outer
 
@@ -57,27 +57,27 @@ def _is_fsdp(kind: type) -> bool:
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(model, name, parameter) of all models, names as the user wrote them, tied parameters under each name."""
+    """Yield (model, name, parameter) of all models, names as the user wrote them, a tied parameter under each name."""
     for model, label in zip(models, labels(models), strict=True):
         for name, parameter in unwrap_model(model).named_parameters(remove_duplicate=False):
             yield label, plain_name(name), parameter
 
 
 def labels(models: Sequence[nn.Module]) -> list[str]:
-    """Names of the models: none for a single one, else the class and its place."""
+    """Return a label per model: empty for a single one, else its class and its place."""
     if len(models) == 1:
         return [""]
     return [f"{class_name(model)}[{index}]" for index, model in enumerate(models)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, the same storage, without a collective; any other tensor itself."""
+    """Return this rank's part of a DTensor, the same storage, without a collective; any other tensor itself."""
     part = getattr(tensor, "_local_tensor", None)
     return part if isinstance(part, torch.Tensor) else tensor
 
 
 def is_wrapper_tensor(tensor: torch.Tensor) -> bool:
-    """Whether its class holds other tensors instead of memory of its own, as a masked or quantised tensor does. A
+    """Whether the tensor's class holds other tensors instead of its own memory, as masked or quantised ones do. A
     tensor that a pending collective will fill is not one of these: its first use waits for the collective."""
     kind = type(tensor)
     own = kind in (torch.Tensor, nn.Parameter) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -85,7 +85,7 @@ def is_wrapper_tensor(tensor: torch.Tensor) -> bool:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of its elements; of a sparse one those of its values and indices. (Its own `nbytes` raises.)"""
+    """Return the bytes of the elements; for a sparse tensor, of its values and indices (its own `nbytes` raises)."""
     layout = tensor.layout
     if layout is torch.strided:
         return tensor.nbytes
@@ -99,39 +99,39 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 class Layers:
-    """The layer table of one optimizer: its parameters, and for the first one the frozen rest of the models."""
+    """The layer table of one optimizer: its parameters and, for the first one, all others of the models."""
 
     def __init__(self, stream: int, models: Sequence[nn.Module], optimizer: Any) -> None:
         self.stream = stream
         self.stray: list[str] = []
-        """Parameters of the optimizer that no model has."""
-        # Weak: the optimizer's hooks hold this, and a model must die when its user lets it go.
+        """Names of the optimizer's parameters that no model has."""
+        # Weak: the optimizer's hooks hold this, and a model must be freed when its user releases it.
         self._models = [weakref.ref(model) for model in models]
         self._layout: tuple[Any, ...] = ()
         self._sizes: list[tuple[int, int]] = []
         self._looked = 0
         self.table = wire.LayerTable(digest="", layers=())
         self.measured: list[tuple[int, torch.Tensor, bool]] = []
-        """(row, parameter, whether it is a plain tensor) of those whose gradient can be measured."""
+        """(row, parameter, whether it is a plain tensor) of parameters whose gradient can be measured."""
         self.rows: list[int] = []
         self.plain: list[Any] = []
-        """Of `measured`: all rows, and all parameters if every one is a plain tensor; else none of these."""
+        """Parts of `measured`: all rows; all parameters if every one is a plain tensor, else an empty list."""
         self.left_out: dict[str, str] = {}
-        """Layer -> why its gradient cannot be."""
+        """Layer -> reason why its gradient cannot be measured."""
         self.sharded: dict[int, bool] = {}
-        """Row of which this rank holds a part -> whether that counts here, and not on another rank that has it too."""
+        """Row of which this rank holds a part -> whether it counts here, not on another rank that has the same part."""
         self.ids: frozenset[int] = frozenset()
         self.refresh(optimizer)
 
     def refresh(self, optimizer: Any, seq: int | None = None) -> None:
-        """Follow the optimizer's groups and what is trainable. With a step's number, what was frozen, thawed or
-        exchanged behind the first parameter of a group is looked for every LOOK_EVERY steps."""
+        """Follow changes of the optimizer's groups and of what is trainable. With a step's number `seq`, parameters
+        frozen, unfrozen or exchanged behind a group's first one are searched only every LOOK_EVERY steps."""
         groups = optimizer.param_groups
         sizes = [(len(params), id(params[0]) if params else 0) for group in groups for params in (group["params"],)]
         if seq is not None and sizes == self._sizes and seq - self._looked < LOOK_EVERY:
             return
         self._sizes, self._looked = sizes, seq if seq is not None else self._looked
-        # Code that splits or prunes the model replaces parameters by others, as many as before.
+        # Code that splits or prunes the model replaces parameters by others, of the same number.
         layout = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
         if layout == self._layout:
             return
@@ -159,12 +159,12 @@ class Layers:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that are still alive."""
+        """The models that still exist."""
         return [model for ref in self._models if (model := ref()) is not None]
 
     def list_frozen(self) -> list[tuple[int, torch.Tensor, bool]]:
-        """(row, this rank's part, whether the optimizer has it) of the models' parameters that do not train, where the
-        part is not empty. Of a second optimizer none: they are the first one's to watch."""
+        """Return (row, this rank's part, whether the optimizer has it) of the models' frozen parameters whose part is
+        not empty. For a second optimizer none: the first one covers them."""
         models = self.models if not self.stream else []
         found: dict[int, tuple[int, torch.Tensor, bool]] = {}
         for row, (_, _, parameter) in enumerate(named_parameters(models)):
@@ -173,8 +173,8 @@ class Layers:
         return list(found.values())
 
     def list_outside(self) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
-        """This rank's part and its gradient, by id, of each of the models' parameters that trains, has a dense gradient
-        and is not in this optimizer; and how many numbers of all of the models train."""
+        """Return id -> (this rank's part, its gradient) of the models' trainable parameters that have a dense gradient
+        and are not in this optimizer; and the number of trainable elements of all models."""
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         sizes: dict[int, int] = {}
         for _, _, parameter in named_parameters(self.models):
@@ -189,8 +189,8 @@ class Layers:
 
     @property
     def replicated(self) -> bool:
-        """Whether all ranks hold the same parameters: DDP says so, and no other wrapper is believed. Ranks of a
-        pipeline, and experts, have plain parameters of their own."""
+        """Whether all ranks hold the same parameters: true under DDP only, as other wrappers do not guarantee it. Ranks
+        of a pipeline, and experts, have plain parameters of their own."""
         return bool(self.models) and all(
             isinstance(model, nn.parallel.DistributedDataParallel) and not getattr(model, "parameters_to_ignore", None)
             for model in self.models
@@ -198,22 +198,22 @@ class Layers:
 
     @property
     def lockstep(self) -> bool:
-        """Whether ranks must take as many steps as each other: under DDP, outside of `with Join`, and with shards."""
+        """Whether ranks must take equally many steps: under DDP, outside of `with Join`, and with shards."""
         models = self.models
         if any(getattr(getattr(model, "_join_config", None), "enable", False) for model in models):
             return False
         return bool(self.sharded) or any(isinstance(each, nn.parallel.DistributedDataParallel) for each in models)
 
     def reduction(self) -> Mapping[str, Any]:
-        """What DDP's logger has of the first model: numbers of the last iteration that it timed. Empty without DDP."""
+        """Return DDP's log of the first model: numbers of the last iteration that it timed. Empty without DDP."""
         if self.stream or not self._models:
             return {}
-        logged = getattr(self._models[0](), "_get_ddp_logging_data", None)  # a private name, which may go
+        logged = getattr(self._models[0](), "_get_ddp_logging_data", None)  # a private name, which may disappear
         return logged() if logged is not None else {}
 
     @property
     def scattered(self) -> int | None:
-        """Devices that `nn.DataParallel` splits batches over: none on the CPU. None where it is not in use."""
+        """Number of devices that `nn.DataParallel` splits batches over (0 on the CPU); None where it is not in use."""
         return next((len(model.device_ids) for model in self.models if isinstance(model, nn.DataParallel)), None)
 
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
@@ -234,12 +234,12 @@ class Layers:
 
 
 def _explain_unmeasured(parameter: torch.Tensor) -> str:
-    """Why its elements and its gradient are not measured; empty where they are."""
+    """Return why a parameter's elements and gradient are not measured; empty where they are."""
     if parameter.is_complex():
         return "complex"
     if parameter.layout is not torch.strided:
         return "sparse"
-    return "meta" if local(parameter).is_meta else ""  # of another rank's stage, say: it has no elements here
+    return "meta" if local(parameter).is_meta else ""  # e.g. of another rank's stage: it has no elements here
 
 
 def _layer(model: str, name: str, parameter: torch.Tensor, tied_to: str = "") -> wire.Layer:
@@ -258,14 +258,14 @@ def _layer(model: str, name: str, parameter: torch.Tensor, tied_to: str = "") ->
 
 
 def _placement(placement: Any) -> str:
-    dim = getattr(placement, "dim", None)  # and not is_shard(), which is False for FSDP2 over tensor parallelism
+    dim = getattr(placement, "dim", None)  # not is_shard(), which is False for FSDP2 over tensor parallelism
     if dim is not None:
         return f"shard({dim})"
     return "replicate" if placement.is_replicate() else "partial"
 
 
 def plain_name(name: str) -> str:
-    """A qualified name inside `unwrap_model(model)` as the user wrote it: without what inner wrappers put into it."""
+    """Return a qualified name inside `unwrap_model(model)` as the user wrote it, without inner wrappers' parts."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

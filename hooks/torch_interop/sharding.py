@@ -1,18 +1,18 @@
-"""Parameters that FSDP and DeepSpeed's ZeRO spread over ranks, where they are no DTensors.
+"""Reads parameters that FSDP and DeepSpeed's ZeRO spread over ranks, where they are no DTensors.
 
     FSDP1, use_orig_params=True    the model's own parameters are views of this rank's part of a flat one; what lies on
                                    other ranks is empty here
     FSDP1, use_orig_params=False   the flat parameter itself, `_flat_param`
-    FSDP2 (`fully_shard`)          DTensors, which say themselves how they are spread. Under
-                                   `set_requires_gradient_sync(False)` it adds up the gradients of several passes in the
+    FSDP2 (`fully_shard`)          DTensors, which contain how they are spread. Under
+                                   `set_requires_gradient_sync(False)` it sums the gradients of several passes in the
                                    type of the passes, unless `reduce_dtype` of its MixedPrecisionPolicy is wider. Then
-                                   the parameters that autograd adds to are FSDP's own, whole
+                                   autograd adds to FSDP's own unsharded parameters
     ZeRO, stages 1 and 2           parameters are whole; master weights and reduced gradients lie in one flat buffer, of
                                    which a rank has a piece: a part of some parameters, all of others, nothing of most
     ZeRO, stage 3                  each parameter is spread evenly over the ranks, the last part padded
 
-All is read where it is: no collective. The names are private ones of torch.distributed.fsdp (2.13) and DeepSpeed. Where
-they are gone, parameters are taken for plain ones.
+All is read where it lies: no collective. The names are private ones of torch.distributed.fsdp (2.13) and DeepSpeed.
+Where they do not exist, parameters are treated as plain ones.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ WRAPPER = "FullyShardedDataParallel"
 
 
 class FlatShard(NamedTuple):
-    """How a parameter lies over the ranks, in the terms of a DTensor."""
+    """How a parameter is spread over the ranks, in the terms of a DTensor."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     placement: tuple[str, ...]
     mesh: tuple[int, ...]
     coordinates: tuple[int, ...]
 
 
 def is_flattened(module: nn.Module) -> bool:
-    """Whether it is FSDP1's wrapper."""
+    """Whether the module is FSDP1's wrapper."""
     # By name: torch.distributed.fsdp takes long to import, and is not available everywhere.
     return any(base.__name__ == WRAPPER for base in type(module).__mro__)
 
 
 def spreads(models: Sequence[nn.Module]) -> dict[int, FlatShard]:
-    """id of each sharded parameter of FSDP1 -> how it is spread. Empty under NO_SHARD, whose replicas are whole."""
+    """Return id -> how it is spread, for FSDP1's sharded parameters. Empty under NO_SHARD, whose replicas are whole."""
     return {key: spread for model in models for module in model.modules() for key, spread in _list_spreads(module)}
 
 
@@ -68,7 +68,7 @@ def _list_spreads(module: Any) -> Iterator[tuple[int, FlatShard]]:
 
 
 def coarse_sums(models: Iterable[nn.Module]) -> list[tuple[torch.Tensor, Callable[[], bool]]]:
-    """(parameter, whether the present pass ends in a reduction) of those whose gradients may be summed in bfloat16."""
+    """Return (parameter, whether this pass ends in a reduction) where gradients may be summed in bfloat16."""
     found: dict[int, tuple[torch.Tensor, Callable[[], bool]]] = {}
     for group in (group for model in models for group in _groups(model)):
         for one in getattr(group, "fsdp_params", ()):
@@ -88,7 +88,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
         state_of = getattr(module, "_get_fsdp_state", None)
         state = state_of() if callable(state_of) else None
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # as it was when a module had but one
+        if groups is None:  # in versions where a module has only one
             groups = [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
 
@@ -97,7 +97,7 @@ _EMPTY = torch.empty(0)
 
 
 class Mesh:
-    """The ranks that a parameter is spread over, in a row."""
+    """The ranks that a parameter is spread over, as a mesh of one dimension."""
 
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist
@@ -106,18 +106,18 @@ class Mesh:
         self._rank = dist.get_rank(group)
 
     def get_coordinate(self) -> list[int]:
-        """This rank's place in the row."""
+        """Return this rank's place in the mesh."""
         return [self._rank]
 
 
 class Flat:
-    """Placement: spread over the ranks along its elements."""
+    """Placement of a parameter that is spread over the ranks along its elements."""
 
     dim = 0
 
 
 class PartitionShard:
-    """One parameter, as much of it as this rank keeps. Looks like a DTensor to those who ask for its local part."""
+    """The part of one parameter that this rank keeps. Code that asks for a DTensor's local part can use it as one."""
 
     placements = (Flat(),)
 
@@ -127,7 +127,7 @@ class PartitionShard:
         self.shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._parameter, name)  # type, device, whether it trains
+        return getattr(self._parameter, name)  # type, device, whether it is trainable
 
     @property
     def grad(self) -> Any:
@@ -138,14 +138,14 @@ class PartitionShard:
         if mapping is None:
             return None
         found = mapping.get_lp_grad_fragment(self._parameter._index_in_param_group)
-        if found is not None and found.numel() > mapping.lp_fragment_address.numel:  # kept whole, one piece is ours
+        if found is not None and found.numel() > mapping.lp_fragment_address.numel:  # kept whole: only a piece is ours
             address = mapping.lp_fragment_address
             found = found.view(-1).narrow(0, address.start, address.numel)
         return None if found is None else found.view(-1)
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's part of the master weights, flat; of a parameter that is frozen, what there is."""
+        """This rank's part of the master weights, flat, may be empty; for a frozen parameter, the elements it has here."""
         if hasattr(self._parameter, "ds_id"):
             if not self.requires_grad:
                 return self._strip_padding(self._parameter.ds_tensor.view(-1))
@@ -156,7 +156,7 @@ class PartitionShard:
         return _EMPTY if self.requires_grad else self._parameter.detach().view(-1)
 
     def numel(self) -> int:
-        """Elements that it has in all."""
+        """Return the number of elements of the whole parameter."""
         return int(getattr(self._parameter, "ds_numel", self._parameter.numel()))
 
     def _strip_padding(self, part: Any) -> Any:
@@ -167,17 +167,17 @@ class PartitionShard:
 
 
 class Partitioned(nn.Module):
-    """The model, with `PartitionShard`s as parameters. Hooks go on the model itself."""
+    """The model, with `PartitionShard`s as parameters. Hooks are registered on the model itself."""
 
     _model: Any
 
     def __new__(cls, model: nn.Module) -> Partitioned:
-        """Named as the model's class: it is what people are shown."""
+        """Create an instance whose class has the name of the model's class, which is shown to users."""
         return super().__new__(type(type(model).__name__, (cls,), {}))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_model"] = model  # and not as a part of it
+        self.__dict__["_model"] = model  # so that it is no submodule
         meshes: dict[int, Mesh] = {}
         self._parts: dict[int, PartitionShard] = {}
         for p in model.parameters():
@@ -185,19 +185,19 @@ class Partitioned(nn.Module):
             self._parts[id(p)] = PartitionShard(p, meshes.setdefault(id(group), Mesh(group)))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """As the model's."""
+        """Yield the model's parameters with their names, as `PartitionShard`s."""
         for name, p in self._model.named_parameters(*args, **kwargs):
             if id(p) in self._parts:
                 yield name, self._parts[id(p)]
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """As the model's."""
+        """Yield the model's parameters, as `PartitionShard`s."""
         return (part for _, part in self.named_parameters(recurse=recurse))
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """On the model."""
+        """Register the hook on the model."""
         return self._model.register_forward_pre_hook(*args, **kwargs)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """On the model."""
+        """Register the hook on the model."""
         return self._model.register_forward_hook(*args, **kwargs)

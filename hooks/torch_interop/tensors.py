@@ -1,11 +1,10 @@
-"""Tensors as the hooks read them: on which device, whether a graph is being captured, what their bytes are; and a few
-elements of many of them as one matrix, which tier 3 looks at instead of all.
+"""Reads tensors for the hooks: their device, their bytes, whether a graph is being captured, and samples of elements.
 
-A row of a `Sample` holds a tensor's elements in the order in which they lie in memory, so that a parameter and its
-gradient give the same places. A tensor that is no longer than a row is there as a whole, and its statistics are exact;
-of a longer one they are estimates: of 1,000 elements a share is off by 1.6 percentage points (one standard error) at
-most, a norm by 2 % where they are Gaussian. Places are fixed: ranks that hold the same parameters sample the same
-elements.
+A `Sample` holds a few elements of many tensors as one matrix, which tier 3 examines instead of all elements. A row
+holds a tensor's elements in the order in which they lie in memory, so that a parameter and its gradient give the same
+places. A tensor no longer than a row is included as a whole, and its statistics are exact; those of a longer one are
+estimates: of 1,000 elements a share is off by 1.6 percentage points (one standard error) at most, a norm by 2 % where
+they are Gaussian. Places are fixed: ranks that hold the same parameters sample the same elements.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch
 from torch import Tensor
 
 CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-"""Whether there can be a stream that records: with ROCm too."""
+"""Whether a stream that captures graphs can exist: with ROCm, too."""
 
 
 def pack_float32(column: torch.Tensor) -> bytes:
-    """float32 bytes of a tensor in host memory. Without numpy, which the training side does not need."""
+    """Return the float32 bytes of a tensor in host memory. Without numpy, which the training side does not need."""
     column = column.detach().to(torch.float32).contiguous()
     return ctypes.string_at(column.data_ptr(), column.numel() * 4) if column.numel() else b""
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream records a graph: whatever is launched now would be part of every replay."""
+    """Whether the current CUDA stream captures a graph: whatever is launched now would be part of every replay."""
     if not CUDA:
         return False
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -40,22 +39,22 @@ Scalar = float | torch.Tensor
 
 
 def scalar(tensor: torch.Tensor) -> Scalar:
-    """The value of a one-element tensor: a number on the CPU, on a device a copy that no later operation changes."""
-    if tensor.is_cpu:  # and not its device's name, which takes as long as the value
+    """Return a one-element tensor's value: a number on the CPU, on a device a copy that no later operation changes."""
+    if tensor.is_cpu:  # not its device's name, which takes as long as the value
         return float(tensor.item())
     return tensor.detach().reshape(()).to(torch.float32, copy=True)
 
 
 def to_scalar(value: object) -> Scalar | None:
-    """A number or a one-element tensor as a scalar; None: it is neither."""
+    """Return a number or a one-element tensor as a scalar; None for anything else."""
     if isinstance(value, torch.Tensor):
         return scalar(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def on_one_device(values: Sequence[Scalar]) -> Sequence[Scalar]:
-    """The same, for arithmetic: tensors of two devices do not add up. (A model over several has its loss, and with it
-    GradScaler's scale, on the last.)"""
+    """Return the values on one device, for arithmetic: tensors of two devices cannot be added. (A model over several
+    devices has its loss, and with it GradScaler's scale, on the last.)"""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
         return values
@@ -64,7 +63,7 @@ def on_one_device(values: Sequence[Scalar]) -> Sequence[Scalar]:
 
 
 def sum_of(one: Scalar, other: Scalar) -> Scalar:
-    """Wherever they are."""
+    """Return the sum of two scalars, whatever devices they are on."""
     if type(one) is float is type(other):
         return one + other
     one, other = on_one_device((one, other))
@@ -77,7 +76,7 @@ def is_finite(value: Scalar | None) -> bool:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Of its memory: the same for all views of it. Of a sparse tensor or a wrapper, which has none, a negative one."""
+    """Return the address of a tensor's memory, equal for all views; a negative id for a sparse tensor or a wrapper."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -85,7 +84,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Of its memory, which may be more than its elements; of a tensor without any, those of its elements."""
+    """Return the bytes of a tensor's memory, which may exceed its elements; without memory, those of its elements."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -100,67 +99,67 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def has_nonfinite(tensor: Tensor) -> bool:
-    """Whether there is a NaN or an infinity in it. aminmax carries both, and is 13 times as fast as isfinite here."""
+    """Whether the tensor has a NaN or an infinity. aminmax keeps both, and is 13 times as fast as isfinite here."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    if tensor.element_size() == 1:  # aminmax knows no float8
+    if tensor.element_size() == 1:  # aminmax does not support float8
         tensor = tensor.float()
     low, high = torch.aminmax(tensor)
     return not bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 BUDGET = 1 << 16
-"""Elements of one sample. Three are taken in a step (weights before and after, gradients), under 256 k together."""
+"""Most elements of a sample. A step takes three (weights before and after, gradients), under 256 k together."""
 
 
 class Sample:
-    """Elements of many tensors as one matrix, a row for each tensor. `each`: elements in a row."""
+    """Elements of many tensors as one matrix, a row for each tensor. `each`: length of a row."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, turn: int = 0) -> None:
-        """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device. Each
-        `turn` samples other elements of the tensors that are longer than a row."""
+        """None of `tensors` may be empty. If some are on a device, the sample is on it. Each `turn` samples other
+        elements of the tensors that are longer than a row."""
         device = meeting_place(tensors)
         rows = [spread(tensor, each, turn) for tensor in tensors]
         counts = [row.numel() for row in rows]
         self.values = torch.zeros(len(tensors), each, dtype=torch.float32, device=device)
-        """(tensors, each) float32; what is not filled is 0."""
+        """(tensors, each) float32; unused places are 0."""
         into = [row if n == each else row.narrow(0, 0, n) for row, n in zip(self.values.unbind(), counts, strict=True)]
         torch._foreach_copy_(into, rows, non_blocking=True)
         self.counts = send_numbers(counts, torch.int64, device)
-        """(tensors,) int64: elements that were taken."""
+        """(tensors,) int64: number of elements sampled."""
         self.size = sum(tensor.numel() for tensor in tensors)
-        """Elements that there are."""
+        """Number of elements of all tensors."""
         standing = [tensor.numel() / n for tensor, n in zip(tensors, counts, strict=True)]
         self.weights = send_numbers(standing, torch.float32, device)
-        """(tensors,) float32: elements that each of them stands for."""
+        """(tensors,) float32: number of elements that each sampled one represents."""
 
     def norms(self) -> torch.Tensor:
-        """(tensors,) float32: L2 norm, estimated."""
+        """Return (tensors,) float32: estimated L2 norms."""
         return (self.values.square().sum(1) * self.weights).sqrt_()
 
     def zeros(self) -> torch.Tensor:
-        """(tensors,) int64: sampled elements that are 0."""
+        """Return (tensors,) int64: number of sampled elements that are 0."""
         return self.counts - self.values.count_nonzero(1)
 
     def estimate_total(self, found: torch.Tensor) -> torch.Tensor:
-        """() float32: how many elements of all tensors it is, of which there are `found`, (tensors,), in the sample."""
+        """Return () float32: estimated elements of all tensors, from `found` (tensors,) of them in the sample."""
         return (found * self.weights).sum()
 
     def checksums(self) -> torch.Tensor:
-        """(tensors,) int64: of the bits of each tensor's values, and their places. Equal samples have equal ones."""
+        """Return (tensors,) int64: checksums of the bits and places of values. Equal samples have equal checksums."""
         bits = self.values.view(torch.int32).to(torch.int64)
         return (bits * _odd(bits.shape[1], bits) * _MIXER).sum(1)
 
 
 def checksum(sums: torch.Tensor) -> torch.Tensor:
-    """() float32: one of all tensors, from theirs."""
+    """Return () float32: one checksum of all tensors, from theirs."""
     return short((sums * _odd(len(sums), sums)).sum())
 
 
 def short(sums: torch.Tensor) -> torch.Tensor:
-    """Float32 that holds 24 bits of each: different ones are equal in 1 of 16 M cases."""
+    """Return float32 with 24 bits of each checksum: different ones become equal in 1 of 16 M cases."""
     return ((sums ^ (sums >> 24)) & 0xFFFFFF).to(torch.float32)
 
 
@@ -169,40 +168,40 @@ def _odd(count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 _MIXER = 0x9E3779B1
-"""2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4). As a factor of turns it comes
-by all places, whatever power of two the turns are multiples of."""
+"""2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4). Multiplied by turns it reaches
+all places, whatever power of two the turns are multiples of."""
 
 
 def send_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the host, on `device` once it comes to them: whatever `torch.set_default_device` and
-    `set_default_dtype` say, and without a wait."""
+    """Send numbers from the host to `device`, without a wait: they are there once it reaches this operation. Does not
+    depend on `torch.set_default_device` and `set_default_dtype`."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def meeting_place(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device to bring them together on: the first that is no CPU. What comes from a device to the CPU has to be
-    waited for, or is read before it is there."""
+    """Return the device to bring tensors together on: the first that is not the CPU. A copy from a device to the CPU
+    would have to be waited for, or be read before it is complete."""
     return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
 
 
 def row_length(tensors: int) -> int:
-    """Elements in a row, for so many tensors within `BUDGET`."""
+    """Return the elements per row, for so many tensors within `BUDGET`."""
     return max(BUDGET // max(tensors, 1), 1)
 
 
 def spread(tensor: torch.Tensor, most: int, turn: int = 0) -> torch.Tensor:
-    """At most `most` elements of a tensor at even distances, as they lie in memory. A view where it can be one."""
+    """Return at most `most` elements at even distances, in memory order. A view where possible."""
     tensor = tensor.detach()
     size = tensor.numel()
     stride = -(-size // most)
     if not dense(tensor):
-        tensor = tensor.contiguous().reshape(-1)  # a copy: reshape alone would give a view with gaps, where it can
+        tensor = tensor.contiguous().reshape(-1)  # a copy: reshape alone might return a view with gaps
     first = (turn * _MIXER >> 16) % stride if turn else 0
     return tensor.as_strided((-(-(size - first) // stride),), (stride,), tensor.storage_offset() + first)
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions."""
+    """Whether the elements lie side by side in memory, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

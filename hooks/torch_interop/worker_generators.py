@@ -1,11 +1,11 @@
-"""Random generators of a data set, of which each worker of its loader gets a copy in the same state.
+"""Finds random generators of a data set of which each worker of its loader gets a copy in the same state.
 
 Torch seeds the global generators of torch, random and numpy in each worker. A generator that the data set holds is
-copied with it, state and all: what one worker draws, the others draw too, and the noise of an augmentation repeats
-while the samples differ (docs.pytorch.org, torch.utils.data, "Randomness in multi-process data loading"). It is looked
-for in the `__dict__` of the data set, of those that it wraps, and of its transforms, and in the code that makes a
-sample: nothing of the user's is called. Of iterable data sets nothing is said: what shuffles a stream that workers
-share out must draw the same in each.
+copied with it, state included: what one worker draws, the others draw too, and the noise of an augmentation repeats
+while the samples differ (docs.pytorch.org, torch.utils.data, "Randomness in multi-process data loading"). It is
+searched in the `__dict__` of the data set, of data sets that it wraps, and of its transforms, and in the code that
+makes a sample: nothing of the user's is called. Iterable data sets are not reported: to shuffle a stream that workers
+divide among them, each must draw the same numbers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from sentinel.hooks.core import fault_guard
 from sentinel.hooks.torch_interop.internals import LoaderIterator
 
 MOST_OWNERS = 32
-"""Objects whose attributes are looked at."""
+"""Most objects whose attributes are searched."""
 MOST_FUNCTIONS = 64
-"""Of a class, that are read."""
+"""Most functions of a class that are read."""
 WITHIN = ("dataset", "datasets", "transform", "transforms", "target_transform")
-"""Attributes that hold such an object, or a list of some."""
+"""Attributes that hold a wrapped data set or a transform, or a list of some."""
 IN_WORKERS = ("__getitem__", "__getitems__", "__call__", "forward", "__setstate__", "__getstate__")
-"""Methods that make a sample, or the copy that a worker gets. They call others of their class."""
+"""Methods that make a sample, or the copy that a worker gets. They call other methods of their class."""
 SEEDING = frozenset(
     ("get_worker_info", "state", "set_state", "setstate", "bit_generator", "spawn", "jumped", "default_rng")
 )
-"""Names in code that gives each worker, or each sample, numbers of its own; and all names with `seed` in them."""
+"""Names in code that gives each worker or sample its own numbers; any name with `seed` in it counts, too."""
 
 
 def list_copied_generators(source: Any) -> list[str]:
-    """`Class.attribute` of each that the code which makes a sample reads; never raises.
+    """Return `Class.attribute` of each copied generator that the code which makes a sample reads; never raises.
 
     Empty with fewer than two workers, with a `worker_init_fn`, as that may seed them, where such code names something
-    that seeds, and where something cannot be looked at. `source`: a DataLoader, or its iterator.
+    that seeds, and where something cannot be examined. `source`: a DataLoader, or its iterator.
     """
     try:
         if isinstance(source, DataLoader):
@@ -53,13 +53,13 @@ def list_copied_generators(source: Any) -> list[str]:
         else:
             return []
         return _look_into(dataset) if workers >= 2 and prepare is None else []
-    except Exception as error:  # of a loader whose attributes are computed, or of a stub in the place of numpy
+    except Exception as error:  # of a loader with computed attributes, or of a stub in place of numpy
         fault_guard.let_through(error)
         return []
 
 
 def count_workers(source: Any) -> int:
-    """Of a DataLoader, or its iterator."""
+    """Return the number of workers of a DataLoader, or of its iterator."""
     workers: int = source.num_workers if isinstance(source, DataLoader) else source._num_workers
     return workers
 
@@ -83,19 +83,19 @@ def _look_into(dataset: object) -> list[str]:
 
 
 def _list_generators(attributes: dict[str, Any]) -> list[str]:
-    """Names of those that have a state, but for the global ones, which torch seeds."""
+    """Return the names of generators with a state, except for the global ones, which torch seeds."""
     kinds, shared = _find_kinds()
     return [
         name
         for name, value in list(attributes.items())  # other threads may add some
-        if issubclass(type(value), kinds)  # isinstance() may ask the object
+        if issubclass(type(value), kinds)  # isinstance() might call code of the object
         and not issubclass(type(value), random.SystemRandom)
         and id(value) not in shared
     ]
 
 
 def _find_kinds() -> tuple[tuple[type, ...], set[int]]:
-    """Types of generators that have a state; the ids of the global ones, which torch seeds."""
+    """Return the types of generators with a state, and the ids of the global ones, which torch seeds."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     shared = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
     if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -105,7 +105,7 @@ def _find_kinds() -> tuple[tuple[type, ...], set[int]]:
 
 
 def _walk(dataset: object) -> Iterator[tuple[object, dict[str, Any]]]:
-    """The data set and what is within it, the outermost first, with their attributes."""
+    """Yield the data set and the objects in it, the outermost first, with their attributes."""
     waiting = deque([dataset])
     for _ in range(MOST_OWNERS):
         if not waiting:
@@ -113,7 +113,7 @@ def _walk(dataset: object) -> Iterator[tuple[object, dict[str, Any]]]:
         owner = waiting.popleft()
         try:
             attributes = object.__getattribute__(owner, "__dict__")
-        except AttributeError:  # it has slots, or is built in
+        except AttributeError:  # an object with slots, or a built-in one
             continue
         yield owner, attributes
         for held in [attributes[name] for name in WITHIN if name in attributes]:
@@ -121,7 +121,7 @@ def _walk(dataset: object) -> Iterator[tuple[object, dict[str, Any]]]:
 
 
 def _read_methods(kind: type) -> Iterator[tuple[CodeType, set[str]]]:
-    """The code of a class that runs in workers, and the attributes of `self` that it reads."""
+    """Yield the code of a class that runs in workers, and the attributes of `self` that it reads."""
     names = list(IN_WORKERS)
     for name in names:
         for method in _list_code(kind, name):
@@ -132,7 +132,7 @@ def _read_methods(kind: type) -> Iterator[tuple[CodeType, set[str]]]:
 
 
 def _list_code(kind: type, name: str) -> Iterator[CodeType]:
-    """Of a method or property: also that of the base class where `super()` is called, and that which is decorated."""
+    """Yield a method's or property's code, also a base class's if `super()` is called, and that under a decorator."""
     for base in kind.__mro__:
         member: Any = vars(base).get(name)
         if type(member) is property:
@@ -149,7 +149,7 @@ def _list_code(kind: type, name: str) -> Iterator[CodeType]:
 
 
 def _unnest(code: CodeType) -> Iterator[CodeType]:
-    """With the functions and comprehensions within it."""
+    """Yield the code, and that of the functions and comprehensions in it."""
     yield code
     for constant in code.co_consts:
         if type(constant) is CodeType:
@@ -157,7 +157,7 @@ def _unnest(code: CodeType) -> Iterator[CodeType]:
 
 
 def _list_own(code: CodeType, me: tuple[str, ...]) -> set[str]:
-    """Names that are read of the variable `me`. Python 3.13 loads two variables in one instruction."""
+    """Return names that are read from the variable `me`. Python 3.13 loads two variables in one instruction."""
     steps = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
     return {
         read.argval
