@@ -208,7 +208,7 @@ class Governor:
         self.attentive = True
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
-        """Take over the daemon's spacings for all ranks from step `at` on. Afterwards this rank's own are only `wanted`."""
+        """Take over the daemon's spacings for all ranks from step `at` on. This rank's own are then only `wanted`."""
         self._order = (at, {tier: min(max(every, 1), RARE[-1]) for tier, every in tiers.items() if tier in self._tiers})
 
     def clear_orders(self) -> None:

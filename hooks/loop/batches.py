@@ -234,7 +234,7 @@ SHARE = 0.001
 """Largest share of a fast loop's time spent on examining batches, except in bursts. It takes 10 to 20 us a tensor, and
 ten times as long in a fast loop, which drives this code out of the processor's caches."""
 BURST, BURST_EVERY = 16, 1024
-"""Batches in a burst, in which each is examined, and batches from one burst to the next: it shows repeats among neighbours."""
+"""Batches in a burst, each of which is examined to find repeats among neighbours, and from one burst to the next."""
 
 LISTED = 8
 """Most generators that are named."""

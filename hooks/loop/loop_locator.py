@@ -86,7 +86,7 @@ _WRITES = {
     "aarch64": frozenset((35, 38, 46, 47, 57, 64, 66, 68, 70, 71, 76, 81, 82, 83, 84, 206, 211, 227, 267, 276, 285,
                           287)),
 }  # fmt: skip
-"""Numbers of system calls that write, send, sync, close or rename. A hanging file system shows there, in no Python frame."""
+"""System calls that write, send, sync, close or rename. A hanging file system shows there, in no Python frame."""
 _SLEEPS = {"x86_64": frozenset((35, 230)), "aarch64": frozenset((101, 115))}
 _TERMINAL = (1, 2)
 """stdout and stderr: a reader that does not read them is no slow file system."""

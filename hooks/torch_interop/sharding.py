@@ -145,7 +145,7 @@ class PartitionShard:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's part of the master weights, flat, may be empty; for a frozen parameter, the elements it has here."""
+        """This rank's part of the master weights, flat, or empty; for a frozen parameter, the elements it has here."""
         if hasattr(self._parameter, "ds_id"):
             if not self.requires_grad:
                 return self._strip_padding(self._parameter.ds_tensor.view(-1))
