@@ -46,7 +46,7 @@ class _Measured:
     def __init__(self, tier: int, host_seconds: float, marks: list[DeviceEvent]) -> None:
         self.tier, self.host_seconds = tier, host_seconds
         self.marks = marks
-        """Events at the begin and the end of each part of our work, in turn."""
+        """Events at the start and the end of each part of our work, in turn."""
         self.behind = False
         """Whether the device had not reached the step's last mark when the next backward pass began."""
 
@@ -68,7 +68,7 @@ class DeviceClock:
         self._broken = False
 
     def begin_step(self) -> None:
-        """Mark the begin of our first work in a step, and read earlier steps that the device has finished."""
+        """Mark the start of our first work in a step, and read earlier steps that the device has finished."""
         with self._giving_up():
             while self._awaited and self._awaited[0].marks[-1].query():
                 self._read(self._awaited.popleft())

@@ -150,7 +150,7 @@ class Governor:
         return wire.Pace(spacing=spacing, wanted=wanted, costs=dict(self.costs))
 
     def due(self, tier: int, seq: int, *, first: bool = True) -> bool:
-        """Whether this tier is to be sampled at step `seq`. `first`: the step is one of the first optimizer, by whose
+        """Whether this tier must be sampled at step `seq`. `first`: the step is one of the first optimizer, by whose
         steps attention is counted; another optimizer may step five times as often, or a fifth as often."""
         if (seq if first else self._latest + 1) <= self._attend_until:
             return True
@@ -175,7 +175,7 @@ class Governor:
         return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # the step that applies the order
 
     def rare(self, seq: int, *, first: bool = True) -> bool:
-        """Whether tier 3 is to be sampled at step `seq`; called once per step. A request for attention makes it more
+        """Whether tier 3 must be sampled at step `seq`; called once per step. A request for attention makes it more
         frequent only at steps of the first optimizer, by which rules judge."""
         if first and self._rare_left and seq % RARE_EVERY == 0:
             self._rare_left -= 1

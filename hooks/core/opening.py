@@ -73,7 +73,7 @@ class Opening:
         return seq >= self._first + (END if self._whole == STEPS else STAGE_STEPS)
 
     def wants(self, tier: int, seq: int, expected: float) -> bool:
-        """Whether a tier is to be sampled at step `seq`, which takes about `expected` seconds with the tiers below it.
+        """Whether a tier must be sampled at step `seq`, which takes about `expected` seconds with the tiers below it.
         False where that would exceed the limit."""
         if self.is_over(seq):
             return False

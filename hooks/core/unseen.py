@@ -52,7 +52,7 @@ class Unseen:
     def record_failure(self, what: str, where: str, consequence: str) -> bool:
         """Record the exception being handled; return whether it is a permanent fault rather than a passing one.
 
-        `what` is not seen for it, in words; `where` and `consequence` are for the log (see `fault_guard.swallow`).
+        `what` names what is not seen because of it; `where` and `consequence` are for the log (`fault_guard.swallow`).
         Raises the exception again where a signal handler of the user's raised it.
         """
         error = sys.exception()

@@ -156,7 +156,7 @@ class Batches:
                 self._accumulator.totals.batch = noted
 
     def to_skip(self, iterator: object) -> bool:
-        """Whether the next batch of a DataLoader's iterator is to be discarded."""
+        """Whether the next batch of a DataLoader's iterator must be discarded."""
         self._accumulator.next_iteration()
         if not self._to_skip or self._outer:
             return False

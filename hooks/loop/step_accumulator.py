@@ -41,7 +41,7 @@ class LoaderProgress:
         self.last: LoaderPass | None = None
         """The source of the last batch."""
         self.training: LoaderPass | None = None
-        """The same, as it was at the exit of the last step."""
+        """The source of the last batch before the exit of the last step."""
         self._whole = -1
 
     @property

@@ -50,7 +50,7 @@ class Step:
     totals: StepTotals
     """What happened since the previous step."""
     gradients: Gradients | None = None
-    """None where this step is not sampled beyond tier 0."""
+    """The step's gradients; None where it is not sampled beyond tier 0."""
     thorough: bool = False
     """Whether tier 2 is sampled."""
     blind: bool = False
@@ -70,7 +70,7 @@ class Step:
     clip: tuple[Scalar | None, float] | None = None
     """(norm before clipping, limit) where the loop clipped. The norm is None where it did not clip all gradients."""
     passes_before: float | None = None
-    """With a closure: seconds in passes before the step, the other passes being inside it. None: all came before."""
+    """Seconds in passes before a step with a closure, inside which the other passes run. None: all came before."""
     previous_exit: float | None = None
     entered: float = 0.0
     left: float = 0.0
@@ -129,12 +129,12 @@ class Probe:
     tier: ClassVar[int] = 0
     """0: called at every step. 1, 2 and 3: every k steps, as the governor allows; `step.gradients` is set."""
     relaxed: ClassVar[bool] = False
-    """Of tier 0: in a loop of a few milliseconds it is called only at every 64th step or more often, with the totals of
-    the steps since."""
+    """For tier 0: in a loop of a few milliseconds the probe is called less often, but at least at every 64th step, with
+    the totals of the steps since."""
     spared: ClassVar[bool] = False
-    """Of tier 0: not called on the fast path, where the optimizer monitor records what it would."""
+    """For tier 0: the probe is not called on the fast path, where the optimizer monitor records what it would."""
     blind: ClassVar[bool] = False
-    """Of tier 2: `after` needs no gradients, and is called even where these could not be sampled."""
+    """For tier 2: `after` needs no gradients, and is called even where these could not be sampled."""
     signals: ClassVar[Mapping[str, Scope]] = {}
     """Signals that it measures and that are not in `sentinel.signals`, with their scopes."""
 
@@ -218,7 +218,7 @@ class Probes:
         self._forget = _moments(probes, "forget", _OCCASIONS)
         self._glances = _moments(probes, "glance", _OCCASIONS)
         self.glance_at = 0.0 if self._glances else math.inf
-        """When a glance is due, by `time.perf_counter`."""
+        """Time at which a glance is due, by `time.perf_counter`."""
         self.spared = all(probe.spared or probe.relaxed for probe in probes if probe.tier == 0)
         """Whether there are steps at which no probe needs to be called."""
         self.awake = True

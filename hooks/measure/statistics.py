@@ -38,7 +38,7 @@ class Statistics(Protocol):
 
     @property
     def norms(self) -> torch.Tensor:
-        """L2 norm."""
+        """L2 norm of each tensor."""
 
     @property
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ class TorchStatistics:
 
     @functools.cached_property
     def on_host(self) -> bool:
-        """Whether reading a value waits for nothing."""
+        """Whether a value can be read without waiting for a device."""
         return all(device.type == "cpu" for _, device in self._alike)
 
     @functools.cached_property

@@ -81,12 +81,12 @@ class FastPath(MonitorBase):
         """Whether the step that has begun is on the fast path."""
         self._loss = 0.0
         self._clip: Clip | None = None
-        """The clipping before that step, as known at its begin."""
+        """The clipping before that step, as known when it began."""
         self._clipped = False
         """Whether the loop clipped since the last step."""
         self._entered_at = 0.0
         self._stretch_end = 0
-        """The first step that is to be measured in full again."""
+        """The first step that must be measured in full again."""
         self._stretch_steps = 0
         self._stretch_seconds = self._stretch_own = 0.0
         """Steps on the fast path since the last one off it, the seconds they took, and the part of these that was

@@ -176,7 +176,7 @@ class LossOutlierResponse:
             self._suspect(seq, ODD_STEPS)
 
     def judge_step(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
-        """Judge a step that is over; return whether the sender is to be woken. Only the first odd step in a row does
+        """Judge a step that is over; return whether the sender must be woken. Only the first odd step in a row does
         it: in a run that is broken every step would."""
         odd = not skipped and _tells_of_trouble(values)
         if odd:

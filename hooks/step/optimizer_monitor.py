@@ -84,7 +84,7 @@ class OptimizerMonitor(FastPath):
         ]
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle the begin of `optimizer.step(*args, **kwargs)`."""
+        """Handle the start of `optimizer.step(*args, **kwargs)`."""
         if self._dead:
             return
         if self._inside and internals.depth(self._optimizer()) > 1:
@@ -120,12 +120,12 @@ class OptimizerMonitor(FastPath):
     # Called by the patches.
 
     def loss_scaled(self, scaler: GradScaler) -> None:
-        """Handle that a loss was scaled."""
+        """Note that a loss was scaled."""
         self._scaler = scaler
         self._accumulator.calm_to = -math.inf  # no more than this: another thread's loss may come during a step
 
     def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
-        """Handle that the loop clipped these gradients, of L2 norm `norm` until then (None: it used another norm)."""
+        """Note that the loop clipped these gradients, of L2 norm `norm` until then (None: it used another norm)."""
         if tensors.is_capturing():
             return
         scale = scale_left(self._scaler, self._optimizer())
@@ -134,12 +134,12 @@ class OptimizerMonitor(FastPath):
         self._clipped = True
 
     def start_over(self) -> None:
-        """Handle that the loop discarded this step's gradients so far."""
+        """Note that the loop discarded this step's gradients so far."""
         self._clipping.start_over()
         self._clipped = False
 
     def scaler_enters(self, scaler: GradScaler) -> None:
-        """Handle the begin of `scaler.step(optimizer)`."""
+        """Handle the start of `scaler.step(optimizer)`."""
         scale = scaler._scale
         self._scale = scalar(scale) if scale is not None and not tensors.is_capturing() else None
         self._entered = False
@@ -152,7 +152,7 @@ class OptimizerMonitor(FastPath):
         self._scale = None
 
     def scaler_raised(self) -> None:
-        """Handle that `scaler.step(optimizer)` raised: the scale belongs to no step."""
+        """Note that `scaler.step(optimizer)` raised: the scale belongs to no step."""
         self._scale = None
 
     def loss_not_scaled(self) -> None:
@@ -289,7 +289,7 @@ class OptimizerMonitor(FastPath):
             self._close(step)
 
     def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
-        """Where something is not finite, find its origin."""
+        """Find the origin of a NaN or infinity, if the step has one."""
         if self.collector is not None:
             self._guard_collector(lambda collector: collector.look(step, withheld=withheld, exact=exact))
 

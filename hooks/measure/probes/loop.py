@@ -56,7 +56,7 @@ class LoopScalars(Probe):
             values["learning_rate"] = _highest(rates)
         if step.in_fp16:  # otherwise no sample: most runs never have one
             values["fp16"] = 1.0
-        if totals.evaluating:  # as above
+        if totals.evaluating:  # else no sample, as for fp16
             values["eval_mode"] = 1.0
         if totals.rivals:
             values["rival_loss"] = 1.0
