@@ -43,7 +43,7 @@ RARE = range(COARSEST, 8193)
 NORM_SHARE = 0.6
 """Part of the budget that tier 1 may take before the others; at the default it is 1 % of a step. Where it is enough,
 the total gradient norm is taken at every step: only the norm of the step before can decide whether the gradient or the
-loss moved first. Where it is not enough, and the rest takes all of the budget, tier 1 gets half of it."""
+loss moved first. Where it is not enough, and the rest takes all of the budget, tier 1 gets half of this part."""
 RARE_SHARE = 0.05
 """Tier 3's part of what is left of the budget."""
 RARE_MOST = 0.005
@@ -191,7 +191,7 @@ class Governor:
         return sum(self._tiers[part].least for part in range(1, tier + 1))
 
     def mark_opening(self, seq: int) -> float | None:
-        """Whether step `seq` is sampled because of the opening examination; for the values see `Opening.mark`."""
+        """Return `Opening.mark` of step `seq`; None without an opening examination."""
         return None if self._opening is None else self._opening.mark(seq)
 
     def begin_stage(self, seq: int) -> None:

@@ -2,8 +2,8 @@
 
 Of each model's last call, its arguments are kept by reference, and what is needed to make the same call again. They are
 held from the call to the exit of the optimizer's step, a time in which the loop nearly always holds them itself; more
-than `BATCH_BYTES` are not held. Of the gradients that came back to the outputs, up to `GRADIENT_BYTES` are held, for a
-backward pass that begins at the model's outputs: the loss function is the user's, and cannot be called again.
+than `BATCH_BYTES` are not held. The gradients that came back to the outputs are held, too, unless they exceed
+`GRADIENT_BYTES`: the loss function is the user's and cannot be called again, so a backward pass begins at the outputs.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def scale_left(scaler: GradScaler | None, optimizer: object) -> Scalar | None:
 
 
 def read_overflow(optimizer: object) -> Scalar:
-    """Return 1 where GradScaler found a non-finite gradient of a fused optimizer, else 0. At 1 the step does nothing."""
+    """Return 1 where GradScaler found a non-finite gradient of a fused optimizer (its step does nothing), else 0."""
     found = getattr(optimizer, "found_inf", None)
     if not isinstance(found, torch.Tensor):
         return 0.0

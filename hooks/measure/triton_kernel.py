@@ -30,7 +30,7 @@ WARPS = 8
 STEP = 1024
 """Columns that `gather` processes at a time: the largest tensor's columns decide how long it takes."""
 _SUMS = 6
-"""Number of rows in a column: squares, minimum, maximum, non-finite, smallest magnitude over 0, zeros."""
+"""Number of sums in a column: squares, minimum, maximum, non-finite, smallest magnitude over 0, zeros."""
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _VECTOR = 16
 """Bytes of the widest load. The compiler uses it where addresses are multiples of it and no element is masked."""

@@ -6,8 +6,8 @@ next version, too. So a gradient was kept if nothing changed it between the pass
 
 `LossReduction`: the graph of a loss is read node by node, from its root: no tensor is touched. Only what is certain is
 reported: where the root is a mean over its micro-batch (`MeanBackward0`, `NllLossBackward0` of reduction `mean`, ...),
-with nothing but additions above it. Any product or quotient may be the normalisation, and a graph that cannot be read
-(a compiled loss, a function of the user's) may hold one.
+or leads to such means through additions only. Any product or quotient may be the normalisation, and a graph that cannot
+be read (a compiled loss, a function of the user's) may hold one.
 
 `Bf16Accumulation`: now and then, in loops whose steps have enough passes, a few parameters' gradients are sampled as
 autograd is about to add them. Their sum is computed in the gradient's own type and in float32 from the same numbers, so

@@ -82,7 +82,7 @@ def post_norms(root: Any) -> int:
 
 
 def _through(node: Any) -> Any:
-    """Return the node under `node` that is neither a view nor a cast."""
+    """Return the first node, from `node` on, that is neither a view nor a cast."""
     while node is not None and node.name().startswith(_TRANSPARENT):
         node = node.next_functions[0][0]
     return node

@@ -172,7 +172,7 @@ class _MomentSamples:
 
 
 class SecondMoments(Probe):
-    """`second_moment_kept`: whether Adam's second moments are as large as they must be since the last sample.
+    """`second_moment_kept`: least ratio of Adam's second moments to what decay alone leaves since the last sample.
 
     v <- beta2 v + (1 - beta2) g^2 leaves at least beta2 v (Kingma and Ba 2015, algorithm 1; RMSprop's alpha likewise):
     after n steps no less than beta2^n. A moment under that was changed by something else. Sampled before the step:
@@ -209,7 +209,7 @@ class SecondMoments(Probe):
 
 
 class SecondMomentGrowth(Probe):
-    """`second_moment_growth`: ratio of Adam's second moments to those at the last sample of weight updates.
+    """`second_moment_growth`: least ratio of Adam's second moments to those at the last sample of weight updates.
 
     One gradient of a thousand times the usual multiplies them by 1000 at a beta2 of 0.999, and updates are divided by
     the root of that until it has decayed.
@@ -344,7 +344,7 @@ def _measure_rank(pair: tuple[Any, Any]) -> torch.Tensor:
     a, b = (local(one).float() for one in pair)
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:  # an adapter of a convolution, or a shard
         return a.new_zeros(())
-    size = b.square().mean().sqrt().clamp(min=_LEAST_SIZE)  # without it, the fourth power would be NaN or infinite
+    size = b.square().mean().sqrt().clamp(min=_LEAST_SIZE)  # the fourth power of B itself would under- or overflow
     product = ((b / size).T @ (b / size)) @ (a @ a.T)
     total = product.diagonal().sum()
     return total.square() / (product * product.T).sum().clamp(min=_LEAST_SIZE)
