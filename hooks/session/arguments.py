@@ -1,6 +1,6 @@
-"""What `attach` is given: taken out of its wrappers, checked with errors that say the fix, and described.
+"""The arguments of `attach`: unwraps them, checks them with errors that name the fix, and describes them.
 
-The description goes out with the hello, is used by diagnosis, and is shown on attach.
+The description is sent in the hello, used by diagnosis, and shown on attach.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from sentinel.text import did_you_mean, format_count
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NAMED = 3
-"""Parameters that an error lists by name."""
+"""Number of parameters that an error lists by name."""
 
 
 def models_of(model: object) -> list[nn.Module]:
-    """The models, as the loop calls them. Raises AttachError for anything else."""
+    """Return the models as a list, as the loop calls them. Raises AttachError for anything else."""
     given: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     for one in given:
         if not isinstance(one, nn.Module):
@@ -51,8 +51,11 @@ def models_of(model: object) -> list[nn.Module]:
 
 
 def optimizers_of(optimizer: object) -> list[Any]:
-    """The optimizers themselves, out of wrappers that have them as `.optimizer`, or as `.base_optimizer` where they
-    take a first and a second step (Foret and others, Sharpness-Aware Minimization, 2021). Raises AttachError."""
+    """Return the optimizers themselves, without their wrappers.
+
+    A wrapper has the optimizer as `.optimizer`, or as `.base_optimizer` where it takes a first and a second step (Foret
+    and others, Sharpness-Aware Minimization, 2021). Raises AttachError.
+    """
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if not given:
         raise AttachError("attach(model, optimizer): the list of optimizers is empty")
@@ -65,11 +68,11 @@ def optimizers_of(optimizer: object) -> list[Any]:
 _NAMES: dict[str, tuple[type, ...]] = {
     "scaler": (GradScaler,), "scheduler": (LRScheduler, ReduceLROnPlateau), "loader": (DataLoader,), "run": (str,),
 }  # fmt: skip
-"""Arguments of `attach` -> what is handed over without their name."""
+"""Argument of `attach` -> the types of its values, to recognise one that was passed without its name."""
 
 
 def refuse_unnamed(given: Sequence[object]) -> None:
-    """Raises AttachError where anything follows model and optimizer without a name."""
+    """Raise AttachError if anything follows model and optimizer without a name."""
     if not given:
         return
     name = next((name for name, kinds in _NAMES.items() if isinstance(given[0], kinds)), "")
@@ -81,8 +84,10 @@ def refuse_unnamed(given: Sequence[object]) -> None:
 
 
 def refuse_unknown(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`attach` that raises UnknownArgumentError, a TypeError as Python's own, at the first name that it does not have:
-    also of the options that an integration hands on."""
+    """Make `attach` raise UnknownArgumentError at the first argument name that it does not have.
+
+    The error is a TypeError, as Python's own is, and covers the options that an integration passes on.
+    """
     known = [one.name for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_POSITIONAL]
 
     @functools.wraps(function)
@@ -96,7 +101,7 @@ def refuse_unknown(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Raises AttachError where there is nothing to watch, or the two do not belong together."""
+    """Raise AttachError if there is nothing to watch, or if models and optimizers do not belong together."""
     named = list(named_parameters(models))
     names = " and ".join(type(model).__name__ for model in models)
     if not named:
@@ -117,12 +122,12 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
 
 
 def describe_stray(names: Sequence[str]) -> str:
-    """What is not seen of parameters that are in an optimizer and in no model."""
+    """Describe what is not seen when an optimizer has parameters that no model has."""
     return f"the names of {format_count(len(names), 'optimizer parameter')} not in the model"
 
 
 def warn_of_stray(names: Sequence[str]) -> str:
-    """What such parameters are a sign of, as a line on the terminal."""
+    """Return the terminal line that says what may be wrong when an optimizer has parameters that no model has."""
     held = f"the optimizer holds {format_count(len(names), 'parameter')} not in the model ({list_names(names)})"
     return (
         f"warning: {held}. If a layer was replaced after the optimizer was made, its new parameters do not train: "
@@ -131,7 +136,7 @@ def warn_of_stray(names: Sequence[str]) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """The first few of many names."""
+    """List the first few of many names, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -141,7 +146,7 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
     for _ in range(WRAPPERS):
         if discovery.is_optimizer(inner):
             base = getattr(inner, "base_optimizer", None)
-            # SAM and its like are stepped by methods of their own, and step what they hold.
+            # SAM and similar optimizers are stepped by methods of their own, which step the optimizer that they hold.
             return base if hasattr(inner, "second_step") and discovery.is_optimizer(base) else inner
         outer, inner = inner, getattr(inner, "optimizer", None)
         if inner is None and isinstance(outer, torch.optim.Optimizer):
@@ -169,16 +174,18 @@ def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[
 
 
 _LISTED = 8
-"""Optimizers, and groups of one, that are described: loops may have an optimizer for each parameter."""
+"""Number of optimizers, and of groups in each, that are described: loops may have an optimizer for each parameter."""
 _WIDEST = range(-(2**63), 2**64)
-"""Integers that a message can hold."""
+"""Range of the integers that a message can hold."""
 
 
 def facts(
     models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object, scaler: object, total_steps: int | None
 ) -> dict[str, Any]:
-    """Plain values only, by name. Counts are of this rank's parameters; `total_steps`: planned steps of the run, None:
-    not known."""
+    """Return the description by name, as plain values.
+
+    Counts are of this rank's parameters. `total_steps` is the planned number of steps of the run; None: not known.
+    """
     own = {id(p): p for model in models for p in model.parameters()}
     counts = [p.numel() for p in own.values()]
     return {
@@ -206,8 +213,10 @@ def facts(
 
 
 def gpus(models: Sequence[nn.Module]) -> tuple[str, ...]:
-    """UUIDs of the GPUs that the models are on: CUDA's own, whatever CUDA_VISIBLE_DEVICES leaves over, and of a MIG
-    device its own or its GPU's. None on the CPU."""
+    """Return the UUIDs of the GPUs that the models are on; empty on the CPU.
+
+    They are CUDA's, whichever devices CUDA_VISIBLE_DEVICES leaves; a MIG device has its own UUID or that of its GPU.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
     used = {p.device.index for model in models for p in model.parameters() if p.device.type == "cuda"}
@@ -217,7 +226,7 @@ def gpus(models: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 def _mode_dependent(models: Sequence[nn.Module]) -> dict[str, int]:
-    """Modules that compute something else in evaluation mode, by kind: what `model.train()` is for."""
+    """Count, by class, the modules that compute something else in evaluation mode: those that need `model.train()`."""
     kinds = (Dropout, NormWithStatistics)
     found = Counter(
         type(module).__name__ for model in models for module in model.modules() if isinstance(module, kinds)
@@ -231,7 +240,7 @@ def _kinds(optimizers: Sequence[Any]) -> str:
 
 
 def _limits() -> dict[str, int | str]:
-    """Bytes of host and device memory that there are, as far as the system says, and what leaves the host's least."""
+    """Return the bytes of host and device memory, as far as the system says, and what limits the host's most."""
     host = memory_limit()
     limits: dict[str, int | str] = {"memory_limited_by": memory_left()[1]}
     if host < float("inf"):
@@ -262,7 +271,7 @@ def _loader(loader: Any) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """As plain as a message wants it: a rate may be one of numpy's floats, a seed longer than 64 bits."""
+    """Convert to a value that a message can hold: a rate may be a numpy float, a seed may be longer than 64 bits."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral):

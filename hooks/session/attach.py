@@ -72,22 +72,22 @@ def attach(
     """Watch a training run. Call it once, before the loop; the loop stays as it is.
 
     `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, or
-    several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
+    several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are needed for rollback only, and found
     where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
-    next step, where that is not 0, and `total_steps` how many there are to be in all, so that the page says how long
+    next step, where that is not 0, and `total_steps` the planned number of all steps, so that the page says how long
     the run will still take. `stop_on` names alerts that end the run, as if their rules had the action `stop`
-    (docs/stop.md). `overhead` is the share of the loop's time that the statistics may take; without it,
-    0.02 on the CPU and 0.01 on a GPU, the gradient norm at every step where it alone costs at most half of that, and in
-    the first 64 steps as much as it takes to look at all of them, at most half of their time. With `provenance` the
-    batch of a step is held until its end, and run once more where loss or gradients are not finite: the alert then
-    names the module that made it. `kind` is "rl" or "supervised": how losses are judged (docs/loops.md); without it, by
-    what is logged. `address` (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started
-    in the background. `config` is the settings file of a daemon started here; without it, the one in force
-    (docs/alerts.md).
+    (docs/stop.md). `overhead` is the share of the loop's time that the statistics may take; without it, 0.02 on the CPU
+    and 0.01 on a GPU, the gradient norm at every step where it alone costs at most half of that, and in the first 64
+    steps as much as it takes to look at all of them, at most half of their time. With `provenance` the batch of a step
+    is held until its end, and run once more where loss or gradients are not finite: the alert then names the module
+    that produced the first such value. `kind` is "rl" or "supervised": how losses are judged (docs/loops.md); without
+    it, by what is logged. `address` (`unix:/path`) is that of a running daemon; without it the node's daemon is used,
+    or one is started in the background. `config` is the settings file of a daemon started here; without it, the one in
+    force (docs/alerts.md).
 
-    Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots
-    do not fit into memory. What is wrong with the machine (no socket directory, no daemon) is said in a line on
-    stderr, and training goes on unmonitored.
+    Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots do
+    not fit into memory. A problem of the machine (no socket directory, no daemon) is reported in a line on stderr, and
+    training goes on unmonitored.
     """
     if os.environ.get("SENTINEL_DISABLED", "0") not in ("", "0"):
         return Monitor(run or "", None, why="disabled by SENTINEL_DISABLED")
@@ -156,7 +156,7 @@ def _check_options(
 
 
 def _check_alerts(names: object) -> None:
-    """That there are such alerts, only the daemon knows."""
+    """Check their form only: whether such alerts exist, only the daemon knows."""
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise AttachError(f"attach(stop_on={names!r}): a list of names of alerts, like ['NonFiniteLoss']")
 
@@ -181,12 +181,12 @@ def _is_on_device(models: list[nn.Module]) -> bool:
 
 @dataclass
 class _Setup:
-    """What is to be watched, checked."""
+    """The checked arguments of `attach`, from which a session is made."""
 
     models: list[nn.Module]
     optimizers: list[Any]
     given: list[Any]
-    """The optimizers, in their wrappers."""
+    """The optimizers as they were passed, with their wrappers."""
     scaler: Any
     scheduler: Any
     loader: Any
@@ -200,7 +200,7 @@ class _Setup:
     stop_on: tuple[str, ...]
 
     def open_session(self, who: RunIdentity, step: int) -> Monitor:
-        """Build the session, put everything in place, and say so."""
+        """Build the session, put all hooks in place, and announce it. Returns the monitor."""
         given, on_device = self.overhead, _is_on_device(self.models)
         if on_device:
             device_kernel.load()
@@ -236,7 +236,7 @@ class _Setup:
         return monitor
 
     def _is_scaled(self) -> bool:
-        """Whether a scaler is in sight. What a script makes later is seen all the same."""
+        """Whether a loss scaler is found now. One that the script makes later is seen as well."""
         kept = any(EngineLossScale(optimizer).found for optimizer in self.given)
         return self.scaler is not None or kept or bool(discovery.bystanders(self.optimizers)[0])
 
@@ -244,7 +244,7 @@ class _Setup:
         points: list[EntryPoint] = []
         try:
             points = probe.points()
-        except OSError as error:  # no descriptor to spare, say
+        except OSError as error:  # e.g. no file descriptor left
             session.accumulator.unseen.lose("what other packages' probes measure", str(error.strerror))
         streams = [self._stream(index, session, points) for index in range(len(self.optimizers))]
         session.stop_on = self.stop_on
@@ -254,7 +254,7 @@ class _Setup:
         )
         description = facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps)
         if restorer is not None and restorer.terms.directory is not None and spans_nodes():
-            from sentinel.hooks.session.resume_over_nodes import describe_sharing  # as rarely wanted as the restorer
+            from sentinel.hooks.session.resume_over_nodes import describe_sharing  # needed as rarely as the restorer
 
             description["parts_in"] = f"{restorer.terms.directory} ({describe_sharing()})"
         session.hello = {
@@ -290,7 +290,8 @@ class _Setup:
         return OptimizerMonitor(session, optimizer, layers, chosen, own_scale=scale if scale.found else None)
 
     def _hand_over(self, session: RunSession, monitor: Monitor) -> Callable[[Any, int], None]:
-        """Makes the session of an optimizer that trains the models in place of these. Holds none of them."""
+        """Return the function that makes the session for an optimizer that now trains the models. It holds none of
+        them."""
         models = [weakref.ref(model) for model in self.models]
         bare = replace(
             self,
@@ -333,7 +334,7 @@ class _Setup:
     def _restorer(self, session: RunSession, step: int) -> Restorer | None:
         if self.rollback is None:
             return None
-        from sentinel.hooks.rollback.restorer import Restorer  # a megabyte in each process that loads it
+        from sentinel.hooks.rollback.restorer import Restorer  # costs a megabyte in each process that loads it
 
         if any(sharding.is_flattened(module) for model in self.models for module in model.modules()):
             raise RollbackError("rollback: FullyShardedDataParallel (FSDP1) cannot be rolled back; fully_shard can")
@@ -380,14 +381,17 @@ def _list_stray(streams: Iterable[OptimizerMonitor]) -> list[str]:
 
 
 def _call_later(function: Callable[[int, int], object], steps: int, to: int, at: int) -> object:
-    """Of a session that counts from `steps` on, which another one counted before."""
+    """Call a function of an earlier session, which counted `steps` steps before the present one began at 0."""
     return function(to + steps, at + steps)
 
 
 def _whole(
     models: list[nn.Module], session: RunSession, points: list[EntryPoint]
 ) -> Callable[[OptimizersInBackward], WholeStep]:
-    """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
+    """Return the factory of the one stream for optimizers that turn out to step inside the backward pass.
+
+    It holds the models weakly.
+    """
     refs = [weakref.ref(model) for model in models]
 
     def make(optimizers: OptimizersInBackward) -> WholeStep:

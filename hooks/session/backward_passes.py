@@ -1,18 +1,18 @@
-"""Which backward passes count for a step, and what it means where no step follows them.
+"""Which backward passes count for a step, and what it means if no step follows them.
 
-    a pass that did not reach the model     of another one, which trains in the same process and is not watched
+    a pass that did not reach the model     of another model, which trains in the same process and is not watched
     passes that were thrown away            the loop cleared the gradients and took the step again: it skips a batch
                                             whose norm is out of bounds, or tries again after an exception
-    passes that another run stepped on      its loss goes through the model of this one, as a generator's does through
-                                            the critic: what it left there is cleared before this one's own pass
-    passes without a step of ours           another optimizer trains the model now, or `step()` is not called
+    passes that another run stepped on      its loss goes through the model of this run, as a generator's does through
+                                            the critic: the gradients it left there are cleared before this run's pass
+    passes without a step of this run       another optimizer trains the model now, or `step()` is not called
 
-Gradients are seen by identity and version, which autograd counts: no value is read but, on the host, a few elements of
-one that was written to. Losses of a loop that clears its gradients between the passes of most steps (SAM, gradients of
-several tasks, of single samples) all count, as it adds up what it took by itself.
+Gradients are tracked by identity and by the version that autograd counts. Their values are not read, except, on the
+host, a few elements of a gradient that was written to. If a loop clears its gradients between the passes of most steps
+(SAM, gradients of several tasks or of single samples), all losses count: such a loop adds up the gradients by itself.
 
-Where a script goes on with a second optimizer, the first may live on: its scheduler holds it. Nothing of ours is called
-at the second one's steps then. But backward passes are seen, and that no step comes after them.
+When a script goes on with a second optimizer, the first may stay alive because its scheduler holds it. No hook of this
+run is called at the second optimizer's steps. But its backward passes are seen, and that no step follows them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
     from sentinel.hooks.session.session import RunSession
 
 FEW = 4
-"""Parameters, at even distances: a pass may reach a part of the model alone."""
+"""Number of parameters looked at, at even distances: a pass may reach only a part of the model."""
 ELEMENTS = 64
 STEPS = 16
-"""Of which most say whether the loop clears between its passes."""
+"""Number of last steps whose majority tells whether the loop clears gradients between its passes."""
 RENEWED_EVERY = 256
-"""Passes after which others are chosen: what trains may have changed."""
+"""Number of passes after which other parameters are chosen: which of them train may have changed."""
 
 _Mark = tuple[int, int] | None
 
 
 class PassFilter:
-    """Of the one optimizer of a run. Asked before and after each backward pass that is looked at."""
+    """Decides which backward passes count, for a run with one optimizer. Called before and after each pass looked
+    at."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -55,19 +56,23 @@ class PassFilter:
         self._before: list[_Mark] = []
         self._after: list[_Mark] = []
         self._steps: deque[bool] = deque(maxlen=STEPS)
-        """Whether gradients were cleared between the passes of the last steps."""
+        """For each of the last steps, whether gradients were cleared between its passes."""
         self._cleared = False
-        """Whether they were in the present one."""
+        """Whether gradients were cleared between the passes of the present step."""
         self.clearings = 0
-        """How often they were, since the last step."""
+        """How often gradients were cleared since the last step."""
         self.reached = False
         """Whether one of the passes since the last step may have reached the model."""
         self.expects_trials = False
-        """Whether passes before the first step that were cleared are thrown away."""
+        """Whether passes before the first step whose gradients were cleared count as thrown away."""
 
     def begins(self, *, first: bool, others_stepped: bool = False) -> bool:
-        """A pass begins, the `first` one of its step or another. Whether those before it were thrown away, or were of
-        another run, where one has stepped on them."""
+        """Note that a pass begins, the `first` of its step or a later one. Returns whether the passes before it do not
+        count.
+
+        They do not if they were thrown away, or, with `others_stepped`, if they belong to another run that has stepped
+        on them.
+        """
         if first:
             self.clearings, self.reached = 0, False
         if first and self._passes:
@@ -87,7 +92,7 @@ class PassFilter:
         return sum(self._steps) * 2 < len(self._steps)
 
     def end_pass(self) -> bool:
-        """It is over: whether it may have reached the model."""
+        """Note that the pass is over. Returns whether it may have reached the model."""
         self._passes += 1
         reached = not self._chosen or self._marks() != self._before
         self.reached |= reached
@@ -104,7 +109,7 @@ class PassFilter:
         return [_mark(parameter) if (parameter := one()) is not None else None for one in self._chosen]
 
     def _was_cleared(self) -> bool:
-        """Since the last pass: taken away, or on the host written over with zeros."""
+        """Whether gradients were cleared since the last pass: removed or, on the host, overwritten with zeros."""
         if not self._chosen or all(mark is None for mark in self._after):
             return False
         if all(mark is None for mark in self._before):
@@ -117,7 +122,7 @@ class PassFilter:
 
 
 def _mark(parameter: torch.Tensor) -> _Mark:
-    gradient = parameter.grad  # of what DeepSpeed has partitioned it is there in the step alone, and no such is chosen
+    gradient = parameter.grad  # one that DeepSpeed partitioned exists only inside the step; it is never chosen
     return (id(gradient), local(gradient)._version) if gradient is not None else None
 
 
@@ -130,15 +135,16 @@ def _is_zero(gradient: Any) -> bool:
 
 
 LOOK_PASSES = 16
-"""Without a step, before other optimizers are looked at: most loops accumulate the gradients of fewer."""
+"""Passes without a step after which other optimizers are looked at: most loops accumulate over fewer."""
 TELL_PASSES = 64
 """Passes without a step after which the user gets a line, if the gradients are cleared after most of them."""
 MANY_PASSES = 1024
-"""The same where they are not, or where that is not known."""
+"""The same if they are not cleared, or if that is not known."""
 
 
 class Succession:
-    """Asked after each backward pass of the run, on the training thread, outside of any step."""
+    """Finds the optimizer that took over from ours. Called after each backward pass, on the training thread, outside
+    steps."""
 
     def __init__(
         self,
@@ -146,8 +152,11 @@ class Succession:
         models: Sequence[nn.Module],
         hand_over: Callable[[Any, int], None],
     ) -> None:
-        """`hand_over` is called with an optimizer that trains the models in place of ours, and how many of its steps
-        were missed, as far as that is known."""
+        """Look for a successor among the optimizers that step.
+
+        `hand_over` is called with an optimizer that trains the models in place of ours, and with the number of its
+        steps that were missed, as far as that is known.
+        """
         self._models = [weakref.ref(model) for model in models]
         self._session, self._hand_over = session, hand_over
         self._handle: RemovableHandle | None = None
@@ -157,8 +166,10 @@ class Succession:
         self._told = False
 
     def end_pass(self, steps: int, clearings: int | None) -> None:
-        """A backward pass is over, `steps` of ours were made so far. `clearings`: how often the gradients were cleared
-        between the passes since the last step; None: not known."""
+        """Note the end of a backward pass, after `steps` steps of ours so far.
+
+        `clearings`: how often the gradients were cleared between the passes since the last step; None: not known.
+        """
         if steps != self._steps:
             self._steps, self._passes = steps, 0
             self.close()
@@ -179,7 +190,7 @@ class Succession:
             self._session.tell_idle(self._passes)
 
     def close(self) -> None:
-        """Look at no other optimizer. Not inside a step: PyTorch iterates over such hooks while it calls them."""
+        """Stop looking at other optimizers. Not inside a step: PyTorch iterates over such hooks while it calls them."""
         handle, self._handle, self._heir = self._handle, None, None
         if handle is not None:
             handle.remove()
@@ -188,14 +199,14 @@ class Succession:
                 self._session.tell_idle(0)
 
     def stepping(self, optimizer: Any) -> None:
-        """An optimizer, any in this process, is about to step."""
+        """Note that an optimizer, any in this process, is about to step."""
         trained = (id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
         if self._heir is None and not self._session.watches(optimizer) and any(trained):
             self._heir = weakref.ref(optimizer)
 
 
 class _Look:
-    """Hook of all optimizers. Hooks of PyTorch's own are never let go of: this one holds nothing."""
+    """Hook on the steps of all optimizers. PyTorch's own hooks are never released, so this one holds nothing."""
 
     def __init__(self, succession: Succession) -> None:
         self._succession = weakref.ref(succession)

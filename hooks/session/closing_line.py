@@ -17,22 +17,22 @@ from sentinel.text import close_run, name_reached
 
 
 class _LastMoment(NamedTuple):
-    """When a run was over."""
+    """The end of a run: its goodbye, and the sender's state then."""
 
     goodbye: wire.Goodbye
     sender_state: str
 
 
 class ClosingLine:
-    """Said once, unless another session goes on with the run."""
+    """The closing line of a run. Printed once, unless another session goes on with the run."""
 
     def __init__(self, run_name: str, sender: Sender) -> None:
         self._run_name, self._sender = run_name, sender
         self.began = time.time()
         self.closing: wire.Closing | None = None
-        """What the daemon says of the run at its end, once it has."""
+        """The daemon's findings at the end of the run; None until they arrive."""
         self.trackers: Trackers | None = None
-        """Where the settings name some, on the first rank."""
+        """The trackers that the settings name, on the first rank; None elsewhere."""
         self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
         """Whether this process prints the line: the first rank does, unless `sentinel run` does."""
         self._run_id, self._rank = "", 0
@@ -40,38 +40,41 @@ class ClosingLine:
 
     @property
     def wanted(self) -> bool:
-        """Whether this process has a use for what the daemon says at the end."""
+        """Whether this process uses what the daemon says at the end."""
         return self._prints or self.trackers is not None
 
     def identify(self, identity: wire.Identity) -> None:
-        """Which rank of which run this is."""
+        """Set which rank of which run this is."""
         self._run_id, self._rank = identity.run_id, identity.rank
         self._prints = self._prints and identity.rank == 0
 
     def open_trackers(self, names: Sequence[str]) -> bool:
-        """The settings name these. Whether they are new: the first rank then asks to be sent the alerts."""
+        """Open the trackers that the settings name. Returns whether they are new: the first rank then asks for the
+        alerts."""
         if not names or self.trackers is not None or self._rank:
             return False
         self.trackers = Trackers(names)
         return True
 
     def look_for_trackers(self, *, last: bool = False) -> None:
-        """Let the trackers see what the script has open by now. `last`: no step comes after."""
+        """Let the trackers look for what the script has open by now. `last`: no step comes after."""
         if self.trackers is not None:
             self.trackers.look(last=last)
 
     def note_end(self, goodbye: wire.Goodbye) -> None:
-        """The run is over; `say` says it."""
+        """Note that the run is over; `say` prints the line."""
         self._last = _LastMoment(goodbye, self._sender.state)
 
     def hand_over(self) -> None:
-        """This session is over, and the run is not, if another one goes on with it: let go of the trackers."""
+        """End the trackers of this session where the run is not over, because another session goes on with it."""
         if self._last is None and self.trackers is not None:
             self.trackers.end(None)
 
     def say(self, step_offset: int) -> None:
-        """Print the line, and give it to the trackers, if the run is over and that was not said. `step_offset`: the
-        step that the run began with."""
+        """Print the closing line, and give it to the trackers, if the run is over and that was not said.
+
+        `step_offset`: the step that the run began with.
+        """
         last, self._last = self._last, None
         if last is None or not self.wanted:
             return
@@ -94,7 +97,7 @@ class ClosingLine:
             self.trackers.end(Summary(text, max(steps - 1, 0) + step_offset, incidents))
 
     def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
-        """What the daemon found, as far as that is known here; whether a history says more, or will."""
+        """Return what the daemon found, as far as known here, and whether the history says more, or will."""
         if not last.goodbye.next_seq:
             return "there was nothing to judge", False
         if self.closing is not None:
@@ -107,6 +110,6 @@ class ClosingLine:
             return "its daemon has yet to judge it", True
         if last.sender_state.startswith(RECORDING):
             return f"recorded and not judged; sentinel replay {last.sender_state.removeprefix(RECORDING)}", False
-        if last.sender_state in (GREETING, STREAMING):  # what was sent is judged, with an answer or without
+        if last.sender_state in (GREETING, STREAMING):  # what was sent is judged, whether an answer came or not
             return "its daemon did not say in time what it found", True
         return "not judged, as no daemon took part", False

@@ -1,5 +1,8 @@
-"""What the daemon sends a rank: notices to the terminal, governor to the governor, questions to what can answer them,
-orders for the exit of a step to the guard. On the sender's thread."""
+"""Dispatches what the daemon sends to a rank. On the sender's thread.
+
+Notices go to the terminal, spacings and costs to the governor, questions to the part that can answer them, and orders
+for the exit of a step to the guard.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from sentinel.hooks.session.session import RunSession
 
 NOTICES = 512
-"""Ids of the last notices, which a daemon that was restarted may send again."""
+"""Number of ids of the last notices that are kept: a daemon that was restarted may send these again."""
 
 
 class CommandHandler:
@@ -31,12 +34,12 @@ class CommandHandler:
         self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._reader = Worker("sentinel-flight")
         self._reading: Task | None = None
-        """Of the flight recorder."""
+        """The reading of the flight recorder that was started last."""
         self._flight_asked = 0
-        """Number of the last question for it: the daemon takes no answer to one before."""
+        """Id of the last question for the flight recorder: the daemon takes no answer to an earlier one."""
 
     def receive(self, message: wire.ToRank) -> None:
-        """Do as it says, or hand it to the part that does."""
+        """Carry out a message, or pass it to the part that does."""
         session = self._session
         match message:
             case wire.Notice():
@@ -90,9 +93,12 @@ class CommandHandler:
                 session.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))
 
     def _tell_collectives(self, message: wire.Ask) -> None:
-        """In a thread of its own: NCCL's recorder queries CUDA events, and such a query may wait for a loop that itself
-        waits for the device (ProcessGroupNCCL.cpp says so of its watchdog). The heart goes on beating then, where the
-        dump lets go of the GIL, as that of torch's general recorder does."""
+        """Send the flight recorder's content, from a separate thread.
+
+        NCCL's recorder queries CUDA events, and such a query may wait for a loop that itself waits for the device
+        (ProcessGroupNCCL.cpp says so of its watchdog). The heartbeat goes on meanwhile if the dump releases the GIL, as
+        that of torch's general recorder does.
+        """
         session, self._flight_asked = self._session, message.id
 
         def tell() -> None:

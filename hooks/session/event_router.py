@@ -1,6 +1,6 @@
-"""What the patches tell of one run, handed to what it concerns: accumulator, streams, batches, collector.
+"""Passes on what the patches see of one run: to its accumulator, streams, batches and collector.
 
-The streams of a run. Held weakly: they die with their optimizers, whose hooks own them.
+The streams of a run are held weakly: they die with their optimizers, whose hooks own them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EventRouter:
-    """The `LoopEvents` of one run. Called several times at every step: what it costs is measurable."""
+    """The `LoopEvents` of one run. Called several times at every step: its cost is measurable."""
 
     def __init__(
         self,
@@ -37,17 +37,18 @@ class EventRouter:
         self.accumulator, self.batches = session.accumulator, session.batches
         self._session, self._streams, self._collector, self._succession = session, streams, collector, succession
         self._scales = self._looked_at = False
-        """A loss of this run was scaled; a probe looks at the present backward pass."""
+        """Whether a loss of this run was scaled; whether a probe looks at the present backward pass."""
         parts = streams.parts
         self._pass_filter = PassFilter(parts[0].layers) if len(parts) == 1 else None
-        """None where several optimizers share the passes: what one clears another may want."""
+        """None where several optimizers share the passes: gradients that one clears, another may need."""
         self._may_be_ours = True
-        """The present pass: the model ran since its last step, or its forward passes are never seen."""
+        """Whether the present pass may be this run's: the model ran since its last step, or its forward passes are
+        never seen."""
         self._steps: list[tuple[StepAccumulator, int]] = []
-        """Of the other runs of this process: how many there were when the last pass was over."""
+        """The other runs of this process, with the number of their steps at the end of the last pass."""
 
     def expect_trial_passes(self) -> None:
-        """Passes before the first step whose gradients are cleared again were trials."""
+        """Treat passes before the first step whose gradients are cleared again as trials."""
         if self._pass_filter is not None:
             self._pass_filter.expects_trials = True
 
@@ -83,7 +84,7 @@ class EventRouter:
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         self.accumulator.in_last_pass = self._pass_filter is None or self._pass_filter.end_pass()
         if not self.accumulator.in_last_pass and not self._may_be_ours:
-            loss = None  # of a model that is trained beside ours
+            loss = None  # the loss of a model that is trained beside this one
         else:
             self.accumulator.backward_ended(loss, seconds)
         self._steps = [(one, one.steps) for one in patches.list_accumulators() if one is not self.accumulator]
@@ -101,7 +102,7 @@ class EventRouter:
             self._succession.end_pass(self.accumulator.steps, clearings)
 
     def _start_over(self) -> None:
-        """The loop threw away the passes of the present step so far, and takes it again."""
+        """Discard the passes of the present step so far: the loop threw them away and takes the step again."""
         self.accumulator.start_over()
         self._collector.start_over()
         for stream in self._streams.live:
@@ -142,25 +143,26 @@ class OptimizerMonitors:
     """The streams of one run whose optimizers are still there. Read on any thread."""
 
     def __init__(self, parts: Sequence[OptimizerMonitor] = (), gathering: BackwardGathering | None = None) -> None:
-        """`parts`: one an optimizer; `gathering` makes one of them all, where they step inside the backward pass."""
+        """`parts`: one for each optimizer; `gathering` merges them where the optimizers step inside the backward
+        pass."""
         self._parts = [weakref.ref(part) for part in parts]
         self.gathering = gathering
 
     @property
     def parts(self) -> list[OptimizerMonitor]:
-        """Those whose optimizer is still there."""
+        """The monitors whose optimizer still exists."""
         return [stream for ref in self._parts if (stream := ref()) is not None]
 
     @property
     def live(self) -> list[OptimizerMonitor]:
-        """The same; optimizers that step inside the backward pass share one monitor."""
+        """The monitors in use: as `parts`, but one for all optimizers that step inside the backward pass."""
         parts = self.parts
         whole = self.gathering.whole if self.gathering is not None else None
         return [whole] if whole is not None and parts else parts
 
     @property
     def awake(self) -> bool:
-        """Whether a probe may look at this backward pass. Parts of one stream say so as long as they live."""
+        """Whether a probe may look at this backward pass. Merged monitors still count as long as they live."""
         for ref in self._parts:
             stream = ref()
             if stream is not None and stream.probes.awake:

@@ -1,5 +1,7 @@
-"""Signals that are not ours: what a script logs and what probes of other packages measure; and what they tell of the
-run, which may be reinforcement learning."""
+"""Signals from outside: logged by a script or measured by other packages' probes.
+
+Their names may show that the run is reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +13,47 @@ from sentinel.signals import SIGNALS
 from sentinel.text import join_names
 
 NAMES = 1024
-"""At most: a loop that makes a new one at every step must not grow the hello."""
+"""Largest number of such names: a loop that makes a new one at every step must not grow the hello."""
 RL = "rl"
 KINDS = (RL, "supervised")
 JUDGED_AS = "reinforcement learning"
 
 
 class LoggedSignals:
-    """Names and scopes of such signals, and the kind of run."""
+    """Names and scopes of signals from outside, and the kind of run."""
 
     def __init__(self, kind: str | None) -> None:
-        """`kind`: one of `KINDS`, as the user says; None: found by what is logged."""
+        """`kind`: one of `KINDS`, as the user says; None: recognised by what is logged."""
         self.scopes: dict[str, str] = {}
         self._kind, self._names_judged = kind, 0
         self.judged_as = JUDGED_AS + ', by attach(kind="rl")' if kind == RL else ""
-        """As what the run is judged, in words; empty where it is as any other."""
+        """In words, what the run is judged as; empty for an ordinary run."""
 
     @property
     def reinforcement(self) -> bool:
-        """Whether it is reinforcement learning."""
+        """Whether the user says that the run is reinforcement learning, or its names have shown it."""
         return self._kind == RL
 
     def declare(self, signals: Mapping[str, str]) -> None:
-        """Signals of other packages' probes, and their scopes."""
+        """Add signals of other packages' probes, with their scopes."""
         self.scopes.update(signals)
 
     def knows(self, name: str) -> bool:
-        """Whether it is a signal of ours, or one that was logged before."""
+        """Whether the name is a signal of ours, or was logged before."""
         return name in SIGNALS or name in self.scopes
 
     def add(self, name: str) -> bool:
-        """A name that is new. False where it cannot be taken."""
+        """Add a new name. Returns False if it cannot be taken."""
         if len(self.scopes) >= NAMES or name != printable(name):
             return False
         self.scopes[name] = "rank"
         return True
 
     def recognise_kind(self) -> bool:
-        """Whether names that are new show that it is reinforcement learning. At the end of a step: what a trainer logs
-        together is judged together."""
+        """Return whether new names show that the run is reinforcement learning.
+
+        Called at the end of a step: names that a trainer logs together are judged together.
+        """
         if len(self.scopes) == self._names_judged or self._kind is not None:
             return False
         self._names_judged = len(self.scopes)

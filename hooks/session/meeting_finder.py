@@ -1,8 +1,10 @@
-"""Where the daemons of a job's nodes meet, in one key of the process group's store: rank 0 writes it, the first rank of
-each other node reads it. In a thread of its own, so that no loop and no heartbeat waits for it.
+"""Finds where the daemons of a job's nodes meet, by one key in the process group's store.
 
-Node 1's daemon is to take over where node 0's dies. Its first rank offers an address under a key of its own, and rank 0
-puts it beside that of node 0: all nodes read the same, also where the offer comes too late, or never.
+Rank 0 writes the key, the first rank of each other node reads it. This has its own thread, so that neither the loop nor
+the heartbeat waits for it.
+
+Node 1's daemon takes over where node 0's dies. Its first rank offers an address under a second key, and rank 0 adds it
+to that of node 0: so all nodes read the same, even if the offer comes too late or never.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from sentinel.node.addresses import split_addresses
 from sentinel.node.network_address import find_free_port, find_own_address
 
 FIND_SECONDS = 300.0
-"""How long a process group, and rank 0's word, are waited for."""
+"""How long to wait for a process group, and then for what rank 0 writes."""
 OFFER_SECONDS = 30.0
 """How long rank 0 waits for node 1's offer: its daemon may take that long to start on a busy node."""
 LEAST_NODES = 3
-"""Of a job in which one node can take over from another: of two, neither goes on without the other."""
+"""Fewest nodes of a job in which one can take over from another: of two, neither goes on without the other."""
 LOOK_SECONDS = 1.0
 LOST_SECONDS = 20.0
-"""Between two connections to a store that gives no answer."""
+"""Time between two connections to a store that gives no answer."""
 _MOST_BYTES = 4096
 _WORDS = 500
 
 
 class MeetingFinder:
-    """Of one run, in one process."""
+    """Finds the meeting point of one run, in one process."""
 
     def __init__(self, identify: Callable[[], wire.Identity | None], send: Callable[[wire.Message], None]) -> None:
         """`send` is called in the finder's thread."""
@@ -46,12 +48,12 @@ class MeetingFinder:
         self._closed = threading.Event()
 
     def find(self, asked: wire.FindMeeting) -> None:
-        """Send a `MeetingFound` once it is known where, or that it will not be."""
+        """Send a `MeetingFound` once the meeting point is known, or once it is known that there will be none."""
         if self._task is None or self._task.over:
             self._task = self._worker.submit(functools.partial(self._find, asked))
 
     def close(self) -> None:
-        """The run is over: stop looking."""
+        """Stop looking: the run is over."""
         self._closed.set()
 
     def _find(self, asked: wire.FindMeeting) -> None:
@@ -79,25 +81,27 @@ class MeetingFinder:
             self._closed.wait(pause)
 
     def _offer(self, client: StoreClient, asked: wire.FindMeeting) -> None:
-        """As node 1, write where its daemon can listen. The last offer counts: that of an earlier attempt may be of a
-        daemon that is gone."""
+        """On node 1, write where its daemon can listen.
+
+        The last offer counts: that of an earlier attempt may be of a daemon that is gone.
+        """
         identity = self._identify()
         if identity is None or identity.node != 1 or not _has_second(asked):
             return
         try:
             offer = wire.MeetingFound(nodes=asked.nodes, address=_choose_address(client, asked))
-        except OSError:  # it can connect to node 0 all the same
+        except OSError:  # it can still connect to node 0
             return
         key = _name_offer(identity)
         client.ask(lambda store: store.set(key, msgspec.json.encode(offer).decode()))
 
     def _look(self, client: StoreClient, asked: wire.FindMeeting, offers_until: float) -> wire.MeetingFound | None:
-        """What is in the store; None: nothing yet."""
+        """Return what is in the store; None if nothing is there yet."""
         identity = self._identify()
         if identity is None:
             return None
         key = _name_word(identity)
-        # A store that outlives the ranks has it already, with where the daemons of an earlier attempt listen.
+        # A store that outlives the ranks has the key already, with the addresses of the daemons of an earlier attempt.
         if (word := _read(client, key)) is not None or identity.rank != 0:
             return word
         offered = _read_offer(client, _name_offer(identity)) if _has_second(asked) else ""
@@ -124,7 +128,7 @@ def _name_offer(identity: wire.Identity) -> str:
 
 
 def _choose_address(client: StoreClient, asked: wire.FindMeeting) -> str:
-    """Where this node's daemon listens already, else where it can."""
+    """Return where this node's daemon listens already, else where it can."""
     if asked.address:
         return asked.address
     host = find_own_address(client.host, client.port)
@@ -132,17 +136,18 @@ def _choose_address(client: StoreClient, asked: wire.FindMeeting) -> str:
 
 
 def _read_offer(client: StoreClient, key: str) -> str | None:
-    """Node 1's address; None: it has offered none, or something that is no address, as another program might."""
+    """Return node 1's address; None if it offered none, or if another program wrote something that is not an
+    address."""
     try:
         offer = _read(client, key)
         is_address = offer is not None and split_addresses(offer.address, key) == (offer.address,)
-    except ValueError:  # msgspec.DecodeError is one, too
+    except ValueError:  # includes msgspec.DecodeError
         return None
     return offer.address if offer is not None and is_address else None
 
 
 def _read(client: StoreClient, key: str) -> wire.MeetingFound | None:
-    """What is under a key, if anything is. Raises msgspec.DecodeError: it was written by another program."""
+    """Return the value of a key; None if it is not set. Raises msgspec.DecodeError if another program wrote it."""
     if not client.ask(lambda store: store.check([key])):
         return None
     return msgspec.json.decode(client.ask(lambda store: store.get(key))[:_MOST_BYTES], type=wire.MeetingFound)

@@ -24,31 +24,33 @@ from sentinel.signals import SIGNALS
 
 Batch = TypeVar("Batch")
 GOODBYE_SECONDS = 0.4
-"""How long `detach` waits at most for the daemon to take what is queued."""
+"""Longest time that `detach` waits for the daemon to take what is queued."""
 
 
 class Monitor:
     """Watches one run. A context manager: leaving it detaches.
 
-    Nothing in it raises into the loop or waits for the daemon. Model and optimizer are held weakly. Where there is
-    nothing to watch with (SENTINEL_DISABLED=1, no socket directory) every method is there and does nothing.
+    Nothing in it raises into the loop or waits for the daemon. Model and optimizer are held weakly. Where nothing can
+    be watched (SENTINEL_DISABLED=1, no socket directory) every method exists and does nothing.
     """
 
     def __init__(self, run: str, session: RunSession | None, *, why: str = "", step: int = 0) -> None:
-        """`sentinel.attach` makes it. `why` there is no session; `step`: the user's number of the first step."""
+        """Made by `sentinel.attach`. `why`: the reason for having no session; `step`: the user's number of the first
+        step."""
         self.run = run
         """Name of the run."""
         self._session, self._why, self._step = session, why, step
 
     @property
     def state(self) -> str:
-        """What it does now, in words: `looking for the daemon`, `streaming`, `refused: ...`, `detached` and so on."""
+        """The present state, in words: `looking for the daemon`, `streaming`, `refused: ...`, `detached` and so on."""
         return self._why if self._session is None else self._session.sender.state
 
     def log(self, **scalars: float | torch.Tensor) -> None:
         """Add numbers of your own to the present step, or replace what is measured: `log(loss=...)`.
 
-        One-element tensors are read without waiting for the device. What is no number is left out, and said once.
+        One-element tensors are read without waiting for the device. A value that is not a number is left out, with a
+        line on the terminal the first time.
         """
         if self._session is None:
             return
@@ -56,7 +58,7 @@ class Monitor:
             for name, value in scalars.items():
                 if isinstance(value, torch.Tensor) and not value.is_cpu and tensors.is_capturing():
                     self._session.say_once(f"log({name}=...) in a CUDA graph that is captured: log it at each replay")
-                    continue  # the copy would be part of the graph
+                    continue  # the copy would become part of the graph
                 number = _number(value)
                 if number is None:
                     self._session.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
@@ -65,7 +67,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say that what runs inside is not training: `with monitor.phase("eval"): ...`."""
+        """Mark what runs inside as not training: `with monitor.phase("eval"): ...`."""
         self._enter_phase(name)
         try:
             yield
@@ -73,11 +75,11 @@ class Monitor:
             self._enter_phase("")
 
     def stage(self, name: str) -> None:
-        """Say that from the next step on the task or the data are others, on purpose: the next part of a curriculum,
+        """Announce that from the next step on the task or the data change on purpose: the next part of a curriculum,
         longer sequences, another mixture.
 
-        Rules over losses, gradients, updates and times start over there, as at the start of a run; what they have open
-        is over; and no rollback goes back across it. With several ranks all may say so: it counts once.
+        Rules over losses, gradients, updates and times start over there, as at the start of a run; their open incidents
+        end; and no rollback goes back across it. With several ranks all may call it: it counts once.
         """
         if self._session is not None:
             with self._session.accumulator.unseen.swallow_faults("stages", "the new stage is not seen"):
@@ -86,7 +88,7 @@ class Monitor:
                 self._session.sender.post(wire.StageBegan(name=said, seq=self._next_seq(), time=time.time()))
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
-        """`loader`, with the wait for data measured, and with batches that a rollback can skip."""
+        """Wrap `loader`: the wait for data is measured, and a rollback can skip batches."""
         return loader if self._session is None else self._session.batches.watch(loader)
 
     def on_alert(self, function: Callable[[dict[str, Any]], object]) -> None:
@@ -102,24 +104,27 @@ class Monitor:
             alerts.add(function)
 
     def on_rollback(self, function: Callable[[int, int], object]) -> None:
-        """Call `function(to, at)` once the state at the exit of step `to` was restored at the exit of step `at`, on the
-        training thread: the place to rewind counters of your own. What it raises is logged."""
+        """Call `function(to, at)` after a rollback, on the training thread: the place to rewind counters of your own.
+
+        The state at the exit of step `to` was then restored at the exit of step `at`. What the function raises is
+        logged.
+        """
         offset = self._step
         self.after_rollback(lambda to, at: function(to + offset, at + offset))
 
     def after_rollback(self, function: Callable[[int, int], object]) -> None:
-        """As `on_rollback`, with steps counted from this attach on."""
+        """Like `on_rollback`, with steps counted from this attach on."""
         restorer = self._session.restorer if self._session is not None else None
-        if restorer is not None:  # where nothing is armed nothing is rolled back
+        if restorer is not None:  # without armed rollback nothing is rolled back
             restorer.functions.append(function)
 
     def on_stop(self, function: Callable[[int], object], *, seconds: float = LAST_SECONDS) -> None:
-        """Call `function(step)` where an alert with the action `stop` ends the run: on every rank, on the training
-        thread, once step `step` is done on all of them. The place to save a checkpoint; collectives work in it.
+        """Call `function(step)` where an alert with the action `stop` ends the run. The place to save a checkpoint.
 
-        What it raises is printed, and after `seconds` the process is ended: by then all such functions must be done, on
-        all ranks, and the longest time that was given counts. Either way the exit status is 87. Raises AttachError
-        where `seconds` is no positive number.
+        It is called on every rank, on the training thread, once step `step` is done on all of them; collectives work in
+        it. What it raises is printed, and after `seconds` the process is ended: by then all such functions must be
+        done, on all ranks, and the longest time that was given counts. Either way the exit status is 87. Raises
+        AttachError where `seconds` is not a positive number.
         """
         if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise AttachError(f"on_stop(seconds={seconds!r}): must be a number over 0")
@@ -128,11 +133,11 @@ class Monitor:
             guard.last_functions.append((function, seconds))
 
     def follow(self, other: Monitor) -> None:
-        """Be the handle on what `other` watches: the same run, with another optimizer."""
+        """Become the handle on what `other` watches: the same run, with another optimizer."""
         self._session, self._why, self._step = other._session, other._why, other._step
 
     def detach(self) -> None:
-        """Stop watching; take every hook and patch away. Calling it twice does no harm."""
+        """Stop watching; remove every hook and patch. Calling it twice does no harm."""
         self._leave(wire.Goodbye(reason="detach", next_seq=self._next_seq()))
 
     def __enter__(self) -> Monitor:
@@ -149,7 +154,7 @@ class Monitor:
             self._leave(wire.Goodbye(reason="exception", next_seq=self._next_seq(), detail=kind.__name__))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or what comes out of a pickle, watches nothing: a trainer that holds one may be copied."""
+        """A copy, also one out of a pickle, watches nothing: a trainer that holds a monitor may be copied."""
         return functools.partial(Monitor, why="a copy, which watches nothing"), (self.run, None)
 
     def __repr__(self) -> str:
@@ -179,11 +184,11 @@ def _number(value: object) -> Scalar | None:
 
 
 LIMIT = 256
-"""Columns that are handed on. A trainer logs a few dozen; each is a series in the history and in Prometheus."""
+"""Most columns that are passed on. A trainer logs a few dozen; each is a series in the history and in Prometheus."""
 
 
 class TrainerNumbers:
-    """Gives each column a name that rules can write, and logs it. What Sentinel measures itself stays as measured."""
+    """Gives each column a name that rules can use, and logs it. Sentinel's own measurements are not replaced."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -191,7 +196,7 @@ class TrainerNumbers:
         self._full = False
 
     def log(self, monitor: Monitor, columns: Mapping[str, object]) -> None:
-        """Log finite numbers, for the present step. It never waits for a device: what is on one is not checked."""
+        """Log finite numbers for the present step. Never waits for a device: values on one are not checked."""
         with fault_guard.swallow_faults("the trainer's numbers", "they are lost"):
             found: dict[str, float | torch.Tensor] = {}
             for column, value in columns.items():

@@ -1,4 +1,4 @@
-"""The sessions of this process: whose optimizer is whose, and what happens to them at fork and at the end."""
+"""The sessions of this process: which one watches an optimizer, and what happens to them at fork and at the end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from sentinel.hooks.core.identity import in_notebook, printable
 from sentinel.hooks.session.session import RunSession
 
 GOODBYE_SECONDS = 0.4
-"""How long the end of the process waits at most for the daemon to take what is queued. With what is written down after
-that (`Sender._leave_record`) it is held up by less than half a second."""
+"""Longest time that the end of the process waits for the daemon to take what is queued.
+
+With what is written to disk after that (`Sender._leave_record`) the end is delayed by less than half a second.
+"""
 
 _sessions: list[RunSession] = []
 _made = 0
@@ -40,15 +42,16 @@ def count_sessions() -> int:
 
 
 def find_session(optimizers: Sequence[object]) -> RunSession | None:
-    """The live session that watches one of these optimizers."""
+    """Return the live session that watches one of these optimizers; None if there is none."""
     return next((session for session in _sessions if not session.ended and any(map(session.watches, optimizers))), None)
 
 
 def let_go_of_the_dead(names: dict[str, object]) -> None:
     """End the sessions that can no longer be used, before a new one begins.
 
-    Those whose optimizers are gone, some of which the collector has yet to find. In a notebook also those whose
-    optimizers `names`, its variables, do not hold any longer: IPython keeps old results and tracebacks alive.
+    These are sessions whose optimizers are gone, some of which the garbage collector has yet to find. In a notebook
+    they include those whose optimizers `names`, its variables, no longer hold: IPython keeps old results and tracebacks
+    alive.
     """
     for session in _sessions:
         if session.ended:
@@ -64,7 +67,7 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
 
 
 def end(session: RunSession, why: str = " is watched no more") -> None:
-    """End a session before the process does: a new one takes its place."""
+    """End a session before the process ends: a new one takes its place."""
     fault_guard.say(f"run {session.who.name!r}{why}")
     session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
 
@@ -77,13 +80,13 @@ def take_over(session: RunSession) -> None:
 
 
 def succeed(session: RunSession, heir: object) -> None:
-    """End a session whose optimizer steps no more, because `heir` trains its model: another one watches that."""
+    """End a session whose optimizer steps no more because `heir` trains its model, which another session watches."""
     instead = "in a run of its own" if find_session([heir]) is not None else "and is watched in its place"
     end(session, f": its optimizer steps no more; {type(heir).__name__} trains the model, {instead}")
 
 
 def interactive() -> bool:
-    """Whether a person types: a notebook or a prompt."""
+    """Whether a person types: in a notebook or at a prompt."""
     return hasattr(sys, "ps1") or in_notebook()
 
 
@@ -97,8 +100,8 @@ def _is_named(session: RunSession, names: dict[str, object]) -> bool:
 
 
 def _leave() -> None:
-    """The process ends."""
-    # The interpreter sets these before it prints a traceback; at a prompt they may be of hours ago.
+    """Say goodbye for all sessions as the process ends."""
+    # The interpreter sets `last_value` before it prints a traceback; at a prompt it may be hours old.
     error = getattr(sys, "last_value", None) if not interactive() else None
     for session in _sessions:
         with fault_guard.swallow_faults("the end of the process", "without a goodbye"):

@@ -4,7 +4,8 @@
     sentinel.attach(model, optimizer, step=step, rollback=sentinel.Rollback(directory="snapshots"))
     for step in range(step, STEPS): ...
 
-State of schedulers, a loss scaler or averaged models that the script makes only later waits for them (`AwaitedState`).
+The state of schedulers, a loss scaler or averaged models that the script makes only later is kept for them
+(`AwaitedState`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 from sentinel.text import name_ranks
 
 _Read = tuple[dict[str, Any], int]
-"""The state by names, and how many ranks wrote it."""
+"""The state by part names, and the number of ranks that wrote it."""
 
 
 class _Taken(msgspec.Struct, frozen=True):
@@ -53,7 +54,7 @@ class _Taken(msgspec.Struct, frozen=True):
     step: int
     path: str
     rank: int
-    """Whose part of it this rank takes, where fewer ranks go on than nodes wrote it; -1: its own."""
+    """The rank whose part of it this rank takes, where fewer ranks go on than nodes wrote it; -1: its own."""
 
 
 def resume(
@@ -70,13 +71,13 @@ def resume(
     before `attach`; on every rank where there are several.
 
     `directory` is what `Rollback(directory=...)` names, and `state` what its `state` does; `scaler` and `scheduler` are
-    found where they are not given. Back come parameters, buffers, optimizers, scaler, schedulers, `state` and the
-    random generators, bit by bit. The loader does not: leave out the batches that were used, or give a sampler that has
-    a `state_dict` as `state`. All ranks take the same snapshot, the newest that is sound for all of them; of steps
-    before `before`, or SENTINEL_RESUME_BEFORE, where that is set.
+    found where they are not given. It restores parameters, buffers, optimizers, scaler, schedulers, `state` and the
+    random generators, bit by bit. It does not restore the loader: leave out the batches that were used, or give a
+    sampler that has a `state_dict` as `state`. All ranks take the same snapshot: the newest that is sound for all of
+    them, of a step before `before`, or SENTINEL_RESUME_BEFORE, where that is set.
 
     Returns your number of the next step: 0 where there is no snapshot, and nothing was touched. Raises RollbackError
-    where snapshots are there and none can be used, where one cannot be read for 60 s or is of another format, where the
+    where there are snapshots and none can be used, where one cannot be read for 60 s or is of another format, where the
     directory is not yours alone, and where the model or optimizer does not fit. Nothing is renamed then.
     """
     models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
@@ -109,7 +110,7 @@ def resume(
         named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
     parts = list(run.parts)
     unseen: Sequence[int] = ()
-    is_alone = exchange.rank < world_then  # else it was not there then, and would draw what rank 0 draws
+    is_alone = exchange.rank < world_then  # else this rank did not exist then, and would draw what rank 0 draws
     if taken.rank >= 0:
         compared = compare_replicas(folder, path, named, taken.rank, run.weights.by_name(), exchange)
         is_alone, unseen = compared.is_alone, compared.unseen
@@ -128,21 +129,23 @@ def resume(
 
 
 def _begin_line(folder: Path, after: int, damaged: Collection[int], exchange: RankExchange) -> None:
-    """All ranks have gone back: what is younger is set aside, and what is written from now on belongs together."""
+    """Begin a new line of snapshots, once all ranks have gone back: younger ones are set aside, later ones belong
+    together."""
     if exchange.rank == 0:
         _set_aside(folder, after, damaged)
     name = exchange.gather(secrets.token_hex(4).encode())[0].decode()
     if spans_nodes():
-        if leads_node():  # what rank 0 did not see
+        if leads_node():  # those that rank 0 did not see
             _set_aside(folder, after, damaged)
         check_sharing(folder, name, exchange)
     begin_line(name)
 
 
 def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_Taken | Begin, set[int]]:
-    """Where to go on from, the same step on all ranks; and which steps were passed over because they are damaged."""
-    thorough = leads_node()  # once a node is enough: what is damaged is so for all of it
-    passed: dict[int, str] = {}  # damaged, or not there for all ranks
+    """Choose the snapshot to go on from, of the same step on all ranks. Returns also the steps passed over as
+    damaged."""
+    thorough = leads_node()  # once per node is enough: what is damaged is so for all of it
+    passed: dict[int, str] = {}  # step -> why: damaged, or not there for all ranks
     damaged: set[int] = set()
     whole: set[int] = set()
     retry, told = Retry(), ""
@@ -188,12 +191,14 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
 
 
 _NO_SNAPSHOT = (*framework_checkpoints.DAMAGE, AttributeError, IndexError, TypeError, ValueError)
-"""What reading raises where the bytes are not those of a snapshot."""
+"""What reading raises if the bytes are not those of a snapshot."""
 
 
 def _retry(path: Path, read: Callable[[], _Read]) -> _Read:
-    """What `read` returns; again, where the operating system fails it. Raises RollbackError after a while, and at once
-    where what was read makes no sense."""
+    """Return what `read` returns; try again if the operating system fails it.
+
+    Raises RollbackError after a while, and at once if what was read makes no sense.
+    """
     retry = Retry()
     while True:
         try:
@@ -210,8 +215,10 @@ def _retry(path: Path, read: Callable[[], _Read]) -> _Read:
 
 
 def _compare_names(path: Path, run: RunState, owners: Owners, read: _Read) -> _Read:
-    """What was read, if it has the parts that there are, and no others but those of what may be made later. Raises
-    RollbackError."""
+    """Return what was read, if its parts are those of this run, apart from parts that may be made later.
+
+    Raises RollbackError otherwise.
+    """
     found, world = read
     named = rename_parts(found, run.parts, owners.schedulers)
     known = {part.name for part in run.parts}
@@ -223,7 +230,7 @@ def _compare_names(path: Path, run: RunState, owners: Owners, read: _Read) -> _R
 
 
 def _put_back(parts: Sequence[Part], named: Mapping[str, Any]) -> None:
-    """Load the state into the run. Raises RollbackError."""
+    """Load the state into the run. Raises RollbackError if it was restored only in part."""
     try:
         put_back(parts, {part.name: part.import_named(named[part.name]) for part in parts})
     except HalfRestored as error:
@@ -231,7 +238,7 @@ def _put_back(parts: Sequence[Part], named: Mapping[str, Any]) -> None:
 
 
 def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> None:
-    """Rename what is younger than the snapshot that the run goes on from. On rank 0, once all ranks have gone back."""
+    """Rename the snapshots younger than the one that the run goes on from. On rank 0, once all ranks have gone back."""
     steps: set[int] = set()
     try:
         with say_if_late(f"resume: setting aside what is younger in {folder}", speaks=True):
@@ -257,10 +264,10 @@ def may_come(name: str) -> bool:
 
 
 class AwaitedState:
-    """Gives it to its owners at the first forward pass that finds them there, or at the first step; then it is gone.
+    """Holds state until its owners exist: gives it to them at a forward pass or at the first step, then ends.
 
-    Before a forward pass, since a loss is scaled right after it. A scheduler writes the learning rates as it is made:
-    the groups are put back once more.
+    It does so before a forward pass, since a loss is scaled right after it. A scheduler writes the learning rates when
+    it is made: so the parameter groups are put back once more.
     """
 
     def __init__(self, run: RunState, named: Mapping[str, Any], awaited: Sequence[str]) -> None:
@@ -268,7 +275,7 @@ class AwaitedState:
         self._handles: list[Any] = []
 
     def watch(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        """Begin to wait."""
+        """Begin to wait for the owners."""
         before_forward, before_step = (
             exclude_from_tracing(partial(self._before_forward)),
             exclude_from_tracing(partial(self._before_step)),

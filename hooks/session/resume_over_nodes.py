@@ -1,10 +1,9 @@
 """`resume` over several nodes: where parts of a snapshot are, and whether fewer ranks can go on than wrote one.
 
-A rank that does not find its part asks where the nodes see it. Fewer ranks can go on only where each of those that
-wrote had all of the state. Nothing tells replicas from tensors that a script sharded by hand. So the ranks that are
-left compare what they read, and what they see of the parts of others: the weights and the state of the optimizers must
-be the same, to the bit. What is on the disk of a node that is lost cannot be compared, and `state` is not: it may be a
-rank's own.
+A rank that does not find its part asks where the nodes see it. Fewer ranks can go on only if each rank that wrote had
+all of the state. Nothing tells replicas from tensors that a script sharded by hand. So the remaining ranks compare what
+they read, and what they see of the parts of others: the weights and the state of the optimizers must be the same, to
+the bit. What is on the disk of a lost node cannot be compared, and `state` is not: it may differ between ranks.
 """
 
 from __future__ import annotations
@@ -55,9 +54,10 @@ class _Found(msgspec.Struct):
 def search_parts(
     folder: Path, step: int, ranks: Sequence[int], looker: Looker, exchange: RankExchange, *, older: bool
 ) -> str:
-    """Why the snapshot of `step` is passed over, of which `ranks` have no part; all ranks call it.
+    """Return why the snapshot of `step`, of which `ranks` have no part, is passed over. All ranks call it.
 
-    Raises RollbackError where no older one is there, or the parts are on the disks of other nodes: they can be copied.
+    Raises RollbackError where there is no older one, or where the parts are on the disks of other nodes: they can be
+    copied.
     """
     mine = _Found(socket.gethostname(), str(folder), looker, _list_seen_parts(folder, step) if leads_node() else [])
     found = [msgspec.json.decode(view, type=_Found) for view in exchange.gather(msgspec.json.encode(mine))]
@@ -92,7 +92,7 @@ def search_parts(
 
 
 def _list_seen_parts(folder: Path, step: int) -> list[_Part]:
-    """The parts of a snapshot that are seen here."""
+    """List the parts of a snapshot that are seen here."""
     try:
         paths = [directory.path_of(own, step) for _, own in node_parts.list_places(folder)]
     except OSError:
@@ -110,8 +110,10 @@ def _name_more(ranks: Sequence[int]) -> str:
 
 
 def check_sharing(folder: Path, name: str, exchange: RankExchange) -> None:
-    """Find out whether all nodes see the same directory: by a file of rank 0's. All ranks call it. A file that cannot
-    be looked for counts as not seen: this is for people to read."""
+    """Find out whether all nodes see the same directory, by a file that rank 0 makes. All ranks call it.
+
+    A file that cannot be looked for counts as not seen: the result is only for people to read.
+    """
     global _sharing
     marker = folder / f".shared-{name}"
     if exchange.rank == 0:
@@ -128,35 +130,35 @@ def check_sharing(folder: Path, name: str, exchange: RankExchange) -> None:
 
 
 def describe_sharing() -> str:
-    """Where nodes write, as far as `resume` found out."""
+    """Return where nodes write, as far as `resume` found out."""
     return _sharing or "not known whether all nodes share it"
 
 
 def refuse_sharded(path: Path, run: RunState, world_then: int) -> None:
-    """Raises RollbackError where parts of tensors are missing."""
+    """Raise RollbackError if a parameter is sharded, so that parts of tensors are missing."""
     sharded = next((name for name, one in run.weights.by_name().items() if spread(one) is not None), "")
     if sharded:
         raise RollbackError(_explain(path, world_then, f"{sharded} is sharded over them"))
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """What comparing ranks led to."""
+    """The result of comparing ranks."""
 
     is_alone: bool
-    """Whether no second rank goes on as the same former rank: then it may take that rank's random generators."""
+    """Whether no other rank goes on as the same former rank: then this one may take its random generators."""
     unseen: tuple[int, ...]
-    """Ranks of then whose part no rank sees."""
+    """Former ranks whose part no rank sees."""
 
 
 class _Read(msgspec.Struct, frozen=True):
     """What one rank read."""
 
     rank: int
-    """As it was then."""
+    """Its rank when the snapshot was written."""
     digests: dict[int, str]
-    """By rank of then."""
+    """Digest of the state, by former rank."""
     seen: tuple[int, ...] = ()
-    """The ranks of then whose part this one sees."""
+    """The former ranks whose part this one sees."""
 
 
 def compare_replicas(
@@ -167,8 +169,10 @@ def compare_replicas(
     parameters: Mapping[str, Tensor],
     exchange: RankExchange,
 ) -> Compared:
-    """All ranks call it. `named`: what was read from `path`, as it was on `rank`. Raises RollbackError where the ranks
-    of then did not all have the same weights and optimizer state."""
+    """Check that the former ranks all had the same weights and optimizer state. All ranks call it.
+
+    `named`: what was read from `path`, as it was on `rank`. Raises RollbackError where they differ.
+    """
     parts = exchange.run_on_all(lambda: _find_parts(folder, path))
     world_then = next(iter(parts.values())).manifest.world_size
     mine = _Read(rank, {rank: _digest(named)}, tuple(parts))
@@ -204,13 +208,15 @@ def _digest(named: Mapping[str, Any]) -> str:
 
 
 def _find_parts(folder: Path, path: Path) -> dict[int, DiskSnapshot]:
-    """Rank -> the part that it is in, of those that belong to the one at `path` and are seen here. Raises
-    RollbackError."""
+    """Map each former rank to its part, among the parts that are seen here and belong to the snapshot at `path`.
+
+    Raises RollbackError if that snapshot cannot be read.
+    """
     mine = directory.read_manifest(path)
     if isinstance(mine, Seen):
         raise RollbackError(f"resume: {mine.why}. Nothing was changed")
     parts = dict.fromkeys(mine.ranks, DiskSnapshot(path, mine))
-    with contextlib.suppress(OSError):  # not seen
+    with contextlib.suppress(OSError):  # the others are not seen
         for _, place in node_parts.list_places(folder):
             one = directory.read_manifest(other := directory.path_of(place, mine.step))
             if isinstance(one, Manifest) and (one.lineage, one.world_size) == (mine.lineage, mine.world_size):
@@ -221,8 +227,10 @@ def _find_parts(folder: Path, path: Path) -> dict[int, DiskSnapshot]:
 def _digest_others(
     parts: Mapping[int, DiskSnapshot], ranks: Sequence[int], parameters: Mapping[str, Tensor]
 ) -> dict[int, str]:
-    """By rank; none of a part whose files are not what was written: they say nothing of the state. Raises
-    RollbackError."""
+    """Return the digest of each rank's part. Raises RollbackError.
+
+    Parts whose files are not what was written are left out: they say nothing about the state.
+    """
     digests = {}
     for rank in ranks:
         part = parts[rank]

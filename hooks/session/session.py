@@ -1,7 +1,7 @@
 """Owns everything that Sentinel attached to the run, from `begin` to `end`, and represents the run to the daemon.
 
-To the daemon go the hello, the layer tables and the steps. `event_router.py` hands on what the patches see,
-`command_handler.py` what the daemon sends. Model, optimizers and restorer are held weakly: when the user lets go of the
+The daemon gets the hello, the layer tables and the steps. `event_router.py` passes on what the patches see,
+`command_handler.py` what the daemon sends. Model, optimizers and restorer are held weakly: when the user releases the
 optimizers, the session ends by itself.
 """
 
@@ -50,23 +50,25 @@ if TYPE_CHECKING:
     from sentinel.hooks.rollback.step_guard import StepGuard
 
 PATIENCE_STEPS = 20
-"""Steps after which the user of a run whose loss was not seen hears how to show it."""
+"""Steps after which the user of a run whose loss was not seen gets a line on how to show it."""
 EARLY_STEPS = range(3)
-"""Steps that are sent without delay, and shown by the heartbeat: a process that takes the GIL forever in its first half
-second would otherwise look as if it had not begun."""
+"""Steps that are sent without delay, and shown by the heartbeat.
+
+A process that holds the GIL without end in its first half second would otherwise look as if it had not begun.
+"""
 _STEPS = "optimizer steps"
-"""What is not seen where there are none, in words."""
+"""What is reported as not seen where no steps are made."""
 PHASE_LETTERS = 200
 STOPPING = "stop"
-"""The phase between the step at which a run is stopped and its end."""
+"""Name of the phase between the step at which a run is stopped and its end."""
 STOPPED_SECONDS = 0.4
-"""How long a process that is about to be ended waits for the daemon to take what is queued."""
+"""Longest time that a process about to be ended waits for the daemon to take what is queued."""
 LINES = 256
 """Most lines printed on the terminal of a run, besides the daemon's notices."""
 
 
 class RunSession:
-    """What Sentinel attached to one run. `attach` makes it and puts streams, restorer and handles in."""
+    """What Sentinel attached to one run. `attach` makes it and adds streams, restorer and handles."""
 
     def __init__(
         self,
@@ -78,10 +80,10 @@ class RunSession:
         daemon_locator: DaemonLocator,
         kind: str | None = None,
     ) -> None:
-        """`kind`: as the user says (`LoggedSignals`)."""
+        """`kind`: how the user says that losses are judged (`LoggedSignals`)."""
         self.who, self.accumulator, self.governor, self.batches = who, accumulator, governor, batches
         self.hello: dict[str, Any] = {}
-        """Fields of the hello that do not change."""
+        """The fields of the hello, except those that `whole_hello` adds."""
         self.sender = Sender(
             self,
             daemon_locator=daemon_locator,
@@ -98,7 +100,7 @@ class RunSession:
         self._guard: weakref.ref[StepGuard] | None = None
         self._restorer: weakref.ref[Restorer] | None = None
         self.stop_on: tuple[str, ...] = ()
-        """Alerts that stop this run, as the user says."""
+        """Names of the alerts that stop this run, as given to `attach`."""
         self.collector: EvidenceCollector | None = None
         self._post_mortem = False
         self._handles: list[RemovableHandle] = []
@@ -109,7 +111,7 @@ class RunSession:
         self.ended = self._alone = False
         """Whether it is over; whether the sender ended it, because the optimizers were deleted."""
         self.unasked = False
-        """Attached at the first step (`sentinel run`): an attach in the script takes its place."""
+        """Whether it was attached at the first step (`sentinel run`): an attach in the script takes its place."""
 
     def begin(
         self,
@@ -121,8 +123,10 @@ class RunSession:
         collector: EvidenceCollector,
         succession: Succession,
     ) -> None:
-        """All is in place: listen, and let the sender look for the daemon. `restorer` is the `guard`, where rollback is
-        armed. RuntimeError: no thread can be started."""
+        """Start: listen to the patches, and let the sender look for the daemon, once all else is in place.
+
+        `restorer` is the `guard` where rollback is armed. Raises RuntimeError if no thread can be started.
+        """
         self._streams, self.collector = OptimizerMonitors(streams, gathering), collector
         self._guard = weakref.ref(guard)
         self._restorer = weakref.ref(restorer) if restorer is not None else None
@@ -136,7 +140,7 @@ class RunSession:
         start_thread(self.sender)
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
-        """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
+        """Remove hooks and patches, send what is queued and the goodbye. On the training thread."""
         ended, streams = self.ended, (*self._streams.parts, *self.streams)  # these call the user's functions
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
@@ -153,7 +157,7 @@ class RunSession:
         self.closing_line.hand_over()
 
     def leave(self, goodbye: wire.Goodbye, timeout: float) -> None:
-        """The run is over: end, and print the closing line."""
+        """End the session because the run is over, and print the closing line."""
         self.closing_line.look_for_trackers(last=True)
         if not self.ended:
             self.closing_line.note_end(goodbye)
@@ -165,8 +169,10 @@ class RunSession:
         self.closing_line.say(self.hello.get("step_offset", 0))
 
     def _conclude(self, *, broken: bool) -> None:
-        """Answer now what waits for a step: there will be none. On the training thread. `broken`: by an exception, and
-        a device may not answer any more."""
+        """Answer now the requests that wait for a step, as no step will come. On the training thread.
+
+        `broken`: the run ended by an exception, after which a device may not answer any more.
+        """
         if self.collector is None:
             return
         with fault_guard.swallow_faults("the evidence at the end", "without it"):
@@ -178,20 +184,21 @@ class RunSession:
                 self.collector.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
 
     def call_off(self) -> None:
-        """It did not come to be: leave nothing behind."""
+        """Undo a session that could not be set up: leave nothing behind."""
         self._let_go()
         self.unhook()
         self.sender.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
-        self.ended, self.closing_line.trackers = True, None  # their threads are the parent's
+        """Stop in a forked child, which is not the run. Takes no lock: another thread of the parent may have held
+        one."""
+        self.ended, self.closing_line.trackers = True, None  # the threads of trackers are the parent's
         self.sender.abandon()
         for stream in (*self._streams.parts, *self.streams):
             stream.stop()
 
     def _let_go(self) -> None:
-        """On any thread."""
+        """End what any thread may end: all but the hooks."""
         self.ended = True
         self.meeting_finder.close()
         if self._listening is not None:
@@ -200,8 +207,10 @@ class RunSession:
             self.collector.close()
 
     def unhook(self) -> None:
-        """Take the hooks away. On the training thread alone: PyTorch iterates over them while it calls them. Inside a
-        step, as in `on_rollback`, they stay, and do nothing."""
+        """Remove the hooks. On the training thread only: PyTorch iterates over them while it calls them.
+
+        Inside a step, as in `on_rollback`, they stay, and do nothing.
+        """
         if any(stream.inside for stream in self.streams):
             return
         for handle in self._handles:
@@ -212,17 +221,18 @@ class RunSession:
 
     @property
     def streams(self) -> list[OptimizerMonitor]:
-        """Those whose optimizer is still there. Optimizers that step inside the backward pass have one together."""
+        """The monitors whose optimizer still exists; one for all optimizers that step inside the backward pass."""
         return self._streams.live
 
     @property
     def guard(self) -> StepGuard | None:
-        """What keeps promises at the exits of steps; None where steps are inside the backward pass, or no more come."""
+        """Does what was promised at the exits of steps; None where steps are inside the backward pass, or no more
+        come."""
         return self._guard() if self._guard is not None else None
 
     @property
     def restorer(self) -> Restorer | None:
-        """Where rollback is armed."""
+        """Takes snapshots and rolls back; None where rollback is not armed."""
         return self._restorer() if self._restorer is not None else None
 
     @property
@@ -236,7 +246,7 @@ class RunSession:
         return any(stream.watches(optimizer) for stream in self._streams.parts)
 
     def gather(self) -> None:
-        """The optimizers step inside the backward pass, and are one stream from now on."""
+        """Treat the optimizers as one stream from now on, as they step inside the backward pass."""
         restorer, guard = self.restorer, self.guard
         self._restorer = self._guard = None
         if guard is not None:
@@ -253,7 +263,7 @@ class RunSession:
         )
 
     def tell_idle(self, passes: int) -> None:
-        """So many backward passes came after the last step, and no optimizer made one. 0: one did, after all."""
+        """Report that so many backward passes came after the last step, and no step; 0: a step came after all."""
         if not passes:
             self.accumulator.unseen.restore(_STEPS)
             return
@@ -265,7 +275,7 @@ class RunSession:
         )
 
     def disarm(self, reason: str) -> None:
-        """Rollback is not, or no longer, available: the daemon need not wait for it."""
+        """Report that rollback is not, or no longer, available: the daemon need not wait for it."""
         self.hello = {**self.hello, "rollback": None}
         self.accumulator.unseen.lose("rollback", f"disarmed: {reason}")
 
@@ -281,7 +291,7 @@ class RunSession:
 
     @property
     def whole_hello(self) -> dict[str, Any]:
-        """The fields of the hello, with what is not seen at present, and as what the run is judged."""
+        """The fields of the hello, with what is not seen at present and the kind of run that it is judged as."""
         facts, judged_as = self.hello["facts"], self.signals.judged_as
         return {
             **self.hello,
@@ -291,17 +301,17 @@ class RunSession:
 
     @property
     def next_seq(self) -> int:
-        """Of the first optimizer."""
+        """Sequence number of the next step of the first optimizer."""
         streams = self.streams
         return streams[0].seq if streams else self.sender.queue.next_seq
 
     @property
     def stopped(self) -> RunStopped | None:
-        """What stopped the run, where we did."""
+        """The stop that ended the run, where Sentinel stopped it; else None."""
         return next((stream.stopped for stream in self.streams if stream.stopped is not None), None)
 
     def stage(self) -> None:
-        """Another stage of the training begins with the next step. On the training thread."""
+        """Begin another stage of the training with the next step. On the training thread."""
         self.accumulator.disturb()
         for stream in self.streams:
             stream.begin_stage()
@@ -324,7 +334,7 @@ class RunSession:
         )
 
     def say_once(self, text: str) -> None:
-        """A line on the terminal, unless it was said before."""
+        """Print a line on the terminal, unless it was printed before."""
         if text not in self._told and len(self._told) < LINES:
             self._told.add(text)
             fault_guard.say(text)
@@ -335,7 +345,7 @@ class RunSession:
         return self.sender.queue.records
 
     def submit(self, record: Record, urgent: bool) -> None:
-        """A stream's step is over."""
+        """Queue the record of a stream's step, which is over."""
         self.sender.submit(record, urgent=urgent or record.seq in EARLY_STEPS)
         if self.signals.recognise_kind():
             self._announce_kind()
@@ -353,7 +363,7 @@ class RunSession:
                 stream.retire()
 
     def send(self, message: wire.Message) -> None:
-        """Send for the restorer; after a rollback call the user's functions."""
+        """Send a message. After a rollback, call the user's functions."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
             for stream in self.streams:
@@ -365,18 +375,19 @@ class RunSession:
                 _call(function, message.to, message.at)
 
     def enter_phase(self, name: str) -> None:
-        """What comes is not training, until the phase with the empty name begins."""
+        """Begin a phase that is not training; the phase with the empty name ends it."""
         self.accumulator.phase(name)
         said = printable(name)[:PHASE_LETTERS]
         self.sender.post(wire.PhaseChanged(name=said, seq=self.next_seq, time=time.time()))
 
     def expect_trial_passes(self) -> None:
-        """Attached before the first step: passes whose gradients are cleared again before it were trials."""
+        """Expect trial passes: attached before the first step, passes whose gradients are cleared again before it were
+        trials."""
         if self._listening is not None:
             self._listening.expect_trial_passes()
 
     def begin_stop(self) -> None:
-        """Training is over, on all ranks: what comes before the end is no hang."""
+        """Begin the phase after training is over on all ranks: time that passes before the end is no hang."""
         self.enter_phase(STOPPING)
 
     def say_goodbye(self, stop: RunStopped) -> None:
@@ -384,11 +395,11 @@ class RunSession:
         self.sender.stop(self.make_goodbye(stop), STOPPED_SECONDS)
 
     def make_goodbye(self, stop: RunStopped) -> wire.Goodbye:
-        """Of a run that was stopped by us."""
+        """Return the goodbye of a run that Sentinel stopped."""
         return wire.Goodbye(reason="stopped", next_seq=self.next_seq, detail=stop.reason, status=stop.status)
 
     def report_failure(self, error: BaseException, *, backward: bool = True) -> None:
-        """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""
+        """Report an exception of the loop, as far as seen: if memory ran out, send what it was used for."""
         with fault_guard.swallow_faults("the post mortem of memory", "without it"):
             if self.collector is not None and not self._post_mortem and is_out_of_memory(error):
                 self._post_mortem = True
@@ -399,7 +410,7 @@ class RunSession:
                 self.send(wire.Collected(what="out_of_memory", seq=found.seq, content=content))
 
     def prepare_capture(self) -> None:
-        """A CUDA graph is about to be captured: nothing of ours may be under way then."""
+        """Prepare for the capture of a CUDA graph: nothing of ours may be under way then."""
         if self.ended or not self.accumulator.is_training_thread():
             return
         for stream in self.streams:
@@ -409,7 +420,7 @@ class RunSession:
             guard.pause()
 
     def make_heartbeat_writer(self) -> HeartbeatWriter | None:
-        """None where there can be no heartbeat, which is said."""
+        """Return a new heartbeat writer; None where there can be no heartbeat, which is reported."""
         unseen = self.accumulator.unseen
         try:
             made = HeartbeatWriter(self.accumulator)
@@ -419,14 +430,14 @@ class RunSession:
         unseen.restore(HANGS)
         return made
 
-    # For and from the daemon, on the sender's thread.
+    # Towards the daemon, on the sender's thread.
 
     def identify(self) -> wire.Identity | None:
-        """Who this rank is; None as long as that is not known."""
+        """Return who this rank is; None as long as that is not known."""
         return self.who.resolve()
 
     def make_farewell(self) -> wire.Goodbye | None:
-        """The goodbye of a run whose optimizers were deleted. `end` has its own goodbye."""
+        """Return the goodbye of a run whose optimizers were deleted; else None. `end` has its own goodbye."""
         if self.ended or any(stream.alive() for stream in self.streams):
             return None
         self._let_go()
@@ -437,7 +448,7 @@ class RunSession:
         return goodbye
 
     def greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
-        """The hello and the layer tables. `first`: the first seq that is queued, if any is."""
+        """Yield the hello and the layer tables. `first`: seq of the first queued record, if there is one."""
         restorer, guard, streams = self.restorer, self.guard, self.streams
         self.closing_line.identify(identity)
         yield wire.Hello(
@@ -459,7 +470,7 @@ class RunSession:
             yield stream.layers.table
 
     def open_trackers(self, names: Sequence[str]) -> None:
-        """The settings name these."""
+        """Open the trackers that the settings name."""
         if self.closing_line.open_trackers(names):
             self.sender.greet_again()
 
