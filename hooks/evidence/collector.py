@@ -1,12 +1,13 @@
-"""What an incident asks of a step: where a value that is not finite came from, and the optimizer's second moments.
+"""Collects evidence of a step for an incident: where a non-finite value came from, and the optimizer's second moments.
 
     pre-hook of the optimizer: loss or gradient is not finite -> its batch runs again (`nonfinite_origin.py`) -> daemon
 
 This is done before the update is applied, once for each incident, or when the daemon asks. A GradScaler withholds such
 steps, and in a healthy run does so now and then: these are looked into only when the daemon asks.
 
-Adam's second moment is a running mean of squared gradients. Where one huge gradient is in it, its root is far over the
-gradients of now, and the layer's updates are small by as much for 1/(1 - beta2) steps. Read from a strided sample.
+Adam's second moment is a running mean of squared gradients. If one huge gradient is in it, its root is far above the
+present gradients, and the layer's updates are smaller by that factor for 1/(1 - beta2) steps. It is read from a strided
+sample.
 """
 
 from __future__ import annotations
@@ -34,22 +35,24 @@ from sentinel.signals import EXPONENTS
 from sentinel.wire.evidence import Moment, Moments, Provenance
 
 PAUSE_STEPS = 1000
-"""After a value was traced: a run that is dead is not looked into at every step."""
+"""Steps without a trace after one, unless the daemon asks: a dead run is not looked into at every step."""
 MOST = 8
-"""In one process."""
+"""Traces in one process after which there are no more, unless the daemon asks."""
 _TELLING = ("grad_norm", "grad_norm_applied")
 
 
 class EvidenceCollector:
-    """Finds out where a value that is not finite came from. One for all streams of a run; on the training thread, but
-    for `ask`."""
+    """Finds out where a non-finite value came from. One for all streams of a run.
+
+    All methods but `ask` are called on the training thread.
+    """
 
     def __init__(self, slots: Sequence[CallSlot], send: Callable[[wire.Message], None]) -> None:
         """`slots`: the last call of each model."""
         self.asked = False
         """Whether evidence was asked for and not answered yet."""
         self.moments_asked = False
-        """The next step's gradients and second moments are wanted."""
+        """Whether the next step's gradients and second moments were asked for."""
         self.counting = ObjectGrowth(slots, send)
         self._slots: list[CallSlot] = list(slots)
         self._recent = RecentBatches()
@@ -57,25 +60,26 @@ class EvidenceCollector:
         self._not_before = 0
         self._held = 0
         self._waited = False
-        """A device was waited for, for the present question."""
+        """Whether a device was waited for, for the present question."""
 
     def ask(self) -> None:
-        """The next step that is not finite is to be looked into, withheld or not. On any thread."""
+        """Look into the next step that is not finite, withheld or not. On any thread."""
         self._waited, self.asked = False, True
 
     def freeze_batch(self) -> None:
-        """A backward pass from a loss that is not finite is over: of several micro-batches the one at fault is kept."""
+        """Keep the present micro-batch, as a backward pass from a non-finite loss is over: it is the one at fault."""
         for slot in self._slots:
             slot.frozen = slot.kept is not None
 
     def start_over(self) -> None:
-        """The passes of this step so far were thrown away: what was at fault in them is gone with them."""
+        """Drop the batch that was kept as being at fault, as the passes of this step so far were thrown away."""
         for slot in self._slots:
             if slot.frozen:
                 slot.kept, slot.frozen = None, False
 
     def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
-        """Gradients are complete. `exact`: the update has not been applied."""
+        """Trace the step's non-finite values, once its gradients are complete. `exact`: the update has not been
+        applied."""
         if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:
             self._tell_moments(step.optimizer, step.parameters, step.seq)
         loss_finite = is_finite(step.totals.loss)
@@ -94,13 +98,17 @@ class EvidenceCollector:
             self._tell(self._find_bad_data(worst) or (worst if exact else _inexact(worst)))
 
     def hold_batch(self, seq: int, read_loss: Callable[[], float | None]) -> None:
-        """A step is over, and its loss is on a device: see `recent_batches.py`. Not for a run with several models."""
+        """Hold the batch of a finished step whose loss is on a device (`recent_batches.py`). Not for a run with several
+        models."""
         if len(self._slots) == 1 and (call := self._slots[0].kept) is not None:
             self._recent.add(seq, read_loss, call)
 
     def _find_bad_data(self, found: Provenance) -> Provenance | None:
-        """What was in the batch of the first step whose loss was not finite, where that was known too late to run it
-        again; None: nothing that would explain it."""
+        """Return what was bad in the batch of the first step whose loss was not finite, but known too late to run it
+        again.
+
+        None: nothing in it would explain the loss.
+        """
         if found.origin not in ("weights", "not known") or (bad := self._recent.find_bad_data()) is None:
             return None
         seq, names = bad
@@ -111,16 +119,21 @@ class EvidenceCollector:
         )  # fmt: skip
 
     def _read_step(self, step: Step) -> tuple[bool, bool]:
-        """(whether the loss is finite, whether anything is not) of a step whose values are on a device. Once for each
-        question: this waits for the device, and the loop has been told to be broken already."""
+        """Read the values of a step that are on a device; return whether the loss is finite, and whether any value is
+        not.
+
+        Once for each question: this waits for the device, and the loop is known to be broken already.
+        """
         told = [step.totals.loss, *(step.values.get(name) for name in _TELLING)]
         values = [float(value) if isinstance(value, torch.Tensor) else value for value in told]
         self._waited = any(isinstance(value, torch.Tensor) for value in told)
         return is_finite(values[0]), not all(map(is_finite, values))
 
     def conclude(self, optimizer: Any, parameters: Layers, seq: int, *, broken: bool) -> None:
-        """The run ends after step `seq`: what the daemon asked for goes out now, from what there is. May be called
-        again. `broken`: do not wait for a device."""
+        """Send what the daemon asked for, from what is known, as the run ends after step `seq`. May be called again.
+
+        `broken`: do not wait for a device.
+        """
         there = not broken or all(p.device.type == "cpu" for _, p, _ in parameters.measured)
         if self.moments_asked and there:
             self._tell_moments(optimizer, parameters, seq)
@@ -145,20 +158,22 @@ class EvidenceCollector:
         self._send(wire.Collected(what="moments", seq=found.seq, content=msgspec.to_builtins(found)))
 
     def close(self) -> None:
-        """No more evidence will be needed: hold no batch, though the model's hooks may stay."""
+        """Release all batches, as no more evidence is needed; the model's hooks may stay."""
         self._recent.clear()
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.close()
 
     def rewound(self) -> None:
-        """The run went back: what comes now is another incident."""
+        """Note that the run was rolled back: a later non-finite value is another incident."""
         self._not_before = 0
         self._recent.clear()
 
     def end_step(self, seq: int, *, first: bool) -> None:
-        """A step of the first optimizer ended. With one model its batch is no longer needed; with several another
-        optimizer's step may need it, and the next call replaces it."""
+        """Release the batch of a finished step of an optimizer.
+
+        With several models it is kept until the next call replaces it, as another optimizer's step may need it.
+        """
         if len(self._slots) == 1:
             slot = self._slots[0]
             slot.kept, slot.frozen = None, False
@@ -198,7 +213,7 @@ def _telling(found: Provenance) -> int:
 
 
 def _inexact(found: Provenance) -> Provenance:
-    """The update was applied: what it broke is not what was at fault."""
+    """Mark a finding as made after the update was applied: weights may have been broken by it, and not be at fault."""
     missing = ("the step with its closure had been applied before the batch could be run again",)
     origin = "not known" if found.origin == "weights" else found.origin
     return msgspec.structs.replace(found, origin=origin, exact=False, missing=(*found.missing, *missing))
@@ -208,7 +223,7 @@ SHOWN = 16
 
 
 def moments(optimizer: Any, layers: Layers, seq: int) -> Moments:
-    """Of the step whose gradients are there."""
+    """Return gradients and second moments of the step whose gradients are there."""
     factors = _corrections(optimizer)
     rows = [
         (layers.table.layers[row].name, local(p.grad), _second(optimizer, p), factors.get(id(p), 1.0))
@@ -258,7 +273,7 @@ def _roots(seconds: list[Tensor]) -> list[float]:
 
 
 def _corrections(optimizer: Any) -> dict[int, float]:
-    """Parameter -> what Adam multiplies the root with while it is young."""
+    """Return, by id of a parameter, the factor with which Adam corrects the root in the first steps."""
     found = {}
     for group in optimizer.param_groups:
         beta = group.get("betas", (0.0, 0.0))[1]

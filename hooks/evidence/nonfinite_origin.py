@@ -1,14 +1,14 @@
-"""Where the first value that is not finite came from: the step's batch, run through the model once more.
+"""Finds where the first non-finite value came from, by running the step's batch through the model once more.
 
-The model is called as the loop called it, without its wrappers: nothing is reduced, compiled parts run eagerly,
-reentrant checkpoints as the other kind. The backward pass begins with the gradients that came back to the outputs, goes
-by `torch.autograd.grad`, and so adds to no gradient and calls nothing that waits for one. Gradients of parameters are
-thrown away as they are made; the pass needs no more memory than the training's own, and a gradient's worth on top.
+The model is called as the loop called it, without its wrappers: nothing is reduced, compiled parts run eagerly, and
+reentrant checkpoints run as non-reentrant ones. The backward pass begins with the gradients that came back to the
+outputs. It uses `torch.autograd.grad`, and so adds to no gradient and calls nothing that waits for one. Gradients of
+parameters are discarded as they are made; the pass needs the training's own memory, and that of one gradient more.
 
 `preserve_state` puts the run back to where it was, bit for bit: random number generators (torch's of the CPU and the
 model's devices, Python's, numpy's, and those that are attributes of modules), buffers, gradients, and the attributes of
-all modules with the lists, dicts, sets and deques right in them: counters, kept outputs, caches. Not what a module
-changes inside objects of other kinds, or outside of itself.
+all modules with the lists, dicts, sets and deques directly in them: counters, kept outputs, caches. It does not restore
+what a module changes inside other objects, or outside of itself.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from sentinel.hooks.torch_interop.tensors import is_expanded
 from sentinel.wire.evidence import Provenance
 
 SECONDS = 20.0
-"""After which the rest of the pass is not looked at."""
+"""Time after which the rest of the pass is not looked at."""
 NAMES = 16
-"""Of weights or inputs that an answer lists."""
+"""Most weights or inputs that an answer lists."""
 SPARE = 0.2
 """Share of the memory that is left free."""
 _CONSTANT = "the loss's own gradient, which is not held where it is large or steps are short: a constant stood for it"
@@ -52,7 +52,7 @@ def trace_origin(
 ) -> Provenance:
     """Run the kept call again and follow what is not finite to its origin. Never raises.
 
-    `alone`: whether there are other ranks, which do not run theirs. `loss_finite`: of the loop's own loss.
+    `alone`: whether there are other ranks, which do not run their batches again. `loss_finite`: of the loop's own loss.
     """
     began = time.perf_counter()
     found = Provenance(seq=seq, origin="not known")
@@ -86,10 +86,11 @@ class _Rerun:
         self._trace = Trace(storages(iter([*own, *self._inputs])), alone=alone, deadline=deadline)
 
     def fields(self, loss_finite: bool) -> dict[str, Any]:
-        """Those of a Provenance."""
+        """Run the passes, and return the fields of a Provenance."""
         with preserve_state(self._model), _eager(), _unreentrant():
             self._kept.seed()
-            # The last one is in force from the moment in which it is made, and gone with the block alone.
+            # Anomaly detection is in force as soon as its object is made, not from the block on, and ends with the
+            # block.
             with self._trace, _name_modules(self._model, self._trace), torch.autograd.set_detect_anomaly(True, False):
                 outputs = self._forward()
             event = next((e for one in outputs if not finite(one) and (e := self._trace.origin(one))), None)
@@ -168,7 +169,7 @@ class _Rerun:
 
 
 def _obstacle(model: nn.Module, kept: CapturedCall | None) -> str:
-    """Why there can be no second run; empty: there can."""
+    """Return why the batch cannot be run again; empty if it can."""
     if any(_is_fsdp(type(module)) for module in model.modules()):
         return "under FSDP the parameters are gathered by all ranks at once, and one alone cannot run its batch again"
     if any(local(parameter) is not parameter for parameter in model.parameters()):
@@ -215,7 +216,7 @@ def _weights(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _name_modules(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """The trace knows which module runs, and the nodes of the graph which one they are of."""
+    """Let the trace know which module runs, and the nodes of the graph which module they belong to."""
     handles = []
     for name, module in model.named_modules():
         own = (plain_name(f"{name}.").rstrip("."), type(module).__name__)
@@ -240,7 +241,7 @@ def _name_modules(model: nn.Module, trace: Trace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled parts run as they are written. Where dynamo was not loaded there are none, and loading it takes long."""
+    """Run compiled parts as they are written. Where dynamo was not loaded there are none, and loading it takes long."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -250,7 +251,8 @@ def _eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unreentrant() -> Iterator[None]:
-    """Reentrant checkpoints know only `backward`, which adds to gradients and wakes what waits for them."""
+    """Run reentrant checkpoints as others: they need `backward`, which adds to gradients and triggers what waits for
+    them."""
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
@@ -268,7 +270,7 @@ def _unknown(reason: str) -> dict[str, Any]:
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Run a block that may call the model, and put the run back to where it was. Gradients are enabled in it."""
+    """Run a block that may call the model, then restore the run's state. Gradients are enabled in it."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     modules = [(module, _attributes(module)) for module in model.modules()]
     own = [state for module in model.modules() for value in vars(module).values() for state in _generators(value)]
@@ -300,7 +302,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 def _generators(value: Any) -> Iterator[Callable[[], object]]:
-    """Puts back what is a random number generator, or one right in a container."""
+    """Yield functions that restore a random number generator, or those directly in a container."""
     held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
     for one in held:
         if isinstance(one, torch.Generator):
@@ -315,12 +317,12 @@ def _generators(value: Any) -> Iterator[Callable[[], object]]:
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any, Any]]:
-    """(name, value, what is in it, where it is a container)."""
+    """Return (name, value, its contents if it is a container) of each attribute."""
     return [(name, value, _contents(value)) for name, value in vars(module).items()]
 
 
 def _contents(value: Any) -> Any:
-    """A container's own items: of a subclass, which may have ideas of its own, none but an OrderedDict's."""
+    """Copy a container; None for others, and for subclasses that may behave otherwise, except those of dict."""
     return value.copy() if isinstance(value, dict) or type(value) in (list, set, deque) else None
 
 
@@ -337,7 +339,7 @@ def _put_back(module: nn.Module, attributes: list[tuple[str, Any, Any]]) -> None
 
 
 def _same(value: Any, contents: Any) -> bool:
-    """By identity: tensors have no truth in their equality."""
+    """Compare by identity: tensors have no truth value when compared."""
     if len(value) != len(contents):
         return False
     if isinstance(value, dict):

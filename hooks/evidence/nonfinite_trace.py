@@ -1,11 +1,11 @@
-"""Follows values that are not finite through the operations of a forward and a backward pass, back to the first.
+"""Follows non-finite values through the operations of a forward and a backward pass, back to the first.
 
-Below autograd every operation is seen, of modules, functions and gradients alike. One whose output is not finite passes
-on the origin of the input that is not finite either; where all inputs are finite it is an origin itself. What is finite
-again is forgotten: a masked score, a logarithm that `where` leaves out.
+Every operation below autograd is seen, of modules, functions and gradients alike. If its output is not finite, it takes
+over the origin of a non-finite input; if all inputs are finite, it is an origin itself. Values that become finite again
+are forgotten: a masked score, a logarithm that `where` leaves out.
 
-Minus infinity alone is weak: masks are made of it. A softmax over nothing else is an origin of its own, in any other
-operation that makes NaN of it the origin is where it came from.
+Minus infinity alone is weak, as masks are made of it. A softmax over nothing but minus infinity is an origin itself.
+For any other operation that turns minus infinity into NaN, the origin is where the minus infinity came from.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 
 _FINITE, _WEAK, _BAD = 0, 1, 2
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"})
-"""Operations whose output is whatever lay in memory."""
+"""Operations whose output is uninitialised memory."""
 _ATTENTION = re.compile(r"_(scaled_dot_product|efficient|flash|cudnn)\w*_attention(?!\w*backward)")
-"""Forward passes of fused attention. What they keep for the backward pass beside their output is padded: on CUDA the
-log-sum-exp of the memory-efficient one with infinity."""
+"""Forward passes of fused attention.
+
+What they keep for the backward pass beside their output is padded: on CUDA the memory-efficient one pads the
+log-sum-exp with infinity.
+"""
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _LABEL = "sentinel_module"
 _TRACEBACK = "traceback_"
-"""Where anomaly detection leaves the stack of the forward pass (torch/csrc/autograd/python_anomaly_mode.cpp)."""
+"""Key under which anomaly detection keeps the stack of the forward pass
+(torch/csrc/autograd/python_anomaly_mode.cpp)."""
 
 
 class TracedCollective(Exception):
-    """The pass wants a collective, which one rank must not begin alone."""
+    """The pass calls a collective, which one rank must not begin alone."""
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """An operation that made the first value that is not finite, or met it."""
+    """An operation that made the first non-finite value, or met it."""
 
     module: str
     kind: str
@@ -52,22 +56,24 @@ class TraceEvent:
     line: str
     backward: bool
     source: str = ""
-    """Name of the parameter, buffer or input that held it already; empty: it was made here."""
+    """Name of the parameter, buffer or input that held the value already; empty: it was made here."""
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the operation in which values stopped being finite. `known`: storage -> name of a parameter, a buffer,
-    or an input of the model."""
+    """Finds the operation in which values stopped being finite."""
 
     def __init__(self, known: dict[int, str], *, alone: bool, deadline: float) -> None:
-        """`alone`: other ranks do not take part. After `deadline` (`time.perf_counter`) nothing more is looked at."""
+        """`known`: storage -> name of a parameter, a buffer, or an input of the model.
+
+        `alone`: other ranks do not take part. After `deadline` (`time.perf_counter`) nothing more is looked at.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.late = False
         self.modules: list[tuple[str, str]] = []
         """(name, class) of the modules that are running, the innermost last."""
         self._known, self._alone, self._deadline = known, alone, deadline
         self._origins: dict[int, TraceEvent] = {}
-        """Storage that holds a value that is not finite -> where that came from."""
+        """Address of a storage that holds a non-finite value -> where that came from."""
         self._unfilled: set[int] = set()
 
     def __torch_dispatch__(
@@ -78,7 +84,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_skipped(func):
             return func(*args, **kwargs)
-        # Before the call: afterwards an operation in place has made its inputs what its output is.
+        # Before the call: afterwards the inputs of an in-place operation are already its output.
         inputs = list(_tensors((args, kwargs)))
         before = [(one, self._origins.get(storage_address(one))) for one in inputs]
         writes = {storage_address(one): _state(one) for one in inputs} if func._schema.is_mutable else {}
@@ -87,7 +93,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def origin(self, tensor: Tensor) -> TraceEvent | None:
-        """Where the values of a tensor that are not finite came from."""
+        """Return where the non-finite values of a tensor came from; None if that is not known."""
         return self._origins.get(storage_address(tensor))
 
     def _is_skipped(self, func: Any) -> bool:
@@ -106,7 +112,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if _whole(output):
                 self._unfilled.discard(place)
-            elif place in self._unfilled:  # written in part: the rest is still whatever it was
+            elif place in self._unfilled:  # written in part: the rest is still uninitialised
                 continue
             state = _state(output)
             if state == _FINITE:
@@ -118,7 +124,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _event(
         self, func: Any, name: str, inputs: list[tuple[Tensor, TraceEvent | None]], writes: dict[int, int], state: int
     ) -> TraceEvent | None:
-        """None: a mask, of an operation that makes them."""
+        """Return the origin of a non-finite output: the event that an input brought, or else the operation itself."""
         weak: TraceEvent | None = None
         for tensor, origin in inputs:
             found = writes.get(storage_address(tensor), -1)
@@ -147,7 +153,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def label(outputs: Sequence[Tensor], module: tuple[str, str]) -> None:
-    """The nodes of the graph that led to these, and have no owner yet, are this module's."""
+    """Attribute to this module the nodes of the graph that led to these outputs and have no owner yet."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while waiting:
         node: Any = waiting.pop()
@@ -157,12 +163,12 @@ def label(outputs: Sequence[Tensor], module: tuple[str, str]) -> None:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all elements are numbers. On a device this waits for it."""
+    """Whether all elements are finite. On a device this waits for it."""
     return _state(tensor) == _FINITE
 
 
 def storages(named: Iterator[tuple[str, Tensor]]) -> dict[int, str]:
-    """Storage -> name; the first one's, where several share it."""
+    """Map the address of each storage to a name: the first, where several tensors share it."""
     found: dict[int, str] = {}
     for name, tensor in named:
         found.setdefault(storage_address(tensor), name)
@@ -185,7 +191,7 @@ def _state(tensor: Tensor) -> int:
 
 
 def _whole(tensor: Tensor) -> bool:
-    """Whether it is all of its storage."""
+    """Whether the tensor covers all of its storage."""
     return tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
 
 
@@ -203,19 +209,19 @@ _LIBRARIES = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).pare
 
 
 def library(file: str) -> bool:
-    """Whether code of that file is PyTorch's, ours, or made up."""
+    """Whether the file is PyTorch's or ours, or not a real file."""
     return file.startswith(("<", *_LIBRARIES))
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost place that is neither PyTorch's nor ours."""
+    """Return the innermost place that is neither PyTorch's nor ours."""
     while frame is not None and library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def _line_of(stack: Sequence[str]) -> str:
-    """The same of a formatted stack."""
+    """Return the innermost place of a formatted stack that is neither PyTorch's nor ours."""
     for entry in reversed(stack):
         head = entry.strip().partition("\n")[0]
         file, _, rest = head.removeprefix('File "').partition('", line ')

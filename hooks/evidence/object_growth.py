@@ -1,13 +1,13 @@
-"""Who holds what grows from step to step: two counts, some steps apart, and the names of what grew between them.
+"""Finds what holds objects that grow from step to step, by two counts some steps apart.
 
     containers   lists, dicts, sets and deques that are the same at both counts and hold more
     names        variables and attributes within reach: tensors that are larger, or end a longer chain of graph nodes
                  (`mean = 0.9 * mean + 0.1 * loss`), and containers that are made again each time (`kept = kept + [x]`)
 
-A generator: each step of it takes some 10 ms, and the training loop goes on in between. It holds on to nothing but the
-containers that grew meanwhile. What lies in C++ is not seen: buffers of data loaders, what graph nodes saved.
+`census` is a generator: each step of it takes some 10 ms, and the training loop goes on in between. It holds nothing
+but the containers that grew meanwhile. What lies in C++ is not seen: buffers of data loaders, what graph nodes saved.
 
-Takes a census in the pauses between steps, a tenth of the time at most.
+`ObjectGrowth` runs it in the pauses between steps, for a tenth of the time at most.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 from sentinel.wire.evidence import Census, Holder
 
 GAP_STEPS = 32
-"""Between the two counts."""
+"""Steps between the two counts."""
 LEAST = 8
-"""Entries of a container that is counted."""
+"""Fewest entries of a container that is counted."""
 NAMED = 6
-"""Holders that are named, those of the most bytes."""
+"""Most holders that are named: those with the most bytes."""
 NEWEST = 16
-"""Entries that are weighed."""
+"""Number of newest entries that are weighed."""
 NODES = 20_000
 WALK_SECONDS = 0.2
 """Limits of one walk along a chain of graph nodes."""
@@ -58,24 +58,27 @@ _KINDS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 
 
 class _Size(NamedTuple):
-    """Of a value that has a name."""
+    """Size of a value that has a name."""
 
     size: int
     """Bytes."""
     entries: int = 0
     nodes: int = 0
-    """Of the graph that it ends."""
+    """Number of nodes of the graph that ends in the value."""
     container: int = 0
-    """id of one; 0: it is a tensor."""
+    """id of the container; 0: the value is a tensor."""
     tensors: bool = False
 
 
 _Sizes = dict[tuple[str, str, str], _Size]
-"""By (name, what it is, file)."""
+"""Sizes by (name, what it is, file)."""
 
 
 def census(seq: Callable[[], int], models: Callable[[], list[nn.Module]]) -> Generator[int, None, Census]:
-    """Yields how many steps to wait for, 0: none. `seq`: of the next step."""
+    """Count twice and return what grew. Yields how many steps to wait before going on, 0: none.
+
+    `seq` returns the sequence number of the last finished step.
+    """
     began, first = time.perf_counter(), seq()
     lengths = _lengths()
     yield 0
@@ -109,7 +112,7 @@ def _lengths() -> dict[int, int]:
 
 
 def _list_grown(before: dict[int, int], steps: int) -> list[tuple[Any, int]]:
-    """List (container, entries gained), the largest gain first."""
+    """List (container, entries gained), those with the heaviest newest entries first."""
     found = []
     for one in gc.get_objects():
         if type(one) in _KINDS and one is not before:
@@ -139,7 +142,7 @@ def _holder(container: Any, more: int, steps: int, name: str, line: str, models:
 
 
 def _hook_of(container: Any, models: list[nn.Module]) -> str:
-    """Which module's hook holds it, in its closure or as an attribute."""
+    """Return the module whose hook holds the container, in its closure or as an attribute; empty if none does."""
     for model in models:
         for module in model.modules():
             for function in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -162,7 +165,7 @@ def _by_name(before: _Sizes, after: _Sizes, steps: int) -> list[Holder]:
     found = []
     for key, now in after.items():
         old = before.get(key)
-        if old is None or (now.container and now.container == old.container):  # which is counted as such
+        if old is None or (now.container and now.container == old.container):  # counted as a container
             continue
         longer = now.nodes - old.nodes >= max(steps // 2, 1)
         larger = 0 < old.size < now.size - steps or now.entries - old.entries >= max(steps // 4, 1)
@@ -179,7 +182,8 @@ def _by_name(before: _Sizes, after: _Sizes, steps: int) -> list[Holder]:
 
 
 def _sizes() -> _Sizes:
-    """Of all names within reach: variables of frames and of the user's modules, and attributes of what they hold."""
+    """Return the sizes of all names within reach: variables of frames and of the user's modules, and their
+    attributes."""
     found: _Sizes = {}
     for owner, (what, line), values in _names():
         for name, value in values.items():
@@ -225,7 +229,7 @@ def _attributes(values: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, t
 
 
 def _nodes(tensor: Tensor) -> int:
-    """Nodes of the graph that ends here, up to the limits."""
+    """Count the nodes of the graph that ends here, up to the limits."""
     waiting, seen, end = [tensor.grad_fn], set[Any](), time.perf_counter() + WALK_SECONDS
     while waiting and len(seen) < NODES and time.perf_counter() < end:
         node = waiting.pop()
@@ -236,9 +240,9 @@ def _nodes(tensor: Tensor) -> int:
 
 
 def _tensors() -> tuple[int, int]:
-    """How many there are, and the bytes of their storages, each once."""
+    """Return the number of tensors, and the bytes of their storages, each counted once."""
     storages: dict[int, int] = {}
-    count, kinds = 0, dict[type, bool]()  # to ask each of 300,000 objects takes ten times as long
+    count, kinds = 0, dict[type, bool]()  # asking each of 300,000 objects takes ten times as long
     for one in gc.get_objects():
         kind = type(one)
         if kind not in kinds:
@@ -273,7 +277,7 @@ def _any_inside(value: Any) -> bool:
 
 
 def _weight(value: Any) -> int:
-    """Bytes: of tensors those of their storages, of arrays theirs, of all else what Python says."""
+    """Return the bytes: of tensors those of their storages, of arrays theirs, of all else what Python says."""
     tensors = {storage_address(tensor): storage_bytes(tensor) for tensor in _inside(value)}
     return sum(tensors.values()) or int(_array_bytes(value) or sys.getsizeof(value, 0))
 
@@ -293,42 +297,42 @@ def _ours(name: str) -> bool:
 
 
 def _distinct(found: list[Holder]) -> list[Holder]:
-    """One of each name, the first."""
+    """Keep the first holder of each name."""
     return list({holder.name: holder for holder in reversed(found)}.values())[::-1][:NAMED]
 
 
 SHARE = 0.1
-"""Of the loop's time."""
+"""Largest share of the loop's time."""
 LEAST_STEPS = 8
-"""Between the two counts, where the run ends between them."""
+"""Fewest steps between the two counts, if the run ends between them."""
 LAST_SECONDS = 1.0
-"""For what is left of a census when the run ends. The daemon waits a little longer."""
+"""Longest time for the rest of a census when the run ends. The daemon waits a little longer."""
 SHORT_STEPS = 64
-"""Where the host's memory will not last for so many steps more, the count does not wait."""
+"""If the host's memory will not last for this many more steps, the second count does not wait."""
 SHORT_GAP_STEPS = 3
-"""Between the two counts, then."""
+"""Fewest steps between the two counts in that case."""
 _TOO_SHORT = "who holds it: the run ended before what Python holds had been counted a second time"
 
 
 class ObjectGrowth:
-    """Call `ask` on any thread, `advance` on the training thread."""
+    """Runs a census between steps. Call `ask` on any thread, `advance` on the training thread."""
 
     def __init__(self, slots: Sequence[CallSlot], send: Callable[[wire.Message], None]) -> None:
-        """`slots`: of the models."""
+        """`slots`: those of the models."""
         self.asked = False
         self._slots, self._send = slots, send
         self._run: Generator[int, None, Census] | None = None
         self._seq = self._next_seq = self._first = 0
         self._not_before = 0.0
         self._left_at_first = math.inf
-        """Bytes of the host's memory."""
+        """Bytes of the host's memory left at the first count."""
 
     def ask(self) -> None:
-        """Begin at the next step, unless one is under way."""
+        """Begin a census at the next step, unless one is under way."""
         self.asked = True
 
     def advance(self, seq: int) -> None:
-        """A step is over."""
+        """Go on with the census after step `seq`, unless it waits for a later step."""
         now = time.perf_counter()
         self._seq = seq
         if self._run is not None and self._is_short_of_memory():
@@ -341,7 +345,7 @@ class ObjectGrowth:
         self._not_before = now + spent / SHARE
 
     def conclude(self) -> None:
-        """The run ends: send what the daemon asked for now, as far as it is known."""
+        """Send what the daemon asked for, as far as it is known, as the run ends."""
         if self._run is not None and self._seq - self._first >= LEAST_STEPS:
             self._finish()
 
@@ -355,7 +359,7 @@ class ObjectGrowth:
             self._part()
 
     def decline(self, seq: int) -> None:
-        """Answer that there is nothing left to count."""
+        """Answer that nothing more can be counted."""
         if self.asked:
             self._end()
             self._tell(Census(seq=seq, steps=0, missing=(_TOO_SHORT,)))

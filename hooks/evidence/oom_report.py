@@ -1,8 +1,8 @@
-"""What memory was spent on when an allocation failed: told from the exception, which goes on its way.
+"""What memory was used for when an allocation failed, from the exception, which is not held up.
 
-It is seen where a backward pass raises, where the `with` block of a monitor ends, and as the process ends. On CUDA
-the message of the exception has the allocator's figures of that moment; on the CPU, whose allocator keeps no books, the
-resident set of the process stands in for what is allocated.
+The exception is seen where a backward pass raises, where the `with` block of a monitor ends, and as the process ends.
+On CUDA its message has the allocator's figures of that moment. The CPU's allocator keeps no such figures, so there the
+resident set of the process stands for what is allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 def post_mortem(
     error: BaseException, seq: int, models: Sequence[nn.Module], optimizers: Sequence[Any], *, backward: bool
 ) -> OutOfMemory:
-    """Figures of this rank's parts, in bytes. `backward`: it was raised by a backward pass."""
+    """Return the bytes of this rank's parts of the memory. `backward`: the error was raised by a backward pass."""
     parameters = {id(p): p for model in models for p in model.parameters()}
     parameters |= {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
     text = str(error)
@@ -54,7 +54,10 @@ def post_mortem(
 
 
 def _on_device(text: str) -> dict[str, int]:
-    """From the message (c10/cuda/CUDACachingAllocator.cpp). `allowed` is by set_per_process_memory_fraction."""
+    """Read the allocator's figures from the message (c10/cuda/CUDACachingAllocator.cpp).
+
+    The size before `allowed` is set by set_per_process_memory_fraction.
+    """
     allocated = _find_bytes(text, rf"{_SIZE} is allocated by PyTorch")
     idle = _find_bytes(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     return {
@@ -83,7 +86,7 @@ def _state_bytes(optimizer: Any) -> int:
 
 
 def _largest(models: Sequence[nn.Module]) -> tuple[str, int]:
-    """The module with the largest parameters of its own, and their bytes in full: what a gather has to hold."""
+    """Return the module with the largest parameters of its own, and their bytes in full: what a gather has to hold."""
     found = ("", 0)
     for model in models:
         for name, module in model.named_modules():
@@ -94,7 +97,7 @@ def _largest(models: Sequence[nn.Module]) -> tuple[str, int]:
 
 
 def _place(trace: TracebackType | None) -> tuple[str, bool]:
-    """Where the user's code was, and whether an optimizer ran."""
+    """Return the line of the user's code, and whether an optimizer ran."""
     line, in_optimizer = "", False
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,7 +1,7 @@
 """The batches of steps whose loss is still on a device.
 
-A loop may be steps ahead of its device. By the time a loss that is not finite is known, its update has been applied and
-the weights are broken, so that running the batch again says nothing. What was in the batch can still be looked at: the
+A loop may be steps ahead of its device. By the time a non-finite loss is known, its update has been applied and the
+weights are broken, so that running the batch again says nothing. What was in the batch can still be looked at: the
 floating-point inputs of the last steps are held, by reference, until their losses have arrived.
 """
 
@@ -20,9 +20,9 @@ from sentinel.hooks.torch_interop.layer_table import nbytes_of
 
 MOST_STEPS = 16
 MOST_BYTES = 64 * 1024 * 1024
-"""Of a device's memory, for all batches that are held. Older ones are let go first."""
+"""Most bytes of a device's memory, for all batches held. Older ones are released first."""
 HELD_STEPS = 1000
-"""After a loss that is not finite: as long as that the daemon may ask, and then its batch is let go."""
+"""Steps after a non-finite loss for which its batch is held: the daemon may ask for it that long."""
 
 
 class HeldBatch(msgspec.Struct):
@@ -30,10 +30,10 @@ class HeldBatch(msgspec.Struct):
 
     seq: int
     read_loss: Callable[[], float | None]
-    """The loss of the step; None: it is still on the device."""
+    """Returns the loss of the step; None while it is still on the device."""
     inputs: Sequence[tuple[str, Tensor]]
     versions: Sequence[int]
-    """Of the inputs: each write into a tensor counts it up."""
+    """Version of each input: a write into the tensor increments it."""
 
     @property
     def nbytes(self) -> int:
@@ -41,22 +41,22 @@ class HeldBatch(msgspec.Struct):
 
     @property
     def unchanged(self) -> bool:
-        """Whether none was written to since."""
+        """Whether none of the inputs was written to since."""
         return self.versions == [tensor._version for _, tensor in self.inputs]
 
 
 class RecentBatches:
-    """Holds the batches whose losses have not arrived, and the one before them. On the thread that trains."""
+    """Holds the batches whose losses have not arrived, and the one before them. On the training thread."""
 
     def __init__(self) -> None:
         self._awaited: deque[HeldBatch] = deque()
         self._before: HeldBatch | None = None
-        """The newest whose loss has arrived and is finite."""
+        """The newest batch whose loss has arrived and is finite."""
         self._broken: HeldBatch | None = None
-        """The first whose loss is not finite: no other is held from then on."""
+        """The first batch whose loss is not finite: no other is held from then on."""
 
     def add(self, seq: int, read_loss: Callable[[], float | None], call: CapturedCall) -> None:
-        """A step is over, and its loss is on the way. The inputs of `call`, its last forward pass, are held."""
+        """Hold the inputs of `call`, the last forward pass of a finished step whose loss has not arrived yet."""
         if self._broken is not None:
             if seq - self._broken.seq > HELD_STEPS:
                 self.clear()
@@ -69,9 +69,12 @@ class RecentBatches:
         self._let_go()
 
     def find_bad_data(self) -> tuple[int, list[str]] | None:
-        """(seq, names of the inputs with NaN or infinities) of the first step whose loss is not finite; None: they are
-        finite, or not held. What the batch before it had too, like a mask of infinities, does not count, nor without
-        one to compare with any infinity. This waits for the device."""
+        """Find NaN and infinities in the batch of the first step whose loss is not finite. This waits for the device.
+
+        Returns (seq, names of these inputs); None: the inputs are finite, or not held. An input that was not finite in
+        the batch before either, like a mask of infinities, does not count; without such a batch to compare with, only
+        NaN counts.
+        """
         self._let_go()
         if self._broken is None or not self._broken.unchanged:
             return None
@@ -84,12 +87,12 @@ class RecentBatches:
         return (self._broken.seq, names) if names else None
 
     def clear(self) -> None:
-        """Hold none."""
+        """Release all batches."""
         self._awaited.clear()
         self._before = self._broken = None
 
     def _let_go(self) -> None:
-        """Of what is not needed, and of what is over the limits."""
+        """Release what is not needed, and what exceeds the limits."""
         awaited = self._awaited
         while self._broken is None and awaited and (loss := awaited[0].read_loss()) is not None:
             arrived = awaited.popleft()

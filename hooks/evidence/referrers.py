@@ -1,12 +1,12 @@
-"""Who holds an object: the name under which a program does, and where: a variable, an attribute, a local, a closure.
+"""Finds what holds an object, by name and place: a variable, an attribute, a local, a closure.
 
-Found by asking the garbage collector who refers to it, which looks at all objects each time: 20 to 60 ms. Each question
-is one step of the generator, so that a training loop can go on in between. Locals of functions are no referrers; they
-are looked for in the frames of all threads.
+The garbage collector is asked what refers to the object, which looks at all objects each time: 20 to 60 ms. Each such
+query is one step of the generator, so that a training loop can go on in between. Locals of functions are not among the
+referrers; they are looked for in the frames of all threads.
 
 Graphs of earlier losses, which `total += loss` keeps alive, are found by marks instead, for `sentinel doctor`: the node
-that a backward pass begins at is marked with the number of its step, in the dictionary that autograd has for each node,
-and nothing is held by that. Who reaches the marks of two earlier steps keeps a history.
+at which a backward pass begins is marked with the number of its step, in the dictionary that autograd has for each
+node. The mark keeps nothing alive. A variable that reaches the marks of two earlier steps keeps a history.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from sentinel.hooks.evidence.nonfinite_trace import library
 
 DEPTH = 5
 QUESTIONS = 8
-"""To the garbage collector, for one name."""
+"""Most queries to the garbage collector for one name."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _OURS = 3
-"""References to a frame's dictionary of variables: the frame's, our name for it, and the question itself."""
+"""References to a frame's dictionary of variables: the frame's, our name for it, and the query itself."""
 _MARK = "sentinel.step"
 _NODES = 10_000
-"""Of one walk: a sum over some hundred steps is shorter."""
+"""Most nodes of one walk: a sum over some hundred steps is shorter."""
 _ENTRIES = 64
-"""Of a container that is looked into, the newest."""
+"""Number of newest entries of a container that are looked into."""
 _LEAST = 2
-"""Earlier steps. The loss of one is held by any loop: its variable is written again after the next forward pass."""
+"""Fewest earlier steps that count as a history.
+
+Any loop holds the loss of one: its variable is written again only after the next forward pass.
+"""
 
 
 def is_a(value: Any, *kinds: type) -> bool:
-    """By its real type: to `isinstance` an object may say what it likes, or warn."""
+    """Test the real type: to `isinstance`, an object may give any answer, or warn."""
     return issubclass(type(value), kinds)
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """What a plain object has in its `__dict__`. None: it is another kind of object, a type or a module."""
+    """Return the `__dict__` of a plain object; None for a type, a module or another kind of object."""
     plain: Any = object.__getattribute__
     if type(value).__getattribute__ is not plain or is_a(value, type, types.ModuleType):
         return None
@@ -53,7 +56,8 @@ def attributes(value: Any) -> dict[str, Any] | None:
 
 
 def name_of(target: Any) -> Generator[None, None, tuple[str, str]]:
-    """(name, `file:line` where there is one) of who holds it; empty where that is not found. One yield a question."""
+    """Return (name, `file:line` where there is one) of what holds the target; empty if not found. Yields once per
+    query."""
     questions = QUESTIONS
     waiting: list[tuple[Any, str]] = [(target, "")]
     seen = {id(target)}
@@ -80,7 +84,7 @@ def name_of(target: Any) -> Generator[None, None, tuple[str, str]]:
 
 
 def find_hooked_module(function: Any, models: list[nn.Module]) -> str:
-    """Which module's forward hook it is; empty: none's."""
+    """Return the module that has this function as a forward hook; empty if there is none."""
     for model in models:
         for name, module in model.named_modules():
             if any(one is function for one in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
@@ -89,7 +93,7 @@ def find_hooked_module(function: Any, models: list[nn.Module]) -> str:
 
 
 def frames() -> Iterator[types.FrameType]:
-    """Of all threads, without PyTorch's and ours."""
+    """Yield the frames of all threads, without PyTorch's and ours."""
     for frame in sys._current_frames().values():
         here: types.FrameType | None = frame
         while here is not None:
@@ -99,11 +103,11 @@ def frames() -> Iterator[types.FrameType]:
 
 
 def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """A copy of the frame's variables. Before Python 3.13 reading them makes the frame keep their values alive."""
+    """Copy the frame's variables. Before Python 3.13 reading them makes the frame keep their values alive."""
     values = frame.f_locals
     copied = dict(values)
     function = frame.f_code.co_flags & 1 and type(values) is dict  # CO_OPTIMIZED; a module's are its globals
-    # Code that called `locals()` there has this very dictionary, and a debugger writes it back into the variables.
+    # Code that called `locals()` there has this same dictionary, and a debugger writes it back into the variables.
     if function and sys.getrefcount(values) <= _OURS and frame.f_trace is None:
         values.clear()
     return copied
@@ -118,7 +122,7 @@ def _local(held: Any) -> tuple[str, str, str] | None:
 
 
 def describe_frame(frame: types.FrameType) -> tuple[str, str]:
-    """What a variable of this frame is, and where the frame is."""
+    """Describe what a variable of this frame is, and where the frame is."""
     line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     if frame.f_code.co_name == "<module>":
         return f"a variable of module {frame.f_globals.get('__name__', '')}", line
@@ -132,7 +136,7 @@ def _referrers(held: Any, own: list[Any]) -> list[Any]:
 
 
 def _owner(holder: Any, held: Any) -> tuple[str, str, str] | None:
-    """(name, what that is, line), where `holder` has a name for it."""
+    """Return (name, what that is, line) if `holder` has a name for the object; else None."""
     if is_a(holder, dict):
         name = next((key for key, value in holder.items() if value is held), None)
         for owner in gc.get_referrers(holder) if isinstance(name, str) else ():
@@ -185,7 +189,8 @@ def _place(holder: Any, held: Any) -> str:
 
 
 def mark_loss(loss: Tensor, step: int) -> None:
-    """Note the step whose loss it is. Where it is divided or scaled for its backward pass, what it was before, too."""
+    """Mark the graph of a loss with its step, also that of the loss before it was divided or scaled for the backward
+    pass."""
     node: Any = loss.grad_fn
     while node is not None:
         node.metadata[_MARK] = step
@@ -194,7 +199,7 @@ def mark_loss(loss: Tensor, step: int) -> None:
 
 
 def find_holder(step: int) -> dict[str, Any] | None:
-    """Who keeps the losses of two steps before this one: its name, where that is, and how many steps it keeps."""
+    """Find a variable that keeps the losses of two earlier steps: its name, its place, and how many steps it keeps."""
     for frame in frames():
         for name, value in _name_values(locals_of(frame)):
             steps = {found for tensor in _list_tensors(value) for found in _find_steps(tensor)} - {step}
@@ -205,7 +210,7 @@ def find_holder(step: int) -> dict[str, Any] | None:
 
 
 def _name_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Variables, and the attributes of what they hold."""
+    """Yield variables, and the attributes of what they hold."""
     for name, value in values.items():
         yield name, value
         for attribute, inner in list((attributes(value) or {}).items()):
@@ -224,7 +229,7 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def _find_steps(tensor: Tensor) -> set[int]:
-    """Whose losses its graph reaches; it is not followed beyond them."""
+    """Return the steps whose losses the tensor's graph reaches; the graph is not followed beyond them."""
     waiting, seen, found = list[Any]([tensor.grad_fn]), set[Any](), set[int]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
