@@ -1,8 +1,8 @@
-"""One connection to the daemon: frames out, messages in, and never a wait. Or a file that takes the daemon's place.
+"""A connection to the daemon that sends frames and receives messages without waiting. Or a file in the daemon's place.
 
-`SENTINEL_RECORD=FILE` records a run that no daemon watches: the file holds exactly the frames a daemon would get. They
-are appended whole, so that a run that is killed leaves at most the last one cut off, which a reader skips. `sentinel
-replay FILE` judges it.
+`SENTINEL_RECORD=FILE` records a run that no daemon watches: the file holds exactly the frames that a daemon would get.
+Each is appended whole, so that a run that is killed leaves at most the last one cut off, which a reader skips.
+`sentinel replay FILE` judges it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from sentinel._version import __version__
 from sentinel.errors import ConfigError, ProtocolError
 
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
-"""Of frames that the daemon has and has not kept; above it the oldest are forgotten, which counts for nothing
-unless that daemon is killed now."""
+"""Most bytes of frames that the daemon has taken but not kept yet.
+
+Above it the oldest are dropped, which loses something only if that daemon is killed before it has kept them.
+"""
 LARGE_BYTES = 32 * 1024
-"""A frame of so many waits for that in pages of its own, which go back to the system: in the heap a few seconds of
-layer statistics would leave holes of megabytes, and the run would look as if it leaked."""
+"""Bytes from which a frame that waits to be kept gets memory pages of its own, which go back to the system.
+
+In the heap, a few seconds of layer statistics would leave holes of megabytes, and the run would seem to leak memory.
+"""
 _CHUNK = 65536
 _CREDENTIALS = struct.Struct("3i")
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-"""For every send: else a process in which SIGPIPE has its default would die as the daemon goes away."""
+"""Flag of every send: without it a process with the default action for SIGPIPE would die when the daemon goes away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class QueuedFrame:
 
 
 class DaemonConnection:
-    """A non-blocking Unix socket. OSError: nothing listens at `path`; ProtocolError: another program does."""
+    """A non-blocking Unix socket. Raises OSError if nothing listens at `path`, ProtocolError if another program
+    does."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._greeted = path, False
@@ -55,7 +60,7 @@ class DaemonConnection:
         """Whether the daemon says what it has kept; None until it has answered."""
         self._sent = self._confirmed = 0
         self._unconfirmed: deque[tuple[int, QueuedFrame]] = deque()
-        """With the number of the frame on this connection, from 1."""
+        """(number of the frame on this connection, from 1; frame) of those that the daemon has taken but not kept."""
         self._unconfirmed_bytes = 0
         self._carried: tuple[int, ...] = ()
         self.backlog = 0
@@ -74,16 +79,18 @@ class DaemonConnection:
         return made
 
     def send(self, message: wire.Message, *, lasting: bool = True, seq: int | None = None) -> None:
-        """Put a message in line. `lasting`: it is still worth sending on the next connection, if this one breaks;
-        `seq`: the first step that it is about."""
+        """Queue a message. `lasting`: if this connection breaks, it is still worth sending on the next.
+
+        `seq`: the first step that the message is about.
+        """
         self._put(QueuedFrame(wire.frame(message), lasting, seq))
 
     def carry(self, descriptors: tuple[int, ...]) -> None:
-        """Hand these over with the first bytes."""
+        """Pass these file descriptors with the first bytes."""
         self._carried = descriptors
 
     def adopt(self, frames: Iterable[QueuedFrame]) -> None:
-        """Put in line what an earlier connection did not get rid of."""
+        """Queue what an earlier connection did not deliver."""
         for frame in frames:
             self._put(frame)
 
@@ -93,17 +100,17 @@ class DaemonConnection:
 
     @property
     def settled(self) -> bool:
-        """Whether all that was put in line was taken, and kept by a daemon that keeps it."""
+        """Whether all that was queued was taken, and kept if the daemon keeps it."""
         return not self.backlog and (self.keeps is False or self._confirmed == self._sent)
 
     def confirm(self, frames: int) -> None:
-        """The daemon has kept the first `frames` frames."""
+        """Note that the daemon has kept the first `frames` frames."""
         self._confirmed = max(self._confirmed, frames)
         while self._unconfirmed and self._unconfirmed[0][0] <= frames:
             self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
 
     def flush(self) -> None:
-        """Hand over as much as the daemon takes now. Raises OSError where the connection is gone."""
+        """Send as much as the daemon takes now. Raises OSError if the connection is gone."""
         while self._out:
             data = self._out[0].data
             try:
@@ -120,12 +127,12 @@ class DaemonConnection:
         if not self._carried:
             return self.socket.send(part, NO_SIGNAL)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self._carried))
-        sent = self.socket.sendmsg([part], [rights], NO_SIGNAL)  # socket.send_fds loses the flag
+        sent = self.socket.sendmsg([part], [rights], NO_SIGNAL)  # socket.send_fds drops the flag
         self._carried = ()
         return sent
 
     def _took(self, frame: QueuedFrame) -> None:
-        """The daemon has it, or the kernel for it: hold on to it until it is kept."""
+        """Hold a frame that the daemon, or the kernel for it, has taken until it is kept."""
         self._sent += 1
         if frame.lasting and self.keeps is not False:
             self._unconfirmed.append((self._sent, _out_of_the_heap(frame)))
@@ -134,7 +141,8 @@ class DaemonConnection:
                 self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
 
     def receive(self) -> Iterator[wire.ToRank]:
-        """The messages that are there. Raises ConnectionError at the end of the stream, ProtocolError at nonsense."""
+        """Yield the messages that have arrived. Raises ConnectionError at the end of the stream, ProtocolError at
+        nonsense."""
         try:
             chunk = self.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -184,24 +192,24 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
 
 
 LIMIT = 1 << 30
-"""Bytes in one file: some million steps of a model of a hundred layers."""
+"""Most bytes of one file: some million steps of a model of a hundred layers."""
 NAMES = 1000
-"""Files of one name: an older record is never written over."""
+"""One more than the most files of one name: an older record is never overwritten."""
 
 
 class Recorder(DaemonConnection):
-    """Stands where the connection to a daemon would. Raises ConfigError where the file cannot be written."""
+    """Writes a record in place of a connection to a daemon. Raises ConfigError if the file cannot be written."""
 
     def _open_socket(self, path: Path) -> socket.socket:
         self.keeps = False
         self._size = 0
         self.path, self._file = _new_file(path)
-        # The sender waits on a socket. On this one nothing will ever come.
+        # The sender waits on a socket. Nothing ever arrives on this one.
         ours, self._other = socket.socketpair()
         return ours
 
     def flush(self) -> None:
-        """Append what is in line, up to the limit. Raises ConfigError at it, and where the disk is full."""
+        """Append what is queued, up to the limit. Raises ConfigError at the limit, and if the disk is full."""
         data = b"".join(frame.data for frame in self._out)
         if not data:
             return
@@ -218,11 +226,11 @@ class Recorder(DaemonConnection):
             raise ConfigError(f"the record {self.path} cannot be written on: {error.strerror}") from None
 
     def receive(self) -> Iterator[wire.ToRank]:
-        """Nothing."""
+        """Yield nothing."""
         return iter(())
 
     def close(self) -> list[QueuedFrame]:
-        """Close the file; nothing will be sent later."""
+        """Close the file. Returns no frames: nothing will be sent later."""
         self._other.close()
         super().close()
         os.close(self._file)
@@ -230,7 +238,8 @@ class Recorder(DaemonConnection):
 
 
 def name_file(template: str, identity: wire.Identity) -> Path:
-    """The file of a rank: `{rank}` in the name is its number, else it is put behind, where there are several."""
+    """Return the file of a rank: its number replaces `{rank}` in the name, or else is appended where there are
+    several."""
     if "{rank}" in template:
         return Path(template.replace("{rank}", str(identity.rank)))
     return Path(f"{template}.{identity.rank}" if identity.world_size > 1 else template)

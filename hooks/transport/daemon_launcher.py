@@ -1,6 +1,6 @@
-"""Finds the daemon of a run, or starts one where none serves: once for all ranks of a node, in the background.
+"""Finds the daemon of a run, or starts one if none serves: once for all ranks of a node, in the background.
 
-Its stdin is nothing and its output its own log: an inherited stderr would keep `train.py | cat` open as long as the
+Its stdin is empty and its output its own log: an inherited stderr would keep `train.py | cat` open as long as the
 daemon lives. It is not our child (`detach.py`): `os.wait()` in the user's script would wait for it.
 """
 
@@ -28,22 +28,26 @@ LAUNCH_SECONDS = 1.0
 LIMIT = 3
 """Consecutive starts without an answer after which the daemon counts as broken and is not started again."""
 PAUSE_SECONDS = 20.0
-"""Between two starts: a daemon that needs longer than this to open its socket is not coming."""
+"""Time between two starts: a daemon that needs longer than this to open its socket will not come."""
 PERIOD_SECONDS = 600.0
-"""Over which deaths of daemons that had served are counted."""
+"""Period over which deaths of daemons that had served are counted."""
 LONGEST_REST = 60.0
-"""Seconds. The first such death is followed by an immediate start, the second by one after a second, the third after
-two: restarts slow down, whatever keeps killing the daemon."""
+"""Longest pause in seconds before a daemon that had served is started again.
+
+The first such death is followed by an immediate start, the second by one after a second, the third after two: restarts
+slow down, whatever keeps killing the daemon.
+"""
 _DETACHED = str(Path(__file__).with_name("detach.py"))
 
 
 class DaemonLauncher:
-    """Keeps trying that a daemon serves in `directory`. Used by the sender's thread alone."""
+    """Keeps a daemon serving in `directory`. Used on the sender's thread only."""
 
     def __init__(self, directory: Path, command: Sequence[str] | None = None, *, settings: Path | None = None) -> None:
         """`settings`: the file that the daemon reads, instead of the one in force.
 
-        Raises ConfigError where the directory cannot be had, with the fix."""
+        Raises ConfigError, with the fix, if the directory cannot be used.
+        """
         self._directory = paths.private_directory(directory)
         self.socket = paths.socket_path(directory)
         daemon = [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
@@ -59,12 +63,13 @@ class DaemonLauncher:
         self.has_served = False
         """Whether a daemon started here ever answered: if so, a start that fails is always tried again."""
         self._awaited = False
-        """A record waits for a daemon that is to come."""
+        """Whether a record waits for a daemon to come."""
 
     def start(self, *, at_once: bool = False) -> None:
-        """Start it, unless another rank is doing that now, ours is still on its way, or it rests. Raises OSError.
+        """Start the daemon, unless another rank is doing so, ours is still starting, or a pause is not over. Raises
+        OSError.
 
-        `at_once`: the run is at its end, and does not wait for the rest to be over.
+        `at_once`: the run is at its end, and does not wait for the pause to be over.
         """
         now = time.monotonic()
         if self._running() and now < self._started + PAUSE_SECONDS:
@@ -77,7 +82,7 @@ class DaemonLauncher:
             if not self._take_lock():
                 return
             log = self._log()
-        except FileNotFoundError:  # a daemon that ends took the directory away meanwhile: the next try makes it again
+        except FileNotFoundError:  # a daemon that ended just then removed the directory: the next try makes it again
             self._let_go_of_the_lock()
             return
         launch = self._launch_daemon(log)
@@ -86,42 +91,43 @@ class DaemonLauncher:
         self._unanswered, self._started, self._launch = self._unanswered + 1, now, launch
 
     def record_service(self) -> None:
-        """A daemon serves: from now on any rank may start the next one."""
+        """Note that a daemon serves: from now on any rank may start the next one."""
         self._unanswered, self._serves, self.has_served = 0, True, True
         if self._launch is not None:
             self._launch.let_go()
         self._let_go_of_the_lock()
 
     def record_loss(self) -> None:
-        """The connection broke. If it had served, a daemon died, or is about to be found alive."""
+        """Note that the connection broke. If the daemon had served, it died, or will soon be found alive."""
         if self._serves:
             self._serves = False
             self._deaths.append(time.monotonic())
 
     def failure(self) -> str | None:
-        """Why there is no daemon, in words; None as long as the last one started may still answer."""
+        """Return why there is no daemon, in words; None as long as the last one started may still answer."""
         if self._unanswered < LIMIT or self._launch is None or self._running():
             return None
         return f"the daemon ended {LIMIT} times (status {self._launch.status}){self._last_words()}"
 
     def open_record(self, rank: int) -> Recorder:
-        """A file for what a rank that ends now has not told. Raises ConfigError where it cannot be written."""
+        """Open a file for what a rank that ends now has not sent. Raises ConfigError if it cannot be written."""
         return Recorder(self._directory / f".{locks.EARLY}{rank}-{os.getpid()}")
 
     def publish_record(self, record: Recorder) -> None:
-        """It is complete: show it to the daemon. Raises OSError where that took the directory away meanwhile."""
+        """Let the daemon see a complete record. Raises OSError if the daemon removed the directory meanwhile."""
         record.path.rename(record.path.with_name(record.path.name.removeprefix(".")))
         self._awaited = True
 
     def close(self) -> None:
-        """Let go: the daemon exits by itself after its run ended, and cleans up. A killed daemon cannot."""
+        """Release all. The daemon exits by itself after its run ended, and cleans up. A killed daemon cannot: we do it
+        here."""
         comes = self._running()
         self.abandon()
         if not comes and not self._awaited:
             locks.clear(self._directory)
 
     def abandon(self) -> None:
-        """In a forked child, or at the end: hold nothing."""
+        """Release all, in a forked child or at the end."""
         if self._launch is not None:
             self._launch.forget()
             self._launch = None
@@ -153,7 +159,7 @@ class DaemonLauncher:
 
     def _take_lock(self) -> bool:
         if self._lock is None:
-            paths.private_directory(self._directory)  # a daemon that ended took it away, if there were no other ranks
+            paths.private_directory(self._directory)  # a daemon that ended removed it, if there were no other ranks
             if self._run is not None and not locks.is_at(self._run, self._directory / locks.RUN):
                 os.close(self._run)  # its directory was removed: a sweep would take the current one for unused
                 self._run = None
@@ -178,13 +184,14 @@ class DaemonLauncher:
 
 
 class _Launch:
-    """One start of the daemon, until that serves or has ended."""
+    """One start of the daemon, until the daemon serves or has ended."""
 
     def __init__(self, command: Sequence[str], log: int) -> None:
-        """Raises OSError where it cannot be started."""
+        """Start the command, detached. Raises OSError if it cannot be started."""
         self.status = ""
         """Exit status, once it is not `running`; negative: the signal that ended it."""
-        # A process without a parent is process 1's child: where that is us, it stays ours, as we must reap it.
+        # A process without a parent becomes a child of process 1: if that is us, it stays our child, as we must reap
+        # it.
         detached = os.getpid() != 1
         self._words, theirs = os.pipe()
         os.set_blocking(self._words, False)
@@ -200,12 +207,13 @@ class _Launch:
         finally:
             os.close(theirs)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # By its pid alone: the user's children are the user's, whose handler of SIGCHLD may have reaped ours.
+            # Wait by pid: the other children are the user's. The user's handler of SIGCHLD may have reaped ours
+            # already.
             self._child.wait(LAUNCH_SECONDS if detached else 0.0)
 
     @property
     def running(self) -> bool:
-        """Whether it is on its way."""
+        """Whether the program is starting or running."""
         child = self._child.poll()
         if self._words < 0:
             return False
@@ -213,18 +221,18 @@ class _Launch:
             words = os.read(self._words, 64)
         except BlockingIOError:
             return True
-        if words or child is not None:  # at its end, its descriptors go before it
+        if words or child is not None:  # at its end, its descriptors close before it ends
             self.status = words.decode() or str(child)
             self._close()
         return self._words >= 0
 
     def let_go(self) -> None:
-        """Stop waiting: it serves, or is no longer needed."""
+        """Stop waiting for the program: it serves, or is no longer needed."""
         if self._words >= 0:
             self._close()
 
     def forget(self) -> None:
-        """Let the program run on, and ask no more after it."""
+        """Let the program run on, and no longer ask for its state."""
         self.let_go()
         if self._child.poll() is None:
             self._child.returncode = 0  # else Popen.__del__ warns of it
@@ -240,7 +248,7 @@ LONGEST_PAUSE = 5.0
 
 
 class DaemonLocator:
-    """Used by the sender's thread alone."""
+    """Finds the daemon of a run, or has one started. Used on the sender's thread only."""
 
     def __init__(self, address: Path | None, settings: Path | None = None) -> None:
         """`address`: where a daemon serves, if the user said so. `settings`: the file for a daemon started here."""
@@ -251,7 +259,8 @@ class DaemonLocator:
         self._told: set[str] = set()
 
     def dial(self, identity: wire.Identity, *, last: bool = False) -> DaemonConnection | None:
-        """A connection, or None: not yet. Raises ConfigError or ProtocolError where there will be none, and why.
+        """Return a connection; None if there is none yet. Raises ConfigError or ProtocolError, with the reason, if none
+        will come.
 
         `last`: the run is at its end, and there is no time for pauses.
         """
@@ -272,34 +281,34 @@ class DaemonLocator:
             return None
 
     def record_answer(self) -> None:
-        """The daemon answered: the next search begins with short pauses."""
+        """Note that the daemon answered: the next search begins with short pauses."""
         self._pause = SHORTEST_PAUSE
         if self._launcher is not None:
             self._launcher.record_service()
 
     def record_loss(self) -> None:
-        """The connection broke: wait a little, then look again."""
+        """Note that the connection broke: the next attempt is made after a pause."""
         self._next = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if self._launcher is not None:
             self._launcher.record_loss()
 
     def open_record(self, identity: wire.Identity) -> connection.Recorder | None:
-        """A file for what the daemon has not taken by the end of this rank; None where it is not one of ours."""
+        """Open a file for what the daemon has not taken by the end of this rank; None if the daemon is not ours."""
         return self._launcher.open_record(identity.rank) if self._launcher is not None else None
 
     def publish_record(self, record: connection.Recorder) -> None:
-        """It is complete: the daemon may read it."""
+        """Let the daemon read a complete record."""
         if self._launcher is not None:
             self._launcher.publish_record(record)
 
     def close(self) -> None:
-        """Let go of a daemon that we started; it ends by itself."""
+        """Release a daemon that we started; it ends by itself."""
         if self._launcher is not None:
             self._launcher.close()
 
     def abandon(self) -> None:
-        """In a forked child: close what is the parent's."""
+        """Close what belongs to the parent, in a forked child."""
         if self._launcher is not None:
             self._launcher.abandon()
 
@@ -339,7 +348,7 @@ class DaemonLocator:
         self._say_once(f"no daemon serves at {path} ({error.strerror}); training goes on, and it is looked for again")
 
     def _rest(self, passing: OSError | None = None) -> None:
-        """Let the pause to the next attempt grow. `passing`: what the machine has none of just now."""
+        """Lengthen the pause before the next attempt. `passing`: what the machine lacks for now."""
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._next = time.monotonic() + self._pause
         if passing is not None:

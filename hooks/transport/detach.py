@@ -1,11 +1,11 @@
-"""Starts a program that is no child of the caller: `python -P -S detach.py WORDS PROGRAM ARGUMENTS...`.
+"""Starts a program that is not a child of the caller: `python -P -S detach.py WORDS PROGRAM ARGUMENTS...`.
 
-A training loop that waits for all its children, or a harness that counts them, must not meet the daemon. So this
+A training loop that waits for all its children, or a test harness that counts them, must not see the daemon. So this
 process forks, exits, and is reaped. Its fork starts the program and stays its parent while the other end of the
 descriptor WORDS is open: if the program ends meanwhile, its exit status is written there. Then the fork ends, too.
 
-A process that has lost its parent goes to init: to the nearest subreaper, or to process 1 of the container. A fresh
-interpreter forks here, with one thread and no CUDA.
+A process that has lost its parent becomes a child of init: of the nearest subreaper, or of process 1 of the container.
+It is a fresh interpreter that forks here, with one thread and without CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 
 LOOK_MILLISECONDS = 50
 HELD_BACK = frozenset({signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
-"""From the program's first instruction on, until it can serve them: it lets them through itself."""
+"""Signals blocked from the program's first instruction until it can handle them: it unblocks them itself."""
 
 
 def main(words: int, program: list[str]) -> None:
@@ -29,7 +29,7 @@ def main(words: int, program: list[str]) -> None:
         os._exit(0)
     child = os.posix_spawn(program[0], program, os.environ)
     listener = select.poll()
-    listener.register(words, 0)  # poll always reports errors: the other end is closed
+    listener.register(words, 0)  # poll always reports errors, such as that the other end is closed
     while not listener.poll(LOOK_MILLISECONDS):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

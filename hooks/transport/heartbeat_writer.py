@@ -1,12 +1,12 @@
-"""What the daemon sees a hang by: the heartbeat page, and the stacks of all threads.
+"""Lets the daemon see a hang: writes the heartbeat page, and dumps the stacks of all threads.
 
 The training thread only counts (`StepAccumulator.progress`). The sender's thread writes the page: it notices when the
-count stands still; after a second of that it looks at the stack, once a second, for as long as it does.
+count stands still; after a second of that it looks at the stack, once a second, until the count moves again.
 
 Stacks are dumped by the process itself when the daemon asks, whichever thread holds the GIL. The sender's thread
 answers, if it gets the GIL. Else faulthandler does: its handler runs in C at a signal and writes into a file in memory
-that the daemon holds, too. Where the daemon cannot signal this process, a timer of faulthandler's is reset again and
-again, and fires once it is not. Neither may run while a thread runs Python: they read frames without the GIL, and one
+that the daemon holds, too. If the daemon cannot signal this process, a timer of faulthandler is reset again and again,
+and fires once the resets stop. Neither may run while a thread runs Python: they read frames without the GIL, and one
 dump in some thousand ends in a segmentation fault (CPython 3.11).
 """
 
@@ -30,19 +30,20 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.wire.heartbeat_page import BLANK, PAGE, SIGNAL, SIZE, STACKS, Heartbeat, Place, pack_heartbeat
 
 LOOK_SECONDS = 1.0
-"""Of no progress before the stack is looked at, and between two looks."""
+"""Time without progress before the stack is looked at, and between two looks."""
 LEARN_STEPS = 2
 """Steps after which gaps are learned from: the first ones compile and warm up."""
 ABSENT_SECONDS = 5.0
-"""A thread that did not come to beat for so long was stopped, or the GIL was held: what did so is over."""
+"""Time without a beat after which this thread counts as stopped, or the GIL as held: what caused it is over."""
 REWIND_SECONDS = 5.0
-"""Between two windings of the timer: one costs 0.16 ms."""
+"""Time between two resets of the timer: one costs 0.16 ms."""
 TIMER_SECONDS = 30.0
 _FRAMES = 60
 
 
 class StackDumps:
-    """Where dumps go. May be made on any thread; raises OSError if such a file cannot be made."""
+    """The file for dumps, and what writes them. May be made on any thread; raises OSError if such a file cannot be
+    made."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(STACKS, os.MFD_CLOEXEC)
@@ -54,40 +55,44 @@ class StackDumps:
             self._registered = True
 
     def signal(self) -> int:
-        """The signal that makes a dump; 0 if other code handles it, from before us or since."""
+        """Return the signal that makes a dump; 0 if other code handles it, from before us or since."""
         return SIGNAL if self._registered and not _is_taken_over() else 0
 
     def wind(self) -> None:
-        """Put the timer off once more. For daemons that cannot signal us."""
+        """Reset the timer once more. For daemons that cannot signal us."""
         now = time.monotonic()
         if now >= self._wind_at:
             self._wind_at, self._wound = now + REWIND_SECONDS, True
             faulthandler.dump_traceback_later(TIMER_SECONDS, file=self.descriptor)
 
     def halt(self) -> None:
-        """Stop the timer until it is wound again, before a fork: its thread is not in the child, whose interpreter
-        would wait for it at its end and never return. On the thread that forks; it takes 0.1 ms."""
+        """Stop the timer until it is reset again. Called before a fork, on the thread that forks; it takes 0.1 ms.
+
+        The timer's thread does not exist in the child, whose interpreter would wait for it at its end and never return.
+        """
         if self._wound:
-            # Nor is it wound between this and the fork, for which the GIL is let go of.
+            # It must not be reset before the fork either, during which the GIL is released.
             self._wind_at, self._wound = time.monotonic() + REWIND_SECONDS, False
             faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
-        """Give the signal back, unless other code has taken it."""
+        """Release the signal, unless other code has taken it."""
         if self.signal():
             faulthandler.unregister(SIGNAL)
         self.halt()
         os.close(self.descriptor)
 
     def abandon(self) -> None:
-        """In a forked child: as `close`, except for the timer, which belongs to the parent."""
+        """Close in a forked child: as `close`, except for the timer, which belongs to the parent."""
         self._wound = False
         self.close()
 
 
 class HeartbeatWriter:
-    """The heartbeat page of this process. `beat` and `close` are called on the sender's thread. Raises OSError where
-    there is no memfd (macOS)."""
+    """The heartbeat page of this process. Raises OSError if there is no memfd (macOS).
+
+    `beat` and `close` are called on the sender's thread.
+    """
 
     def __init__(self, accumulator: StepAccumulator) -> None:
         if not hasattr(os, "memfd_create"):
@@ -101,8 +106,10 @@ class HeartbeatWriter:
             self.stacks.close()
             raise
         self.unsignalled = False
-        """The daemon cannot signal this process: faulthandler's timer dumps the stacks, as it does where other code
-        handles the signal."""
+        """Whether the daemon cannot signal this process.
+
+        If so, faulthandler's timer dumps the stacks, as it does where other code handles the signal.
+        """
         self._accumulator = accumulator
         self._beat = self._progressed = time.monotonic()
         self._progress, self._paused = -1, False
@@ -113,7 +120,7 @@ class HeartbeatWriter:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What the daemon gets."""
+        """The file descriptors that the daemon gets: of the page and of the stacks."""
         return self.page, self.stacks.descriptor
 
     def beat(self) -> None:
@@ -141,15 +148,20 @@ class HeartbeatWriter:
         os.pwrite(self.page, pack_heartbeat(heartbeat), 0)
 
     def close(self) -> None:
-        """Give everything back, once: the numbers of closed descriptors are soon the user's. A page that is blank is
-        judged no more, and the daemon signals no process for it."""
+        """Release everything, once: the numbers of closed descriptors may soon be the user's.
+
+        A blank page is no longer judged, and the daemon signals no process for it.
+        """
         if not self._ended:
             with contextlib.suppress(OSError):
                 os.pwrite(self.page, BLANK, 0)
         self._end(self.stacks.close)
 
     def abandon(self) -> None:
-        """In a forked child: the signal's handler would write into the parent's file. The page stays the parent's."""
+        """Release everything in a forked child: the signal's handler would write into the parent's file.
+
+        The page stays the parent's.
+        """
         self._end(self.stacks.abandon)
 
     def _end(self, stacks: Callable[[], None]) -> None:
@@ -159,7 +171,8 @@ class HeartbeatWriter:
             os.close(self.page)
 
     def _learn(self, now: float) -> None:
-        """A gap is over. What was in a phase, in a checkpoint or beyond the loop says nothing of the loop."""
+        """Learn from a gap that is over. A gap in a phase, in a checkpoint or outside the loop says nothing about the
+        loop."""
         in_loop = self._place in (Place.UNKNOWN, Place.LOOP, Place.AWAITS) and not self._paused
         if self._accumulator.steps > LEARN_STEPS and in_loop:
             self._longest = max(self._longest, now - max(self._progressed, self._moved))
@@ -170,14 +183,14 @@ class HeartbeatWriter:
         if self._stack and moves(self._stack, stack):
             self._moved = now
         if self._place in (Place.LEFT, Place.DEBUGGER) and place != self._place:
-            self._progressed = now  # a notebook's cell that is run again the next morning
+            self._progressed = now  # e.g. a notebook's cell that is run again the next morning
         self._place, self._stack = place, stack
         self._cpu = _cpu_seconds(self._accumulator.native)
         self._signal = self.stacks.signal()
 
 
 def _cpu_seconds(thread: int) -> float:
-    """Seconds that a thread of ours ran or wanted to, by the scheduler's count; 0 where that is not known."""
+    """Return the seconds that a thread ran or waited to run, by the scheduler's count; 0 if that is not known."""
     try:
         running, waiting, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
         return (int(running) + int(waiting)) * 1e-9
@@ -186,7 +199,7 @@ def _cpu_seconds(thread: int) -> float:
 
 
 def format_stacks() -> str:
-    """Stacks of all threads now, as Python sees them. Needs the GIL."""
+    """Return the stacks of all threads now, as Python sees them. Needs the GIL."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

@@ -1,14 +1,14 @@
-"""From a step's values, which may still be on the device, to records of plain numbers and the batches that are sent.
+"""Turns a step's values, which may still be on the device, into records of plain numbers and batches to send.
 
 On the CPU values are read immediately. On CUDA all values of a step are packed into one float32 buffer on the device,
-which one asynchronous copy brings to pinned memory; a word that says "arrived" is copied after it, on the same stream,
-so that it is there last. The sender's thread polls the word: it must not query CUDA events, which takes the driver's
+which one asynchronous copy brings to pinned memory; a word that says "arrived" is copied after it on the same stream,
+so that it arrives last. The sender's thread polls the word: it must not query CUDA events, which takes the driver's
 lock. Nothing is done while the stream is capturing a graph.
 
-Records wait in a bounded queue, in which the oldest makes room. Before the daemon is there the first steps stay, and
-what came right after them makes room: rules look back on a run's start, and a fast loop makes thousands of steps while
-its daemon starts. Two threads and no lock: the training thread calls `put`, or appends to `records` where the step is
-nothing special; the sender's thread calls `take`.
+Records wait in a bounded queue, from which the oldest is dropped when it is full. Before the daemon takes any, the
+first steps are kept, and those right after them are dropped: rules look back on a run's start, and a fast loop makes
+thousands of steps while its daemon starts. Two threads use it without a lock: the training thread calls `put`, or
+appends ordinary steps to `records`; the sender's thread calls `take`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Record(msgspec.Struct):
     seq: int
     time: float
     table: wire.LayerTable
-    """What `block` and `rows` refer to."""
+    """The table that `block` and `rows` refer to."""
     values: dict[str, float] = {}
     rows: bytes = b""
     block: dict[str, bytes] = {}
@@ -51,15 +51,17 @@ class Record(msgspec.Struct):
         return self.transfer is None
 
     def peek(self, name: str) -> float | None:
-        """A value that was on a device, once it is there, whichever thread unpacks it; None before that. On the thread
-        that trains: it alone uses buffers again."""
+        """Return a value that was on a device once it has arrived, whichever thread unpacks it; None before that.
+
+        On the training thread: only that thread reuses buffers.
+        """
         transfer = self.transfer
         if transfer is None:
             return self.values[name]
         return transfer.peek(name) if transfer.has_arrived() else None
 
     def nbytes(self) -> int:
-        """Bytes of the layer statistics, the bulk of it, those with them that are on their way."""
+        """Return the bytes of the layer statistics, which are most of a record, including those still being copied."""
         size = len(self.rows) + sum(map(len, self.block.values()))
         return size if self.transfer is None else size + self.transfer.layer_bytes
 
@@ -71,12 +73,12 @@ class Record(msgspec.Struct):
 
 
 def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen: Unseen) -> Record:
-    """Take a step's values. What is on the host is read now, what is on a device is on its way."""
+    """Make a record of a step. Values on the host are read now, those on a device are copied asynchronously."""
     made = Record(layers.stream, step.seq, time, layers.table, cast("dict[str, float]", step.values))
     if step.gradients is not None and step.layers and len(step.gradients.rows) < len(layers.table.layers):
         made.rows = array("I", step.gradients.rows).tobytes()
     on_device: list[tuple[str, bool, torch.Tensor]] = []
-    # Nearly all are floats, nearly always: anything more is measurable in a loop of a few ms.
+    # Nearly all are floats, nearly always: any more work is measurable in a loop of a few ms.
     for name, value in [pair for pair in step.values.items() if type(pair[1]) is not float]:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             on_device.append((name, False, value))
@@ -84,7 +86,7 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
             continue
         try:
             step.values[name] = float(value)
-        except Exception:  # a plugin's probe
+        except Exception:  # of a plugin's probe
             del step.values[name]
             unseen.swallow(name, f"the value of {name}", "without it")
         else:
@@ -103,7 +105,7 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
 
 
 class Transfers:
-    """Pinned buffers, used again once they were read. As many as there are steps in flight."""
+    """Pinned buffers, reused once they were read. There are as many as steps in flight."""
 
     def __init__(self) -> None:
         self._free: deque[torch.Tensor] = deque()
@@ -113,7 +115,7 @@ class Transfers:
         """Start copying `parts`: (signal, whether of layers, tensor)."""
         device = parts[0][2].device
         flat = [tensor.reshape(-1).to(device, torch.float32, non_blocking=True) for _, _, tensor in parts]
-        payload = flat[0] if len(flat) == 1 else torch.cat(flat)  # of most steps there is the loss alone
+        payload = flat[0] if len(flat) == 1 else torch.cat(flat)  # for most steps the loss alone
         if device not in self._ones:
             self._ones[device] = torch.ones(1, dtype=torch.float32, device=device)
         buffer = self._buffer(payload.numel() + 1)
@@ -124,7 +126,7 @@ class Transfers:
         )
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """The buffer was read."""
+        """Take back a buffer that was read."""
         self._free.append(buffer)
 
     def _buffer(self, size: int) -> torch.Tensor:
@@ -148,7 +150,7 @@ class _Transfer:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of what is wanted of it of layers."""
+        """Bytes of its layer statistics, unless they are left out."""
         return 4 * sum(size for _, layered, size in self._parts if layered) if self.layers_wanted else 0
 
     def has_arrived(self) -> bool:
@@ -159,7 +161,7 @@ class _Transfer:
         return any(known == name for known, _, _ in self._parts)
 
     def peek(self, name: str) -> float:
-        """The number of that name, without taking it."""
+        """Return the number of that name, without taking it."""
         begin = 1
         for known, _, size in self._parts:
             if known == name:
@@ -180,11 +182,11 @@ class _Transfer:
 
 
 QUEUE_STEPS = 2048
-"""Steps that may wait; above it the oldest is dropped and counted."""
+"""Most steps that may wait; above it the oldest is dropped and counted."""
 FIRST_STEPS = 512
-"""Of a run, that may wait besides, as long as none was taken."""
+"""Number of the run's first steps that may wait as well, as long as none was taken."""
 QUEUE_BYTES = 8 * 1024 * 1024
-"""Of layer statistics that wait in the queue; above it new ones are left out."""
+"""Most bytes of layer statistics that wait in the queue; above it new ones are left out."""
 
 
 class StepQueue:
@@ -194,30 +196,32 @@ class StepQueue:
         self.records: deque[Record] = deque()
         """An ordinary record (no layers, nothing on a device) may be appended, up to `QUEUE_STEPS`."""
         self.dropped = 0
-        """Steps that were dropped so far."""
+        """Number of steps dropped so far."""
         self._next_seq = 0
         self._first: deque[Record] = deque()
-        """The run's first steps, where the queue was full before any was taken: they do not make room."""
+        """The run's first steps, if the queue was full before any was taken: they are not dropped."""
         self._begun = False
         """Whether any was taken."""
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
 
     def put(self, record: Record) -> None:
-        """Queue a step. If the queue is full the oldest is dropped and counted; before the first `take` the run's first
-        steps are kept and the oldest after them is dropped. If there are too many bytes, this step's layers are left
-        out."""
+        """Queue a step. If the queue is full, the oldest step is dropped and counted.
+
+        Before the first `take`, the run's first steps are kept and the oldest after them is dropped. If there are too
+        many bytes, this step's layers are left out.
+        """
         if record.block or record.transfer is not None or len(self.records) >= QUEUE_STEPS:
             self._make_room(record)
         self.records.append(record)
 
     def take(self, most: int) -> list[Record]:
-        """The next steps of one optimizer whose values have arrived, in order; at most so many."""
+        """Return the next steps of one optimizer whose values have arrived, in order; at most so many."""
         records: list[Record] = []
         while len(records) < most and (waiting := self._first or self.records):
             try:
                 self._pass(waiting[0])
                 record = waiting.popleft()
-            except IndexError:  # it was full, and the other thread dropped the head
+            except IndexError:  # the queue was full, and the other thread dropped the head
                 break
             if not record.ready() or (records and record.stream != records[0].stream):
                 waiting.appendleft(record)
@@ -241,14 +245,14 @@ class StepQueue:
 
     @property
     def next_seq(self) -> int:
-        """After the last step of the first optimizer that was queued."""
+        """Sequence number after the last step of the first optimizer that was queued."""
         for record in reversed([*self.records]):
             if not record.stream:
                 return record.seq + 1
         return self._next_seq
 
     def _pass(self, record: Record) -> None:
-        """It is about to go: see `next_seq`."""
+        """Update `next_seq` for a record that is about to leave the queue."""
         if not record.stream:
             self._next_seq = record.seq + 1
 
@@ -269,11 +273,11 @@ class StepQueue:
 
 
 LARGEST = 512
-"""Steps in one batch. Rows are numbered by uint16."""
+"""Most steps in one batch: rows are numbered by uint16."""
 
 
 def make_batch(records: Sequence[Record], *, dropped: int, pace: wire.Pace | None, skipped: int = 0) -> wire.Batch:
-    """One batch of the steps of one optimizer, in their order. `pace`: None where it did not change."""
+    """Make one batch of the steps of one optimizer, in their order. `pace`: None if it did not change."""
     rows: dict[str, list[int]] = {}
     values: dict[str, list[float]] = {}
     for row, record in enumerate(records):

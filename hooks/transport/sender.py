@@ -1,8 +1,8 @@
 """The thread that talks to the daemon. The training thread only appends to a bounded queue.
 
-Finds or starts the daemon, says hello, sends what was measured in columnar batches, and hands on what comes back.
-Daemon gone: what is in the queue stays, the oldest is dropped and counted when it is full, and after the reconnect
-the hello comes first again, then whatever the daemon had not kept by then, so that nothing is lost with it.
+It finds or starts the daemon, says hello, sends what was measured in columnar batches, and passes on what comes back.
+If the daemon is gone, the queue is kept; when it is full, the oldest step is dropped and counted. After a reconnect the
+hello comes first again, then whatever the former daemon had not kept, so that nothing is lost with it.
 """
 
 from __future__ import annotations
@@ -29,43 +29,46 @@ from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import LARGEST, Record, StepQueue, make_batch
 
 INTERVAL_SECONDS = 1.0
-"""Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
+"""Seconds between two batches: each wakes two processes, with cold caches. Urgent news is not delayed."""
 TOGETHER_SECONDS = 0.5
-"""The same where the node has several ranks, which its daemon waits for: see `sentinel/runs/step_alignment.py`."""
+"""The same if the node has several ranks, which its daemon waits for (`sentinel/runs/step_alignment.py`)."""
 ATTENTIVE_SECONDS = 0.1
-"""Between two batches while something looks odd."""
+"""Seconds between two batches while something looks odd."""
 BEAT_SECONDS = 0.5
-"""Between two beats of the heart, at most, which wake this thread alone."""
+"""Most seconds between two heartbeats, which wake this thread only."""
 LAST_WORDS_POLL_SECONDS = 0.02
-"""Between two looks, at the end, whether the daemon asks for something."""
+"""Seconds, at the end, between two checks whether the daemon asks for something."""
 FAREWELL_SECONDS = 1.0
-"""For which a run that ended because its optimizer is gone still tries to say so."""
+"""Time for which a run that ended because its optimizer is gone tries to say so."""
 HANGS = "hangs"
-"""What is not seen without a heartbeat, in words."""
+"""What is reported as not seen without a heartbeat."""
 GREETING, STREAMING, RECORDING = "saying hello", "streaming", "recording to "
-"""States: connected, without an answer yet; the daemon has answered; what follows is the file."""
+"""States: connected, without an answer yet; the daemon has answered; before the name of the file."""
 BACKLOG_BYTES = 1024 * 1024
-"""Of frames that wait for a slow reader; above it the steps wait in the queue."""
+"""Most bytes of frames that wait for a slow reader; above it the steps wait in the queue."""
 
 
 class SenderSession(Protocol):
-    """What the sender asks the run that it sends for, on its own thread."""
+    """What the sender asks the run that it sends for, on the sender's thread."""
 
     def identify(self) -> wire.Identity | None:
-        """Who this rank is; None as long as that is not known."""
+        """Return who this rank is; None as long as that is not known."""
 
     def greet(self, identity: wire.Identity, first: int | None) -> Iterable[wire.Message]:
-        """The hello and the layer tables. `first`: the first seq that is queued, if any is."""
+        """Return the hello and the layer tables. `first`: the first seq that is queued, if there is one."""
 
     def make_farewell(self) -> wire.Goodbye | None:
-        """The goodbye, once there is nothing left to watch."""
+        """Return the goodbye once there is nothing left to watch; None before."""
 
     def make_heartbeat_writer(self) -> HeartbeatWriter | None:
-        """None where there is no heartbeat; asked again before each connection."""
+        """Return a new heartbeat writer; None if there can be no heartbeat: then asked again before each connection."""
 
 
 class Sender(threading.Thread):
-    """`submit`, `post`, `wake`, `greet_again` and `stop` are for other threads, the rest is its own."""
+    """Sends to the daemon what one run measures.
+
+    Other threads call `submit`, `post`, `wake`, `greet_again` and `stop`, and at a fork `halt` and `abandon`.
+    """
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class Sender(threading.Thread):
         """`receive` gets what the daemon sends; `unseen` records what fails here."""
         super().__init__(name="sentinel-sender", daemon=True)
         self.state = "looking for the daemon"
-        """What it does, in words."""
+        """The present state, in words."""
         self.done = False
-        """Nothing is accepted from now on."""
+        """Whether nothing is accepted any more."""
         self.left_record = False
-        """Whether the last of the run is in a file for the daemon."""
+        """Whether the end of the run is in a file for the daemon."""
         self.queue = StepQueue()
         self._session, self._receive, self._governor, self._unseen = session, receive, governor, unseen
         self._heartbeat_writer = session.make_heartbeat_writer()
@@ -98,15 +101,15 @@ class Sender(threading.Thread):
         self._deadline = self._flush_at = 0.0
         self._urgent = self._greet_again = False
         self._together = False
-        """Whether there are other ranks."""
+        """Whether the node has other ranks."""
         self._tables: set[str] = set()
         self._pace_sent: wire.Pace | None = None
-        """The last that was sent."""
+        """The pace that was sent last."""
         self._wake_sender: socket.socket | None = None
         self._wake_receiver: socket.socket | None = None
 
     def submit(self, record: Record, *, urgent: bool = False) -> None:
-        """Queue a step, as long as anything is taken."""
+        """Queue a step, unless nothing is accepted any more."""
         if self.done:
             return
         self.queue.put(record)
@@ -114,9 +117,11 @@ class Sender(threading.Thread):
             self.wake()
 
     def post(self, message: wire.Message) -> None:
-        """Send a message without delay, after the queued steps. A provenance goes before them: the alert that one of
-        them raises goes out with its cause, also where the daemon came late and all of them wait. A stage goes before
-        its first step, whether that is queued by then or not."""
+        """Send a message without delay, after the queued steps.
+
+        A provenance goes before them: so the alert that one of them raises has its cause, also if the daemon came late
+        and all of them wait. A stage goes before its first step, whether that is queued by then or not.
+        """
         if not self.done:
             first = isinstance(message, wire.Collected) and message.what == "provenance"
             if isinstance(message, wire.StageBegan):
@@ -130,16 +135,18 @@ class Sender(threading.Thread):
         self._urgent = True
         wake_sender = self._wake_sender
         if wake_sender is not None:
-            with contextlib.suppress(OSError):  # it is awake, or gone
+            with contextlib.suppress(OSError):  # the thread is awake, or gone
                 wake_sender.send(b"!", NO_SIGNAL)
 
     def greet_again(self) -> None:
-        """The hello has changed: say it again."""
+        """Send the hello again, as it has changed."""
         self._greet_again = True
 
     def stop(self, goodbye: wire.Goodbye, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Send what is queued and the goodbye, for at most `timeout` seconds. `meanwhile` is called while the daemon is
-        waited for: it may ask for evidence."""
+        """Send what is queued and the goodbye, for at most `timeout` seconds.
+
+        `meanwhile` is called while waiting for the daemon, which may ask for evidence.
+        """
         self._deadline = time.monotonic() + timeout
         self._goodbye = goodbye
         self.wake()
@@ -149,13 +156,13 @@ class Sender(threading.Thread):
             self.join(min(left, LAST_WORDS_POLL_SECONDS))
 
     def halt(self) -> None:
-        """Before a fork, on the thread that forks: whatever has a thread of its own in C."""
+        """Stop, before a fork and on the thread that forks, what has a thread of its own in C."""
         heartbeat_writer = self._heartbeat_writer
         if heartbeat_writer is not None:
             heartbeat_writer.stacks.halt()
 
     def abandon(self) -> None:
-        """In a forked child: the thread is not there, and the sockets are the parent's."""
+        """Close in a forked child: the thread does not exist there, and the sockets are the parent's."""
         self.done, self.state = True, "forked"
         for end in (self._wake_sender, self._wake_receiver):
             if end is not None:
@@ -167,9 +174,9 @@ class Sender(threading.Thread):
             self._heartbeat_writer.abandon()
 
     def run(self) -> None:
-        """The thread."""
+        """Run the sender's rounds until the run is over. The body of the thread."""
         try:
-            # poll needs no descriptor, and there are two sockets to wait for.
+            # poll needs no file descriptor, and there are two sockets to wait for.
             with selectors.PollSelector() as selector:
                 heard = False
                 while self._turn(selector, heard):
@@ -192,7 +199,7 @@ class Sender(threading.Thread):
             self._end()
 
     def _open_wake_receiver(self, selector: selectors.BaseSelector) -> None:
-        """Let other threads wake this one; without a descriptor to spare it wakes by itself, and tries again."""
+        """Let other threads wake this one. If no descriptor is left, it wakes by itself, and tries again."""
         with contextlib.suppress(OSError):
             wake_sender, self._wake_receiver = socket.socketpair()
             wake_sender.setblocking(False)
@@ -201,7 +208,7 @@ class Sender(threading.Thread):
             self._wake_sender = wake_sender
 
     def _pause(self) -> float:
-        """Seconds to the next round, at most."""
+        """Return the longest time to the next round, in seconds."""
         if self._goodbye is not None:  # the daemon may be about to serve, and the deadline is near
             return LAST_WORDS_POLL_SECONDS
         return min(self._interval(), BEAT_SECONDS)
@@ -212,7 +219,7 @@ class Sender(threading.Thread):
         return min(TOGETHER_SECONDS, INTERVAL_SECONDS) if self._together else INTERVAL_SECONDS
 
     def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
-        """One round, after the daemon was heard or not. False: that was the last."""
+        """Do one round; `heard`: the daemon has sent something. Returns False after the last round."""
         self._beat()
         if self._goodbye is None and (goodbye := self._session.make_farewell()) is not None:
             self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
@@ -239,13 +246,13 @@ class Sender(threading.Thread):
             except Exception:
                 if self._unseen.record_failure(HANGS, "the heartbeat", "hangs are not seen"):
                     heartbeat_writer, self._heartbeat_writer = self._heartbeat_writer, None
-                    heartbeat_writer.close()  # or it would look as if the GIL were held
+                    heartbeat_writer.close()  # else it would look as if the GIL were held
             else:
                 if self._unseen.pausing:
                     self._unseen.restore(HANGS)
 
     def _listen(self, selector: selectors.BaseSelector, connection: DaemonConnection) -> None:
-        """Wake up when the daemon takes more, as long as there is more."""
+        """Wait until the daemon takes more, as long as there is more to send."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
         if selector.get_key(connection.socket).events != wanted:
             selector.modify(connection.socket, wanted)
@@ -272,7 +279,7 @@ class Sender(threading.Thread):
         self._begin(connection, identity)
 
     def _begin(self, connection: DaemonConnection, identity: wire.Identity, *, ended: bool = False) -> None:
-        """The hello, and what an earlier connection did not get rid of."""
+        """Send the hello, and what an earlier connection did not deliver."""
         self._tables.clear()
         self._pace_sent = None
         self._say_hello(connection, identity, ended=ended)
@@ -290,7 +297,7 @@ class Sender(threading.Thread):
             connection.send(message, lasting=False)
 
     def _first_seq(self) -> int | None:
-        """Of the first step that will be sent; None: of the next that is taken."""
+        """Return the seq of the first step that will be sent; None: that of the next step that is taken."""
         again = [frame.seq for frame in self._unsent if frame.seq is not None]
         if again:
             return again[0]
@@ -352,10 +359,10 @@ class Sender(threading.Thread):
         waiting = self.queue.head or self._messages or self._causes or self._stages
         if self._goodbye is not None and not waiting and not self._goodbye_said:
             self._goodbye_said = True
-            connection.send(self._goodbye, lasting=False)  # said again where this connection breaks
+            connection.send(self._goodbye, lasting=False)  # sent again if this connection breaks
 
     def _by_stage(self, connection: DaemonConnection, records: list[Record]) -> Iterator[list[Record]]:
-        """`records`, cut where a stage begins; that goes out between the parts."""
+        """Yield `records` in parts, cut where a stage begins; its message is sent between the parts."""
         while self._stages:
             at = next((place for place, record in enumerate(records) if record.seq >= self._stages[0].seq), None)
             if at is None:
@@ -370,9 +377,10 @@ class Sender(threading.Thread):
         while messages and connection.backlog < BACKLOG_BYTES:
             message = messages.popleft()
             try:
-                # A daemon that comes after this one asks for it again, and no secret waits for it.
+                # A daemon that comes after this one asks for the meeting point again, and a secret does not wait for
+                # it.
                 connection.send(message, lasting=not isinstance(message, wire.MeetingFound))
-            except Exception:  # too large, or of what msgpack does not know
+            except Exception:  # too large, or of a type that msgpack cannot encode
                 name = f"sending {type(message).__name__}"
                 self._unseen.swallow(name, name, "without it")
             else:
@@ -387,8 +395,10 @@ class Sender(threading.Thread):
         return pace
 
     def _leave_record(self) -> None:
-        """The run has ended before its daemon came, or before it took everything: what it lacks goes into a file, which
-        it reads once it serves."""
+        """Write what the daemon lacks into a file, which it reads once it serves.
+
+        Needed if the run ended before its daemon came, or before the daemon took everything.
+        """
         goodbye, connection, identity = self._goodbye, self._connection, self._session.identify()
         if goodbye is None or self.done or identity is None:
             return
@@ -405,7 +415,7 @@ class Sender(threading.Thread):
             head = self.queue.head
             self._encode(record)
             record.flush()
-            if self.queue.head is head:  # what is on a device may never come
+            if self.queue.head is head:  # what is on a device may never arrive
                 break
         if not self._goodbye_said:
             record.send(goodbye)
@@ -415,7 +425,7 @@ class Sender(threading.Thread):
         self.left_record = True
 
     def _lose(self, selector: selectors.BaseSelector) -> None:
-        """The connection broke; what the daemon did not take is kept for the next."""
+        """Handle a broken connection; what the daemon did not take is kept for the next."""
         if self._connection is None:
             return
         self.done = self._goodbye_said and self._connection.settled
