@@ -1,4 +1,5 @@
-"""The ranks' agreement to roll back, or to leave: all at the exit of one step, or none, whichever process ends then.
+"""How the ranks agree to roll back, or to leave: all at the exit of one step, or none, whichever process fails
+meanwhile.
 
     daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late; it
                                       is silent while it is bound by another
@@ -7,18 +8,18 @@
     rank r     each rank that has the commit writes what it is about to restore, and whether its snapshot is sound
     decided    `go` once all have, or why not: written once, by the first rank that gets there; later ones read it
 
-The promise (`TwoPhaseCommit`) costs the loop one comparison a step. Without it, ranks that are a step apart would
+The promise (`TwoPhaseCommit`) costs the loop one comparison per step. Without it, ranks that are a step apart would
 restore at different steps and then wait for each other without end in a collective.
 
 The daemon's commit goes out rank by rank, and the daemon may die between two of them. So neither it nor any process
 decides (`RankConsensus`): what is written is kept where it outlives its writer, on one node in the run's runtime
 directory (`DirectoryBallot`). No collective is used: it may end on one rank and time out on another, and making its
 group waits for each lost rank in turn. The ranks of several nodes share no such directory. They write into the process
-group's store (`StoreBallot`), which ends with its host. Where that happens just after `go`, some ranks have read it,
-and others can never learn of it: these do not train on (`InDoubt`).
+group's store (`StoreBallot`), which ends with its host. If that happens just after `go`, some ranks have read it, and
+others can never learn of it: these do not train on (`InDoubt`).
 
-A rank that has waited too long, for the verdict or for the others, writes why it did; if `go` was there before, it
-restores with the rest. `go` needs the word of every rank: a rank that could not write it cannot be left behind.
+A rank that has waited too long, for the verdict or for the others, writes why; if `go` was written before, it restores
+with the rest. `go` needs the word of every rank: a rank that could not write it cannot be left behind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ NOWHERE = -1
 
 
 class TwoPhaseCommit:
-    """At most one at a time. `prepare` and `decide` are called by the thread that receives, the rest by the loop."""
+    """The promise of one rank to stop at a step; at most one at a time.
+
+    `prepare` and `decide` are called on the receiving thread, the rest on the training thread.
+    """
 
     def __init__(self) -> None:
         self.exited = NOWHERE
@@ -49,32 +53,35 @@ class TwoPhaseCommit:
         self._target = NOWHERE
         self._prepare: wire.Prepare | None = None
         self._in_time = False
-        """It was answered that it can be kept."""
+        """Whether the daemon got the answer that the promise can be kept."""
         self._verdict: wire.Commit | None = None
         self._changed = threading.Condition()
 
     @property
     def bound(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a promise."""
         return self._prepare is not None
 
     @property
     def id(self) -> int:
-        """Its id; 0: there is none."""
+        """Id of the promise; 0: there is none."""
         prepare = self._prepare
         return prepare.id if prepare is not None else 0
 
     def prepare(self, message: wire.Prepare) -> wire.Prepared | None:
-        """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one. None:
-        it is bound by another order, of a coordinator that is no more. The daemon asks again after a time-out, and a
-        refusal would be final."""
+        """Bind this rank to an order; return the answer.
+
+        A refusal without a reason: the step is over already, ask for a later one. None: the rank is bound by another
+        order, of a coordinator that no longer exists. The daemon asks again after a time-out; a refusal would be final.
+        """
         with self._changed:
             if self._prepare is not None:
                 return None
             self._prepare, self._verdict, self._in_time = message, None, False
-        # The order decides. Here the target is written and then `exited` is read; `reach_step` writes `exited` and then
-        # reads the target. Whatever the interleaving, one of the two sees what the other wrote: a rank that hears
-        # here that it is in time can't run past `at` unseen. Were `exited` read first, the loop could pass between.
+        # The order of these operations matters. Here the target is written and then `exited` is read; `reach_step`
+        # writes `exited` and then reads the target. Whatever the interleaving, one of the two sees what the other
+        # wrote: a rank that finds here that it is in time cannot run past `at` unseen. If `exited` were read first, the
+        # loop could pass between.
         self._target = message.at
         in_time = self._in_time = self.exited < message.at
         if not in_time:
@@ -82,7 +89,7 @@ class TwoPhaseCommit:
         return wire.Prepared(id=message.id, ok=in_time, seq=self.exited)
 
     def decide(self, verdict: wire.Commit | wire.Abort) -> None:
-        """Hand over the verdict, if it is still waited for."""
+        """Pass on the verdict, if it is still waited for."""
         if isinstance(verdict, wire.Abort):
             self._release(verdict.id)
             return
@@ -92,7 +99,8 @@ class TwoPhaseCommit:
                 self._changed.notify_all()
 
     def reach_step(self, seq: int) -> bool:
-        """The loop is at the exit of step `seq`: whether it must wait there, or should have before."""
+        """Note that the loop is at the exit of step `seq`. Returns whether it must wait there, or should have
+        before."""
         self.exited = seq
         return NOWHERE < self._target <= seq
 
@@ -104,19 +112,20 @@ class TwoPhaseCommit:
 
     @property
     def due(self) -> wire.Prepare | None:
-        """One whose step it is."""
+        """The promise whose step the present one is; None if there is none."""
         mine = self._prepare
         return mine if mine is not None and mine.at == self.exited else None
 
     def break_off(self, promise: wire.Prepare) -> None:
-        """It will not be kept."""
+        """Drop a promise that will not be kept."""
         self._release(promise.id)
 
     def wait(self, seconds: float) -> tuple[wire.Prepare | None, wire.Commit | None]:
-        """At the promised step, wait for the verdict. (promise, None) is the time-out, (None, None) an abort."""
+        """Wait for the verdict, at the promised step. Returns (promise, None) at the time-out, (None, None) after an
+        abort."""
         with self._changed:
             mine = self._prepare
-            # Since `reach_step` looked, what was promised may have been aborted and a later step promised instead.
+            # Since `reach_step` looked, the promise may have been aborted and a later step promised instead.
             if mine is None or mine.at != self.exited:
                 return None, None
             self._changed.wait_for(lambda: self._prepare is not mine or self._verdict is not None, seconds)
@@ -137,8 +146,11 @@ class TwoPhaseCommit:
 
 
 MOST_SECONDS = 50.0
-"""How long the other ranks are waited for at most; with the wait for the verdict before it, a minute. Below the
-time-outs of process groups (NCCL 10 min, gloo 30 min): the ranks that go on wait for those that stand here."""
+"""Longest wait for the other ranks; with the wait for the verdict before it, a minute.
+
+It is shorter than the time-outs of process groups (NCCL 10 min, gloo 30 min): the ranks that go on wait for those that
+wait here.
+"""
 _GO = "go"
 _DECIDED = "decided"
 _POLL_SECONDS_LATER = 0.02
@@ -147,36 +159,37 @@ _PREFIX = "sentinel/rollback/"
 
 
 class InDoubt(Exception):
-    """Whether the other ranks restore cannot be found out: this rank said that it is ready, and then lost the store."""
+    """It cannot be found out whether the other ranks restore: this rank said that it is ready, and then lost the
+    store."""
 
 
 class Ballot(Protocol):
     """Words by name, which ranks write once and all can read. What is written stays."""
 
     poll_seconds: float
-    """Between two looks, as long as the others are about to come."""
+    """Time between two reads, as long as the others are expected soon."""
 
     def write(self, name: str, text: str) -> str:
-        """Write it, unless it is there. Returns why it could not be written."""
+        """Write a word, unless it is there. Returns why it could not be written; empty if it was."""
 
     def read_all(self, names: Sequence[str]) -> dict[str, str]:
-        """The ballots that are there."""
+        """Return those of the words that are there, by name."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release what the words are kept in."""
 
 
 class DirectoryBallot:
-    """In the run's runtime directory, which all ranks of a node share. It outlives its writers.
+    """Keeps the words in the run's runtime directory, which all ranks of a node share. It outlives its writers.
 
-    Each word is a symbolic link that points nowhere. Making one is atomic, fails where there is one, and carries the
-    text with it; neither making nor reading it takes a descriptor.
+    Each word is a symbolic link that points nowhere. Making one is atomic, fails if it exists, and stores the text with
+    it; neither making nor reading it takes a file descriptor.
     """
 
     poll_seconds = 0.001
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError or OSError where it cannot be had."""
+        """Raises ConfigError or OSError if the directory cannot be used."""
         paths.private_directory(directory)
         # As long as a rank holds it, no daemon takes the directory for a leftover.
         self._directory, self._lock = directory, locks.hold(directory, locks.RUN, shared=True)
@@ -211,28 +224,28 @@ class DirectoryBallot:
 
 
 class StoreBallot:
-    """In the store of the process group, which ranks of all nodes reach. It ends with its host."""
+    """Keeps the words in the store of the process group, which ranks of all nodes reach. It ends with its host."""
 
     poll_seconds = 0.02
 
     def __init__(self) -> None:
-        """Raises ConfigError where there is none that can be reached."""
+        """Raises ConfigError if there is no store that can be reached."""
         try:
             self._client = StoreClient()
         except StoreLost as error:
             raise ConfigError(str(error)) from None
 
     def write(self, name: str, text: str) -> str:
-        """As of every ballot. Raises InDoubt where others may read it all the same."""
+        """See `Ballot`. Raises InDoubt if others may read the word although writing it failed."""
         self._ask(lambda store: store.compare_set(_key(name), "", text[:_MOST_CHARACTERS]))
         return ""
 
     def read_all(self, names: Sequence[str]) -> dict[str, str]:
-        """As of every ballot. Raises InDoubt."""
+        """See `Ballot`. Raises InDoubt."""
 
         def read(store: Any) -> dict[str, str]:
             keys = [_key(name) for name in names]
-            if not store.check(keys):  # of all of them
+            if not store.check(keys):  # whether all of them are there
                 keys = [key for key in keys if store.check([key])]
             words = store.multi_get(keys) if keys else []
             return {key.removeprefix(_PREFIX): word.decode() for key, word in zip(keys, words, strict=True)}
@@ -255,25 +268,30 @@ def _key(name: str) -> str:
 
 
 class RankConsensus:
-    """Of one rank. `impossible` and `close` are called by the thread that receives or detaches, the rest at the exit of
-    the promised step, on the training thread."""
+    """Decides with the other ranks, for one rank, whether all do what was promised.
+
+    `impossible` and `close` are called on the thread that receives or detaches, the rest at the exit of the promised
+    step, on the training thread.
+    """
 
     def __init__(self, patience_seconds: float, find_directory: Callable[[], Path | None]) -> None:
         """`patience_seconds`: how long the other ranks are waited for, besides the time that a step takes.
-        `find_directory`: the run's runtime directory, the same for all ranks; None as long as it is not known."""
+
+        `find_directory`: returns the run's runtime directory, the same for all ranks; None as long as it is not known.
+        """
         self._patience, self._find_directory = patience_seconds, find_directory
         self._ballot: Ballot | None = None
         self._place = (0, 1)
-        """Rank and world size as they were asked last: a script may end its process group before it leaves."""
+        """Rank and world size as read last: a script may end its process group before it leaves."""
 
     def impossible(self) -> str:
-        """Why the ranks cannot agree; empty if they can, or if there is but one."""
+        """Return why the ranks cannot agree; empty if they can, or if there is only one."""
         _, world = place()
         if world == 1:
             return ""
         try:
             if spans_nodes():
-                self._ballot = StoreBallot()  # each time: a connection that was idle for hours may be dead
+                self._ballot = StoreBallot()  # made each time: a connection that was idle for hours may be dead
                 return ""
             if self._ballot is not None:
                 return ""
@@ -286,16 +304,20 @@ class RankConsensus:
         return ""
 
     def withhold(self, promise: wire.Prepare) -> None:
-        """This rank goes on, and has not said that it is ready: no rank restores, or leaves. Written, the others need
-        not wait."""
+        """Write that this rank goes on and has not said that it is ready: no rank restores, or leaves.
+
+        Once it is written, the others need not wait.
+        """
         rank, world = place()
         if world > 1:
             with contextlib.suppress(InDoubt):
                 self._write(promise, _DECIDED, f"rank {rank} got no verdict")
 
     def ask_ranks(self, promise: wire.Prepare, sound: bool, step_seconds: float) -> str:
-        """With the commit in hand: whether all ranks restore, or leave. Empty if so, else why none does. Raises InDoubt
-        if that can no longer be found out."""
+        """Return why the ranks do not restore, or leave; empty if all of them do. Called once the commit is there.
+
+        Raises InDoubt if that can no longer be found out.
+        """
         rank, world = self._place = place()
         if world == 1:
             return ""
@@ -320,7 +342,7 @@ class RankConsensus:
         return "" if word == _GO else word
 
     def await_ranks(self, promise: wire.Prepare, seconds: float) -> None:
-        """Of ranks that leave: say that this one is ready to end, and wait until all are, for `seconds` at most."""
+        """Say that this rank is ready to end, and wait until all leaving ranks are, for `seconds` at most."""
         rank, world = self._place
         if world == 1:
             return
@@ -332,14 +354,14 @@ class RankConsensus:
                 time.sleep(_POLL_SECONDS_LATER if awaited else 0)
 
     def close(self) -> None:
-        """Let go of what the words are kept in."""
+        """Release what the words are kept in."""
         ballot, self._ballot = self._ballot, None
         if ballot is not None:
             ballot.close()
 
     @property
     def _kept(self) -> Ballot:
-        assert self._ballot is not None  # nothing is promised before `impossible` found it
+        assert self._ballot is not None  # nothing is promised before `impossible` set it
         return self._ballot
 
     def _decide(self, promise: wire.Prepare, word: str) -> str:
@@ -357,7 +379,7 @@ class RankConsensus:
 
 
 def _judge(promise: wire.Prepare, said: dict[int, str]) -> str:
-    """The verdict from what all ranks said: every rank comes to the same."""
+    """Return the verdict from what all ranks said: every rank comes to the same."""
     told = [tuple(map(int, words.split())) for _, words in sorted(said.items())]
     meant = sorted({(to, at) for to, at, _ in told})
     if len(meant) > 1:

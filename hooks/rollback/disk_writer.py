@@ -1,7 +1,7 @@
 """Writes good snapshots to disk, when the daemon says which: in a thread of low priority, beside the loop.
 
-Over several nodes a part (`node_parts.py`) may be all that there will ever be of its step, so what is deleted follows
-from what all nodes are known to hold (`CommonSnapshots`).
+Over several nodes a part (`node_parts.py`) may be all that will ever exist of its step, so what is deleted depends on
+what all nodes are known to hold (`CommonSnapshots`).
 """
 
 from __future__ import annotations
@@ -25,37 +25,43 @@ from sentinel.hooks.snapshot.capture import Part
 from sentinel.hooks.snapshot.snapshot import Snapshot
 
 _LISTED = 64
-"""Steps that an answer to the daemon lists, at most."""
+"""Most steps that an answer to the daemon lists."""
 CLOSING_SECONDS = 5.0
 """How long the end of the run waits for a write to notice that it is no longer wanted."""
 AHEAD = 4
-"""Parts that a node keeps beyond `disk_keep` as long as it does not know whether the others have theirs; and of older
-ones a few (`CommonSnapshots`)."""
+"""Parts that a node keeps beyond `disk_keep` as long as it does not know whether the others have theirs.
+
+Of older parts it keeps a few (`CommonSnapshots`).
+"""
 
 
 _line = ""
 
 
 def begin_line(name: str) -> None:
-    """All ranks went on from one snapshot, or from the beginning: what they write from now on belongs together."""
+    """Begin a line of snapshots: what all ranks write from now on belongs together.
+
+    Called once all ranks went on from one snapshot, or from the beginning.
+    """
     global _line
     _line = name
 
 
 def _is_ahead(manifest: snapshots.Manifest) -> bool:
-    """Whether it is another node's that began with this one, and has come further already."""
+    """Whether the snapshot is of another node that went on from the same one, and has come further already."""
     others = bool(manifest.ranks) and place()[0] not in manifest.ranks
     return others and bool(_line) and manifest.lineage.startswith(f"{_line}.")
 
 
 class CommonSnapshots:
-    """What the first rank of a node knows of the steps whose snapshot all nodes hold, and which parts it keeps.
+    """Tracks the steps whose snapshot all nodes hold, on the first rank of a node, and chooses which parts it keeps.
 
-    The newest common one stays as long as the node writes at most `AHEAD` parts without word of the others. Beyond that
-    parts are thinned out: of the attempt's steps it keeps the newest two multiples of each power of two, about log2 of
-    all that it wrote. So two nodes that write the same steps always have one in common. Of a node with every 2^k-th
-    step, its last one or the one before; of a node that stopped n steps ago, one at most 2n steps older than its last:
-    the least 2^j above n has a multiple among the stopped node's newest two that is still among the other's.
+    The newest common one stays as long as the node writes at most `AHEAD` parts without news of the others. Beyond
+    that, parts are thinned out: of the attempt's steps it keeps the newest two multiples of each power of two, about
+    log2 of all that it wrote. So two nodes that write the same steps always have one in common. If a node writes only
+    every 2^k-th step, that is its last one or the one before. If a node stopped n steps ago, it is one at most 2n steps
+    older than its last: the least 2^j above n has a multiple among the stopped node's newest two that is still among
+    the other's.
     """
 
     def __init__(self, step: int) -> None:
@@ -65,31 +71,35 @@ class CommonSnapshots:
         self._floor = -1
 
     def note(self, own: Collection[int], steps: Iterable[int], floor: int) -> None:
-        """All nodes hold these `steps`, and know that none needs what is older than `floor`, -1: that is not known.
-        `own`: what this node has. What was said may be of before a rollback."""
+        """Note that all nodes hold these `steps`, and know that none needs a step older than `floor`; -1: that is not
+        known.
+
+        `own`: the steps that this node has. The news may be from before a rollback.
+        """
         if floor in own:
             self._floor = max(self._floor, floor)
         self._steps = {step for step in (*self._steps, *steps) if step in own and step >= self._floor}
 
     def rewind(self, step: int) -> None:
-        """The run went back to this step: what is younger is void."""
+        """Forget younger steps, as the run went back to this one: they are void."""
         self._steps = {one for one in self._steps if one <= step}
         self._floor = self._floor if self._floor <= step else -1
 
     def find_safe(self, keep: int) -> int:
-        """The oldest of the newest `keep` that all nodes are known to hold; -1 where there are not as many."""
+        """Return the oldest of the newest `keep` that all nodes are known to hold; -1 if there are not as many."""
         newest = sorted(self._steps)[-keep:]
         return newest[0] if len(newest) == keep else -1
 
     def list_superfluous(self, line: Sequence[int], keep: int) -> list[int]:
-        """The steps to delete of the node's own `line`, the youngest first, of which `keep` are wanted."""
+        """List the steps to delete of the node's own `line`, the youngest first, of which `keep` are wanted."""
         rest = line[keep:]
         unknown = [step for step in rest if step >= self._floor and step not in self._steps]
         spread = self._list_spread(line)
         return [step for step in rest if step < self._floor] + [step for step in unknown[AHEAD:] if step not in spread]
 
     def _list_spread(self, line: Sequence[int]) -> set[int]:
-        """The newest two multiples of each power of two, counted from the attempt's first step, as all nodes do."""
+        """List the newest two multiples of each power of two, counted from the attempt's first step, as all nodes
+        do."""
         ordinals = [step - self._first for step in line if step >= self._first]
         spread = set()
         for bits in range(max(ordinals, default=0).bit_length() + 1):
@@ -98,13 +108,18 @@ class CommonSnapshots:
 
 
 class DiskWriter:
-    """A rank's part in writing snapshots to `directory`. Rank 0 gives them their name, and deletes old ones; over
-    several nodes the first rank of each does, in a place of the node's own."""
+    """A rank's part in writing snapshots to `directory`.
+
+    Rank 0 names them, and deletes old ones; over several nodes the first rank of each does, in the node's own place.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int, first_step: int) -> None:
-        """`first_step`: the user's number of the first step of this process. Raises RollbackError where the directory
-        cannot be used, or holds snapshots of steps that this run has yet to make. Rank 0 alone looks at it, and makes
-        it: where another rank does not see it, a file system may not be mounted there."""
+        """Check the directory, and start the thread. `first_step`: the user's number of the first step of this process.
+
+        Raises RollbackError if the directory cannot be used, or holds snapshots of steps that this run has yet to make.
+        Only rank 0 looks at it, and makes it: where another rank does not see it, a file system may not be mounted
+        there.
+        """
         checkpoint_files.load_torch()
         self._directory, self._keep, self._offset = Path(directory).absolute(), keep, first_step
         self._place, self._leads = self._directory, place()[0] == 0
@@ -114,7 +129,8 @@ class DiskWriter:
         self._rewinds = 0
         self._common = CommonSnapshots(first_step - 1)
         self._void_after: int | None = None
-        """What is younger is to be set aside still: that failed when the run went back."""
+        """The step whose younger snapshots are still to be set aside, as that failed when the run went back; None:
+        done."""
         self._parent = -1
         if self._leads:
             with say_if_late(f"attach: reading {self._directory}", speaks=True):
@@ -127,7 +143,7 @@ class DiskWriter:
         self._void = threading.Lock()
 
     def _check_directory(self, first_step: int) -> int:
-        """The newest step that a snapshot is of; -1: there is none."""
+        """Return the newest step before `first_step` that has a snapshot; -1 if there is none. Raises RollbackError."""
         snapshots.directory(self._directory, make=True)
         snapshots.directory(self._place, make=True)
         try:
@@ -152,7 +168,7 @@ class DiskWriter:
         return -1
 
     def _list_places(self) -> list[Path]:
-        """The directory, and what nodes have in it, as far as it is seen here."""
+        """List the directory, and the nodes' places in it, as far as they are seen here."""
         return [self._directory, *(each for _, each in node_parts.list_places(self._directory))]
 
     def publish(
@@ -189,7 +205,7 @@ class DiskWriter:
 
         try:
             self._written = self._worker.submit(run)
-        except (RuntimeError, MemoryError) as error:  # no thread
+        except (RuntimeError, MemoryError) as error:  # no thread can be started
             self._writing = None
             done(wire.Published(id=message.id, ok=False, seq=message.seq, reason=repr(error)))
 
@@ -228,7 +244,7 @@ class DiskWriter:
             world_size=world, time=time.time(), torch=str(torch.__version__), files=files, parent=self._parent,
             ranks=message.ranks, node=find_node(place()[0]), lineage=f"{_line}.{self._rewinds}",
         )  # fmt: skip
-        with self._void:  # a rollback must find it, or keep it from its name
+        with self._void:  # a rollback must find it, or keep it from being named
             if not wanted():
                 raise checkpoint_files.Gone
             self._set_aside()
@@ -245,18 +261,21 @@ class DiskWriter:
         snapshots.retain(self._place, self._keep, self._common.list_superfluous)
 
     def _list_kept(self) -> tuple[int, ...]:
-        """The steps of which this node has a part."""
+        """List the steps of which this node has a part."""
         return tuple(sorted(snapshot.step for snapshot in snapshots.list_published(self._place)))
 
     def give_up(self, order: int | None = None) -> None:
-        """A rank has no part of what is being written, which this one would wait for: that of the order with this id;
-        None: of any, since the daemon orders another."""
+        """Give up the write of the order with this id, whose parts this rank would wait for: another rank has none.
+
+        None: give up any, since the daemon has ordered another.
+        """
         writing = self._writing
         if writing is not None and order in (None, writing.id):
             self._writing = None
 
     def rewound(self, to: int) -> None:
-        """The run went back to `to`: what is younger is void. On the training thread; a rename each, on rank 0."""
+        """Void what is younger than `to`, as the run went back to it. On the training thread; on rank 0 a rename for
+        each."""
         doing = f"rollback: setting aside what is younger in {self._place}"
         with say_if_late(doing, speaks=self._leads), self._void:
             if self._writing is not None and self._writing.seq > to:
@@ -265,7 +284,7 @@ class DiskWriter:
             if self._leads:
                 self._void_after = to + self._offset
                 self._common.rewind(self._void_after)
-                with contextlib.suppress(OSError):  # a file server's, of a moment; again before the next one is written
+                with contextlib.suppress(OSError):  # a passing error of a file server: done again before the next write
                     self._set_aside()
 
     def _set_aside(self) -> None:
@@ -275,7 +294,7 @@ class DiskWriter:
             self._parent, self._void_after = max(found, default=-1), None
 
     def close(self) -> None:
-        """What is being written is left unfinished."""
+        """Stop; what is being written is left unfinished."""
         self._closed = True
         if self._written is not None:
             self._written.wait(CLOSING_SECONDS)

@@ -1,14 +1,15 @@
-"""Which of a framework's own checkpoints a script that is started again goes on from: their files, our decision.
+"""Chooses which of a framework's own checkpoints a restarted script goes on from: their files, our decision.
 
-Of those that are there: the newest that is whole, finite, and from before the first sign of what ended the job
-(`SENTINEL_RESUME_BEFORE`, which `sentinel run` sets). What is newer is set aside under another name, as it would be the
-newest at the next start, and is never deleted by us. All ranks read the same files. Where a process group is there
-already, they compare what they saw (`RankExchange`), by its store: it is there whatever the backend, and needs no
-collective. In the loop nothing of this is used.
+It is the newest that is whole, finite, and from before the first sign of what ended the job (`SENTINEL_RESUME_BEFORE`,
+which `sentinel run` sets). Newer ones are set aside under another name, as they would be the newest at the next start,
+and are never deleted by us. All ranks read the same files. If there is a process group already, they compare what they
+saw (`RankExchange`), by its store: every backend has one, and it needs no collective. Nothing of this is used in the
+loop.
 
-Only what is in a file passes a checkpoint over. A read that fails is tried again for 60 s, and is then an error, as it
-is where none of the checkpoints can be used. What is missing or cut short is looked at again for as long, as a network
-file system may show an old state, and then passed over: a job that is killed while it saves leaves such a checkpoint.
+Only the content of a file rules a checkpoint out. A read that fails is tried again for 60 s, and is then an error, as
+it is if none of the checkpoints can be used. A file that is missing or cut short is looked at again for as long, as a
+network file system may show an old state, and then its checkpoint is passed over: a job that is killed while it saves
+leaves such a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from sentinel.hooks.core.identity import group_store, place
 from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 
 BEFORE = "SENTINEL_RESUME_BEFORE"
-"""Names a step: only what was saved before it will do. For `sentinel run`, where a later one led to a fault."""
+"""Environment variable with a step: only a checkpoint saved before it is used. Set by `sentinel run` after a later
+fault."""
 DAMAGE = (
     FileNotFoundError, EOFError, json.JSONDecodeError, UnicodeDecodeError, KeyError, RuntimeError,
     pickle.UnpicklingError, zipfile.BadZipFile,
 )  # fmt: skip
-"""What reading a damaged checkpoint raises, once all of its bytes could be read. Anything else says nothing about it: a
-class that cannot be imported, memory that is short."""
+"""What reading a damaged checkpoint raises, once all of its bytes could be read.
+
+Other errors say nothing about the checkpoint: a class that cannot be imported, a lack of memory.
+"""
 _CHUNK = 1 << 20
 _asked = False
 
@@ -46,20 +50,20 @@ class CheckpointView(msgspec.Struct, kw_only=True):
     """What one rank sees of the checkpoints in a directory."""
 
     absent: bool = False
-    """There is no such directory."""
+    """Whether there is no such directory."""
     trouble: str = ""
     """Why it could not be read just now."""
     refusal: str = ""
     """Why nothing can be said."""
     chosen: str = ""
-    """Name of the newest good one."""
+    """Name of the newest good checkpoint."""
     steps: int = 0
     unfit: dict[str, str] = {}
-    """Name -> what is wrong with it, of the newer ones."""
+    """Name of each newer checkpoint -> what is wrong with it."""
     damaged: bool = False
-    """One of those is, and not only too new."""
+    """Whether one of these is damaged, and not only too new."""
     late: bool = False
-    """This rank has looked for as long as one looks. Where rank 0 has, the next look is the last, for all ranks."""
+    """Whether this rank has looked for as long as allowed. If rank 0 has, the next look is the last, for all ranks."""
 
 
 class Incomplete(Exception):
@@ -71,32 +75,35 @@ class CheckpointFormat(Protocol):
 
     @property
     def damage(self) -> tuple[type[Exception], ...]:
-        """What reading a damaged one raises: `DAMAGE`, and what else this framework has."""
+        """What reading a damaged one raises: `DAMAGE`, and what else this framework raises."""
 
     def read_steps(self, path: Path) -> int | None:
-        """How many steps what lies at a path has behind it, by its name; None: it is no checkpoint."""
+        """Return the number of steps before the checkpoint at a path, by its name; None: it is no checkpoint."""
 
     def find_flaw(self, path: Path, steps: int) -> str:
-        """What is wrong with one, or nothing. Raises `damage`, Incomplete, and OSError where it cannot be read."""
+        """Return what is wrong with one; empty if nothing is. Raises `damage`, Incomplete, and OSError if it cannot be
+        read."""
 
     def name_void(self, path: Path) -> Path:
-        """Where to move a checkpoint that is not to be used."""
+        """Return the path to move a checkpoint to that must not be used."""
 
 
 def asking() -> None:
-    """The script asks where it goes on: started again, it does not begin at step 0."""
+    """Note that the script asks where it goes on: started again, it does not begin at step 0."""
     global _asked
     _asked = True
 
 
 def was_asked() -> bool:
-    """Whether it did."""
+    """Whether the script asked where it goes on."""
     return _asked
 
 
 def find_bound(given: int | None) -> int | None:
-    """The step before which it must have been saved: the lower of the one given and the supervisor's. Raises
-    AttachError where that is no number."""
+    """Return the step before which a checkpoint must have been saved: the lower of the one given and the supervisor's.
+
+    Raises AttachError if the supervisor's is not a number.
+    """
     named = os.environ.get(BEFORE)
     if named and not named.isdecimal():
         raise AttachError(f"{BEFORE}={named}: must be the number of a step")
@@ -104,8 +111,10 @@ def find_bound(given: int | None) -> int | None:
 
 
 def choose(directory: str | os.PathLike[str], kind: CheckpointFormat, before: int | None) -> str | None:
-    """The checkpoint to go on from; None: start from the beginning, there is none, or `before` rules out all. Raises
-    RollbackError where checkpoints are there and none can be used, or one cannot be read."""
+    """Choose the checkpoint to go on from; None: begin at the start, as there is none, or `before` rules out all.
+
+    Raises RollbackError if there are checkpoints and none can be used, or one cannot be read.
+    """
     asking()
     folder, limit, retry = Path(directory).absolute(), find_bound(before), Retry()
     exchange = RankExchange("checkpoint") if group_store() is not None else None
@@ -131,14 +140,14 @@ def choose(directory: str | os.PathLike[str], kind: CheckpointFormat, before: in
 
 
 def read_through(path: Path) -> None:
-    """Read a file to its end: what fails here is the machine, what fails after it the content. Raises OSError."""
+    """Read a file to its end: an error here is the machine's, one after it the content's. Raises OSError."""
     with path.open("rb") as file:
         while file.read(_CHUNK):
             pass
 
 
 def find_nonfinite(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The first weight that is not finite, as a flaw in words; empty where all are."""
+    """Return the first weight that is not finite, as a flaw in words; empty if all are finite."""
     for name, tensor in weights:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} has values that are not finite"
@@ -167,7 +176,7 @@ def _look(folder: Path, kind: CheckpointFormat, limit: int | None, *, last: bool
             if not last:
                 return CheckpointView(trouble=f"{path}: {error}")
             why = str(error)
-        except Exception as error:  # what reading does in code that is not ours: the loop's own load would meet it too
+        except Exception as error:  # raised in code that is not ours: the loop's own load would raise it too
             return CheckpointView(
                 refusal=f"{path}: cannot be read ({type(error).__name__}: {error}). Nothing was changed"
             )
@@ -186,7 +195,7 @@ def _find_flaw(kind: CheckpointFormat, path: Path, steps: int) -> str:
 
 
 def _find_trouble(folder: Path, views: Sequence[CheckpointView]) -> str:
-    """What keeps the ranks from a decision; empty if nothing does."""
+    """Return what keeps the ranks from a decision; empty if nothing does."""
     for rank, view in enumerate(views):
         if view.trouble:
             return f"rank {rank}: {view.trouble}" if len(views) > 1 else view.trouble
@@ -226,7 +235,7 @@ def _set_aside(folder: Path, seen: CheckpointView, kind: CheckpointFormat) -> No
 
 
 def _first() -> bool:
-    """Whether this is rank 0, as launchers say it: there may be no process group yet."""
+    """Whether this is rank 0, by the launcher's variable: there may be no process group yet."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -239,10 +248,10 @@ _made = 0
 
 
 class RankExchange:
-    """One conversation of all ranks, in rounds. Ranks make theirs in the same order."""
+    """One exchange between all ranks, in rounds. All ranks make theirs in the same order."""
 
     def __init__(self, purpose: str) -> None:
-        """`purpose`: what is said where a rank does not come."""
+        """`purpose`: begins the error messages."""
         global _made
         _made += 1
         self.rank, self.world = place()
@@ -251,7 +260,8 @@ class RankExchange:
         self._prefix = f"sentinel/exchange/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made}"
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank posted in this round, by rank. Raises RollbackError where a rank did not."""
+        """Post a value, and return what each rank posted in this round, by rank. Raises RollbackError if a rank did
+        not."""
         if self.world == 1:
             return [mine]
         self._rounds += 1
@@ -272,8 +282,10 @@ class RankExchange:
             raise RollbackError(f"{self._purpose}: the process group's store is gone ({reason})") from error
 
     def run_on_all(self, action: Callable[[], _Result]) -> _Result:
-        """What `action` returns, once it succeeded on every rank. Raises what it raised here, and RollbackError where
-        it failed on another rank."""
+        """Run `action`, and return its result once it succeeded on every rank.
+
+        Raises what it raised here, and RollbackError if it failed on another rank.
+        """
         try:
             result = action()
         except Exception as error:

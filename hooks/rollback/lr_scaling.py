@@ -1,4 +1,4 @@
-"""Learning rates, lowered for the length of a step."""
+"""Lowers learning rates for the length of a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 class LearningRates:
     """Multiplies the learning rates of one optimizer while it steps.
 
-    Only then: a schedule that computes the rate again (LambdaLR) would erase a rate that was written once, and one
-    that goes on from the present rate (CosineAnnealingLR) would compound it.
+    Only then: a schedule that computes the rate again (LambdaLR) would erase a rate that was written once, and one that
+    goes on from the present rate (CosineAnnealingLR) would compound it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -25,7 +25,8 @@ class LearningRates:
         self._lowered: list[tuple[dict[str, Any], float | Tensor]] = []
 
     def lower(self, factor: float) -> None:
-        """At the entry of a step. After a step that raised, what it left lowered is put back first."""
+        """Lower the rates at the entry of a step. Rates that a step left lowered because it raised are restored
+        first."""
         self.put_back()
         if factor == 1.0:
             return
@@ -45,7 +46,7 @@ class LearningRates:
         return type(self._optimizer).__name__ if alone else ""
 
     def put_back(self) -> None:
-        """At its exit."""
+        """Restore the rates at the exit of the step."""
         for group, rate in self._lowered:
             if isinstance(rate, Tensor):
                 group["lr"].copy_(rate)
@@ -55,19 +56,24 @@ class LearningRates:
 
 
 class LoweredRates:
-    """Those of all optimizers of a run, by the product of the factors so far. `lower` and `put_back` are called at the
-    steps of the first one; the others get hooks of their own, once there is a factor."""
+    """Lowers the rates of all optimizers of a run, by the product of the factors so far.
+
+    `lower` and `put_back` are called at the steps of the first optimizer; the others get hooks of their own, once there
+    is a factor.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], unseen: Unseen) -> None:
-        """`unseen` records what fails in hooks of ours."""
+        """`unseen` records what fails in our hooks."""
         self._optimizers, self._unseen = optimizers, unseen
         self._rates = [LearningRates(optimizer) for optimizer in optimizers]
         self._factor = 1.0
         self._hooks: list[Any] = []
 
     def multiply(self, factor: float) -> str:
-        """Lower them by this, too, from the next steps on. What is no factor changes nothing. Returns what could not be
-        done."""
+        """Lower the rates by a further factor from the next steps on. Returns what could not be done.
+
+        A number that is no factor changes nothing.
+        """
         if 0 < factor <= 1:
             self._factor *= factor
         if self._factor != 1.0 and not self._hooks:
@@ -87,15 +93,15 @@ class LoweredRates:
             rates.put_back()
 
     def lower(self) -> None:
-        """At the entry of the first optimizer's step."""
+        """Lower the first optimizer's rates at the entry of its step."""
         self._rates[0].lower(self._factor)
 
     def put_back(self) -> None:
-        """At its exit."""
+        """Restore the first optimizer's rates at the exit of its step."""
         self._rates[0].put_back()
 
     def close(self) -> None:
-        """Leave them as the user has them."""
+        """Remove the hooks, and restore all rates."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

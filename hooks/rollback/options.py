@@ -1,4 +1,4 @@
-"""What the user writes to arm rollback."""
+"""The options by which the user arms rollback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rollback:
                 )
 
     def terms(self) -> wire.RollbackTerms:
-        """As the hello tells the daemon."""
+        """Return the options in the form that the hello sends to the daemon."""
         return wire.RollbackTerms(
             every=self.every, keep=self.keep, margin=self.margin, budget=self.budget,
             skip_batches=self.skip_batches, lr_factor=self.lr_factor,

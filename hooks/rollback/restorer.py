@@ -1,17 +1,18 @@
-"""Rollback: what the user arms, and what applies it at the exit of a step.
+"""Rollback in the training process: keeps snapshots, and restores one at the exit of a step.
 
     monitor = sentinel.attach(model, optimizer, rollback=sentinel.Rollback(every=200, keep=2, margin=100))
 
 The daemon decides; the rank keeps snapshots, promises a step and restores. Everything runs inside the user's
-`optimizer.step()`, so the loop needs no code for it: it goes on with the batches that follow, its own step counter
-does not rewind, and schedulers and loss scaler, whose turn comes after the step, find what they found then.
+`optimizer.step()`, so the loop needs no code for it: it goes on with the batches that follow, its own step counter does
+not rewind, and schedulers and loss scaler, which run after the step, find what they found then.
 
 Gradients of the step that is undone are set to zero in place. A loop that zeroes them, at the start or the end, does
-that anyway; where they accumulate, it goes on from zero; what looks at them after the step finds tensors, not None. A
-second optimizer that steps later in the same iteration sees zeros too: it moves by its momentum and decay at most.
+that anyway; one that accumulates them goes on from zero; code that looks at them after the step finds tensors, not
+None. A second optimizer that steps later in the same iteration sees zeros too: it moves by its momentum and decay at
+most.
 
-Optimizers that step in the backward pass are noticed at their first such step; rollback is then disarmed, in a line on
-the terminal.
+Optimizers that step in the backward pass are noticed at their first such step; rollback is then disarmed, with a line
+on the terminal.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from sentinel.hooks.snapshot.state_owners import Owners
 logger = logging.getLogger(__name__)
 
 SUSPICION_SECONDS = 0.5
-"""Five batches on the wire: the daemon's `Withhold` or `Prepare` is here by then, or it saw nothing."""
+"""Time of five batches on the wire: the daemon's `Withhold` or `Prepare` has arrived by then, or it saw nothing."""
 _SNAPSHOTS = "snapshots for rollback"
-"""What there are none of for a while, in words."""
+"""What is reported as not available for a while."""
 
 
 class Restorer(StepGuard):
     """Takes snapshots and goes back to them. The loop calls `enter_step` and `exit_step`, the receiver `receive`.
 
-    A fault of our own disarms it, in one line of the log; only RunStopped ever reaches the loop.
+    A fault of our own disarms it, with one line in the log; only RunStopped ever reaches the loop.
     """
 
     def __init__(
@@ -76,15 +77,18 @@ class Restorer(StepGuard):
         find_directory: Callable[[], Path | None] = lambda: None,
         ending: RunEnding | None = None,
     ) -> None:
-        """`scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`:
-        the user's number of the first step; `defer` calls a function once the loop is done with the present
-        iteration, if it can tell before the next step; `disarmed` gets the reason where rollback ends by itself;
-        `unseen` records what fails; `find_directory` gives the run's runtime directory. Raises RollbackError where
-        the snapshots would not fit into memory, or cannot be kept on disk; StateError where something cannot be
-        captured."""
+        """Check that the snapshots fit into memory, and that all of the run's state can be captured.
+
+        `scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`: the
+        user's number of the first step; `defer` calls a function once the loop is done with the present iteration, if
+        it can tell before the next step; `disarmed` gets the reason if rollback ends by itself; `unseen` records what
+        fails; `find_directory` returns the run's runtime directory. Raises RollbackError if the snapshots would not fit
+        into memory, or cannot be kept on disk; StateError if something cannot be captured.
+        """
         super().__init__(send, step=step, verdict_seconds=verdict_seconds, find_directory=find_directory, ending=ending)
         self.functions: list[Callable[[int, int], object]] = []
-        """Of the user's, for after a restore. They may hold the model, and die with the optimizer as this does."""
+        """The user's functions to call after a restore. They may hold the model, and die with the optimizer as this
+        does."""
         self.terms = terms
         self._every, self._batches = terms.every, batches
         owners = Owners(
@@ -122,13 +126,13 @@ class Restorer(StepGuard):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Seqs of the complete snapshots."""
+        """Sequence numbers of the complete snapshots."""
         return self._ring.held
 
-    # The loop.
+    # Called by the loop.
 
     def enter_step(self, seq: int) -> None:
-        """First thing in the first optimizer's step, before it changes anything."""
+        """Called first in the first optimizer's step, before it changes anything."""
         try:
             if self._disk is not None:
                 self._finish()
@@ -139,9 +143,9 @@ class Restorer(StepGuard):
             self._fail(fault)
 
     def exit_step(self, seq: int, *, skipped: bool) -> None:
-        """Last thing in the step, or in the scaler's where it withheld it: then there was no `enter_step`.
+        """Called last in the step, or in the scaler's if it withheld the step: then there was no `enter_step`.
 
-        Raises RunStopped where the daemon said so, or all ranks leave.
+        Raises RunStopped if the daemon said so, or if all ranks leave.
         """
         try:
             self._note_exit()
@@ -159,8 +163,8 @@ class Restorer(StepGuard):
         self._raise_if_stopped(seq)
 
     def pause(self) -> None:
-        """A CUDA graph is about to be captured: bring a copy that is under way to its end, and what is still to be
-        copied for the disk."""
+        """Finish a copy that is under way, and what is still to be copied for the disk: a CUDA graph is about to be
+        captured."""
         try:
             if self._ring.copying:
                 self._settle()
@@ -170,11 +174,12 @@ class Restorer(StepGuard):
             self._fail(fault)
 
     def suspect(self) -> None:
-        """The hooks themselves saw something odd: one new snapshot at most until the daemon has had time to judge it.
+        """Note that the hooks saw something odd: at most one new snapshot is taken until the daemon has had time to
+        judge.
 
-        In a loop of 1 ms steps a ring would be full of broken snapshots before its word arrives. One is no harm: it
-        takes the place of none that is good. Without it, one hard batch on one of many ranks would cost all of them
-        the snapshot of that step.
+        In a loop of 1 ms steps, the ring would be full of broken snapshots before the daemon's word arrives. One is no
+        harm: it replaces no good one. Without it, one hard batch on one of many ranks would cost all of them the
+        snapshot of that step.
         """
         self._suspected_until = time.monotonic() + SUSPICION_SECONDS
 
@@ -200,13 +205,13 @@ class Restorer(StepGuard):
             self._defer(self._finish)
 
     def _check_once(self) -> None:
-        """Once the optimizers have made their state: whether all of it is held."""
+        """Check, once the optimizers have made their state, that all of it can be captured."""
         if not self._checked and all(optimizer.state for optimizer in self._optimizers):
             self._checked = True
             self._run.check_optimizers()
 
     def _finish(self) -> None:
-        """The loop is done with the iteration. Called between the steps too, where nothing of ours may raise."""
+        """Copy what the loop changes after the step. Called between the steps too, where nothing of ours may raise."""
         try:
             self._ring.finish()
         except Exception as fault:
@@ -269,7 +274,7 @@ class Restorer(StepGuard):
         )
 
     def _find_usable(self, to: int) -> tuple[Snapshot | None, str]:
-        """The snapshot of step `to`, and why it cannot be gone back to, if so."""
+        """Return the snapshot of step `to`, and why the run cannot go back to it; empty if it can."""
         snapshot = self._ring.find(to)
         if snapshot is None:
             return None, self._fault or f"no snapshot of step {to} is held"
@@ -290,7 +295,7 @@ class Restorer(StepGuard):
             missing.append(self._batches.skip(verdict.skip_batches))
         return "; ".join(filter(None, missing))
 
-    # The receiver.
+    # Called by the receiver.
 
     def receive(self, message: wire.Message) -> None:
         """Handle a message from the daemon, if it is about rollback."""
@@ -304,14 +309,14 @@ class Restorer(StepGuard):
                 if self._disk is not None:
                     self._disk.give_up(message.id)
             case wire.Withhold():
-                # Multiples of `every` and not "the next healthy step": ranks hear of it a few steps apart, and
-                # only a snapshot that all of them hold is of use to all.
+                # Multiples of `every` and not "the next healthy step": ranks get this a few steps apart, and only a
+                # snapshot that all of them hold is of use to all.
                 self._unhealthy_until = self._promise.exited + message.steps
             case _:
                 super().receive(message)
 
     def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared | None:
-        # Asked too late, it will be asked again: what is held must be held then.
+        # If this comes too late, the daemon asks again: what is held must still be held then.
         self._settled_at = time.monotonic() + SUSPICION_SECONDS
         with self._room:
             return super()._prepare_answer(message)
@@ -340,7 +345,7 @@ class Restorer(StepGuard):
         self._send(answer)
 
     def close(self) -> None:
-        """Give the memory back and leave the learning rates as the user has them. Nothing is promised from then on."""
+        """Release the memory and restore the learning rates. Nothing is promised from then on."""
         self._fault = self._fault or "rollback is detached"
         self._rates.close()
         if self._disk is not None:
@@ -349,7 +354,8 @@ class Restorer(StepGuard):
         super().close()
 
     def _fail(self, fault: Exception) -> None:
-        """A snapshot could not be taken: for an error that passes another one may; after any other fault none is."""
+        """Handle a fault in taking a snapshot: after a passing error another may be taken; any other fault disarms
+        rollback."""
         fault_guard.let_through(fault)
         if not is_passing(fault):
             self._disarm(fault)
@@ -368,8 +374,11 @@ class Restorer(StepGuard):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Hundreds of short copies: on busy cores each would wait for the last of its OpenMP threads to be scheduled
-    (600 MB in 300 tensors, two cores under load: 0.2 s against 1.9 s)."""
+    """Use one thread for hundreds of short copies.
+
+    On busy cores each copy would wait for the last of its OpenMP threads to be scheduled (600 MB in 300 tensors, two
+    cores under load: 0.2 s against 1.9 s).
+    """
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

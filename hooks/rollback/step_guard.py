@@ -1,13 +1,13 @@
-"""What a rank does at the exit of a step on which all ranks agreed: here, leave the run. `restorer.py` adds going back.
+"""Does what all ranks agreed on at the exit of a step: here, to leave the run. `restorer.py` adds going back.
 
     Prepare, Commit, Abort        as for a rollback (agreement.py): all ranks leave at the exit of one step, or none
     RolledBack                    the daemon learns that they do; from here on nothing counts as a hang
     functions of on_stop          on the training thread of every rank, so that collectives work in them
-    the other ranks               are waited for: a launcher ends those that are left as soon as one has gone
+    the other ranks               are waited for: a launcher ends the remaining ranks as soon as one has gone
     RunStopped                    a SystemExit: the script's `finally` blocks run, and the process ends
 
-What a function raises is printed, and changes nothing. Where all of this takes over 10 minutes, a thread ends the
-process with the same status.
+What a function raises is printed, and changes nothing. If all of this takes over 10 minutes, a thread ends the process
+with the same status.
 """
 
 from __future__ import annotations
@@ -36,23 +36,26 @@ logger = logging.getLogger(__name__)
 VERDICT_SECONDS = 10.0
 """How long a rank waits at the agreed step. The daemon answers in milliseconds; if it is dead, training goes on."""
 LAST_SECONDS = 600.0
-"""For the functions of `on_stop` and for the other ranks, where nothing else is said."""
+"""Time for the functions of `on_stop` and for the other ranks, unless the user sets another."""
 
 LastFunction = Callable[[int], object]
 
 
 class RunEnding(Protocol):
-    """What else is to be done where a run is stopped: `session.RunSession`."""
+    """What the guard needs of `session.RunSession` when a run is stopped."""
 
     def begin_stop(self) -> None:
-        """Training is over: what comes is no hang."""
+        """Begin the phase after training: time that passes in it is no hang."""
 
     def say_goodbye(self, stop: RunStopped) -> None:
-        """Tell the daemon at once, on any thread: the process is about to be ended."""
+        """Tell the daemon at once, on any thread, that the process is about to be ended."""
 
 
 class StepGuard:
-    """The loop calls `enter_step` and `exit_step`, the receiver `receive`. Only RunStopped ever reaches the loop."""
+    """Keeps a rank's promises at the exits of steps. Only RunStopped ever reaches the loop.
+
+    The loop calls `enter_step` and `exit_step`, the receiver `receive`.
+    """
 
     def __init__(
         self,
@@ -63,9 +66,10 @@ class StepGuard:
         find_directory: Callable[[], Path | None] = lambda: None,
         ending: RunEnding | None = None,
     ) -> None:
-        """`step`: the user's number of the first step; `find_directory` gives the run's runtime directory."""
+        """`step`: the user's number of the first step; `find_directory` returns the run's runtime directory."""
         self.last_functions: list[tuple[LastFunction, float]] = []
-        """Of the user's, for a stop, each with its seconds. They may hold the model, and die with the optimizer."""
+        """The user's functions for a stop, each with its seconds. They may hold the model, and die with the
+        optimizer."""
         self._send, self._step, self._ending = send, step, ending
         self._verdict_seconds = verdict_seconds
         self._promise = TwoPhaseCommit()
@@ -73,7 +77,7 @@ class StepGuard:
         self._step_seconds, self._exited = 0.0, 0.0
         self._stop: RunStopped | None = None
         self._leaving: wire.Prepare | None = None
-        """The promise by which all ranks leave, until this one is done with what comes before its end."""
+        """The promise by which all ranks leave, until this one has done what comes before its end."""
         self._closed = ""
 
     @property
@@ -81,19 +85,19 @@ class StepGuard:
         """Id of the promise that waits for a verdict; 0: none."""
         return self._promise.id
 
-    # The loop.
+    # Called by the loop.
 
     def enter_step(self, seq: int) -> None:
-        """First thing in the first optimizer's step."""
+        """Called first in the first optimizer's step."""
 
     def suspect(self) -> None:
-        """This step looks odd."""
+        """Note that this step looks odd."""
 
     def pause(self) -> None:
-        """A CUDA graph is about to be captured."""
+        """Prepare for the capture of a CUDA graph."""
 
     def exit_step(self, seq: int, *, skipped: bool) -> None:
-        """Last thing in the step. Raises RunStopped where all ranks leave."""
+        """Called last in the step. Raises RunStopped if all ranks leave."""
         self._note_exit()
         if self._promise.reach_step(seq):
             self._keep_promise()
@@ -132,14 +136,14 @@ class StepGuard:
                 self._send(self._carry_out(promise, verdict))
 
     def _go_on(self, promise: wire.Prepare, reason: str) -> None:
-        """As if nothing had been asked: no rank does what was promised then."""
+        """Go on as if nothing had been asked: then no rank does what was promised."""
         self._promise.break_off(promise)
         self._consensus.withhold(promise)
         logger.warning("%s at step %d: %s", "stop" if promise.stops else "rollback", promise.at, reason)
         self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=promise.at, seconds=0.0, reason=reason))
 
     def _carry_out(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
-        """With the commit in hand, of a stop: leave, if all ranks do."""
+        """Leave if all ranks do, as the commit of a stop is there."""
         began = time.perf_counter()
         in_doubt = False
         try:
@@ -154,7 +158,7 @@ class StepGuard:
         )  # fmt: skip
 
     def _leave(self, promise: wire.Prepare, stop: RunStopped) -> None:
-        """What comes between the step and the end of the process."""
+        """Do what comes between the last step and the end of the process."""
         step = promise.at + self._step
         seconds = max((limit for _, limit in self.last_functions), default=LAST_SECONDS)
         until = time.monotonic() + seconds
@@ -174,13 +178,13 @@ class StepGuard:
         self._consensus.await_ranks(promise, until - time.monotonic())
 
     def _end_process(self, stop: RunStopped, seconds: float) -> None:
-        """On a thread of its own: the training thread does not come back."""
+        """End the process, on a separate thread: the training thread does not come back."""
         fault_guard.say(f"on_stop took over {seconds:g} s on rank {place()[0]}: the process is ended")
         if self._ending is not None:
             self._ending.say_goodbye(stop)
         os._exit(stop.status)
 
-    # The receiver.
+    # Called by the receiver.
 
     def receive(self, message: wire.Message) -> None:
         """Handle a message from the daemon, if it is for this part."""
@@ -200,11 +204,11 @@ class StepGuard:
         return self._promise.prepare(message)
 
     def _find_hindrance(self, message: wire.Prepare) -> str:
-        """Why this rank cannot do what it is to promise; empty if it can."""
+        """Return why this rank cannot do what it would promise; empty if it can."""
         return "" if message.stops else "no rollback is armed"
 
     def close(self) -> None:
-        """There will be no more steps: nothing is promised from then on."""
+        """Refuse promises from now on: there will be no more steps."""
         self._closed = "the run is detached"
         self._consensus.close()
 
@@ -212,5 +216,5 @@ class StepGuard:
 def _call_last(function: LastFunction, step: int) -> None:
     try:
         function(step)
-    except BaseException:  # the run ends by the stop, whatever this says
+    except BaseException:  # the stop ends the run, whatever this raises
         write_lines(f"sentinel: on_stop: {function!r} raised\n{traceback.format_exc()}", sys.stderr)
