@@ -1,12 +1,12 @@
 """How a part of a run's state is taken and put back: as a tree whose tensors are cells.
 
-A part takes itself with `Capture.later` (tensors that change only inside a step of the first optimizer, at whose exit
-snapshots are taken: they may be copied while the next forward pass runs) or `Capture.now` (all else), and puts back
-what it took.
+A part takes its state with `Capture.later` (tensors that change only inside a step of the first optimizer, at whose
+exit snapshots are taken: they may be copied while the next forward pass runs) or `Capture.now` (all else), and puts
+back what it took.
 
-State comes as dictionaries, lists and tuples of tensors, numbers and whatever else an optimizer's author liked (LBFGS
+State comes as dictionaries, lists and tuples of tensors, numbers and whatever else an optimizer's author chose (LBFGS
 keeps lists of tensors). `freeze_tree` takes a tree apart: tensors become cells, to be copied together; the rest is
-deep-copied. `thaw_tree` puts it back *into* what is live now, so that a tensor which is still there keeps its storage:
+deep-copied. `thaw_tree` puts it back *into* what is live now, so that a tensor which still exists keeps its storage:
 what was captured in a CUDA graph or compiled for that address stays valid.
 """
 
@@ -25,7 +25,7 @@ from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor, local
 
 
 class Stateful(Protocol):
-    """Anything with torch's way to save itself."""
+    """Any object that saves itself as torch's do, by `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -52,7 +52,7 @@ class Capture:
 
 
 class Immediate(Capture):
-    """Copies each tensor into host memory as it comes to it, for what is put back a moment later, or never."""
+    """Copies each tensor into host memory at once, for state that is put back a moment later, or never."""
 
     def _cell(self, cells: list[Cell], name: str, tensor: Tensor, *, judged: bool) -> Cell:
         cell = Cell(name, tensor, judged=judged)
@@ -62,54 +62,58 @@ class Immediate(Capture):
 
 
 class Part(ABC):
-    """One part of the state: the base of all. Override `take` and `give`, and of the others what must differ."""
+    """One part of the state: the base class of all. Override `take` and `give`, and of the others what must differ."""
 
     name: str
-    """Unique in the run, and the same when it is started again."""
+    """Unique in the run, and the same when the run is started again."""
     late = False
-    """Whether the loop still changes it after the step: schedulers, the scaler, an EMA. A rollback puts it back as it
-    was at the exit of the step, since the loop will do to it what it did then; a run that is started again begins with
-    the next iteration, and needs it as it was at the end of this one."""
+    """Whether the loop still changes it after the step: schedulers, the scaler, an EMA.
+
+    A rollback puts it back as it was at the exit of the step, since the loop will do to it what it did then; a run that
+    is started again begins with the next iteration, and needs it as it was at the end of this one.
+    """
     foreign = False
-    """Whether to put it back runs code that is not ours, and may raise."""
+    """Whether putting it back runs code that is not ours, and may raise."""
 
     @abstractmethod
     def take(self, capture: Capture) -> Any:
-        """What is to be kept, with cells for the tensors."""
+        """Return what is to be kept, with cells for the tensors."""
 
     def check(self, kept: Any) -> None:  # noqa: B027 (most parts can always be put back)
-        """Raises RollbackError where it cannot be put back. Touches nothing."""
+        """Raise RollbackError if the part cannot be put back. Changes nothing."""
 
     @abstractmethod
     def give(self, kept: Any, copies: Copies) -> None:
-        """Put it back. Tensors that keep their storage are only planned in `copies`, and dictionaries rewritten by
-        them, so that it can be taken back."""
+        """Put the part back, in a way that can be undone.
+
+        Tensors that keep their storage are only planned in `copies`, and dictionaries are rewritten by them.
+        """
 
     def export_named(self, kept: Any) -> Any:
-        """What was taken, by names: nothing in it belongs to this process."""
+        """Return what was taken, by names: nothing in it belongs to this process."""
         return kept
 
     def import_named(self, named: Any) -> Any:
-        """The reverse, in the process that goes on. Raises RollbackError where something has no such name here."""
+        """Reverse `export_named` in the process that goes on. Raises RollbackError if a name does not exist here."""
         return named
 
 
 class MemorySpan(NamedTuple):
-    """How a DTensor lies over the ranks, and which part of it is here."""
+    """How a DTensor is laid out over the ranks, and which part of it is here."""
 
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole tensor."""
     stride: tuple[int, ...]
     offsets: torch.Size
-    """Where this rank's part begins in it."""
+    """Where this rank's part begins in the whole."""
     sizes: torch.Size
-    """Of this rank's part."""
+    """Shape of this rank's part."""
 
     @property
     def written_here(self) -> bool:
-        """Whether this rank keeps its part on disk, of the ranks that hold the same part."""
+        """Whether this rank, of the ranks that hold the same part, writes it to disk."""
         at = self.mesh.get_coordinate() or ()
         return all(place == 0 for place, p in zip(at, self.placements, strict=False) if not p.is_shard())
 
@@ -120,7 +124,7 @@ class Cell:
     __slots__ = ("device", "judged", "kept", "name", "source", "spread")
 
     def __init__(self, name: str, source: Tensor, *, judged: bool) -> None:
-        """Raises StateError for a tensor whose memory cannot be copied as it lies."""
+        """Raises StateError for a tensor whose memory cannot be copied as it is."""
         check_plain(name, source)
         self.name = name
         self.source: Tensor | None = local(source).detach()
@@ -129,16 +133,16 @@ class Cell:
         """The copy in host memory, once there is one."""
         self.device = self.source.device
         self.spread = spread(source)
-        """Where it is part of a DTensor."""
+        """The layout, if it is part of a DTensor."""
         self.judged = judged
         """Whether a NaN or an infinity in it makes the snapshot unfit to go back to."""
 
     def make_live_tensor(self) -> Tensor:
-        """A new tensor, as the live one was."""
+        """Return a new tensor with the copy's values, on the device and in the layout of the live one."""
         part = self.kept.to(self.device, copy=True)
         if self.spread is None:
             return part
-        from torch.distributed.tensor import DTensor  # as late as there is one
+        from torch.distributed.tensor import DTensor  # imported only once there is one
 
         whole = DTensor.from_local(
             part, self.spread.mesh, self.spread.placements, run_check=False, shape=self.spread.shape,
@@ -149,7 +153,7 @@ class Cell:
 
 
 class Copies:
-    """Copies into live tensors, gathered to be made at once; and the dictionaries that hold something else by then."""
+    """Copies into live tensors, gathered to be made at once; and the dictionaries that were rewritten meanwhile."""
 
     def __init__(self) -> None:
         self._former: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -158,8 +162,8 @@ class Copies:
         self._targets: set[tuple[Any, ...]] = set()
 
     def add(self, live: Tensor, kept: Tensor) -> bool:
-        """Plan to copy `kept` into `live`; False where something else goes there already."""
-        # A parameter and a view of its first rows begin at the same address, and are not the same.
+        """Plan to copy `kept` into `live`. Returns False if another copy into it is planned already."""
+        # A parameter and a view of its first rows begin at the same address, but are not the same.
         place = live.data_ptr(), live.dtype, live.shape, live.stride()
         if place in self._targets:
             return False
@@ -175,13 +179,13 @@ class Copies:
         live.update(content)
 
     def take_back(self) -> None:
-        """Give the dictionaries back what they held. For copies that are not made."""
+        """Restore the content of the dictionaries. For copies that are not made."""
         for live, content in reversed(self._former):
             live.clear()
             live.update(content)
 
     def make(self) -> None:
-        """Copy."""
+        """Make all copies."""
         with torch.no_grad():
             for live, kept in zip(self._live, self._kept, strict=True):
                 live.copy_(kept, non_blocking=True)
@@ -190,7 +194,7 @@ class Copies:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Raises StateError where this rank's part has no memory of its own that lies there plainly."""
+    """Raise StateError unless this rank's part of the tensor has strided memory of its own."""
     part = local(tensor)
     if type(part) in (Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
         return
@@ -200,22 +204,22 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def spread(tensor: Tensor) -> MemorySpan | None:
-    """How it lies over the ranks; None: it is a plain tensor. No collective."""
+    """Return how the tensor is laid out over the ranks; None: it is a plain tensor. No collective."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "device_mesh"):
         return None
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined] # torch.distributed.checkpoint's own way
+    (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint does
     placements = tuple(tensor.placements)  # type: ignore[attr-defined]
     return MemorySpan(tensor.device_mesh, placements, tensor.shape, tensor.stride(), chunk.offsets, chunk.sizes)
 
 
 def freeze_tree(value: Any, name: str, take: Callable[[str, Tensor], Cell]) -> Any:
-    """A copy of `value` in which each tensor is the cell that `take(path, tensor)` makes of it."""
+    """Return a copy of `value` in which each tensor is replaced by the cell that `take(path, tensor)` makes of it."""
     if isinstance(value, Tensor):
         return take(name, value)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
-        kept = copy.copy(value)  # the type, and what hangs on it: a module's state_dict carries `_metadata`
+        kept = copy.copy(value)  # keeps the type and its attributes: a module's state_dict carries `_metadata`
         for key in value:
             kept[key] = freeze_tree(value[key], f"{name}.{key}" if isinstance(key, str | int) else name, take)
         return kept
@@ -225,10 +229,10 @@ def freeze_tree(value: Any, name: str, take: Callable[[str, Tensor], Cell]) -> A
 
 
 def thaw_tree(kept: Any, live: Any, copies: Copies) -> Any:
-    """What `kept` was made from, in the place of `live`.
+    """Return what `kept` was made from, in the place of `live`.
 
-    A live tensor or dictionary that fits is used again; into the tensor nothing is written before `copies` are made.
-    Where nothing fits, or two entries have come to share one tensor, the value is new.
+    A live tensor or dictionary that fits is reused; nothing is written into the tensor before `copies` are made. Where
+    nothing fits, or two entries have come to share one tensor, the value is new.
     """
     if isinstance(kept, Cell):
         if isinstance(live, Tensor) and fits(kept, live) and copies.add(local(live).detach(), kept.kept):

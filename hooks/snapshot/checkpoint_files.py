@@ -1,18 +1,19 @@
-"""A snapshot's way to the disk and back, by torch.distributed.checkpoint's files, and without a collective.
+"""Writes snapshots to disk and reads them, as torch.distributed.checkpoint's files, and without a collective.
 
     rank r    its skeleton (the state with a reference in the place of each tensor), the parts of DTensors that it
               holds, and of the other tensors those that rank 0 has not got, bit by bit     -> __<r>_0.distcp
     rank 0    once all have written: the index, the manifest, and the snapshot's name  (hooks/snapshot/directory.py)
 
-What replicas share is so kept once, whoever replicates it, and what they do not share is not lost: BatchNorm's
-statistics, generators, a sampler of each rank. Ranks wait for rank 0's checksums alone, and rank 0 for files: one
+So what replicas share is kept once, however it is replicated, and what they do not share is not lost: BatchNorm's
+statistics, generators, a sampler of each rank. Ranks wait only for rank 0's checksums, and rank 0 for files: a rank
 that dies leaves a folder that never gets its name.
 
 DTensors are under the same key on all ranks and are put together again over any number of them; the rest is a rank's
-own, and rank 0's for a rank that was not there then.
+own, and rank 0's for a rank that did not exist then.
 
-Over several nodes each node's ranks do so among themselves, in a place of their own, the first of them as rank 0. Each
-finds there all that it needs, and is what it was: of a DTensor it writes its part, also where others have the same.
+Over several nodes each node's ranks do so among themselves, in a place of their own, with the first of them as rank 0.
+Each rank finds all that it needs there, and is what it was: it writes its part of a DTensor even if others have the
+same.
 """
 
 from __future__ import annotations
@@ -52,25 +53,28 @@ class Reference:
     """Stands in a skeleton for a tensor."""
 
     key: str
-    """Of the tensor in the files, without the rank in front where it is a rank's own."""
+    """Key of the tensor in the files, without the prefix of the rank if the tensor is a rank's own."""
     name: str
     judged: bool
     placements: tuple[Any, ...] | None
-    """How it lies over the ranks, where it is part of a DTensor."""
+    """How it is laid out over the ranks, if it is part of a DTensor."""
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None
-    """Of the whole DTensor: no rank of a node may have a part of it that is not empty."""
+    """Shape of the whole DTensor: it may be that no rank of a node has a non-empty part of it."""
 
 
 class Gone(Exception):
-    """The run is over, or the snapshot is void: what is being written is not wanted."""
+    """What is being written is not wanted any more: the run is over, or the snapshot is void."""
 
 
 def write(
     folder: Path, named: Mapping[str, Any], *, rank: int, ranks: Sequence[int], world: int, wanted: Callable[[], bool]
 ) -> int:
-    """Write this rank's part of a snapshot, from the state by names; how many bytes. `ranks` write to `folder`, rising,
-    of the `world` that there are. Raises Gone as soon as it is not `wanted`."""
+    """Write this rank's part of a snapshot, from the state by names. Returns the number of bytes.
+
+    `ranks`, in rising order, are those that write to `folder`, of `world` ranks in all. Raises Gone as soon as the
+    snapshot is not `wanted`.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -96,7 +100,10 @@ def write(
 
 
 def assemble(folder: Path, ranks: Sequence[int], wanted: Callable[[], bool]) -> dict[str, directory.File]:
-    """The first of `ranks`: wait for the other ranks' parts and write the index; the snapshot's files. Raises Gone."""
+    """Write the index, once the other ranks' parts are there; return the snapshot's files. Raises Gone.
+
+    Called on the first of `ranks`.
+    """
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -104,7 +111,7 @@ def assemble(folder: Path, ranks: Sequence[int], wanted: Callable[[], bool]) -> 
     _await(parts, wanted)
     plans, results, files = [], [], {}
     for part in parts:
-        plan, written, own = pickle.loads(part.read_bytes())  # this run's ranks wrote it, a moment ago
+        plan, written, own = pickle.loads(part.read_bytes())  # written a moment ago by ranks of this run
         plans.append(plan)
         results.append(written)
         files.update(own)
@@ -119,10 +126,10 @@ def assemble(folder: Path, ranks: Sequence[int], wanted: Callable[[], bool]) -> 
 
 
 def load(path: Path, rank: int, parameters: Mapping[str, Tensor], ranks: Sequence[int] = ()) -> dict[str, Any]:
-    """The state by names, as `write` got it, for the rank that asks.
+    """Read the state by names, as `write` got it, for the rank that asks.
 
-    `parameters` are the live ones, by name: DTensors of the snapshot come to lie as they do. `ranks`: it is the part of
-    these, and each of them finds itself as it was. Raises RollbackError.
+    `parameters` are the live ones, by name: DTensors of the snapshot get their layout. `ranks`: the snapshot is the
+    part of these, and each of them finds itself as it was. Raises RollbackError.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -139,7 +146,7 @@ def load(path: Path, rank: int, parameters: Mapping[str, Tensor], ranks: Sequenc
 
 
 def digest_state(state: Any) -> str:
-    """Of the bits of all tensors in what `load` gave, and of their names."""
+    """Return a digest of what `load` returned: of the names and the bits of all tensors."""
     cells: dict[str, Cell] = {}
     _take_apart(state, "", cells)
     listed = "".join(f"{key} {_digest(cell.kept)}\n" for key, cell in sorted(cells.items()))
@@ -179,14 +186,14 @@ def _put_together(value: Any, cell_of: Callable[[Reference], Cell]) -> Any:
 
 
 def _like(value: dict[Any, Any]) -> dict[Any, Any]:
-    """An empty dictionary of its kind; a module's state_dict keeps what hangs on it."""
+    """Return an empty dictionary of the same kind; that of a module's state_dict keeps its attributes."""
     empty = copy.copy(value)
     empty.clear()
     return empty
 
 
 def _list_shared(folder: Path, own: Mapping[str, Cell], leads: bool, wanted: Callable[[], bool]) -> set[str]:
-    """Keys of the tensors that the first rank has just so. It tells the others what it has."""
+    """List the keys of the tensors that the first rank has with the same bits. That rank writes down what it has."""
     digests = {key: _digest(cell.kept) for key, cell in own.items()}
     path = folder / _DIGESTS
     if leads:
@@ -198,7 +205,7 @@ def _list_shared(folder: Path, own: Mapping[str, Cell], leads: bool, wanted: Cal
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of its bits, and of what they are."""
+    """Return a digest of the bytes, with type and shape."""
     bits: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return hashlib.sha256(bits, usedforsecurity=False).hexdigest() + f" {tensor.dtype} {tuple(tensor.shape)}"
 
@@ -251,7 +258,7 @@ class _Saving:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what has another place by now."""
+    """Finds classes that have moved since the file was written."""
 
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class(_MOVED.get(module, module), name)
@@ -279,7 +286,7 @@ class _Loading:
         self._items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
 
     def cell(self, reference: Reference) -> Cell:
-        """The cell of a reference. Its content comes with the next `read`."""
+        """Return the cell of a reference. Its content arrives with the next `read`."""
         if reference.key not in self._cells:
             self._cells[reference.key] = self._make_cell(reference)
         return self._cells[reference.key]
@@ -313,7 +320,8 @@ class _Loading:
         return cell
 
     def _make_empty(self, reference: Reference) -> Cell:
-        """Of a DTensor that no rank of this node has a part of. Raises RollbackError where this one is to have one."""
+        """Make the cell of a DTensor of which no rank of this node has a part. Raises RollbackError if this rank needs
+        one."""
         lies = self._spread(reference, reference.shape) if self._apart and reference.shape is not None else None
         if lies is None or lies.sizes.numel():
             raise RollbackError(f"the snapshot has no {reference.name}")
@@ -322,7 +330,8 @@ class _Loading:
         return cell
 
     def _spread(self, reference: Reference, shape: torch.Size) -> MemorySpan:
-        """How the tensor has to lie here: as its parameter does, or spread as it was over the ranks that there are."""
+        """Return how the tensor is to be laid out here: as its parameter, or as it was then, over the ranks that there
+        are."""
         from torch.distributed.tensor import zeros
 
         lies = [own for name, p in self._parameters.items() if name in reference.key.split("/") and (own := spread(p))]
@@ -345,7 +354,7 @@ class _Loading:
 
     def load_bytes(self, item: Any, value: io.BytesIO) -> None:
         finding = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
-        # Any class may be in it: it is from a directory that is ours alone, by its manifest.
+        # It may hold any class: the directory is ours alone, and the manifest has the file's checksum.
         self.skeleton = torch.load(value, weights_only=False, pickle_module=finding)
 
     def resolve_tensor(self, item: Any) -> Tensor:
@@ -359,13 +368,13 @@ class _Loading:
 
 
 def load_torch() -> None:
-    """Import what writing needs: most of a second, which a thread would take from the loop later."""
+    """Import what writing needs: it takes most of a second, which a thread would take from the loop later."""
     import torch.distributed.checkpoint.default_planner
     import torch.distributed.checkpoint.filesystem  # noqa: F401
 
 
 def lower_priority() -> None:
-    """Of the calling thread: training goes first."""
+    """Lower the priority of the calling thread: training goes first."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     except (OSError, AttributeError):

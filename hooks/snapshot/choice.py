@@ -1,16 +1,16 @@
-"""Which snapshot a run goes on from, decided from what every rank sees of them. Pure: no clock, no disk.
+"""Decides which snapshot a run goes on from, by what every rank sees of them. Pure: no clock, no disk.
 
     every rank sees it whole                            it is taken
     a rank has read it to its end, and it is damaged    passed over, and the next older one of its line is asked for
     a rank cannot read it, or does not see it           nothing is decided: ranks look again, and raise in the end
     it is of another format                             an error: it is whole, and not ours to pass over
-    only some nodes published their parts of it         after a while, the newest one of which all are there
+    only some nodes published their parts of it         after a while, the newest one whose parts are all there
 
 An older snapshot is never taken because a newer one could not be read: a file server that answers ESTALE, a directory
-that is mounted on rank 1 a moment later, a process out of descriptors say nothing about what is in the files.
+that is mounted on rank 1 a moment later, or a process out of descriptors says nothing about what is in the files.
 
-A line is a chain of snapshots, each the parent of the next. Several lines are there only where a run went on from an
-older snapshot, and what was younger could not be set aside. The line that was written to last is the run's.
+A line is a chain of snapshots, each the parent of the next. There are several lines only if a run went on from an older
+snapshot, and the younger ones could not be set aside. The line that was written to last is the run's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from typing import Literal
 import msgspec
 
 State = Literal["whole", "damaged", "incomplete", "unreadable", "foreign", "misfit", "unchecked"]
-"""`damaged`: read to its end, and not what was written. `incomplete`: less than was written, which a network file
-system may show for a moment. `unreadable`: no answer. `foreign`: of another version. `misfit`: parts of another number
-of ranks. `unchecked`: an older one."""
+"""How a rank sees a snapshot.
+
+`damaged`: read to its end, and not what was written. `incomplete`: less than was written, which a network file system
+may show for a moment. `unreadable`: no answer. `foreign`: of another version. `misfit`: parts of another number of
+ranks. `unchecked`: an older one.
+"""
 
 
 UNKNOWN_TIME = 1e300
-"""Of a snapshot whose manifest cannot be read: later than all others, so that it is not taken for an old one."""
+"""Time of a snapshot whose manifest cannot be read: later than all others, so that it is not taken for an old one."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -43,34 +46,37 @@ class Seen(msgspec.Struct, frozen=True):
     time: float = UNKNOWN_TIME
     """Unix seconds at publication."""
     part: bool = False
-    """Of one node of several."""
+    """Whether it is the part of one node of several."""
     lineage: str = ""
-    """Of a part: others belong to it only if it is theirs."""
+    """Lineage of a part: only parts with the same one belong together."""
     rank: int = -1
-    """Of a part: the rank that is taken from it, which is another one where the job goes on without some nodes."""
+    """For a part, the rank whose state is taken from it, if not this rank's own number; -1: its own.
+
+    It is another one where the job goes on without some nodes.
+    """
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sees."""
+    """What one rank sees of a directory of snapshots."""
 
     directory: str
     present: bool = True
     empty_ancestor: str = ""
-    """The directory is absent, and the nearest ancestor that is there holds nothing: a file system may not be mounted.
-    """
+    """If the directory is absent, the nearest ancestor that exists, if it is empty: a file system may not be
+    mounted."""
     trouble: str = ""
     """Why the directory could not be read just now."""
     refusal: str = ""
     """Why it is not read at all."""
     snapshots: dict[int, Seen] = {}
-    """By step."""
+    """The snapshots by step."""
     elsewhere: dict[int, Seen] = {}
-    """By step, parts of other ranks, where none of this one's is seen."""
+    """By step, parts of other ranks, where no part of this one is seen."""
     late: bool = False
-    """This rank has looked for as long as is waited. Rank 0's word counts."""
+    """Whether this rank has looked for as long as allowed. Rank 0's value counts."""
     host: str = ""
     apart: bool = False
-    """Ranks are on several nodes, each of which may have a disk of its own. Rank 0's word counts."""
+    """Whether the ranks are on several nodes, each of which may have a disk of its own. Rank 0's value counts."""
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -81,22 +87,25 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """There is none, or `before` rules out all: begin at step 0."""
+    """Begin at step 0: there is no snapshot, or `before` rules out all."""
 
 
 class PassOver(msgspec.Struct, frozen=True):
-    """This one is damaged. Look at the next older one."""
+    """Pass over this snapshot, which is damaged, and look at the next older one."""
 
     step: int
     why: str
 
 
 class PassParts(msgspec.Struct, frozen=True):
-    """Of these, the youngest first, not all ranks have a part. `older`: there is one of which they do."""
+    """Pass over these steps, the youngest first: not all ranks have a part of them.
+
+    `older`: whether there is an older one of which they may.
+    """
 
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Those that have none of the first."""
+    """The ranks that have no part of the first step."""
     older: bool
 
 
@@ -107,7 +116,7 @@ class KeepWaiting(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """It is an error, and waiting would not help."""
+    """Raise an error: waiting would not help."""
 
     why: str
 
@@ -116,8 +125,10 @@ Decision = Take | Begin | PassOver | PassParts | KeepWaiting | Refuse
 
 
 def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, str], restarted: bool) -> Decision:
-    """What follows from the views of all ranks, by rank: the same on each. `passed`: steps that were passed over
-    because they are damaged, and why. `restarted`: the run is known to have been started before."""
+    """Return the decision from the views of all ranks, by rank: it is the same on each.
+
+    `passed`: steps that were passed over, and why. `restarted`: the run is known to have been started before.
+    """
     if problem := _judge_directory(views, restarted=restarted):
         return problem
     seen = _merge(views)
@@ -138,8 +149,10 @@ def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, st
 
 
 def follow_line(seen: Mapping[int, Seen]) -> tuple[int, ...]:
-    """The steps of the line that was written to last, the youngest first. What has no known parent, or one
-    that was deleted, follows the next older one there is."""
+    """Return the steps of the line that was written to last, the youngest first.
+
+    A snapshot without a known parent, or whose parent was deleted, follows the next older one.
+    """
     falling = sorted(seen, reverse=True)
     older = {step: next((one for one in falling if one < step), None) for step in seen}
     parents: dict[int, int | None] = {}
@@ -214,7 +227,7 @@ def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> 
     states = {look.state for look in looks if look is not None}
     if states == {"whole"}:
         return Take(step, line)
-    if states == {"incomplete"} and views[0].late:  # for all ranks, and it stays so: no server's old answer
+    if states == {"incomplete"} and views[0].late:  # for all ranks, and after the wait: not an old answer of a server
         return PassOver(step, next(look.why for look in looks if look is not None))
     for rank, look in enumerate(looks):
         if look is not None and look.state == "incomplete":
@@ -235,7 +248,7 @@ def _is_partial(step: int, views: Sequence[View]) -> bool:
 
 
 def _merge(views: Sequence[View]) -> dict[int, Seen]:
-    """Of each step, what the rank that knows most of it sees: all ranks come to the same."""
+    """Return, for each step, what the rank that knows most of it sees: all ranks get the same."""
     merged: dict[int, Seen] = {}
     for view in views:
         for step, seen in (*view.snapshots.items(), *view.elsewhere.items()):

@@ -12,9 +12,9 @@
 Over several nodes each has a folder of this layout inside DIRECTORY (`node_parts.py`).
 
 A snapshot is written under its temporary name and every file synced, the manifest last; then the folder is renamed and
-DIRECTORY synced. So there is no moment at which a `step-...` lacks anything; what a dying disk makes of it later, the
-checksums tell. They guard against accidents. Against people there is only this: what is not ours, or writable to
-others, is not read, since Python objects are in it.
+DIRECTORY synced. So there is no moment at which a `step-...` lacks anything; later damage by a failing disk is found by
+the checksums. They guard against accidents. Against other people the only guard is this: what is not ours, or writable
+to others, is not read, since it holds Python objects.
 
 Nothing is renamed or deleted because it cannot be read, or is of another format: see `choice.py`.
 """
@@ -69,11 +69,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Version that wrote it."""
     files: dict[str, File]
     parent: int | None = None
-    """Step of the snapshot before it on its line; -1: it is the first; None: by a version that did not say."""
+    """Step of the snapshot before it on its line; -1: it is the first; None: written by a version without this
+    field."""
     ranks: tuple[int, ...] = ()
-    """Those of one node of several, which alone are in it; (): all are."""
+    """The ranks in it, those of one node of several; (): all ranks are in it."""
     node: int = -1
-    """Sentinel's number of that node, which stays where a job goes on without others; -1: an old one, without it."""
+    """Sentinel's number of that node, which stays when a job goes on without others; -1: written without this field."""
     lineage: str = ""
     """Changes when the run is resumed or rolled back. Parts of two nodes belong together only if it is the same."""
 
@@ -90,13 +91,13 @@ class DiskSnapshot(msgspec.Struct, frozen=True):
         return self.manifest.step
 
     def flaw(self) -> str:
-        """What is wrong with its files, or keeps them from being read; empty if nothing."""
+        """Return what is wrong with its files, or keeps them from being read; empty if nothing."""
         return self.examine(thorough=True)[1]
 
     def examine(self, *, thorough: bool) -> tuple[State, str]:
-        """Whether its files are what was written, and what is wrong with the first that is not.
+        """Return whether its files are what was written, and what is wrong with the first that is not.
 
-        `thorough`: read them all, and not their sizes alone.
+        `thorough`: read them all, instead of comparing only their sizes.
         """
         for name, expected in self.manifest.files.items():
             path = self.path / name
@@ -119,7 +120,8 @@ class _Envelope(msgspec.Struct):
 
 
 def directory(path: str | os.PathLike[str], *, make: bool = False) -> Path:
-    """The folder of snapshots, checked: it is ours, and no other user may write to it. `make` it where it is missing.
+    """Return the folder of snapshots, checked: it is ours, and no other user may write to it. `make`: create it if
+    missing.
 
     Raises RollbackError, with the fix.
     """
@@ -136,7 +138,7 @@ def directory(path: str | os.PathLike[str], *, make: bool = False) -> Path:
 
 
 def refuse_directory(place: Path, status: os.stat_result) -> str:
-    """Why snapshots are not read from there; empty: they are."""
+    """Return why snapshots are not read from there; empty if they are."""
     if not stat.S_ISDIR(status.st_mode):
         return f"{place}: is no directory; name one for the snapshots of this run"
     if status.st_uid != os.geteuid():
@@ -153,15 +155,17 @@ def refuse_directory(place: Path, status: os.stat_result) -> str:
 
 
 def list_published(place: Path) -> list[DiskSnapshot]:
-    """The snapshots whose manifest is whole, the newest first. Their files have not been looked at. Raises OSError
-    where `place` cannot be read."""
+    """List the snapshots whose manifest is whole, the newest first. Their files have not been looked at.
+
+    Raises OSError if `place` cannot be read.
+    """
     found = [(path, read_manifest(path)) for _, path in list_snapshots(place)]
     whole = [DiskSnapshot(path, manifest) for path, manifest in found if isinstance(manifest, Manifest)]
     return sorted(whole, key=lambda snapshot: snapshot.step, reverse=True)
 
 
 def read_manifest(path: Path) -> Manifest | Seen:
-    """The manifest of the snapshot at `path`; or, where it cannot be had, what is seen of the snapshot without it."""
+    """Read the manifest of the snapshot at `path`; if there is none to be had, return what is seen without it."""
     file = path / MANIFEST
     try:
         if path.is_symlink():
@@ -198,27 +202,28 @@ def _describe_foreign(file: Path, manifest: object) -> str:
 
 
 def classify_error(error: OSError) -> State:
-    """What it says of a snapshot that a file of it could not be read: only that there is none says anything."""
+    """Classify a snapshot by the error of reading one of its files: only that the file is missing says anything about
+    it."""
     return "incomplete" if error.errno == errno.ENOENT else "unreadable"
 
 
 def name_of(step: int) -> str:
-    """Of the folder of a published snapshot."""
+    """Return the name of the folder of a published snapshot."""
     return f"step-{step:08d}"
 
 
 def path_of(place: Path, step: int) -> Path:
-    """Of the published snapshot of `step`."""
+    """Return the path of the published snapshot of `step`."""
     return place / name_of(step)
 
 
 def working(place: Path, step: int, token: int) -> Path:
-    """The temporary folder that all ranks write the snapshot of `step` to; `token` tells two tries apart."""
+    """Return the temporary folder to which all ranks write the snapshot of `step`; `token` tells two tries apart."""
     return place / f"{_WRITING}{step:08d}-{token:x}"
 
 
 def fingerprint(path: Path) -> File:
-    """Size and SHA-256 of what is in a file."""
+    """Return size and SHA-256 of a file's content."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -228,7 +233,7 @@ def fingerprint(path: Path) -> File:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file so that it is whole or not there: beside it first, synced, renamed."""
+    """Write a file so that it is whole or does not exist: written beside it, synced, renamed."""
     beside = path.with_name(path.name + ".tmp")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -242,7 +247,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make what was created and renamed in it last."""
+    """Sync a directory, so that what was created and renamed in it survives a crash."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -253,8 +258,8 @@ def sync_directory(path: Path) -> None:
 def publish(folder: Path, manifest: Manifest) -> None:
     """Turn the temporary `folder`, whose files are written and synced, into a snapshot.
 
-    One of the same step, of an earlier attempt, is set aside. Raises OSError, and RollbackError where that one cannot
-    be read, or is of another format.
+    A snapshot of the same step, of an earlier attempt, is set aside. Raises OSError, and RollbackError if that one
+    cannot be read, or is of another format.
     """
     body = msgspec.json.encode(manifest)
     envelope = _Envelope(msgspec.Raw(body), hashlib.sha256(body).hexdigest())
@@ -270,8 +275,10 @@ def publish(folder: Path, manifest: Manifest) -> None:
 
 
 def set_aside(place: Path, after: int, damaged: Collection[int] = ()) -> tuple[int, ...]:
-    """Rename the snapshots of steps after `after`: they are of a past that was undone, or known to be `damaged`. Which
-    those were. What else cannot be read, or is of another format, stays where it is. Raises OSError."""
+    """Rename the snapshots of steps after `after` that are of a past that was undone, or known to be `damaged`.
+
+    Returns their steps. Others that cannot be read, or are of another format, stay where they are. Raises OSError.
+    """
     younger = [
         (step, path)
         for step, path in list_snapshots(place)
@@ -285,9 +292,12 @@ def set_aside(place: Path, after: int, damaged: Collection[int] = ()) -> tuple[i
 
 
 def retain(place: Path, keep: int, list_superfluous: Callable[[Sequence[int], int], list[int]] | None = None) -> None:
-    """Delete all but the newest `keep` snapshots of the run's line, and what writing and deleting left behind. What was
-    set aside, or is off the line, goes once `keep` snapshots of later steps were read back and are whole. Raises
-    OSError where `place` cannot be read. `list_superfluous` chooses otherwise from the line, the youngest first."""
+    """Delete all but the newest `keep` snapshots of the run's line, and what writing and deleting left behind.
+
+    Those that were set aside, or are off the line, are deleted once `keep` snapshots of later steps were read back and
+    are whole. `list_superfluous` chooses otherwise from the line, the youngest first. Raises OSError if `place` cannot
+    be read.
+    """
     ours = {snapshot.step: snapshot for snapshot in list_published(place)}
     line = follow_line({step: describe(one.path, one.manifest) for step, one in ours.items()}) if ours else ()
     kept = line[:keep]
@@ -306,7 +316,7 @@ def retain(place: Path, keep: int, list_superfluous: Callable[[Sequence[int], in
 
 
 def describe(path: Path, manifest: Manifest) -> Seen:
-    """What a manifest says of the snapshot at `path`."""
+    """Return what a manifest says of the snapshot at `path`."""
     return Seen(
         str(path), "unchecked", parent=manifest.parent, time=manifest.time, part=bool(manifest.ranks),
         lineage=manifest.lineage if manifest.ranks else "",
@@ -314,7 +324,7 @@ def describe(path: Path, manifest: Manifest) -> Seen:
 
 
 def list_snapshots(place: Path) -> list[tuple[int, Path]]:
-    """(step, path) of what has the name of a snapshot, sound or not, rising. Raises OSError."""
+    """List (step, path) of what has the name of a snapshot, sound or not, in rising order. Raises OSError."""
     with os.scandir(place) as entries:
         named = [(entry.name, entry.is_dir() or entry.is_symlink()) for entry in entries]
     found = [(_PUBLISHED.fullmatch(name), name) for name, folder in named if folder]
@@ -322,7 +332,7 @@ def list_snapshots(place: Path) -> list[tuple[int, Path]]:
 
 
 def steps(place: Path) -> list[int]:
-    """The steps of which there is a snapshot, sound or not, rising; none where `place` is not there. Raises OSError."""
+    """List the steps that have a snapshot, sound or not, rising; empty if `place` does not exist. Raises OSError."""
     try:
         return [step for step, _ in list_snapshots(place)]
     except FileNotFoundError:

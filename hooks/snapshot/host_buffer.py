@@ -1,11 +1,11 @@
-"""Host memory for snapshots: whether it will do, and the buffer of one, used again as long as the layout stays.
+"""Host memory for snapshots: whether there is enough, and the buffer of one, reused as long as the layout stays.
 
-`Budget` holds what snapshots need against what the machine, or the job's cgroup, has left.
+`Budget` compares what snapshots need with what the machine, or the job's cgroup, has left.
 
-What is copied there the loop may free meanwhile, as `resize_(0)` and a first `share_memory_()` do. memmove would read
-on, and the process would die of SIGSEGV. The kernel, asked to copy from the process itself by process_vm_readv(2),
-stops where nothing is any more and says so. What was freed and belongs to another tensor by then is copied all the
-same: whether tensors are where they were is for `WriteDetector` to find out.
+The loop may free memory while it is copied, as `resize_(0)` and a first `share_memory_()` do. memmove would read on,
+and the process would die of SIGSEGV. The kernel, asked to copy from the process itself by process_vm_readv(2), stops
+where no memory is mapped any more and says so. Memory that was freed and belongs to another tensor by then is copied
+all the same: `WriteDetector` finds out whether tensors are where they were.
 """
 
 from __future__ import annotations
@@ -42,26 +42,31 @@ _COPIES: dict[str, Callable[[dict[str, Any]], float]] = {
     "Adafactor": lambda group: 0.1,
     "LBFGS": lambda group: 2 * group.get("history_size", 100) + 3,
 }
-"""How many times the size of its parameters an optimizer of torch.optim keeps (read in its `_init_group`). Others
-are taken for an Adam in float32."""
+"""How many times the size of its parameters an optimizer of torch.optim keeps (read in its `_init_group`).
+
+Others are taken for an Adam in float32.
+"""
 
 
 class Budget:
-    """Holds the snapshots to what is left. Called by the ring with the bytes of one snapshot, before they are there."""
+    """Limits the snapshots to the memory left. The ring calls it with the bytes of one snapshot before they are
+    allocated."""
 
     def __init__(self, keep: int, root: Path = Path("/")) -> None:
         self._keep, self._root = keep, root
         self._granted = 0
 
     def __call__(self, nbytes: int) -> None:
-        """Raises RollbackError, with the figures and the fix, where `keep` snapshots of this size are too many."""
+        """Raise RollbackError, with the figures and the fix, if `keep` snapshots of this size are too many."""
         if nbytes > self._granted:
             self._check(nbytes, nbytes - self._granted, 1)
             self._granted = nbytes
 
     def expect(self, nbytes: int, ranks: int = 1) -> None:
-        """The same of an estimate, before any of the node's `ranks` has taken its part: what is really allocated will
-        be held to what is left then."""
+        """Check an estimate, before any of the node's `ranks` has taken its part.
+
+        What is really allocated is compared with what is left then.
+        """
         self._check(nbytes, nbytes, ranks)
 
     def _check(self, nbytes: int, more: int, ranks: int) -> None:
@@ -78,20 +83,25 @@ class Budget:
 
 
 def estimate_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], extra: Any) -> int:
-    """Bytes of one snapshot: parameters and buffers, optimizer state (estimated where there is none yet), and the
-    tensors nested in `extra`."""
+    """Estimate the bytes of one snapshot: parameters, buffers, optimizer state, and the tensors nested in `extra`.
+
+    Optimizer state is estimated if there is none yet.
+    """
     size = sum(map(_size, tensors)) + sum(map(_state_bytes, optimizers)) + sum(map(_size, _tensors(extra)))
     return round_up_pinned(size) if any(tensor.is_cuda for tensor in tensors) else size
 
 
 def round_up_pinned(size: int) -> int:
-    """Bytes that torch takes for so many of pinned memory: a power of two (ATen/core/CachingHostAllocator.h)."""
+    """Return the bytes that torch takes for pinned memory of this size: a power of two
+    (ATen/core/CachingHostAllocator.h)."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def give_back() -> None:
-    """Return unused pinned memory to the system: torch keeps it for the next allocation of that size. Waits for the
-    GPUs; does not raise if one has failed."""
+    """Return unused pinned memory to the system: torch keeps it for the next allocation of that size.
+
+    Waits for the GPUs; does not raise if one has failed.
+    """
     with fault_guard.swallow_faults("giving pinned memory back", "torch keeps it"):
         release_pinned_memory()
 
@@ -128,15 +138,17 @@ def _readable(nbytes: float) -> str:
 
 _WORD = 8
 _LINE = 64
-"""Bytes. Slots begin at cache lines."""
+"""Bytes of a cache line: slots begin at cache lines."""
 
 SAMPLED = 1 << 18
 """Elements that a detector reads in all, however large the model."""
 
 
 class HostBuffer:
-    """One flat buffer of 64-bit words, with a slot for each cell. Slots of one dtype lie together, and what is
-    between them is zero, so that a whole dtype is judged by one operation."""
+    """One flat buffer of 64-bit words, with a slot for each cell.
+
+    Slots of one dtype lie together, and what is between them is zero, so that a whole dtype is judged by one operation.
+    """
 
     def __init__(self) -> None:
         self._words, self._pinned = _zeros(0), 0
@@ -152,17 +164,17 @@ class HostBuffer:
 
     @staticmethod
     def count_needed_bytes(cells: Sequence[Cell]) -> int:
-        """Bytes that the cells need."""
+        """Return the bytes that the cells need."""
         return sum(_lines(cell.kept.numel() * cell.kept.element_size()) for cell in cells)
 
     @staticmethod
     def count_taken_bytes(cells: Sequence[Cell]) -> int:
-        """Bytes that are taken for them."""
+        """Return the bytes that are allocated for them."""
         size = HostBuffer.count_needed_bytes(cells)
         return round_up_pinned(size) if _on_gpu(cells) else size
 
     def seat(self, cells: Sequence[Cell]) -> None:
-        """Give each cell its slot; allocates where the layout has changed."""
+        """Give each cell its slot; allocates if the layout has changed."""
         layout: list[tuple[object, ...]] = [
             (cell.kept.shape, cell.kept.stride(), cell.kept.dtype, cell.device) for cell in cells
         ]
@@ -175,7 +187,7 @@ class HostBuffer:
     def _allocate(self, cells: Sequence[Cell]) -> None:
         self._layout, self._views = [], []
         before, self._pinned = self._pinned, round_up_pinned(self.count_needed_bytes(cells)) if _on_gpu(cells) else 0
-        self._words = _zeros(0)  # let go of the old buffer before the new one is made
+        self._words = _zeros(0)  # release the old buffer before the new one is made
         if before not in (0, self._pinned):
             give_back()
         self._words = _zeros(self.count_needed_bytes(cells) // _WORD, pinned=self._pinned > 0)
@@ -196,14 +208,14 @@ class HostBuffer:
     def fill(self, cells: Sequence[Cell]) -> None:
         """Copy the sources into the slots.
 
-        By the kernel and not `copy_` for what is in host memory: it runs beside the loop, and a second team of OpenMP
-        threads would fight the loop's own for the cores (600 tensors of 1 MB on two busy cores: 0.05 s against 4.7 s).
-        Raises RollbackError where a tensor has lost its memory since it was noted, or loses it meanwhile.
+        Host memory is copied by the kernel and not by `copy_`: it runs beside the loop, and a second team of OpenMP
+        threads would compete with the loop's own for the cores (600 tensors of 1 MB on two busy cores: 0.05 s against
+        4.7 s). Raises RollbackError if a tensor has lost its memory since it was noted, or loses it meanwhile.
         """
         for cell, packed in zip(cells, self._packed, strict=True):
             source = cell.source
             assert source is not None
-            there = bool(source.data_ptr()) or not source.numel()  # else to read there would end the process
+            there = bool(source.data_ptr()) or not source.numel()  # else reading there would end the process
             if there and packed:
                 size = source.numel() * source.element_size()
                 there = copy_bytes(cell.kept.data_ptr(), source.data_ptr(), size)
@@ -215,7 +227,7 @@ class HostBuffer:
                 raise RollbackError(f"the memory of {cell.name} was taken away between two steps")
 
     def checksum(self) -> int:
-        """Sum of all words, modulo 2^64: any bit that flips, and most that are written over, change it."""
+        """Return the sum of all words, modulo 2^64: any flipped bit, and most overwrites, change it."""
         return int(self._words.sum())
 
     def nonfinite(self) -> bool:
@@ -228,11 +240,11 @@ def _on_gpu(cells: Sequence[Cell]) -> bool:
 
 
 class WriteDetector:
-    """Tells whether tensors have been written to, or put elsewhere, since it was made.
+    """Tells whether tensors have been written to, or moved to other memory, since it was made.
 
-    `_version` counts what autograd can see; writing through `.data`, as an EMA swap does, it can't. So the bits are
-    summed up too, of each tensor as a whole, where the tensor is; and a strided sample of them is compared, for values
-    that change places.
+    `_version` counts the writes that autograd can see; it misses writes through `.data`, as an EMA swap does. So the
+    bits of each tensor are summed up too, on its device; and a strided sample of them is compared, to find values that
+    change places.
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
@@ -245,7 +257,7 @@ class WriteDetector:
         self._samples, self._sums = self._read(), self._sum_up()
 
     def has_changed(self) -> bool:
-        """Compares bytes: NaN is equal to itself there."""
+        """Whether a tensor was written to or moved. Compares bytes: a NaN is equal to itself there."""
         if self._versions != list(map(_version, self._sources)):
             return True
         then, now = (*self._samples, *self._sums), (*self._read(), *self._sum_up())
@@ -256,16 +268,16 @@ class WriteDetector:
         return [torch.cat([sample.reshape(-1) for sample in samples]).view(torch.uint8) for samples in groups]
 
     def _sum_up(self) -> list[Tensor]:
-        """On each device, the sum of the bits of each tensor there."""
+        """Return, for each device, the sum of the bits of each tensor there."""
         sums: dict[torch.device, list[Tensor]] = {}
         for source in self._sources:
-            if dense(source):  # what has gaps is in the sample as a whole
+            if dense(source):  # a tensor with gaps is in the sample as a whole
                 sums.setdefault(source.device, []).append(_bits(source).sum(dtype=torch.int64))
         return [torch.stack(one) for one in sums.values()]
 
 
 def _bits(dense: Tensor) -> Tensor:
-    """Its memory, as whole numbers."""
+    """Return its memory, as integers."""
     flat = dense.as_strided((dense.numel(),), (1,))
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -276,26 +288,26 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _zeros(words: int, *, pinned: bool = False) -> Tensor:
-    """In host memory, whatever `torch.set_default_device` says."""
+    """Return zeros in host memory, whatever `torch.set_default_device` says."""
     return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """And where its memory is: a tensor without memory can't be sampled."""
+    """Return version and address: a tensor without memory cannot be sampled."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def _sample(tensor: Tensor, share: int) -> Tensor:
-    """A view of some elements; of all where there are few, or gaps between them."""
+    """Return a view of some elements; of all if they are few, or have gaps between them."""
     if tensor.numel() <= share or not dense(tensor):
         return tensor
-    # Odd, so as not to walk down one column of a matrix whose width is a power of two.
+    # An odd step, so as not to walk down one column of a matrix whose width is a power of two.
     step = (tensor.numel() // share) | 1
     return tensor.as_strided((-(-tensor.numel() // step),), (step,))
 
 
 def _compute_packed_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of a copy of it: its own where it is dense."""
+    """Return the strides of a copy of the tensor: its own if it is dense."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -310,9 +322,9 @@ class _Stretch(ctypes.Structure):
 
 
 _LONGEST = 1 << 30
-"""Bytes of one call: the kernel takes 2 GiB less a page at most."""
+"""Most bytes of one call: the kernel takes at most 2 GiB less a page."""
 _PIECE = 1 << 24
-"""Bytes from the first to the last element of what is copied in one go where there are gaps."""
+"""Most bytes from the first to the last element that are copied in one go if there are gaps."""
 _read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None) if os.name == "posix" else None
 if _read is not None:
     _read.restype = ctypes.c_ssize_t
@@ -320,9 +332,9 @@ if _read is not None:
 
 
 def copy_bytes(to: int, source: int, nbytes: int) -> bool:
-    """Copy so many bytes from address `source` to address `to`, without the GIL; answer whether all were there.
+    """Copy so many bytes from address `source` to address `to`, without the GIL. Returns whether all were there.
 
-    Where there is no such call, or it is forbidden (seccomp), memmove copies, and trusts that they are.
+    If this call does not exist, or is forbidden (seccomp), memmove copies, and trusts that they are.
     """
     start = 0
     while start < nbytes:
@@ -337,8 +349,10 @@ def copy_bytes(to: int, source: int, nbytes: int) -> bool:
 
 
 def copy_strided(into: Tensor, source: Tensor) -> bool:
-    """The same of a tensor in host memory with gaps between its elements: they are copied along with them, and left
-    behind here. Some 16 MB more are taken meanwhile."""
+    """Copy a tensor in host memory with gaps between its elements, as `copy_bytes` does.
+
+    The gaps are copied along and dropped here. This takes up to some 16 MB more meanwhile.
+    """
     if not source.numel():
         return True
     span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
@@ -355,7 +369,7 @@ def copy_strided(into: Tensor, source: Tensor) -> bool:
 
 
 def _copy_piece(to: int, source: int, length: int) -> int:
-    """Bytes that were copied; -1 and errno where none was."""
+    """Return the number of bytes copied; -1, with errno set, if there were none."""
     if _read is None:
         ctypes.set_errno(errno.ENOSYS)
         return -1

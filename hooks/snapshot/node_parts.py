@@ -1,10 +1,10 @@
-"""Snapshots in a directory, as one rank sees them: of a job over several nodes, each node publishes a part of its own.
+"""Snapshots in a directory, as one rank sees them: in a job over several nodes, each node publishes its own part.
 
     DIRECTORY/node-of-rank-0/step-00000400/    ranks 0 to 3, laid out as the snapshot of one node
     DIRECTORY/node-of-rank-4/step-00000400/    ranks 4 to 7, on another disk or in the same directory
 
-Nodes write without asking each other: all of them choose the same steps. A snapshot is whole where the parts of all
-ranks are there, of one step and one `lineage`.
+Nodes write without asking each other: all of them choose the same steps. A snapshot is whole if the parts of all ranks
+are there, of one step and one `lineage`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PLACE = re.compile(r"node-of-rank-(\d+)")
 
 
 def place_of(place: Path, first_rank: int) -> Path:
-    """Where the node whose first rank this is keeps its parts."""
+    """Return where the node with this first rank keeps its parts."""
     return place / f"node-of-rank-{first_rank}"
 
 
 def list_places(place: Path) -> list[tuple[int, Path]]:
-    """(first rank, path) of what nodes have here, rising; none where `place` is not there. Raises OSError."""
+    """List (first rank, path) of the nodes' places here, rising; empty if `place` does not exist. Raises OSError."""
     try:
         names = [entry.name for entry in place.iterdir()]
     except FileNotFoundError:
@@ -38,8 +38,10 @@ def list_places(place: Path) -> list[tuple[int, Path]]:
 
 
 def list_common(place: Path, world: int, most: int) -> list[int]:
-    """The newest `most` steps whose parts are all here, the newest first: of a directory that nodes share. Older ones
-    are not read: a file server has those of all nodes. Raises OSError."""
+    """List the newest `most` steps whose parts are all here, the newest first, for a directory that nodes share.
+
+    Older ones are not read: a file server has those of all nodes. Raises OSError.
+    """
     found: dict[int, list[Path]] = {}
     for _, own in list_places(place):
         for step, path in directory.list_snapshots(own):
@@ -60,19 +62,21 @@ def _is_whole(parts: Sequence[Manifest], world: int) -> bool:
 
 
 class Looker(msgspec.Struct, frozen=True, kw_only=True):
-    """Who looks."""
+    """The rank that looks."""
 
     rank: int
     world: int
     node: int
-    """Sentinel's number of its node, which stays where the job goes on without others."""
+    """Sentinel's number of its node, which stays when the job goes on without others."""
     local_rank: int
     shrunk: bool
-    """The job goes on without some of its nodes."""
+    """Whether the job goes on without some of its nodes."""
 
     def find_own(self, part: Manifest) -> int | None:
-        """The rank that this one was in a part; None: it is of others. Where more ranks wrote it than go on, a rank
-        takes what its own node wrote: another node's may be another state."""
+        """Return the rank that this one was in a part; None: the part is of others.
+
+        If more ranks wrote it than go on, a rank takes what its own node wrote: another node's may be another state.
+        """
         if not self.is_renumbered(part):
             return self.rank if self.rank in part.ranks else None
         return part.ranks[self.local_rank % len(part.ranks)] if part.node == self.node else None
@@ -93,8 +97,11 @@ def look(
     late: bool,
     apart: bool,
 ) -> View:
-    """What this rank sees in `place`. Of the snapshots of its line before `before`, the newest that is not in `passed`
-    is read, unless it is known to be `whole`; of the others only the manifests are. Raises nothing."""
+    """Return what this rank sees in `place`. Raises nothing.
+
+    Of the snapshots of its line before `before`, the newest that is not in `passed` is read, unless it is known to be
+    `whole`; of the others only the manifests are read.
+    """
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -122,8 +129,11 @@ def look(
 def list_seen(
     place: Path, looker: Looker
 ) -> tuple[Mapping[int, tuple[Path, Manifest | Seen]], Mapping[int, tuple[Path, Manifest]]]:
-    """Step -> where this rank finds itself in the snapshot of it, and its manifest, or what is seen without it; and
-    step -> a part of other ranks, of steps in which it finds itself nowhere. Raises OSError."""
+    """List the snapshots in which this rank finds itself, and the parts of other ranks, by step.
+
+    The first maps a step to the path and the manifest, or what is seen without one; the second has the steps in which
+    this rank is found nowhere. Raises OSError.
+    """
     rank = looker.rank
     found: dict[int, tuple[Path, Manifest | Seen]] = {}
     hidden: dict[int, tuple[Path, Manifest | Seen]] = {}
@@ -135,7 +145,7 @@ def list_seen(
                 continue
             one = directory.read_manifest(path)
             if isinstance(one, Seen):  # unreadable: this rank may be in it, wherever it is
-                if looker.shrunk:  # places have numbers of before
+                if looker.shrunk:  # places have the numbers from before
                     hidden[step] = path, msgspec.structs.replace(one, part=True)
                 elif first <= rank and (nearest or one.state == "unreadable"):
                     found[step] = path, msgspec.structs.replace(one, part=True)
@@ -173,13 +183,13 @@ def _examine(seen: Seen, path: Path, one: Manifest | Seen, *, known: bool, thoro
     state: State = "whole"
     why = ""
     if not known:
-        # The first rank of a part may be no node's first by now.
+        # The first rank of a part may not be the first of a node any more.
         state, why = DiskSnapshot(path, one).examine(thorough=thorough or one.ranks[:1] == (rank,))
     return msgspec.structs.replace(seen, state=state, why=why)
 
 
 def _find_empty_ancestor(place: Path) -> str:
-    """The nearest directory above that is there, if nothing is in it."""
+    """Return the nearest ancestor directory that exists, if it is empty."""
     for ancestor in place.parents:
         try:
             return "" if any(ancestor.iterdir()) else str(ancestor)

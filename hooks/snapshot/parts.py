@@ -1,4 +1,4 @@
-"""What a run's state is made of: all parts of a snapshot, in the order in which they are put back."""
+"""The parts that make up a run's state: all parts of a snapshot, in the order in which they are put back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sentinel.hooks.torch_interop.internals import TorchDispatchMode
 
 
 class StatefulPart(Part):
-    """Anything with state_dict and load_state_dict: schedulers, averaged models, what the user names in `state`."""
+    """An object with state_dict and load_state_dict: schedulers, averaged models, what the user names in `state`."""
 
     late = foreign = True
 
@@ -46,7 +46,7 @@ class StatefulPart(Part):
         return capture.now(state, self.name)
 
     def give(self, kept: Any, copies: Copies) -> None:
-        # A copy of its own: load_state_dict may keep what it is given.
+        # A separate copy: load_state_dict may keep what it is given.
         value = thaw_tree(kept, None, copies)
         try:
             self._owner.load_state_dict(value)
@@ -56,7 +56,7 @@ class StatefulPart(Part):
 
 
 class ExtraState(Part):
-    """What modules give out by `get_extra_state`, as Transformer Engine its FP8 scales."""
+    """What modules return from `get_extra_state`, as Transformer Engine its FP8 scales."""
 
     name, foreign = "extra_state", True
 
@@ -121,7 +121,7 @@ class RngPart(Part):
 
 
 class RunState:
-    """A run's whole state, part by part. Parts come as schedulers and their like are made."""
+    """A run's whole state, part by part. Parts are added as schedulers and the like are made."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class RunState:
         self.weights, self.buffers, self._extra = Weights(models, optimizers), Buffers(models), ExtraState(models)
         self._random = RngPart(sorted({p.device for p, _ in self.weights.live().values()}, key=str))
         self._layers = [part for index in range(len(optimizers)) for part in self._parts_of(index)]
-        # What steps after the first optimizer's hook, or swaps weights between the steps, leaves another state at the
-        # end of the iteration than there was at the exit of the step.
+        # If something steps after the first optimizer's hook, or swaps weights between the steps, the state at the end
+        # of the iteration differs from that at the exit of the step.
         self.settles_late = len(optimizers) > 1 or any(map(_goes_on, optimizers, owners.layers))
         for part in (self.weights, self.buffers, self._extra, self._random, *self._layers):
             part.late = part.late or self.settles_late
@@ -143,7 +143,7 @@ class RunState:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in what was made since."""
+        """Add the parts of what was made since."""
         self._owners.refresh()
         saved = {f"state[{name!r}]": value for name, value in self._state.items()}
         saved |= self._owners.schedulers | self._owners.averages
@@ -156,7 +156,7 @@ class RunState:
         self.parts = [*parts, self._random]  # last: nothing draws from the generators after that
 
     def _parts_of(self, index: int) -> Iterator[Any]:
-        """An optimizer's, and those of the optimizers around and inside it that have state of their own."""
+        """Yield the parts of an optimizer, and of optimizers around and inside it that have state of their own."""
         seen: set[int] = set()
         names: set[str] = set()
         layers = self._owners.layers[index]
@@ -174,19 +174,25 @@ class RunState:
                 yield Attributes(layer, name, self.weights, layers)
 
     def read_given(self) -> list[Mapping[str, Any]]:
-        """What the user named in `state`, as it saves itself. Raises StateError where it does not, or issues a
-        collective: ranks need not take their snapshots at the same steps."""
+        """Return the state that each object named in `state` saves.
+
+        Raises StateError if it saves none, or issues a collective: ranks need not take their snapshots at the same
+        steps.
+        """
         return [_read_state_dict(owner) for owner in self._state.values()]
 
     def check_models(self) -> None:
-        """Raises StateError where PyTorch's own `state_dict()` of a model shows what no part holds. For `attach` alone:
-        a sharded model may lay its parameters out again when asked."""
+        """Raise StateError if PyTorch's own `state_dict()` of a model shows something that no part holds.
+
+        For `attach` only: a sharded model may lay out its parameters again when asked.
+        """
         captured, _ = self._list_captured()
         for model in self._models:
             check_shown(_read_state_dict(model), f"the model {type(model).__name__}", captured)
 
     def check_optimizers(self) -> None:
-        """The same of the optimizers. To be asked again once they have state, which they make at their first step."""
+        """Check the optimizers in the same way. To be called again once they have state, which they make at their first
+        step."""
         captured, plain = self._list_captured()
         for layer in (one for layers in self._owners.layers for one in layers):
             own = getattr(type(layer), "state_dict", None)
@@ -194,7 +200,7 @@ class RunState:
                 check_shown(_read_state_dict(layer), f"the optimizer {type(layer).__name__}", captured, plain)
 
     def _list_captured(self) -> tuple[set[int], set[str]]:
-        """Addresses of the tensors that are held, and the other values of the optimizers' parts."""
+        """Return the addresses of the tensors that are held, and the other values of the optimizers' parts."""
         capture = Capture()
         self.weights.take(capture), self.buffers.take(capture)
         plain = {repr(value) for part in self._layers for _, value in list_leaves(part.take(capture))}
@@ -203,7 +209,7 @@ class RunState:
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets nothing be sent to other ranks."""
+    """Raises StateError if code inside it sends anything to other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -212,7 +218,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _read_state_dict(owner: Any) -> Mapping[str, Any]:
-    """Its `state_dict()`, which is the user's code. Raises StateError where that raises."""
+    """Return its `state_dict()`, which is the user's code. Raises StateError if that raises."""
     try:
         with torch.no_grad(), _NoCollectives():  # type: ignore[no-untyped-call]
             shown: Mapping[str, Any] = owner.state_dict()
@@ -222,7 +228,7 @@ def _read_state_dict(owner: Any) -> Mapping[str, Any]:
 
 
 def _find_sharded_kinds() -> tuple[type, ...]:
-    """Optimizers whose `state_dict()` wants a collective before it, and whose state is that of the one inside."""
+    """Return optimizers whose `state_dict()` needs a collective first, and whose state is that of the one inside."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return (module.ZeroRedundancyOptimizer,) if module is not None else ()
 
@@ -231,7 +237,7 @@ def _goes_on(optimizer: Any, layers: Sequence[Any]) -> bool:
     """Whether something writes to weights or state after this optimizer's step, and before the next forward pass."""
     inside = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
     outer = [layer for layer in layers[1:] if not any(layer is one for one in inside)]
-    # A sharpness-aware one writes before the step of what it holds.
+    # A sharpness-aware optimizer writes before the step of the one that it holds.
     around = any(not hasattr(layer, "second_step") for layer in outer)
     return around or (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)))
 
@@ -241,12 +247,14 @@ _MOVING = {
     "last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i",
     "_schedulers", "_get_lr_called_within_step", "_is_initial", "verbose",
 }  # fmt: skip
-"""What schedulers of torch.optim change as they go."""
+"""Attributes that schedulers of torch.optim change as they go."""
 
 
 def rename_parts(named: Mapping[str, Any], parts: Sequence[Part], schedulers: Mapping[str, Stateful]) -> dict[str, Any]:
-    """What was read from the disk, by the names of today: schedulers were numbered once, in no order. Raises
-    RollbackError where it cannot be told which is which."""
+    """Return what was read from disk under today's names: older versions numbered schedulers in no order.
+
+    Raises RollbackError if it cannot be told which is which.
+    """
     result = {name: value for name, value in named.items() if not _OLD_SCHEDULER.fullmatch(name)}
     if "extra_state" not in result and any(part.name == "extra_state" for part in parts):
         result["extra_state"] = {}

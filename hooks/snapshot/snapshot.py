@@ -1,7 +1,7 @@
 """Snapshots of a run's whole state in host memory, and the ring that holds them.
 
-    exit of step s      begin(s): copy; a thread sums up what was copied. Who looks at the snapshot, or uses its memory
-                        again, waits for that
+    exit of step s      begin(s): copy; a thread sums up what was copied. Code that looks at the snapshot, or reuses
+                        its memory, waits for that
 
 Parameters and optimizer state on a GPU change only inside a step, and are copied beside the loop:
 
@@ -9,9 +9,9 @@ Parameters and optimizer state on a GPU change only inside a step, and are copie
     forward, backward   the thread copies
     entry of step s+1   settle(): wait for the copy, ask the write detector; the snapshot is complete, or torn
 
-Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights), or put them into
-other memory. It is thrown away, and from then on copies are made on the spot. In host memory they are at once: a step
-there reads and writes as much several times over, and a thread would take its cores.
+A snapshot is torn if something wrote to the weights between the steps (an EMA swap, clipping of weights), or moved them
+to other memory. It is discarded, and from then on copies are made at once, inside the step. In host memory they always
+are: a step there reads and writes as much several times over, and a thread would take its cores.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshot:
-    """The state at the exit of one step. Its memory is used again for the next one."""
+    """The state at the exit of one step. Its memory is reused for the next one."""
 
     def __init__(self) -> None:
         self.seq = -1
         self.seconds = 0.0
-        """That the copying took, wherever it was done."""
+        """Time that the copying took, on whichever thread."""
         self._kept: dict[str, Any] = {}
         """What the parts took, by their names."""
         self._capture = Capture()
         self._stable, self._volatile, self._finished = HostBuffer(), HostBuffer(), HostBuffer()
         self._checksums: tuple[int, int] | None = None
         self.sealing: Task | None = None
-        """Sums up what was copied. Any thread may wait for it."""
+        """The task that sums up what was copied. Any thread may wait for it."""
         self._late: dict[str, Any] | None = None
         self._told = ""
         self._arrival: list[torch.cuda.Event] = []
-        """When what `finish` noted is in host memory."""
+        """Events after which what `finish` noted is in host memory."""
 
     @property
     def gpus(self) -> list[torch.device]:
-        """Where the tensors are."""
+        """The GPUs that the tensors are on."""
         return gpus_of(self._cells())
 
     @property
@@ -71,7 +71,7 @@ class Snapshot:
         return self._stable.nbytes + self._volatile.nbytes + self._finished.nbytes
 
     def take(self, seq: int, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
-        """Note what there is, and copy what may change as soon as the step is over. `copy` and `seal` must follow.
+        """Note the state, and copy what may change as soon as the step is over. `copy` and `seal` must follow.
 
         `afford` gets the number of bytes that are needed before they are allocated, and raises if they are too many.
         """
@@ -87,7 +87,7 @@ class Snapshot:
         self.seconds = time.perf_counter() - started
 
     def finish(self, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
-        """The iteration is over: note for the disk what the loop did after the step."""
+        """Note for the disk what the loop did after the step, once the iteration is over."""
         started = time.perf_counter()
         capture = Capture()
         self._late = {part.name: part.take(capture) for part in parts if part.late and part.name in self._kept}
@@ -101,7 +101,7 @@ class Snapshot:
         self.seconds += time.perf_counter() - started
 
     def write_detector(self) -> WriteDetector:
-        """Over the live tensors that `copy` copies."""
+        """Return a detector over the live tensors that `copy` copies."""
         return WriteDetector(self._capture.stable)
 
     def copy(self) -> None:
@@ -114,8 +114,10 @@ class Snapshot:
         self.seconds += time.perf_counter() - started
 
     def seal(self) -> None:
-        """Sum up what was copied, for `flaw` to compare. Of several GB it takes longer than a GPU's step, which the
-        copy itself may not."""
+        """Sum up what was copied, for `flaw` to compare.
+
+        For several GB this takes longer than a GPU's step, which the copy itself must not.
+        """
         self._checksums = self._compute_checksums()
         if (unfit := self._nonfinite()) and unfit != self._told:
             self._told = unfit
@@ -125,17 +127,17 @@ class Snapshot:
         return self._stable.checksum(), self._volatile.checksum()
 
     def wait(self) -> None:
-        """Until it is sealed."""
+        """Wait until it is sealed."""
         if self.sealing is not None:
             self.sealing.wait()
 
     def release(self) -> None:
-        """Let go of the live tensors: it is copied."""
+        """Release the live tensors once they are copied."""
         for cell in self._cells():
             cell.source = None
 
     def flaw(self) -> str:
-        """Why it is unfit to go back to; empty if it is fit."""
+        """Return why it is unfit to go back to; empty if it is fit."""
         self.wait()
         if self._checksums is None:
             return f"the snapshot of step {self.seq} has no checksum: making it failed"
@@ -145,19 +147,22 @@ class Snapshot:
         return f"the snapshot of step {self.seq} is not finite: {unfit}" if unfit else ""
 
     def _nonfinite(self) -> str:
-        """Name of a tensor that is not finite, and should be; empty where there is none."""
+        """Return the name of a tensor that should be finite and is not; empty if there is none."""
         if self._stable.nonfinite() or self._volatile.nonfinite():
             return next((cell.name for cell in self._cells() if cell.judged and has_nonfinite(cell.kept)), "")
         return ""
 
     def restore(self, parts: Sequence[Part]) -> list[str]:
-        """Put everything back, in place; names of the parts that are younger, and stay as they are. Raises
-        RollbackError, with nothing touched, where that cannot be done, and HalfRestored where something was."""
+        """Put everything back, in place. Returns the names of the parts that are younger, and stay as they are.
+
+        Raises RollbackError, with nothing changed, if that cannot be done, and HalfRestored if something was changed.
+        """
         put_back(parts, self._kept)
         return [part.name for part in parts if part.name not in self._kept]
 
     def export_named(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What it holds at the end of the iteration, by names, for the disk. Raises RollbackError before `finish`."""
+        """Return what it holds at the end of the iteration, by names, for the disk. Raises RollbackError before
+        `finish`."""
         if self._late is None:
             raise RollbackError(f"the iteration of step {self.seq} is not over")
         for arrival in self._arrival:
@@ -170,7 +175,7 @@ class Snapshot:
 
 
 def gpus_of(cells: Sequence[Cell]) -> list[torch.device]:
-    """The devices that the tensors are on."""
+    """Return the GPUs that the tensors are on."""
     return sorted({cell.device for cell in cells if cell.device.type == "cuda"}, key=str)
 
 
@@ -181,12 +186,15 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
 
 
 class HalfRestored(Exception):
-    """A restore failed, and what it had touched could not be put back."""
+    """A restore failed, and what it had changed could not be put back."""
 
 
 def put_back(parts: Sequence[Part], kept: Mapping[str, Any]) -> None:
-    """Put back what the parts took, in place, all or nothing. Raises RollbackError, with everything as it was, where a
-    part cannot be put back; HalfRestored where that could not be undone."""
+    """Put back what the parts took, in place, all or nothing.
+
+    Raises RollbackError, with everything as it was, if a part cannot be put back; HalfRestored if that could not be
+    undone.
+    """
     taken = [(part, kept[part.name]) for part in parts if part.name in kept]
     foreign = [(part, value) for part, value in taken if part.foreign]
     for part, value in taken:
@@ -196,7 +204,7 @@ def put_back(parts: Sequence[Part], kept: Mapping[str, Any]) -> None:
         present = [(part, part.take(before)) for part, _ in foreign]
     except Exception as error:
         raise RollbackError(f"state could not be read before it was put back: {error!r}") from error
-    # What may raise goes first, as long as the rest is as it was.
+    # Parts that may raise go first, as long as the rest is as it was.
     for begun, (part, value) in enumerate(foreign, 1):
         try:
             part.give(value, copies)
@@ -219,7 +227,7 @@ def put_back(parts: Sequence[Part], kept: Mapping[str, Any]) -> None:
 
 
 def _undo(present: Sequence[tuple[Part, Any]], reason: str) -> None:
-    """Raises HalfRestored where one cannot be put back; the others are, all the same."""
+    """Put these parts back as they were. Raises HalfRestored if one fails; the others are put back all the same."""
     copies, failed = Copies(), ""
     for part, value in reversed(present):
         try:
@@ -232,9 +240,9 @@ def _undo(present: Sequence[tuple[Part, Any]], reason: str) -> None:
 
 
 class Ring:
-    """At most `keep` snapshots. One thread, the training loop's, uses it; `held` may be read by any.
+    """At most `keep` snapshots. Only the training thread uses it; `held` may be read on any.
 
-    An exception leaves it a snapshot short: close it then. An interrupt does, too, and is made good.
+    An exception leaves it a snapshot short: close it then. So does an interrupt, but that is made good.
     """
 
     def __init__(
@@ -248,9 +256,9 @@ class Ring:
     ) -> None:
         """`afford`: see `Snapshot.take`. `unseen` records what fails beside the loop."""
         self.held: tuple[int, ...] = ()
-        """Seqs of the complete snapshots, rising."""
+        """Sequence numbers of the complete snapshots, rising."""
         self.shared: set[int] = set()
-        """Seqs of snapshots known to be held by all ranks. Any thread adds to it."""
+        """Sequence numbers of snapshots known to be held by all ranks. Any thread adds to it."""
         self._state, self._keep, self._margin, self._afford = state, keep, margin, afford
         self._complete: list[Snapshot] = []
         self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
@@ -269,10 +277,10 @@ class Ring:
             worker.start()
 
     def make_room(self, seq: int) -> tuple[int, ...] | None:
-        """Give up a snapshot for the one of `seq`, where that is needed; which one it was. None: none may be given up.
+        """Give up a snapshot for the one of `seq`, if needed; return the seqs given up. None: none may be given up.
 
-        The oldest, but never the newest of those that are old enough to be good, nor one that is pinned. Where ranks
-        took different ones, what is kept is the newest good one that all of them hold: no rank can go back to another.
+        It is the oldest, but never the newest of those that are old enough to be good, nor one that is pinned. If ranks
+        took different ones, the newest good one that all of them hold is kept: no rank can go back to another.
         """
         self._replace_lost()
         if self._free:
@@ -286,26 +294,27 @@ class Ring:
         return None
 
     def _replace_lost(self) -> None:
-        """An interrupt from the keyboard, in the midst of `begin` or `settle`, costs a snapshot: a new one for it."""
+        """Replace a snapshot lost to a keyboard interrupt in `begin` or `settle` by a new one."""
         copied = self._copying.snapshot if self._copying is not None else None
         known = {id(one) for one in (*self._free, *self._complete, self._pinned, copied) if one is not None}
         self._free += [Snapshot() for _ in range(self._keep - len(known))]
 
     def pin(self, seq: int) -> Snapshot | None:
-        """Leave the snapshot of `seq` alone until `unpin`; None where it is not held, or another one is pinned."""
+        """Keep the snapshot of `seq` as it is until `unpin`. Returns None if it is not held, or another one is
+        pinned."""
         if self._pinned is None:
             self._pinned = self.find(seq)
             return self._pinned
         return None
 
     def unpin(self) -> None:
-        """What was pinned may be given up. Its memory is used again where it was dropped meanwhile."""
+        """Let the pinned snapshot be given up. Its memory is reused if it was dropped meanwhile."""
         snapshot, self._pinned = self._pinned, None
         if snapshot is not None and snapshot not in self._complete:
             self._free.append(snapshot)
 
     def begin(self, seq: int) -> Snapshot | None:
-        """Take the snapshot of `seq` into the room that was made. It is returned where it is complete at once."""
+        """Take the snapshot of `seq` into the room that was made. Returns it if it is complete at once."""
         self._begun = snapshot = self._free.pop()
         self._state.refresh()
         snapshot.take(seq, self._state.parts, self._afford)
@@ -321,20 +330,20 @@ class Ring:
         return self._keep_complete(snapshot)
 
     def break_off(self) -> None:
-        """Give up what is being taken: it failed. `make_room` makes another one for it."""
+        """Give up the snapshot being taken, which failed. `make_room` makes another one for it."""
         copying, self._copying, self._begun = self._copying, None, None
         if copying is not None:
             with contextlib.suppress(RollbackError):
                 copying.join()
 
     def finish(self) -> None:
-        """The iteration is over in which a snapshot was begun. Does nothing the second time."""
+        """Finish the snapshot that was begun in the iteration now over. Does nothing the second time."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.finish(self._state.parts, self._afford)
 
     def settle(self) -> tuple[Snapshot | None, bool]:
-        """Wait for a copy that is under way: the snapshot if it is complete, and whether it was torn."""
+        """Wait for a copy that is under way. Returns the snapshot if it is complete, and whether it was torn."""
         copying, self._copying = self._copying, None
         if copying is None:
             return None, False
@@ -356,25 +365,25 @@ class Ring:
         return self._copying is not None
 
     def find(self, seq: int) -> Snapshot | None:
-        """The complete snapshot of `seq`."""
+        """Return the complete snapshot of `seq`; None if there is none."""
         return next((snapshot for snapshot in self._complete if snapshot.seq == seq), None)
 
     def void_after(self, seq: int) -> tuple[int, ...]:
-        """Drop the snapshots that are younger than `seq`: they are of a past that has been undone."""
+        """Drop the snapshots that are younger than `seq`, as their past has been undone. Returns their seqs."""
         younger = [snapshot for snapshot in self._complete if snapshot.seq > seq]
         for snapshot in younger:
             self._drop(snapshot)
         return tuple(snapshot.seq for snapshot in younger)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.wait()
             copying = None
         for snapshot in (*self._complete, *self._free):
             snapshot.wait()
-            del snapshot  # or it holds the last one's memory
+            del snapshot  # else it holds the last one's memory
         self.held, self._keep = (), 0
         self._complete, self._free, self._pinned, self._begun = [], [], None, None
         for worker in (self._copier, self._sealer):
@@ -408,18 +417,18 @@ class _Copying:
     def _run(self) -> None:
         try:
             with torch.no_grad(), contextlib.ExitStack() as stack:
-                for stream in self._streams:  # of each GPU: which one is current is a thread's own, as the device is
+                for stream in self._streams:  # of each GPU: the current one is per thread, as the device is
                     stack.enter_context(torch.cuda.stream(stream))
                 self.snapshot.copy()
         except BaseException as fault:
             self._fault = fault
 
     def wait(self) -> bool:
-        """Until it is over; whether everything was copied."""
+        """Wait until it is over. Returns whether everything was copied."""
         return self._copied.wait() and self._fault is None
 
     def join(self) -> bool:
-        """Wait for it; whether the sources are what they were. Raises what went wrong in the thread."""
+        """Wait for it. Returns whether the sources are what they were. Raises what went wrong in the thread."""
         if not self.wait():
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
         return not self._detector.has_changed()
@@ -433,11 +442,11 @@ def _seal(snapshot: Snapshot, unseen: Unseen, copying: _Copying | None = None) -
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-"""Of each GPU, one for all copies: torch hands out 32 of them in turn, and another one may be the loop's own."""
+"""One stream of each GPU for all copies: torch hands out 32 of them in turn, and another one may be the loop's own."""
 
 
 def _behind(device: torch.device) -> torch.cuda.Stream:
-    """The stream of the copies, which waits for all that the loop has launched so far."""
+    """Return the stream of the copies, which waits for all that the loop has launched so far."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     _streams[device].wait_stream(torch.cuda.current_stream(device))

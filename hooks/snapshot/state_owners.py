@@ -1,8 +1,8 @@
-"""Who holds state of a run beside its models and optimizers: schedulers, the loss scaler, averaged models, and
-optimizers around or inside an optimizer.
+"""Finds what holds state of a run besides its models and optimizers.
 
-What is there at `attach` is found by a walk over all objects. What is made later is noted where it is made, weakly and
-in order: a walk at each snapshot would cost 50 ms.
+These are schedulers, the loss scaler, averaged models, and optimizers around or inside an optimizer. What exists at
+`attach` is found by a walk over all objects. What is made later is noted where it is made, weakly and in order: a walk
+at each snapshot would cost 50 ms.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from sentinel.hooks.torch_interop.tensors import is_expanded
 _DELEGATING = ("accelerate.", "lightning.", "pytorch_lightning.", "transformers.", "deepspeed.")
 """Packages whose wrappers around an optimizer hold no state of the run."""
 _DEPTH = 8
-"""Optimizers inside one another, at most."""
+"""Largest depth of optimizers inside one another."""
 
 _made: list[weakref.ref[Any]] = []
 """Schedulers, scalers and averaged models since `record_constructions`, in the order in which they were made."""
 
 
 def record_constructions() -> None:
-    """Note from now on which schedulers, scalers and averaged models are made. For the rest of the process: a `__new__`
-    cannot be taken away from a class again without a trace."""
+    """Note from now on which schedulers, scalers and averaged models are made.
+
+    This lasts as long as the process: a `__new__` cannot be removed from a class again without a trace.
+    """
     for kind in (LRScheduler, ReduceLROnPlateau, GradScaler, AveragedModel):
         if kind.__new__ is object.__new__:
             kind.__new__ = staticmethod(_record_construction)  # type: ignore[method-assign,assignment]
@@ -53,7 +55,7 @@ def _list_made() -> list[Any]:
 
 
 class Owners:
-    """The owners of one run, by names that are the same when the run is started again."""
+    """The owners of one run's state, by names that are the same when the run is started again."""
 
     def __init__(
         self,
@@ -66,19 +68,21 @@ class Owners:
         taken: Sequence[object] = (),
         call: str = "attach",
     ) -> None:
-        """`given`: the optimizers as the user gave them, wrapped. `scaler` and `scheduler` are found where they are
-        None. `taken`: what the user named as `state`. Raises AttachError, with the name of the `call`, where several
-        scalers are found."""
+        """Find the owners. `scaler` and `scheduler` are found if they are None.
+
+        `given`: the optimizers as the user gave them, wrapped. `taken`: what the user named as `state`. Raises
+        AttachError, with the name of the `call`, if several scalers are found.
+        """
         record_constructions()
         self._models, self._taken = models, {id(one) for one in taken}
         self.layers = [_layers_of(one, [*given]) for one in optimizers]
-        """Of each optimizer: itself, then those around and inside it."""
+        """For each optimizer: itself, then those around and inside it."""
         self._own = {id(layer): index for index, layers in enumerate(self.layers) for layer in layers}
         self.scaler: Any = scaler
         self.schedulers: dict[str, Any] = {}
         self.averages: dict[str, AveragedModel] = {}
         self.ambiguous = ""
-        """Class of the schedulers that nothing tells apart; empty where there are none."""
+        """Class of the schedulers that nothing tells apart; empty if there are none."""
         self._seen: set[int] = set()
         scalers, schedulers = discovery.bystanders([layer for layers in self.layers for layer in layers])
         if scaler is None and scalers:  # it may be of an earlier run, and only the collector finds that out
@@ -100,11 +104,11 @@ class Owners:
         else:
             self._add_schedulers(self._order_schedulers(schedulers))
         if discovery.averages():
-            gc.collect()  # likewise
+            gc.collect()  # for the same reason
         self._add_averages(sorted(discovery.averages(), key=_constants))
 
     def refresh(self) -> None:
-        """Take in what was made since."""
+        """Add what was made since."""
         made = _list_made()
         self._add_schedulers([one for one in made if isinstance(one, LRScheduler | ReduceLROnPlateau)])
         self._add_averages([one for one in made if isinstance(one, AveragedModel)])
@@ -112,7 +116,7 @@ class Owners:
             self.scaler = self._own_scaler([one for one in made if isinstance(one, GradScaler)])
 
     def _order_schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
-        """As they were made, as far as that was noted; else by what they were made with."""
+        """Sort schedulers as they were made, as far as that was noted; else by what they were made with."""
         rank = {id(one): index for index, one in enumerate(_list_made())}
         keys = [(self._own.get(id(one.optimizer), -1), type(one).__name__, _constants(one)) for one in schedulers]
         order = sorted(range(len(schedulers)), key=lambda i: (rank.get(id(schedulers[i]), -1), keys[i]))
@@ -121,7 +125,7 @@ class Owners:
         return [schedulers[index] for index in order]
 
     def _add_schedulers(self, schedulers: Sequence[Any], *, whatever: bool = False) -> None:
-        """Those of this run's optimizers; `whatever`: the others too."""
+        """Add the schedulers of this run's optimizers; `whatever`: the others too."""
         outermost = {id(one) for one in discovery.outermost([*schedulers, *self.schedulers.values()])}
         for one in schedulers:
             owner = self._own.get(id(getattr(one, "optimizer", None)))
@@ -145,7 +149,8 @@ class Owners:
         enabled = [one for one in made if vars(one).get("_enabled")]
         if len(enabled) == 1:
             return enabled[0]
-        # Of several, the one that has unscaled gradients of this run's optimizer: its entry lives until `update()`.
+        # Of several, take the one that has unscaled gradients of this run's optimizer: its entry lives until
+        # `update()`.
         used = [one for one in enabled if self._own.keys() & vars(one).get("_per_optimizer_states", {}).keys()]
         return used[0] if len(used) == 1 else None
 
@@ -158,7 +163,7 @@ def _free(name: str, taken: Mapping[str, object]) -> str:
 
 
 def _constants(one: Any) -> str:
-    """What an object that was just made looks like, in plain values: the same in a process that is started again."""
+    """Describe an object that was just made by its plain values: the same in a process that is started again."""
     kinds = (int, float, str, bool, list, tuple)
     return repr(sorted((key, repr(value)) for key, value in vars(one).items() if isinstance(value, kinds)))
 
@@ -172,20 +177,20 @@ def _averages(one: AveragedModel, model: nn.Module) -> bool:
 
 
 def _layers_of(optimizer: Any, given: list[Any]) -> list[Any]:
-    """The optimizer that is watched, what was given as it, what steps it, and what it steps."""
+    """Return the watched optimizer, the wrappers given around it, what steps it, and what it steps."""
     layers = [optimizer]
     for outer in given:
         layers += [one for one in _chain(outer, optimizer) if not any(one is other for other in layers)]
     for outer in discovery.holders_of(optimizer):
         layers += [outer] if not any(outer is other for other in layers) else []
-    for layer in layers:  # grows meanwhile
+    for layer in layers:  # the list grows meanwhile
         inner = [value for value in vars(layer).values() if isinstance(value, Optimizer)]
         layers += [one for one in inner if not any(one is other for other in layers)][:_DEPTH]
     return [layer for layer in layers if not type(layer).__module__.startswith(_DELEGATING)]
 
 
 def _chain(outer: Any, optimizer: Any) -> Iterator[Any]:
-    """The wrappers around the given optimizer; none if they wrap another one."""
+    """Yield the wrappers around the given optimizer; none if they wrap another one."""
     chain: list[Any] = []
     while outer is not optimizer:
         if outer is None or len(chain) == _DEPTH:
@@ -197,8 +202,11 @@ def _chain(outer: Any, optimizer: Any) -> Iterator[Any]:
 
 
 def check_shown(shown: Mapping[str, Any], what: str, captured: set[int], plain: Container[str] = ()) -> None:
-    """Raises StateError where a `state_dict()` shows a tensor that no part of the snapshot holds, or another value that
-    is not among the `plain` ones, as `repr` writes them. What modules give as extra state is held."""
+    """Raise StateError if a `state_dict()` shows something that no part of the snapshot holds.
+
+    That is a tensor that is not `captured`, or another value that is not among the `plain` ones, as `repr` writes them.
+    What modules return as extra state is held.
+    """
     for path, value in list_leaves(shown):
         if not isinstance(value, Tensor) and (value is None or repr(value) in plain or ".params." in path):
             continue  # a group's `params` are numbered
@@ -210,7 +218,7 @@ def check_shown(shown: Mapping[str, Any], what: str, captured: set[int], plain: 
 
 
 def list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of what is no dictionary or sequence, and no module's extra state."""
+    """Yield (path, value) of what is not a dictionary or sequence, and not a module's extra state."""
     if path.endswith("_extra_state"):
         return
     if isinstance(value, Mapping):

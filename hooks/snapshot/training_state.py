@@ -26,11 +26,14 @@ class Weights(Part):
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._models, self._optimizers = models, optimizers
         self.names: dict[int, str] = {}
-        """As they were when a snapshot was taken last: between the steps FSDP2 puts other parameters into the model."""
+        """Names, by id of the parameter, when a snapshot was taken last: between steps FSDP2 puts other parameters into
+        the model."""
 
     def live(self) -> dict[int, tuple[Tensor, str]]:
-        """The parameters that have elements, by identity, so that what is tied comes once. Names are unique, and do
-        not tell how the model is wrapped."""
+        """Return the parameters that have elements, by identity, so that tied ones come once.
+
+        Names are unique, and do not depend on how the model is wrapped.
+        """
         found: dict[int, tuple[Tensor, str]] = {}
         for prefix, model in number_things(self._models, "model"):
             for name, parameter in unwrap_model(model).named_parameters():
@@ -42,7 +45,7 @@ class Weights(Part):
         return {key: (parameter, name) for key, (parameter, name) in found.items() if parameter.numel()}
 
     def by_name(self) -> dict[str, Tensor]:
-        """The same, by name."""
+        """Return the same parameters, by name."""
         return {name: parameter for parameter, name in self.live().values()}
 
     def take(self, capture: Capture) -> list[tuple[Tensor, Cell]]:
@@ -61,7 +64,7 @@ class Weights(Part):
         return kept
 
     def check(self, kept: list[tuple[Tensor, Cell]]) -> None:
-        """Raises RollbackError where the model is not what it was."""
+        """Raise RollbackError if the model is not what it was."""
         live = self.live()
         for parameter, cell in kept:
             if live.pop(id(parameter), None) is None or not fits(cell, parameter):
@@ -95,7 +98,8 @@ class Buffers(Part):
             self._is_judged(module, key, buffer)
 
     def _is_judged(self, module: nn.Module, key: str, buffer: Tensor) -> bool:
-        """Whether a NaN or an infinity in it speaks against a snapshot. What is no part of a checkpoint never does."""
+        """Whether a NaN or an infinity in it speaks against a snapshot. In a buffer that no checkpoint has, it never
+        does."""
         if key in module._non_persistent_buffers_set:
             return False
         seen = (id(module), key)
@@ -104,8 +108,10 @@ class Buffers(Part):
         return self._finite[seen]
 
     def live(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-        """Owner, key, qualified name and tensor of each buffer that can be written to, those that are shared once.
-        Raises RollbackError where one cannot be kept."""
+        """Yield owner, key, qualified name and tensor of each buffer that can be written to, shared ones once.
+
+        Raises RollbackError if one cannot be kept.
+        """
         seen = set()
         for prefix, model in number_things(self._models, "model"):
             for path, module in plain_modules(model):
@@ -125,7 +131,7 @@ class Buffers(Part):
 
     def give(self, kept: list[tuple[nn.Module, str, Cell]], copies: Copies) -> None:
         for module, key, cell in kept:
-            # A module that makes its buffer again, a cache that grows, gets a new one of the old shape.
+            # A module that makes its buffer again (a cache that grows) gets a new one of the old shape.
             live = module._buffers.get(key)
             if (buffer := thaw_tree(cell, live, copies)) is not live:
                 copies.rewrite(module._buffers, {**module._buffers, key: buffer})
@@ -141,7 +147,7 @@ class Buffers(Part):
         ]
 
     def _find_made_by_forward(self, name: str, cell: Cell) -> tuple[nn.Module, str] | None:
-        """Where a buffer belongs that the forward pass makes, and has yet to make in this process."""
+        """Return the owner and key of a buffer that the forward pass makes, and has yet to make in this process."""
         path, _, key = plain_name(name).rpartition(".")
         for prefix, model in number_things(self._models, "model"):
             for own, module in plain_modules(model):
@@ -152,14 +158,16 @@ class Buffers(Part):
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name as the user wrote it, module) of the user's module and all in it."""
+    """Yield (name as the user wrote it, module) of the user's module and all in it."""
     for path, module in unwrap_model(model).named_modules():
         yield plain_name(f"{path}.").removesuffix("."), module
 
 
 def match_name(name: str, live: Mapping[str, object], kind: str) -> str:
-    """The name of today of what a snapshot calls `name`: older versions left the wrapper of activation checkpointing in
-    it, and took a leading `module` out of it, DDP's or not. Raises RollbackError where there is none."""
+    """Return today's name for what a snapshot calls `name`. Raises RollbackError if there is none.
+
+    Older versions left the wrapper of activation checkpointing in it, and removed a leading `module`, DDP's or not.
+    """
     plain = plain_name(name)
     if plain in live:
         return plain
@@ -173,13 +181,13 @@ _LEADING = re.compile(r"^(model\d+\.|)module\.")
 
 
 def number_things(things: Sequence[Any], kind: str) -> Iterator[tuple[str, Any]]:
-    """(prefix of names, thing): none for the first one."""
+    """Yield (prefix of names, thing); the first has an empty prefix."""
     for index, thing in enumerate(things):
         yield f"{kind}{index + 1}." if index else "", thing
 
 
 class OptimizerState(Part):
-    """Per-parameter state, of whatever nesting."""
+    """Per-parameter state of an optimizer, with any nesting."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, weights: Weights, *, first: bool) -> None:
         self._optimizer, self.name, self._weights, self._first = optimizer, name, weights, first
@@ -189,7 +197,7 @@ class OptimizerState(Part):
         return capture.later(live, self.name) if self._first else capture.now(live, self.name, judged=True)
 
     def give(self, kept: Any, copies: Copies) -> None:
-        # State that came since then goes, state that went is made again: `thaw_tree` leaves just the keys it was given.
+        # State that came since then goes, state that went is made again: `thaw_tree` leaves only the keys it was given.
         thaw_tree(kept, self._optimizer.state, copies)
 
     def export_named(self, kept: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -211,7 +219,7 @@ class OptimizerState(Part):
 
 
 class Hyperparameters(Part):
-    """Of an optimizer's groups: learning rates, which the schedule writes after the step, and the rest."""
+    """Options of an optimizer's groups: learning rates, which the schedule writes after the step, and the rest."""
 
     late = True
 
@@ -238,13 +246,13 @@ class Hyperparameters(Part):
 
 
 class Attributes(Part):
-    """What a third-party optimizer keeps beside `state` and groups: slow weights, counters of its own."""
+    """What a third-party optimizer keeps besides `state` and groups: slow weights, its own counters."""
 
     def __init__(self, owner: Any, name: str, weights: Weights, layers: Sequence[Any]) -> None:
         self._owner, self.name, self._weights, self._layers = owner, f"{name}.attributes", weights, layers
 
     def _live(self) -> dict[str, Any]:
-        """Plain values and trees of them, except what belongs to the parameters or another part."""
+        """Return plain values and trees of them, except what belongs to the parameters or another part."""
         others = {
             id(getattr(layer, key, None)) for layer in self._layers for key in ("state", "param_groups", "defaults")
         }
@@ -259,7 +267,7 @@ class Attributes(Part):
 
     def give(self, kept: dict[str, Any], copies: Copies) -> None:
         own, live = vars(self._owner), self._live()
-        # What is live and was not kept was made since, at the first call of something.
+        # Attributes that are live and were not kept were made since, at the first call of something.
         stays = {key: value for key, value in own.items() if key not in live}
         copies.rewrite(own, stays | {key: thaw_tree(value, own.get(key), copies) for key, value in kept.items()})
 
@@ -286,7 +294,7 @@ class OfParameter:
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a number, a text, a tensor that is no parameter, or a tree of such."""
+    """Whether it is a number, a text, a tensor that is not a parameter, or a tree of these."""
     if isinstance(value, Tensor):
         return not isinstance(value, torch.nn.Parameter)
     if isinstance(value, dict | list | tuple | deque):
@@ -307,7 +315,7 @@ class Scale(Part):
 
     At the exit of a step the scaler's `update()` is still to come, and it reads the overflow flags of this step. So the
     flags are part of the state: put back with the rest, `update()` does to the restored scale what it did to it then,
-    be it now or then that the step was skipped.
+    whether the step was skipped now or then.
     """
 
     name, late, foreign = "scaler", True, True
@@ -318,7 +326,7 @@ class Scale(Part):
     def _flags(self) -> dict[str, Tensor]:
         flags = {}
         for index, optimizer in enumerate(self._optimizers):
-            # Not `[id]`: the dictionary makes an entry for every key that is asked for.
+            # Not `[id]`: the dictionary makes an entry for every key that is looked up.
             state = getattr(self._scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
             for device, flag in state.get("found_inf_per_device", {}).items():
                 flags[f"{index}.{device}"] = flag
