@@ -1,7 +1,7 @@
 """Runs a training script for a few optimizer steps under examination: python -m sentinel.hooks.examine train.py ...
 
 SENTINEL_EXAMINATION names the file for the facts, SENTINEL_EXAMINATION_STEPS the number of steps. Each rank writes its
-own. The script runs as `python train.py` would run it, until the last step, where the process ends.
+own file. The script runs as `python train.py` would run it, until the last step, where the process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sentinel.hooks.examine import recorder
 
 
 def main(arguments: list[str]) -> None:
-    """`train.py ...` or `-m module ...`."""
+    """Run the script under examination, given as `train.py ...` or `-m module ...`, and end the process."""
     rank = os.environ.get("RANK", "0")
     path = Path(f"{os.environ['SENTINEL_EXAMINATION']}.{rank}.json")
     done = functools.partial(recorder.write_and_exit, path)

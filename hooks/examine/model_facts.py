@@ -15,15 +15,17 @@ from sentinel.hooks.torch_interop.internals import BatchNorm, NormWithStatistics
 from sentinel.hooks.torch_interop.layer_table import wrappers
 
 _NAMES = 8
-"""Of parameters, in a list for people."""
+"""Most names of parameters in a list for people."""
 _LABELS = ("targets", "labels")
 """Attributes in which datasets keep the labels of all samples: torchvision's name, and the other usual one."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, NormWithStatistics, nn.GroupNorm)
 
 
 def facts(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[int]) -> dict[str, Any]:
-    """Of all optimizers that train something, and of the models that own what they train. `reached`: ids of parameters
-    that had a gradient at a step."""
+    """Return facts about all optimizers that train something, and about the models that own what they train.
+
+    `reached`: ids of parameters that had a gradient at a step.
+    """
     owners = {id(owner): owner for optimizer in optimizers for owner in discovery.owners(optimizer, modules)}
     models = list(owners.values())
     named = {id(p): name for model in models for name, p in model.named_parameters()}
@@ -71,7 +73,7 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
 
 
 def _list_unregistered(model: nn.Module, steered: set[int]) -> list[str]:
-    """Attributes that hold layers in a plain list or dict, which have gradients and are in no optimizer."""
+    """List attributes that hold layers in a plain list or dict, which have gradients and are in no optimizer."""
     owned = steered.union(map(id, model.parameters()))
     found = []
     for path, module in model.named_modules():
@@ -90,7 +92,7 @@ def _parameters_of(thing: Any) -> list[nn.Parameter]:
 
 
 def _tie_broken(module: nn.Module) -> bool:
-    """As transformers has it: a config, and two methods."""
+    """Whether tied embeddings have become two tensors, by the config and the two methods of transformers."""
     if not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
         return False
     ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
@@ -104,7 +106,7 @@ def _post_norm(module: nn.Module) -> bool:
 
 
 def _adapters(model: nn.Module) -> dict[str, Any] | None:
-    """LoRA as peft names it: pairs `lora_A`, `lora_B`."""
+    """Return facts about LoRA, by the names that peft gives to pairs: `lora_A`, `lora_B`."""
     pairs = [(name, p) for name, p in model.named_parameters() if "lora_A" in name or "lora_a" in name]
     if not pairs:
         return None
@@ -150,7 +152,7 @@ def _group(group: dict[str, Any], norms: set[int]) -> dict[str, Any]:
 
 
 def forward(module: nn.Module, args: Any) -> dict[str, Any]:
-    """The first forward pass: autocast and the batch's size."""
+    """Return facts about the first forward pass: autocast and the batch's size."""
     types = sorted({p.device.type for p in module.parameters()} | {"cpu"}, reverse=True)
     on = next((kind for kind in types if torch.is_autocast_enabled(kind)), None)
     first = next((t for t in _tensors(args) if t.dim() > 0), None)
@@ -161,8 +163,10 @@ def forward(module: nn.Module, args: Any) -> dict[str, Any]:
 
 
 def data_range(layer: nn.Module, args: Any) -> dict[str, float]:
-    """Root mean square, least and largest value of what a trained layer gets of the data, not of another such layer;
-    empty: nothing."""
+    """Return root mean square, least and largest value of the data that a trained layer gets.
+
+    Empty if its input comes from another trained layer, or has no such values.
+    """
     x = args[0] if args and isinstance(args[0], Tensor) else None
     learns = any(p.requires_grad for p in layer.parameters(False))
     if x is None or not learns or x.requires_grad or not x.is_floating_point():
@@ -178,7 +182,7 @@ def data_range(layer: nn.Module, args: Any) -> dict[str, float]:
 
 
 def name_layers(ranges: dict[nn.Module, dict[str, float]], modules: list[nn.Module]) -> dict[str, dict[str, float]]:
-    """By the name of the layer, of those that have any."""
+    """Return the ranges that are not empty, by the name of the layer."""
     names = {id(inner): name for module in modules for name, inner in module.named_modules()}
     return {names.get(id(layer)) or type(layer).__name__: held for layer, held in ranges.items() if held}
 
@@ -190,7 +194,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
-    """A DataLoader's settings."""
+    """Return a DataLoader's settings, and how often its labels change."""
     try:
         samples, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]
     except TypeError:  # a stream
@@ -211,28 +215,30 @@ def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
 
 
 def _label_changes(loader: data.DataLoader[Any], samples: int) -> tuple[int, float]:
-    """(How often the label changes from a sample to the next, how often it would in a random order), of a loader that
-    takes the samples in the order of the dataset. (0, 0.0): it does not, or the labels are not known."""
+    """Return how often the label changes from a sample to the next, and how often it would in a random order.
+
+    Of a loader that takes the samples in the order of the dataset; (0, 0.0) for others, or if the labels are not known.
+    """
     if type(loader.sampler) is not data.SequentialSampler or not loader.batch_size:  # without: a batch sampler
         return 0, 0.0
     labels = _labels(loader.dataset)
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or len(labels) != samples:
         return 0, 0.0
     counts = torch.unique(labels, return_counts=True)[1].double()
-    # Wald and Wolfowitz, 1940: two neighbours of a random order have the same label with the sum of c (c-1) / n (n-1).
+    # Wald and Wolfowitz, 1940: neighbours in a random order have the same label with probability sum c (c-1) / n (n-1).
     return int((labels[1:] != labels[:-1]).sum()), samples - float(counts.square().sum()) / max(samples, 1)
 
 
 def _labels(dataset: Any) -> Tensor | None:
-    """Read from its attributes: to ask for samples would run the user's code once more."""
+    """Return a dataset's labels from its attributes: asking for samples would run the user's code once more."""
     if isinstance(dataset, data.Subset):
         inner = _labels(dataset.dataset)
         return None if inner is None else inner[torch.as_tensor(dataset.indices)]
-    if isinstance(dataset, data.TensorDataset):  # of three, the last may be lengths or groups
+    if isinstance(dataset, data.TensorDataset):  # if there are three, the last may be lengths or groups
         return dataset.tensors[1] if len(dataset.tensors) == 2 else None
     held = getattr(dataset, "__dict__", {})
     found = next((held[name] for name in _LABELS if name in held), None)
     try:
         return None if found is None else torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError):  # words, or lists of several lengths
+    except (TypeError, ValueError, RuntimeError):  # strings, or lists of several lengths
         return None

@@ -1,7 +1,7 @@
-"""What `sentinel doctor` wants to know of a loop: the order in which it calls things, for a few optimizer steps.
+"""Records, for `sentinel doctor`, the order in which a loop calls things, for a few optimizer steps.
 
-A process that is examined does nothing else, so this may look at values. It records facts and judges nothing: the
-judgement is `sentinel.toolkit.doctor`'s, on a machine that need not have torch.
+A process that is examined does nothing else, so this may look at values. It records facts and judges nothing: that is
+done by `sentinel.toolkit.doctor`, on a machine that need not have torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.internals import LoaderIterator, in_backward
 
 _MOST_EVENTS = 512
-"""Of one step: a loop that accumulates a thousand micro-batches says no more than one of a hundred."""
+"""Most events of one step: a loop that accumulates a thousand micro-batches shows no more than one of a hundred."""
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 """Layers whose gradient is a product with their input."""
@@ -41,8 +41,11 @@ _SAMPLES = 4
 
 
 class Examination:
-    """One process under examination. `finish` is called with the facts after `steps` steps of the first optimizer, when
-    the next one begins: what follows the last one is seen, too."""
+    """One process under examination.
+
+    `finish` is called with the facts after `steps` steps of the first optimizer, when the next one begins: so what
+    follows the last one is seen, too.
+    """
 
     def __init__(self, steps: int, finish: Callable[[dict[str, Any]], None]) -> None:
         self._asked, self._finish = steps, finish
@@ -50,9 +53,9 @@ class Examination:
         self._steps: list[list[str]] = []
         self._first: weakref.ref[Optimizer] | None = None
         self._spent: dict[int, list[Tensor]] = {}
-        """Optimizer -> gradients that it has applied."""
+        """id of an optimizer -> some of the gradients that it has applied."""
         self._dirty: dict[int, list[Tensor]] = {}
-        """Optimizer -> those of them that a backward pass added to."""
+        """id of an optimizer -> those of them that a backward pass added to."""
         self._reached: set[int] = set()
         self._in_scaler = False
         self._depth = 0
@@ -62,7 +65,7 @@ class Examination:
         self._drawn = ""
         """Key of the loader that the last batch came from."""
         self._exhausted: set[str] = set()
-        """Keys of loaders that came to their end."""
+        """Keys of loaders that were read to their end."""
         self._inputs: dict[nn.Module, dict[str, float]] = {}
         self._facts: dict[str, Any] = {
             "forward": None, "loaders": {}, "post_norm": {}, "losses": [], "rates": [], "waits": [], "uncleared": 0,
@@ -72,7 +75,7 @@ class Examination:
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Start to look. Nothing is put back: the process ends with the examination."""
+        """Start to record. Nothing is restored: the process ends with the examination."""
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(GradScaler, "scale", self._scale)
         self._wrap(GradScaler, "step", self._scaler_step)
@@ -94,7 +97,7 @@ class Examination:
         hooks.register_module_forward_hook(self._leave, always_call=True)
 
     def facts(self, error: str = "", *, ended: bool = False) -> dict[str, Any]:
-        """All that was seen so far."""
+        """Return all that was seen so far."""
         seconds = time.perf_counter() - self._began
         optimizers, modules = discovery.trainers()
         return {
@@ -197,7 +200,7 @@ class Examination:
             self._facts["held"] = referrers.find_holder(len(self._steps)) or self._facts["held"]
             if len(self._steps) == self._asked:
                 self._finish(self.facts())
-        if callable(kwargs.get("closure", next(iter(args[1:]), None))):  # torch hands the optimizer over as the first
+        if callable(kwargs.get("closure", next(iter(args[1:]), None))):  # torch passes the optimizer as the first
             self._facts["closure"] = True
         else:
             alive = sum(p.grad is not None for p in parameters)
@@ -262,7 +265,7 @@ class Examination:
             batch = original(iterator)
         except StopIteration:
             self._exhausted.add(key)
-            self._drawn = ""  # what is trained on next is not this loader's
+            self._drawn = ""  # the next training pass is not from this loader
             raise
         finally:
             if len(self._facts["waits"]) < 1024:
@@ -272,7 +275,7 @@ class Examination:
 
 
 def _lineage(node: Any) -> list[str]:
-    """Names of the graph's nodes from its root down, along the first inputs."""
+    """Return the names of the graph's nodes from its root down, along the first inputs."""
     names: list[str] = []
     while node is not None and len(names) < 12:
         names.append(type(node).__name__)
@@ -286,7 +289,7 @@ def _subclasses(kind: type) -> list[type]:
 
 
 def write_and_exit(path: Path, facts: dict[str, Any]) -> None:
-    """Write the facts as JSON, whole or not at all, and end the process: the script was asked for these steps only."""
+    """Write the facts as JSON, whole or not at all, and end the process: the script was run for these steps only."""
     facts["post_norm"] = {kind: len(modules) for kind, modules in facts["post_norm"].items()}
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(facts, default=str), encoding="utf-8")
