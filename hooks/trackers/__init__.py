@@ -1,7 +1,7 @@
 """Marks incidents in the trackers in which the script has a run open: W&B, MLflow, Trackio, TensorBoard.
 
-One file a tracker. One that the script does not use is never imported. Here is what a tracker is to us, and what is
-written there: marks of incidents, and one summary.
+There is one file for each tracker. A tracker that the script does not use is never imported. This module defines what a
+tracker must do, and what is written into it: marks of incidents, and one summary.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple, Protocol
 from sentinel.text import drop_controls, rank_severity
 
 NAMESPACE = "sentinel/"
-"""Before each name that is ours."""
+"""Prefix of each name that is ours."""
 LETTERS = 500
-"""Of a text, at most: MLflow's tags have had limits of 5,000 bytes and more."""
+"""Most characters of a text: MLflow's tags have had limits of 5,000 bytes and more."""
 OVER = 0
 """The level of an alert that has ended."""
 
 
 class IncidentMark(NamedTuple):
-    """An incident began or ended."""
+    """The begin or the end of an incident."""
 
     alert: str
     level: int
-    """How severe it is, from 1 (info) to 3 (critical); `OVER` where it ended."""
+    """How severe it is, from 1 (info) to 3 (critical); `OVER` if it ended."""
     step: int
-    """The user's, at which it fired or ended."""
+    """The user's number of the step at which it fired or ended."""
     text: str
 
     @property
@@ -36,13 +36,13 @@ class IncidentMark(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     text: str
     step: int
     """The user's number of the last step."""
     incidents: Mapping[str, int]
-    """Severity -> how many there were, as far as the daemon has said."""
+    """Severity -> number of incidents, as far as the daemon has said."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -54,22 +54,25 @@ class Tracker(Protocol):
     """One kind of tracker. `look` is called on the training thread, everything else on the tracker's own."""
 
     def look(self) -> None:
-        """Note which run the script has open, about once a second: cheap, and without any input or output."""
+        """Note which run the script has open. Called about once a second: must be cheap, and without any input or
+        output."""
 
     @property
     def open(self) -> bool:
         """Whether there is a run to write into."""
 
     def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
-        """Write the marks, the oldest first, and the summary, which is the last. How many marks were taken: the others
-        are handed over again. What it raises loses these marks."""
+        """Write the marks, the oldest first, and the summary, which is the last. Returns how many marks were taken.
+
+        The other marks are passed again. An exception loses all of these marks.
+        """
 
     def close(self) -> None:
         """Undo what `look` may have put in place."""
 
 
 def make_mark(alert: Mapping[str, Any]) -> IncidentMark | None:
-    """The mark of an alert, as `on_alert` gets it. None: it is no news of the incident's begin or end."""
+    """Make the mark of an alert, as `on_alert` gets it. None: the alert tells no begin or end of an incident."""
     name, summary = str(alert["alert"]), str(alert["summary"])
     if alert["event"] == "fired":
         text = f"{alert['severity']} {name} at step {alert['step']}: {summary}"

@@ -1,4 +1,4 @@
-"""MLflow: the run that is active on the training thread. Each metric has steps of its own there."""
+"""MLflow: writes into the run that is active on the training thread. Each metric has its own steps there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sentinel.hooks.trackers import NAMESPACE, IncidentMark, Summary
 NAME = "mlflow"
 
 BATCH = 90
-"""Marks of one write: MLflow's REST API takes 100 tags in a batch."""
+"""Most marks of one write: MLflow's REST API takes 100 tags in a batch."""
 
 
 class MlflowRun:
-    """See `Tracker`."""
+    """Writes into MLflow's run. See `Tracker`."""
 
     def __init__(self) -> None:
         self._run: tuple[str, str] | None = None
         """Id of the run, and where it is kept. It can be written to after its end."""
 
     def look(self) -> None:
-        """`active_run` knows those of the calling thread."""
+        """Note the active run: `active_run` knows those of the calling thread."""
         mlflow: Any = sys.modules.get("mlflow")
         active_run = getattr(mlflow, "active_run", None)  # an import may be under way
         run = active_run() if active_run is not None else None
@@ -32,11 +32,11 @@ class MlflowRun:
 
     @property
     def open(self) -> bool:
-        """Whether the script has had one."""
+        """Whether the script has had a run open."""
         return self._run is not None
 
     def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
-        """In one request: a metric for each mark, and a tag with the last text of each alert."""
+        """Write, in one request, a metric for each mark and a tag with the last text of each alert."""
         assert self._run is not None
         mlflow: Any = sys.modules["mlflow"]
         run_id, uri = self._run
@@ -55,4 +55,4 @@ class MlflowRun:
         return len(marks)
 
     def close(self) -> None:
-        """Nothing is in place."""
+        """Do nothing: `look` puts nothing in place."""

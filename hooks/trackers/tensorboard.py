@@ -1,7 +1,7 @@
-"""TensorBoard: event files in the folder `sentinel`, inside that of the script's `SummaryWriter`.
+"""TensorBoard: writes event files in the folder `sentinel`, inside that of the script's `SummaryWriter`.
 
-Not beside its files: of a folder, TensorBoard reads on in the newest file alone. No writer can be asked for, so the
-first one that adds a scalar is noted: `SummaryWriter.add_scalar` is ours until then.
+Not beside its files: in a folder, TensorBoard goes on reading only the newest file. A writer cannot be asked for, so
+the first one that adds a scalar is noted: `SummaryWriter.add_scalar` is patched until then.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _MODULES = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 
 
 class TensorBoardFolder:
-    """See `Tracker`."""
+    """Writes into a folder of TensorBoard's. See `Tracker`."""
 
     def __init__(self) -> None:
         self._folder = ""
         self._kind: Any = None
         """The script's class of writers."""
         self._writer: Any = None
-        """Ours."""
+        """Our writer."""
         self._undo: dict[str, Callable[[], None]] = {}
-        """By module."""
+        """Functions that undo the patch, by module."""
 
     def look(self) -> None:
-        """Watch for the script's writer, where it can have one."""
+        """Patch the script's classes of writers, if there are any, to note its writer."""
         for name in _MODULES:
             kind = getattr(sys.modules.get(name), "SummaryWriter", None)
             if kind is not None and not self._folder and name not in self._undo:
@@ -43,7 +43,7 @@ class TensorBoardFolder:
         return bool(self._folder)
 
     def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
-        """A scalar and a text for each."""
+        """Write a scalar and a text for each mark."""
         if self._writer is None:
             self._writer = self._kind(self._folder)
         for mark in marks:
@@ -57,7 +57,7 @@ class TensorBoardFolder:
         return len(marks)
 
     def close(self) -> None:
-        """Close our files."""
+        """Close our files, and undo the patches."""
         self._restore()
         if self._writer is not None:
             self._writer.close()

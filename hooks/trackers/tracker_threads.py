@@ -1,7 +1,7 @@
-"""Marks on their way into trackers: a thread for each tracker, a bounded queue, at most one write a second.
+"""Passes marks to trackers: a thread for each tracker, a bounded queue, at most one write a second.
 
 A tracker may wait for a network or raise: the training thread and the sender never wait for it, and only the end of the
-run waits, for `END_SECONDS` at most. What was not written is counted and said.
+run waits, for at most `END_SECONDS`. Marks that were not written are counted and reported.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ KINDS: dict[str, Callable[[], Tracker]] = {
     tensorboard.NAME: tensorboard.TensorBoardFolder,
 }
 WRITE_SECONDS = 1.0
-"""At least, between two writes into a tracker."""
+"""Least time between two writes into a tracker."""
 LOOK_SECONDS = 1.0
-"""At least, between two looks for the runs that the script has open."""
+"""Least time between two looks for the runs that the script has open."""
 END_SECONDS = 3.0
-"""How long the end of a run waits for its trackers, at most."""
+"""Longest time that the end of a run waits for its trackers."""
 WAITING_MARKS = 256
-"""For one tracker. Then the newest are dropped."""
+"""Most marks that wait for one tracker. Above it the newest are dropped."""
 
 
 class TrackerThread(threading.Thread):
-    """Writes into one tracker. `put` and `end` are for other threads."""
+    """Writes into one tracker. Other threads call `put` and `end`."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         super().__init__(name=f"sentinel-{name}", daemon=True)
@@ -46,10 +46,10 @@ class TrackerThread(threading.Thread):
         self._ending = False
         self._dropped = 0
         self._next = 0.0
-        """When the next write is due, at the earliest."""
+        """Earliest time of the next write."""
 
     def put(self, mark: IncidentMark) -> None:
-        """Have it written; returns at once."""
+        """Queue a mark; returns at once."""
         with self._change:
             if len(self._marks) < WAITING_MARKS:
                 self._marks.append(mark)
@@ -64,7 +64,7 @@ class TrackerThread(threading.Thread):
             self._change.notify()
 
     def run(self) -> None:
-        """The thread."""
+        """Write until the end. The body of the thread."""
         try:
             while self._turn():
                 pass
@@ -73,7 +73,7 @@ class TrackerThread(threading.Thread):
             fault_guard.swallow(self.name, "without it")
 
     def _turn(self) -> bool:
-        """One write, when it is due. False: it was the last."""
+        """Do one write, when it is due. Returns False after the last."""
         with self._change:
             self._change.wait_for(lambda: self._ending or self._marks)
             while (left := self._next - time.monotonic()) > 0:
@@ -111,10 +111,10 @@ class TrackerThread(threading.Thread):
 
 
 class Trackers:
-    """Those of one run."""
+    """The trackers of one run."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """Those of these names that are known. RuntimeError: no thread can be started."""
+        """Open those of these names that are known. Raises RuntimeError if no thread can be started."""
         self._threads = [TrackerThread(name, KINDS[name]()) for name in names if name in KINDS]
         self._look_at = 0.0
         for thread in self._threads:
@@ -130,14 +130,17 @@ class Trackers:
                     thread.tracker.look()
 
     def put(self, alert: Mapping[str, Any]) -> None:
-        """An alert, as `on_alert` gets it. On the sender's thread."""
+        """Queue the mark of an alert, as `on_alert` gets it. On the sender's thread."""
         mark = make_mark(alert)
         if mark is not None:
             for thread in self._threads:
                 thread.put(mark)
 
     def end(self, summary: Summary | None) -> None:
-        """The run is over, or another one takes its place, which has no summary then and waits for nothing."""
+        """End the threads, as the run is over, or as another session goes on with it.
+
+        In the second case there is no summary, and nothing is waited for.
+        """
         for thread in self._threads:
             thread.end(summary)
         until = time.monotonic() + END_SECONDS

@@ -1,6 +1,6 @@
 """Trackio: the run of the training thread's context. Incidents are its alerts, which have a step, a level and a text.
 
-`Run.log` would move the script's step; alerts and it have nothing to do with each other.
+`Run.log` would move the script's step; alerts do not touch it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sentinel.hooks.trackers import NAMESPACE, IncidentMark, Summary
 NAME = "trackio"
 
 _LEVELS = ("INFO", "INFO", "WARN", "ERROR")
-"""By the level of a mark."""
+"""Trackio's level, by the level of a mark."""
 
 
 class TrackioRun:
-    """See `Tracker`."""
+    """Writes into Trackio's run. See `Tracker`."""
 
     def __init__(self) -> None:
         self._run: Any = None
 
     def look(self) -> None:
-        """Each thread has a context of its own."""
+        """Note the run of the calling thread: each thread has its own context."""
         current = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
         run = current.get() if current is not None else None
         if run is not None:
@@ -32,11 +32,11 @@ class TrackioRun:
 
     @property
     def open(self) -> bool:
-        """Whether the script has had one."""
+        """Whether the script has had a run open."""
         return self._run is not None
 
     def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
-        """An alert for each: Trackio's own thread writes them."""
+        """Send an alert for each mark: Trackio's own thread writes them."""
         levels: Any = sys.modules["trackio"].AlertLevel
         for mark in marks:
             self._run.alert(title=mark.key, text=mark.text, level=levels[_LEVELS[mark.level]], step=mark.step)
@@ -45,5 +45,5 @@ class TrackioRun:
         return len(marks)
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Release the run."""
         self._run = None

@@ -1,8 +1,8 @@
-"""Weights & Biases: the script's `wandb.run`.
+"""Weights & Biases: writes into the script's `wandb.run`.
 
 `Run.log` without a step and with `commit=False` adds to the row that the script commits next: it is the only way that
-neither moves the script's step nor ends its row. So a row takes marks of one step, on an axis of their own
-(`define_metric`), and the next marks wait until it is committed.
+neither moves the script's step nor ends its row. So a row takes marks of one step, on their own axis (`define_metric`),
+and the next marks wait until it is committed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ NAME = "wandb"
 
 STEP = f"{NAMESPACE}step"
 SHOWN = 50
-"""Texts of incidents that the summary has, the last ones."""
+"""Most texts of incidents in the summary: the last ones."""
 
 
 class WandbRun:
-    """See `Tracker`."""
+    """Writes into W&B's run. See `Tracker`."""
 
     def __init__(self) -> None:
         self._prepared: weakref.ref[Any] | None = None
         """The run whose axis is defined."""
         self._row: int | None = None
-        """Step of the script's row that our last marks are in; None: they are in none that is open."""
+        """Step of the script's row that holds our last marks; None: no open row holds any."""
         self._texts: list[str] = []
 
     def look(self) -> None:
-        """Nothing to note: `wandb.run` is the same on all threads."""
+        """Do nothing: `wandb.run` is the same on all threads."""
 
     @property
     def open(self) -> bool:
@@ -41,7 +41,7 @@ class WandbRun:
         return getattr(sys.modules.get("wandb"), "run", None) is not None
 
     def write(self, marks: Sequence[IncidentMark], summary: Summary | None) -> int:
-        """Marks of one step, where the script's row has none yet. At the end the summary has the texts of all."""
+        """Write marks of one step, if the script's row has none yet. At the end, the summary gets the texts of all."""
         run: Any = sys.modules["wandb"].run
         if self._prepared is None or self._prepared() is not run:
             run.define_metric(STEP, hidden=True)
@@ -64,9 +64,9 @@ class WandbRun:
         text = "\n".join(mark.text for mark in row.values())
         levels = {mark.key: mark.level for mark in row.values()}
         run.log({**levels, f"{NAMESPACE}incident": text, STEP: marks[0].step}, commit=False)
-        self._row = run.step  # after it: the script may have committed a row meanwhile
+        self._row = run.step  # read after the call: the script may have committed a row meanwhile
         self._texts = [*self._texts, *(mark.text for mark in row.values())][-SHOWN:]
         return len(row)
 
     def close(self) -> None:
-        """Nothing is in place."""
+        """Do nothing: `look` puts nothing in place."""
