@@ -1,4 +1,4 @@
-"""What runs inside the training process. Imports torch, msgspec and the leaves of `sentinel`, nothing else of ours.
+"""Code that runs inside the training process. Imports torch, msgspec and the leaves of `sentinel`, no others of ours.
 
 optimizer step -> optimizer monitor (probes) -> records -> sender -> the daemon's socket
 the daemon's command -> sender -> session -> governor, terminal, restorer -> applied at the exit of a step
@@ -37,7 +37,7 @@ _P = ParamSpec("_P")
 
 
 def _accept_engine(function: Callable[_P, Monitor]) -> Callable[_P, Monitor]:
-    """`attach` that leaves a DeepSpeed engine to its integration, which takes the engine's own optimizer."""
+    """Make `attach` pass a DeepSpeed engine to its integration, which uses the engine's own optimizer."""
 
     @functools.wraps(function)
     def attach(*args: _P.args, **kwargs: _P.kwargs) -> Monitor:
@@ -57,7 +57,7 @@ attach = _accept_engine(attachment.attach)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "resume":  # what makes and restores snapshots is a megabyte in each process that loads it
+    if name == "resume":  # the code for snapshots costs a megabyte in each process that loads it
         from sentinel.hooks.session.resume import resume
 
         return resume

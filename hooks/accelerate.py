@@ -16,8 +16,10 @@ from sentinel.hooks.session.monitor import Monitor
 
 
 def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Monitor:
-    """`sentinel.attach`, with the accelerator's loss scaler and schedulers. `options` are those of `sentinel.attach`;
-    raises what it raises."""
+    """Attach as `sentinel.attach` does, with the accelerator's loss scaler and schedulers.
+
+    `options` are those of `sentinel.attach`; raises what it raises.
+    """
     schedulers = [getattr(wrapped, "scheduler", wrapped) for wrapped in accelerator._schedulers]
     known = {"scaler": accelerator.scaler, "scheduler": schedulers or None}
     return attachment.attach(model, optimizer, **(known | options))

@@ -1,12 +1,11 @@
-"""Attach with no code: at the first backward pass, or else at the first step of an optimizer, in a script that
-`sentinel run` started.
+"""Attaches without code in the script, if `sentinel run` started it: at the first backward pass or the first step.
 
-The models are those that own the optimizer's parameters, found by one walk over all objects. Optimizers that are there
-by then and have models belong to the same run (a GAN has two); one that is made later is a run of its own. An `attach`
-in the script itself takes over.
+The models are those that own the optimizer's parameters, found by one walk over all objects. Optimizers that exist by
+then and have models belong to the same run (a GAN has two); one that is made later is a run of its own. An `attach` in
+the script itself takes over.
 
-At the first backward pass the loss of the first step is still to be had: rules measure by it. Of several optimizers
-only the step says which one leads; there that loss is over.
+At the first backward pass the loss of the first step can still be measured; rules compare with it. If there are several
+optimizers, only the step shows which one leads; by then that loss is gone.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _forked = False
 
 
 def attach_at_step(optimizer: Any) -> None:
-    """Before every step of every optimizer. Attaches at that of an optimizer that no run watches; raises nothing."""
+    """Attach at the first step of an optimizer that no run watches. Called before every step of all; raises nothing."""
     try:
         if optimizer in _seen or _forked or tensors.is_capturing():
             return
         _seen.add(optimizer)
-    except TypeError:  # one that has no hash would be another at every step
+    except TypeError:  # one without a hash would look new at every step
         return
     with fault_guard.swallow_faults("attaching at the first step", "unmonitored"):
         if registry.find_session([optimizer]) is None:
@@ -41,8 +40,10 @@ def attach_at_step(optimizer: Any) -> None:
 
 
 def attach_at_backward() -> None:
-    """Before the first backward pass of the process. Attaches if there is one optimizer that no run watches; raises
-    nothing."""
+    """Attach if there is exactly one optimizer, and no run watches it; raises nothing.
+
+    Called before the first backward pass of the process.
+    """
     if _forked or tensors.is_capturing():
         return
     with fault_guard.swallow_faults("attaching at the first backward pass", "unmonitored until the first step"):
@@ -97,7 +98,7 @@ def _mark(watched: list[Any]) -> None:
 
 
 def _fork() -> None:
-    """A child of a run that is watched is not the run."""
+    """Attach no more in a forked child: it is not the run."""
     global _forked
     _forked = True
 

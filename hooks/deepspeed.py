@@ -7,7 +7,7 @@
 The steps are those of the engine's optimizer, at the boundaries of gradient accumulation. With ZeRO a rank measures the
 part of each gradient that it keeps, when all is reduced and nothing is unscaled or clipped yet; the daemon puts the
 parts together, without a collective here. The total norm is DeepSpeed's own. The loss is that of the backward pass.
-What DeepSpeed keeps, it can restore: its checkpoints, and no rollback.
+There is no rollback: DeepSpeed keeps state that only DeepSpeed can restore, from its checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sentinel.hooks.torch_interop.tensors import Scalar, to_scalar
 
 
 def attach(engine: Any, **options: Any) -> Monitor:
-    """`sentinel.attach` for a DeepSpeed engine. `options` are those of `sentinel.attach`.
+    """Attach to a DeepSpeed engine. `options` are those of `sentinel.attach`.
 
     Raises what that raises, and AttachError for an engine without an optimizer, and for a rollback.
     """
@@ -44,7 +44,7 @@ def attach(engine: Any, **options: Any) -> Monitor:
 
 
 def _steps_of(engine: Any) -> Any:
-    """Those of an earlier call, so that a script that attaches twice hears of it."""
+    """Return the `Steps` of an engine: those of an earlier call, so that attaching twice is noticed, or new ones."""
     known = getattr(engine.optimizer.step, "sentinel_steps", None)
     if known is not None:
         return known
@@ -53,12 +53,12 @@ def _steps_of(engine: Any) -> Any:
 
 
 class Steps(torch.optim.Optimizer):
-    """The steps of an engine's optimizer, which is no torch optimizer, or one that steps once for each group.
+    """The steps of an engine's optimizer, which is not a torch optimizer, or one that steps once for each group.
 
-    It takes the place of two methods of that optimizer, as long as it has hooks.
+    It replaces two methods of that optimizer, as long as it has hooks.
     """
 
-    def __init__(self, engine: Any) -> None:  # and not the base's: the groups are the engine's
+    def __init__(self, engine: Any) -> None:  # not the base's __init__: the groups are the engine's
         self._engine = engine
         self.model: nn.Module = Partitioned(engine.module) if engine.zero_optimization() else engine.module
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -68,20 +68,20 @@ class Steps(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
-        """The engine's, with what the model has in place of what it was flattened to."""
+        """The engine's groups, with the model's parameters in place of the flattened ones."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = self._engine.optimizer.param_groups
         return [{**group, "params": trained if place == 0 else []} for place, group in enumerate(groups)]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Of the optimizer inside."""
+        """State of the optimizer inside."""
         inner = self._engine.optimizer
         return getattr(inner, "optimizer", inner).state
 
     @property
     def cur_scale(self) -> float | None:
-        """The loss scale; None where there is none."""
+        """The loss scale; None if there is none."""
         if not self._engine.fp16_enabled():
             return None
         optimizer = self._engine.optimizer
@@ -90,21 +90,22 @@ class Steps(torch.optim.Optimizer):
 
     @property
     def grad_scale(self) -> torch.Tensor | None:
-        """What gradients are still multiplied by when the step begins."""
+        """The factor that gradients are still multiplied by when the step begins."""
         return None if self.cur_scale is None else torch.tensor(self.cur_scale, dtype=torch.float32, device="cpu")
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """As torch's; the first hook puts the patches in place, and the last one that is removed takes them away."""
+        """Register a hook as torch does. The first one puts the patches in place; removing the last one removes
+        them."""
         self._patch()
         return _Handle(super().register_step_pre_hook(hook), self)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """As torch's."""
+        """Register a hook as torch does."""
         self._patch()
         return _Handle(super().register_step_post_hook(hook), self)
 
     def unpatch(self) -> None:
-        """Take the patches away, if no hook is left. One that other code has patched over stays, and does nothing."""
+        """Remove the patches, if no hook is left. One that other code has patched over stays, and does nothing."""
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return
         for owner, name, wrapper in self._patched:
@@ -166,7 +167,7 @@ class EngineScalars(Probe):
     def before(self, step: Step) -> None:
         limit = float(self._engine.gradient_clipping())
         if limit > 0.0 and step.clip is None:
-            step.clip = None, limit  # the norm comes with the step; what is there now is not what is applied
+            step.clip = None, limit  # the norm comes with the step; the present one is not the one applied
 
     def after(self, step: Step) -> None:
         values, optimizer = step.values, self._engine.optimizer
@@ -179,7 +180,7 @@ class EngineScalars(Probe):
         limit = float(self._engine.gradient_clipping())
         values["grad_norm"] = norm
         values["grad_norm_applied"] = norm if limit <= 0.0 else _least(norm, limit)
-        if self._engine.zero_optimization():  # it is over the shards of all ranks already
+        if self._engine.zero_optimization():  # the norm is over the shards of all ranks already
             values["grad_norm_sharded"] = values["grad_norm_applied_sharded"] = 0.0
 
 

@@ -3,14 +3,14 @@
     from sentinel.hooks.lightning import SentinelCallback
     Trainer(callbacks=[SentinelCallback()])
 
-Started again by `sentinel run`, a script goes on from Lightning's own checkpoint, the newest good one:
+A script that `sentinel run` starts again goes on from Lightning's own checkpoint, the newest good one:
 
     trainer.fit(model, loader, ckpt_path=checkpoint("checkpoints"))
 
-It attaches when training starts and detaches when it ends. Validation is a phase, in which nothing alarms. Lightning
+The callback attaches when training starts and detaches when it ends. Validation is a phase without alerts. Lightning
 runs forward, backward and clipping inside `optimizer.step(closure)`: gradients are measured when the closure is done.
-What the module logs (`self.log`) is taken every `log_every_n_steps`; what is of a validation or an epoch is taken once,
-when it is there. `callback_metrics` keeps the last value of each name: one that is logged again lies elsewhere.
+What the module logs (`self.log`) is taken every `log_every_n_steps`; values of a validation or an epoch are taken once,
+when they are there. `callback_metrics` keeps the last value of each name: one that is logged again has other memory.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _STEP = re.compile(r"step=(\d+)")
 
 
 def checkpoint(directory: str | os.PathLike[str], *, before: int | None = None) -> str | None:
-    """The newest of Lightning's checkpoints in `directory` that is whole, finite, and older than what ended the job;
-    None: start from the beginning. For `ckpt_path`, on every rank.
+    """Return the newest of Lightning's checkpoints that is whole, finite, and older than what ended the job.
 
-    `directory` is what `ModelCheckpoint(dirpath=...)` names; its files have `step=` in their names, as they do unless
-    told otherwise. `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Newer
-    ones that will not do are renamed to `.ckpt.void`. Have it keep several: `save_top_k=-1`. Raises RollbackError where
-    checkpoints are there and none can be used, or one cannot be read for 60 s.
+    None: start from the beginning. For `ckpt_path`, on every rank. `directory` is what `ModelCheckpoint(dirpath=...)`
+    names; its files have `step=` in their names, as they do by default. `before` names a step as
+    `SENTINEL_RESUME_BEFORE` does: only a checkpoint saved before it is used. Newer ones that cannot be used are renamed
+    to `.ckpt.void`. Have it keep several: `save_top_k=-1`. Raises RollbackError where there are checkpoints and none
+    can be used, or one cannot be read for 60 s.
     """
     return framework_checkpoints.choose(directory, _LightningCheckpoints(), before)
 
 
 class _LightningCheckpoints:
-    """See `CheckpointFormat`: one file each."""
+    """Reads Lightning's checkpoints, of one file each. See `CheckpointFormat`."""
 
     damage = framework_checkpoints.DAMAGE
 
@@ -84,7 +84,8 @@ def _read(path: Path) -> Any:
 
 
 def _count_steps(trainer: Any) -> int | None:
-    """Steps of the whole run; None where it has no end, or Lightning counts those of several optimizers apart."""
+    """Return the steps of the whole run; None if it has no end, or if Lightning counts those of several optimizers
+    apart."""
     total = trainer.estimated_stepping_batches if len(trainer.optimizers) == 1 else -1
     return int(total) if 0 < total < float("inf") else None
 
@@ -92,7 +93,7 @@ def _count_steps(trainer: Any) -> int | None:
 class SentinelCallback(Callback):
     """Watches what the Trainer fits. `options` are those of `sentinel.attach`: `run`, `rollback`, `overhead` and so on.
 
-    Raises what `attach` raises, when training starts. `monitor` is there from then on.
+    Raises what `attach` raises, when training starts. `monitor` is set from then on.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -102,12 +103,12 @@ class SentinelCallback(Callback):
         self._numbers = TrainerNumbers()
         self._logged_step = 0
         self._known: dict[str, Any] = {}
-        """What was handed on, by name."""
+        """Values that were passed on, by name."""
         self._begins = False
         """Whether the next batch is the first after a validation or an epoch."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: the optimizers are there, and where they belong."""
+        """Attach: the optimizers exist, and are on their devices."""
         known = {
             "loader": trainer.train_dataloader,
             "scaler": getattr(trainer.precision_plugin, "scaler", None),
@@ -118,50 +119,50 @@ class SentinelCallback(Callback):
         self.monitor = attach(trainer.model or pl_module, trainer.optimizers, **(known | self._options))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Hand on what the module logged in its own `on_train_epoch_end`, which comes after this callback's."""
+        """Pass on what the module logged in its own `on_train_epoch_end`, which comes after this callback's."""
         if self._begins:
             self._begins = False
             self._hand_on(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Hand on what the module logged, as often as Lightning itself does."""
+        """Pass on what the module logged, as often as Lightning itself logs."""
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self.monitor is not None and every and step != self._logged_step and step % every == 0:
-            self._logged_step = step  # of several batches of one step the first
+            self._logged_step = step  # the first of several batches of one step
             self._hand_on(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Not training, until `on_validation_end`."""
+        """Begin a phase that is not training, until `on_validation_end`."""
         if self.monitor is not None:
             self._known = dict(trainer.callback_metrics)
             self._phase.enter_context(self.monitor.phase("validation"))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Training again; what the validation found is handed on."""
+        """End the phase, and pass on what the validation logged."""
         self._phase.close()
         self._hand_on(trainer)
         self._begins = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """What the epoch came to is handed on."""
+        """Pass on what was logged for the epoch."""
         self._hand_on(trainer)
         self._begins = True
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The run failed: say so, and go."""
+        """Detach, and report that the run failed."""
         self._leave(exception)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach, with what the module logged in its last `on_train_epoch_end`."""
+        """Detach, and pass on what the module logged in its last `on_train_epoch_end`."""
         self._hand_on(trainer)
         self._leave(None)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Whatever happened."""
+        """Detach, however training ended."""
         self._leave(None)
 
     def _hand_on(self, trainer: Any) -> None:
-        """What was logged since the last time."""
+        """Pass on what was logged since the last time."""
         if self.monitor is not None:
             logged = dict(trainer.callback_metrics)
             self._numbers.log(self.monitor, {k: v for k, v in logged.items() if not _is_same(v, self._known.get(k))})
@@ -176,7 +177,8 @@ class SentinelCallback(Callback):
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether nothing was logged in between. By memory: Lightning detaches at each access. No value is read."""
+    """Whether nothing was logged in between. Compares memory, as Lightning detaches at each access; no value is
+    read."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.data_ptr() == other.data_ptr() and one._version == other._version
     return one is other

@@ -3,11 +3,11 @@
     from sentinel.hooks.transformers import SentinelCallback
     Trainer(..., callbacks=[SentinelCallback()])
 
-Started again by `sentinel run`, a script goes on from the Trainer's own checkpoint, the newest good one:
+A script that `sentinel run` starts again goes on from the Trainer's own checkpoint, the newest good one:
 
     trainer.train(resume_from_checkpoint=checkpoint(arguments.output_dir))
 
-The loss is taken at the backward pass and not from the Trainer's logs, which hide what is not finite
+The loss is taken at the backward pass and not from the Trainer's logs, which hide values that are not finite
 (`logging_nan_inf_filter` is on by default) and come every 500 steps. Other numbers that the Trainer logs (rewards,
 accuracies, evaluations) are taken from there, under its step; those after the last step are not.
 """
@@ -34,18 +34,18 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoint(output_dir: str | os.PathLike[str], *, before: int | None = None) -> str | None:
-    """The newest checkpoint of the Trainer's in `output_dir` that is whole, finite, and older than what ended the job;
-    None: start from the beginning. For `resume_from_checkpoint`, on every rank.
+    """Return the newest of the Trainer's checkpoints that is whole, finite, and older than what ended the job.
 
-    `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Newer ones that
-    will not do are renamed to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`. Raises
-    RollbackError where checkpoints are there and none can be used, or one cannot be read for 60 s.
+    None: start from the beginning. For `resume_from_checkpoint`, on every rank. `before` names a step as
+    `SENTINEL_RESUME_BEFORE` does: only a checkpoint saved before it is used. Newer ones that cannot be used are renamed
+    to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`. Raises RollbackError where there are
+    checkpoints and none can be used, or one cannot be read for 60 s.
     """
     return framework_checkpoints.choose(output_dir, _TrainerCheckpoints(), before)
 
 
 class _TrainerCheckpoints:
-    """See `CheckpointFormat`: a folder each."""
+    """Reads the Trainer's checkpoints, of one folder each. See `CheckpointFormat`."""
 
     @property
     def damage(self) -> tuple[type[Exception], ...]:
@@ -60,7 +60,7 @@ class _TrainerCheckpoints:
     def find_flaw(self, path: Path, steps: int) -> str:
         for file in (path / "trainer_state.json", *path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.pt")):
             framework_checkpoints.read_through(file)
-        # The Trainer writes it last: where it is, the rest is.
+        # The Trainer writes this file last: if it exists, so do the others.
         if json.loads((path / "trainer_state.json").read_text())["global_step"] != steps:
             return "its trainer_state.json is of another step"
         for archive in (path / "optimizer.pt", path / "pytorch_model.bin"):
@@ -86,7 +86,7 @@ def _weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 class SentinelCallback(TrainerCallback):
     """Watches what the Trainer trains. `options` are those of `sentinel.attach`.
 
-    Raises what `attach` raises, when training begins. `monitor` is there from then on.
+    Raises what `attach` raises, when training begins. `monitor` is set from then on.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -112,22 +112,22 @@ class SentinelCallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The first one begins an evaluation: the Trainer does not say so by itself."""
+        """Begin the evaluation phase at the first prediction step: the Trainer does not announce an evaluation."""
         if self.monitor is not None and not self._evaluating:
             self._evaluating = True
             self._phase.enter_context(self.monitor.phase("evaluation"))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """Training again; what the evaluation found is logged."""
+        """End the evaluation phase, and pass on what was found."""
         self._end_evaluation()
         self._hand_on(known.get("metrics"))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """The Trainer logs its numbers."""
+        """Pass on the numbers that the Trainer logs."""
         self._hand_on(known.get("logs"))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Training again, also where an evaluation was broken off."""
+        """End the evaluation phase, also if the evaluation was broken off."""
         self._end_evaluation()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
