@@ -84,7 +84,7 @@ def _read(path: Path) -> Any:
 
 
 def _count_steps(trainer: Any) -> int | None:
-    """Return the steps of the whole run; None if it has no end, or if Lightning counts those of several optimizers
+    """Return the steps of the whole run; None if it has no end, or if Lightning counts those of each optimizer
     apart."""
     total = trainer.estimated_stepping_batches if len(trainer.optimizers) == 1 else -1
     return int(total) if 0 < total < float("inf") else None

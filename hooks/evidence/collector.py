@@ -104,8 +104,7 @@ class EvidenceCollector:
             self._recent.add(seq, read_loss, call)
 
     def _find_bad_data(self, found: Provenance) -> Provenance | None:
-        """Return what was bad in the batch of the first step whose loss was not finite, but known too late to run it
-        again.
+        """Return what was bad in the first batch whose loss was not finite, if that was known too late to run it again.
 
         None: nothing in it would explain the loss.
         """
@@ -119,8 +118,8 @@ class EvidenceCollector:
         )  # fmt: skip
 
     def _read_step(self, step: Step) -> tuple[bool, bool]:
-        """Read the values of a step that are on a device; return whether the loss is finite, and whether any value is
-        not.
+        """Read the values of a step that are on a device. Returns (whether the loss is finite, whether any value is
+        not).
 
         Once for each question: this waits for the device, and the loop is known to be broken already.
         """

@@ -251,7 +251,7 @@ def _eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unreentrant() -> Iterator[None]:
-    """Run reentrant checkpoints as others: they need `backward`, which adds to gradients and triggers what waits for
+    """Run reentrant checkpoints as others. They need `backward`, which adds to gradients and triggers what waits for
     them."""
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:

@@ -38,8 +38,7 @@ log-sum-exp with infinity.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _LABEL = "sentinel_module"
 _TRACEBACK = "traceback_"
-"""Key under which anomaly detection keeps the stack of the forward pass
-(torch/csrc/autograd/python_anomaly_mode.cpp)."""
+"""Key of the forward pass's stack in anomaly detection (torch/csrc/autograd/python_anomaly_mode.cpp)."""
 
 
 class TracedCollective(Exception):

@@ -182,8 +182,7 @@ def _by_name(before: _Sizes, after: _Sizes, steps: int) -> list[Holder]:
 
 
 def _sizes() -> _Sizes:
-    """Return the sizes of all names within reach: variables of frames and of the user's modules, and their
-    attributes."""
+    """Return the sizes of all names within reach: variables of frames and user modules, and their attributes."""
     found: _Sizes = {}
     for owner, (what, line), values in _names():
         for name, value in values.items():

@@ -189,8 +189,7 @@ def _place(holder: Any, held: Any) -> str:
 
 
 def mark_loss(loss: Tensor, step: int) -> None:
-    """Mark the graph of a loss with its step, also that of the loss before it was divided or scaled for the backward
-    pass."""
+    """Mark the graph of a loss with its step, also that of the loss before division or scaling."""
     node: Any = loss.grad_fn
     while node is not None:
         node.metadata[_MARK] = step

@@ -1,5 +1,4 @@
-"""How the ranks agree to roll back, or to leave: all at the exit of one step, or none, whichever process fails
-meanwhile.
+"""How the ranks agree to roll back, or to leave: all at the exit of one step, or none, whichever process fails.
 
     daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late; it
                                       is silent while it is bound by another
@@ -159,8 +158,7 @@ _PREFIX = "sentinel/rollback/"
 
 
 class InDoubt(Exception):
-    """It cannot be found out whether the other ranks restore: this rank said that it is ready, and then lost the
-    store."""
+    """Whether the other ranks restore cannot be found out: this rank said that it is ready, and then lost the store."""
 
 
 class Ballot(Protocol):

@@ -71,10 +71,9 @@ class CommonSnapshots:
         self._floor = -1
 
     def note(self, own: Collection[int], steps: Iterable[int], floor: int) -> None:
-        """Note that all nodes hold these `steps`, and know that none needs a step older than `floor`; -1: that is not
-        known.
+        """Note that all nodes hold these `steps`, and know that none needs a step older than `floor`.
 
-        `own`: the steps that this node has. The news may be from before a rollback.
+        `floor` -1: that is not known. `own`: the steps that this node has. The news may be from before a rollback.
         """
         if floor in own:
             self._floor = max(self._floor, floor)
@@ -98,8 +97,8 @@ class CommonSnapshots:
         return [step for step in rest if step < self._floor] + [step for step in unknown[AHEAD:] if step not in spread]
 
     def _list_spread(self, line: Sequence[int]) -> set[int]:
-        """List the newest two multiples of each power of two, counted from the attempt's first step, as all nodes
-        do."""
+        """List the newest two multiples of each power of two, counted from the attempt's first step, as on all
+        nodes."""
         ordinals = [step - self._first for step in line if step >= self._first]
         spread = set()
         for bits in range(max(ordinals, default=0).bit_length() + 1):

@@ -163,7 +163,7 @@ class Restorer(StepGuard):
         self._raise_if_stopped(seq)
 
     def pause(self) -> None:
-        """Finish a copy that is under way, and what is still to be copied for the disk: a CUDA graph is about to be
+        """Finish a copy that is under way, and what is still to be copied for the disk, before a CUDA graph is
         captured."""
         try:
             if self._ring.copying:
@@ -174,7 +174,7 @@ class Restorer(StepGuard):
             self._fail(fault)
 
     def suspect(self) -> None:
-        """Note that the hooks saw something odd: at most one new snapshot is taken until the daemon has had time to
+        """Note that the hooks saw something odd. At most one new snapshot is taken until the daemon has had time to
         judge.
 
         In a loop of 1 ms steps, the ring would be full of broken snapshots before the daemon's word arrives. One is no
@@ -354,7 +354,7 @@ class Restorer(StepGuard):
         super().close()
 
     def _fail(self, fault: Exception) -> None:
-        """Handle a fault in taking a snapshot: after a passing error another may be taken; any other fault disarms
+        """Handle a fault in taking a snapshot. After a passing error another may be taken; any other fault disarms
         rollback."""
         fault_guard.let_through(fault)
         if not is_passing(fault):

@@ -42,8 +42,7 @@ class EventRouter:
         self._pass_filter = PassFilter(parts[0].layers) if len(parts) == 1 else None
         """None where several optimizers share the passes: gradients that one clears, another may need."""
         self._may_be_ours = True
-        """Whether the present pass may be this run's: the model ran since its last step, or its forward passes are
-        never seen."""
+        """Whether the present pass may be this run's: the model ran since its last step, or is never seen to run."""
         self._steps: list[tuple[StepAccumulator, int]] = []
         """The other runs of this process, with the number of their steps at the end of the last pass."""
 
@@ -143,8 +142,7 @@ class OptimizerMonitors:
     """The streams of one run whose optimizers are still there. Read on any thread."""
 
     def __init__(self, parts: Sequence[OptimizerMonitor] = (), gathering: BackwardGathering | None = None) -> None:
-        """`parts`: one for each optimizer; `gathering` merges them where the optimizers step inside the backward
-        pass."""
+        """`parts`: one for each optimizer; `gathering` merges them if the optimizers step in the backward pass."""
         self._parts = [weakref.ref(part) for part in parts]
         self.gathering = gathering
 

@@ -136,8 +136,7 @@ def _choose_address(client: StoreClient, asked: wire.FindMeeting) -> str:
 
 
 def _read_offer(client: StoreClient, key: str) -> str | None:
-    """Return node 1's address; None if it offered none, or if another program wrote something that is not an
-    address."""
+    """Return node 1's address; None if it offered none, or if another program wrote some other text."""
     try:
         offer = _read(client, key)
         is_address = offer is not None and split_addresses(offer.address, key) == (offer.address,)

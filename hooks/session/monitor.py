@@ -75,11 +75,11 @@ class Monitor:
             self._enter_phase("")
 
     def stage(self, name: str) -> None:
-        """Announce that from the next step on the task or the data change on purpose: the next part of a curriculum,
-        longer sequences, another mixture.
+        """Announce that from the next step on the task or the data change on purpose.
 
-        Rules over losses, gradients, updates and times start over there, as at the start of a run; their open incidents
-        end; and no rollback goes back across it. With several ranks all may call it: it counts once.
+        For example at the next part of a curriculum, for longer sequences, or for another mixture. Rules over losses,
+        gradients, updates and times start over there, as at the start of a run; their open incidents end; and no
+        rollback goes back across it. With several ranks all may call it: it counts once.
         """
         if self._session is not None:
             with self._session.accumulator.unseen.swallow_faults("stages", "the new stage is not seen"):

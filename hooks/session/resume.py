@@ -129,7 +129,7 @@ def resume(
 
 
 def _begin_line(folder: Path, after: int, damaged: Collection[int], exchange: RankExchange) -> None:
-    """Begin a new line of snapshots, once all ranks have gone back: younger ones are set aside, later ones belong
+    """Begin a new line of snapshots, once all ranks have gone back. Younger ones are set aside, later ones belong
     together."""
     if exchange.rank == 0:
         _set_aside(folder, after, damaged)

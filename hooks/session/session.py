@@ -226,8 +226,7 @@ class RunSession:
 
     @property
     def guard(self) -> StepGuard | None:
-        """Does what was promised at the exits of steps; None where steps are inside the backward pass, or no more
-        come."""
+        """Does what was promised at the exits of steps; None if steps are in the backward pass, or no more come."""
         return self._guard() if self._guard is not None else None
 
     @property
@@ -381,8 +380,7 @@ class RunSession:
         self.sender.post(wire.PhaseChanged(name=said, seq=self.next_seq, time=time.time()))
 
     def expect_trial_passes(self) -> None:
-        """Expect trial passes: attached before the first step, passes whose gradients are cleared again before it were
-        trials."""
+        """Expect trial passes before the first step: those whose gradients are cleared again before it."""
         if self._listening is not None:
             self._listening.expect_trial_passes()
 

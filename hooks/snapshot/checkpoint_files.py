@@ -330,8 +330,7 @@ class _Loading:
         return cell
 
     def _spread(self, reference: Reference, shape: torch.Size) -> MemorySpan:
-        """Return how the tensor is to be laid out here: as its parameter, or as it was then, over the ranks that there
-        are."""
+        """Return how the tensor is to be laid out here: as its parameter, or as it was then, over the present ranks."""
         from torch.distributed.tensor import zeros
 
         lies = [own for name, p in self._parameters.items() if name in reference.key.split("/") and (own := spread(p))]

@@ -62,8 +62,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     present: bool = True
     empty_ancestor: str = ""
-    """If the directory is absent, the nearest ancestor that exists, if it is empty: a file system may not be
-    mounted."""
+    """The nearest existing ancestor of an absent directory, if it is empty: a file system may not be mounted."""
     trouble: str = ""
     """Why the directory could not be read just now."""
     refusal: str = ""

@@ -69,8 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Version that wrote it."""
     files: dict[str, File]
     parent: int | None = None
-    """Step of the snapshot before it on its line; -1: it is the first; None: written by a version without this
-    field."""
+    """Step of the snapshot before it on its line; -1: it is the first; None: written without this field."""
     ranks: tuple[int, ...] = ()
     """The ranks in it, those of one node of several; (): all ranks are in it."""
     node: int = -1
@@ -202,7 +201,7 @@ def _describe_foreign(file: Path, manifest: object) -> str:
 
 
 def classify_error(error: OSError) -> State:
-    """Classify a snapshot by the error of reading one of its files: only that the file is missing says anything about
+    """Classify a snapshot by the error of reading one of its files. Only that the file is missing says anything about
     it."""
     return "incomplete" if error.errno == errno.ENOENT else "unreadable"
 

@@ -92,8 +92,10 @@ def estimate_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.O
 
 
 def round_up_pinned(size: int) -> int:
-    """Return the bytes that torch takes for pinned memory of this size: a power of two
-    (ATen/core/CachingHostAllocator.h)."""
+    """Return the bytes that torch takes for pinned memory of this size: a power of two.
+
+    See ATen/core/CachingHostAllocator.h.
+    """
     return 1 << (size - 1).bit_length() if size else 0
 
 

@@ -26,8 +26,8 @@ class Weights(Part):
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._models, self._optimizers = models, optimizers
         self.names: dict[int, str] = {}
-        """Names, by id of the parameter, when a snapshot was taken last: between steps FSDP2 puts other parameters into
-        the model."""
+        """Names, by id of the parameter, at the last snapshot: between steps FSDP2 puts other parameters into the
+        model."""
 
     def live(self) -> dict[int, tuple[Tensor, str]]:
         """Return the parameters that have elements, by identity, so that tied ones come once.

@@ -238,8 +238,7 @@ class Recorder(DaemonConnection):
 
 
 def name_file(template: str, identity: wire.Identity) -> Path:
-    """Return the file of a rank: its number replaces `{rank}` in the name, or else is appended where there are
-    several."""
+    """Return the file of a rank: its number replaces `{rank}` in the name, or else is appended if there are several."""
     if "{rank}" in template:
         return Path(template.replace("{rank}", str(identity.rank)))
     return Path(f"{template}.{identity.rank}" if identity.world_size > 1 else template)
