@@ -19,26 +19,26 @@ class Rollback:
     every: int = 200
     """Steps from one snapshot to the next."""
     keep: int = 2
-    """Snapshots in host memory, of one model + optimizer state each."""
+    """Number of snapshots in host memory, each of one model + optimizer state."""
     margin: int = 100
     """Steps that the run must have stayed healthy after a snapshot for it to be good."""
     skip_batches: int = 0
-    """Batches to leave out after a rollback, besides those already used."""
+    """Number of batches to leave out after a rollback, besides those already used."""
     lr_factor: float = 1.0
     """Learning rates are multiplied by this at each rollback, for the rest of the run."""
     budget: int = 3
-    """Rollbacks that may be made in one stretch of trouble; then the run is stopped. One counts no longer once the run
-    has been healthy after it for `10 * margin` steps, and for `keep * every + margin`."""
+    """Most rollbacks in one stretch of trouble; then the run is stopped. A rollback no longer counts once the run has
+    been healthy after it for `10 * margin` steps, and for `keep * every + margin`."""
     state: Mapping[str, Stateful] = field(default_factory=lambda: MappingProxyType({}))
-    """Whatever else belongs to the run and has state_dict / load_state_dict: an EMA, a sampler."""
+    """Anything else that belongs to the run and has state_dict / load_state_dict: an EMA, a sampler."""
 
     directory: str | os.PathLike[str] | None = None
-    """Where snapshots are kept on disk too, for `sentinel.resume`. One directory a run, yours alone. Over several nodes
-    one that all share, or a disk of each node's own."""
+    """Where snapshots are kept on disk too, for `sentinel.resume`: one directory for each run, yours alone. Over
+    several nodes, one that all share, or a disk of each node's own."""
     disk_every: int = 5
-    """Snapshots from one that is written to disk to the next. Only good ones are, `margin` steps after being taken."""
+    """Every how many snapshots one is written to disk. Only good ones are, `margin` steps after they were taken."""
     disk_keep: int = 2
-    """Snapshots on disk. Over several nodes each keeps some more (docs/rollback.md)."""
+    """Number of snapshots on disk. Over several nodes each keeps some more (docs/rollback.md)."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("keep", 2), ("margin", 0), ("skip_batches", 0), ("budget", 0),

@@ -240,7 +240,7 @@ def _kinds(optimizers: Sequence[Any]) -> str:
 
 
 def _limits() -> dict[str, int | str]:
-    """Return the bytes of host and device memory, as far as the system says, and what limits the host's most."""
+    """Return the bytes of host and device memory, as far as the system says, and what limits the host's memory most."""
     host = memory_limit()
     limits: dict[str, int | str] = {"memory_limited_by": memory_left()[1]}
     if host < float("inf"):

@@ -37,7 +37,7 @@ def add(session: RunSession) -> None:
 
 
 def count_sessions() -> int:
-    """How many sessions this process has had."""
+    """Return how many sessions this process has had."""
     return _made
 
 

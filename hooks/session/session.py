@@ -140,7 +140,7 @@ class RunSession:
         start_thread(self.sender)
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
-        """Remove hooks and patches, send what is queued and the goodbye. On the training thread."""
+        """Remove hooks and patches, send what is queued and the goodbye, which is sent once. On the training thread."""
         ended, streams = self.ended, (*self._streams.parts, *self.streams)  # these call the user's functions
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")

@@ -99,7 +99,7 @@ class PassOver(msgspec.Struct, frozen=True):
 class PassParts(msgspec.Struct, frozen=True):
     """Pass over these steps, the youngest first: not all ranks have a part of them.
 
-    `older`: whether there is an older one of which they may.
+    `older`: whether there is an older step of which they do.
     """
 
     steps: tuple[int, ...]

@@ -288,7 +288,7 @@ _OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_op
 
 @dataclass(frozen=True)
 class OfParameter:
-    """Stands on disk for a parameter that is a key."""
+    """Stands on disk for a parameter that is a dictionary key."""
 
     name: str
 

@@ -213,7 +213,7 @@ class _Launch:
 
     @property
     def running(self) -> bool:
-        """Whether the program is starting or running."""
+        """Whether the program was started, and neither serves nor has ended yet."""
         child = self._child.poll()
         if self._words < 0:
             return False

@@ -23,7 +23,7 @@ HELD_BACK = frozenset({signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
 def main(words: int, program: list[str]) -> None:
     """Start the program and report on `words` how it ended. Raises OSError if it cannot be started."""
     os.set_inheritable(words, False)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would be so in the program, too, and the status lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the program inherits that and the status is lost
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     if os.fork():
         os._exit(0)
