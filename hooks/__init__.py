@@ -1,4 +1,4 @@
-"""Code that runs inside the training process. Imports torch, msgspec and the leaves of `sentinel`, no others of ours.
+"""What runs inside the training process. Imports torch, msgspec and the leaves of `sentinel`, nothing else of ours.
 
 optimizer step -> optimizer monitor (probes) -> records -> sender -> the daemon's socket
 the daemon's command -> sender -> session -> governor, terminal, restorer -> applied at the exit of a step
