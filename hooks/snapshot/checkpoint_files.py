@@ -129,7 +129,7 @@ def load(path: Path, rank: int, parameters: Mapping[str, Tensor], ranks: Sequenc
     """Read the state by names, as `write` got it, for the rank that asks.
 
     `parameters` are the live ones, by name: DTensors of the snapshot get their layout. `ranks`: the snapshot is the
-    part of these, and each of them finds itself as it was. Raises RollbackError.
+    part of these, and each of them gets the state that it wrote. Raises RollbackError.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -164,7 +164,7 @@ def list_published(place: Path) -> list[DiskSnapshot]:
 
 
 def read_manifest(path: Path) -> Manifest | Seen:
-    """Read the manifest of the snapshot at `path`; if there is none to be had, return what is seen without it."""
+    """Read the manifest of the snapshot at `path`; if it cannot be read, return what is seen without it."""
     file = path / MANIFEST
     try:
         if path.is_symlink():

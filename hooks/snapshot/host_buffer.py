@@ -334,7 +334,7 @@ if _read is not None:
 
 
 def copy_bytes(to: int, source: int, nbytes: int) -> bool:
-    """Copy so many bytes from address `source` to address `to`, without the GIL. Returns whether all were there.
+    """Copy `nbytes` bytes from address `source` to address `to`, without the GIL. Returns whether all were there.
 
     If this call does not exist, or is forbidden (seccomp), memmove copies, and trusts that they are.
     """

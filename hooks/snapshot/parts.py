@@ -253,7 +253,7 @@ _MOVING = {
 def rename_parts(named: Mapping[str, Any], parts: Sequence[Part], schedulers: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return what was read from disk under today's names: older versions numbered schedulers in no order.
 
-    Raises RollbackError if it cannot be told which is which.
+    Raises RollbackError if they cannot be matched.
     """
     result = {name: value for name, value in named.items() if not _OLD_SCHEDULER.fullmatch(name)}
     if "extra_state" not in result and any(part.name == "extra_state" for part in parts):

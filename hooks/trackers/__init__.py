@@ -72,7 +72,7 @@ class Tracker(Protocol):
 
 
 def make_mark(alert: Mapping[str, Any]) -> IncidentMark | None:
-    """Make the mark of an alert, as `on_alert` gets it. None: the alert tells no begin or end of an incident."""
+    """Make the mark of an alert, as `on_alert` gets it. None: it is neither the begin nor the end of an incident."""
     name, summary = str(alert["alert"]), str(alert["summary"])
     if alert["event"] == "fired":
         text = f"{alert['severity']} {name} at step {alert['step']}: {summary}"

@@ -215,7 +215,7 @@ class StepQueue:
         self.records.append(record)
 
     def take(self, most: int) -> list[Record]:
-        """Return the next steps of one optimizer whose values have arrived, in order; at most so many."""
+        """Return up to `most` next steps of one optimizer whose values have arrived, in order."""
         records: list[Record] = []
         while len(records) < most and (waiting := self._first or self.records):
             try:
