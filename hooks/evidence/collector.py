@@ -88,7 +88,7 @@ class EvidenceCollector:
             loss_finite, broken = self._read_step(step)
         if not broken:
             return
-        if not self.asked and (withheld or step.seq < self._not_before or self._held == MOST):
+        if not self.asked and (withheld or step.seq < self._not_before or self._held >= MOST):
             return
         self.asked, self._waited, self._not_before = False, False, step.seq + PAUSE_STEPS
         self._held += 1
