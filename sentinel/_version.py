@@ -1,3 +1,3 @@
-"""The version of the package, of which pyproject.toml reads it too."""
+"""The version of the package; pyproject.toml reads it from here."""
 
 __version__ = "0.1.0"

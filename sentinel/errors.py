@@ -21,9 +21,9 @@ EXIT_STOPPED = 86
 EXIT_BY_RULE = 87
 """Exit status of a run that an alert with the action `stop` ended, on all ranks."""
 EXIT_LEFT_OUT = 88
-"""Exit status of `sentinel run` on a node without which the job goes on (`--allow-shrink`)."""
+"""Exit status of `sentinel run` on a node that the job goes on without (`--allow-shrink`)."""
 EXIT_UNFINISHED = 85
-"""Exit status of `sentinel run` where it ended the job, or has no restart left: elsewhere, or later, it may go on."""
+"""Exit status of `sentinel run` where it ended the job or has no restart left: the job may go on elsewhere or later."""
 
 
 class SentinelError(Exception):
@@ -31,19 +31,19 @@ class SentinelError(Exception):
 
 
 class AttachError(SentinelError):
-    """`sentinel.attach` was given something that it cannot watch."""
+    """Raised where `sentinel.attach` was given something that it cannot watch."""
 
 
 class UnknownArgumentError(AttachError, TypeError):
-    """`sentinel.attach` has no argument of this name."""
+    """Raised for an argument that `sentinel.attach` does not have."""
 
 
 class ConfigError(SentinelError):
-    """A setting, a path or a permission is not as it must be."""
+    """A setting, a path or a permission is wrong."""
 
 
 class DamageError(ConfigError):
-    """A history does not hold what was written: unlike a locked one, it can never be read."""
+    """A history does not hold what was written: unlike a locked history, it can never be read."""
 
 
 class ProtocolError(SentinelError):
@@ -59,23 +59,23 @@ class StateError(RollbackError):
 
 
 class LogError(SentinelError):
-    """A recorded run cannot be read, or is none."""
+    """A recorded run cannot be read, or the file is not a recorded run."""
 
 
 class RuleError(SentinelError):
-    """A rule file is wrong. Prints as `file:line:column: what is wrong; the fix`, or without a place, where `line` is
-    0: it is about the file as a whole."""
+    """A rule file is wrong. Prints as `file:line:column: what is wrong; the fix`. With `line` 0 the error is about the
+    file as a whole, and the line and column are left out."""
 
     def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:
         self.message, self.file, self.line, self.column = message, file, line, column
         self.others: tuple[RuleError, ...] = ()
-        """Further mistakes in that file, in its order."""
+        """Further mistakes in the same file, in the order in which they stand there."""
         super().__init__(f"{file}:{line}:{column}: {message}" if line else f"{file}: {message}")
 
 
 class RunStopped(SystemExit):
-    """Raised at the exit of an optimizer step: the rollback budget is spent (`EXIT_STOPPED`), or a rule has the action
-    `stop` (`EXIT_BY_RULE`)."""
+    """Raised at the exit of an optimizer step to end the run: the rollback budget is spent (`EXIT_STOPPED`), or a rule
+    has the action `stop` (`EXIT_BY_RULE`)."""
 
     def __init__(self, reason: str, status: int = EXIT_STOPPED) -> None:
         self.reason, self.status = reason, status

@@ -1,7 +1,7 @@
-"""Which logged column is which metric: as the user says, by its own name, or by the names that trainers use.
+"""Find which logged column is which metric: by the user's mapping, by its own name, or by names that trainers use.
 
-A leaf: the log reader and the integrations of the hooks share one table. It also tells reinforcement learning by what
-is logged.
+A leaf: the log reader and the integrations of the hooks share one table. It also recognises reinforcement learning by
+the columns that are logged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "rss_bytes": ("rss",),
     "memory_allocated_bytes": ("mem_alloc_bytes", "mem_allocated_bytes"),
     "memory_reserved_bytes": ("mem_reserved_bytes",),
-    # Reinforcement learning, as TRL, Stable-Baselines3, CleanRL, RLlib, verl, OpenRLHF and Tianshou log it.
+    # Reinforcement learning, with the names that TRL, Stable-Baselines3, CleanRL, RLlib, verl, OpenRLHF and Tianshou
+    # log.
     "reward": (
         "ep_rew_mean", "episode_reward", "ep_reward", "mean_reward", "reward_mean", "avg_reward", "average_reward",
         "episode_reward_mean", "rlhf_reward", "rewards/mean", "score/mean", "return", "returns", "episode_return",
@@ -64,48 +65,48 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "entropy": ("entropy_loss", "policy_entropy", "entropy_avg", "ent", "loss/ent"),
     "kl": ("objective/kl", "kl_loss", "mean_kl"),
 }  # fmt: skip
-"""Metric -> names of it, the surest first; in lower case, with `_` for blanks and dashes. Where a log has the metric's
-own name, that one counts; evaluation's losses (`val_loss`, `eval_loss`) never do."""
+"""Metric -> its other names, the surest first; in lower case, with `_` for blanks and dashes. Where a log has the
+metric's own name, that column is taken; losses of an evaluation (`val_loss`, `eval_loss`) never are."""
 
 SIGNS = frozenset({"reward", "episode_length", "approx_kl", "value_loss"})
-"""Metrics that reinforcement learning logs, and little else does."""
+"""Metrics that are logged in reinforcement learning and in little else."""
 HINTS = frozenset({"exploration_rate", "clip_fraction", "completion_length", "critic_loss", "entropy", "kl"})
-"""Metrics that it logs as well. Others do too: differential privacy has an epsilon and clips, language models have an
-entropy, autoencoders a divergence, GANs a critic. Alone, or with one another, they prove nothing."""
+"""Metrics that reinforcement learning logs too, but not alone: differential privacy has an epsilon and clips, language
+models have an entropy, autoencoders a divergence, GANs a critic. Alone or with one another, they prove nothing."""
 AMBIGUOUS = frozenset({"return", "returns", "value_loss"})
-"""Columns of signs that others have as well: a portfolio has a return, any model may have a value head. It takes
-another sign beside them, and not a hint."""
+"""Columns of `SIGNS` that other runs log too: a portfolio has a return, any model may have a value head. They count
+only beside another of `SIGNS`; one of `HINTS` is not enough."""
 PREFERENCES = frozenset({"rewards_chosen", "rewards_rejected", "rewards_margins", "chosen_reward", "reject_reward"})
-"""Cleaned names that are there only where pairs of answers are compared (DPO and its relatives, reward models): that
-loss comes down as any other."""
+"""Cleaned names that are logged only where pairs of answers are compared (DPO and its relatives, reward models): that
+loss falls like any other."""
 FOLDERS = frozenset({
     "actor", "charts", "critic", "env_runners", "episode", "info", "learners", "losses", "metrics", "objective",
     "policy", "rollout", "train", "update",
 })  # fmt: skip
-"""Before the names of what reinforcement learning logs. Others do not count: a decision transformer is evaluated by its
-returns (`evaluation/...`), and trained without them."""
+"""Prefixes that may stand before the metrics of reinforcement learning. Others do not count: a decision transformer is
+evaluated by its returns (`evaluation/...`), and trained without them."""
 _METRIC_OF = {name: metric for metric, names in ALIASES.items() for name in (metric, *names)}
 NAME_LETTERS = 64
-"""As many as a rule may write."""
+"""Characters that a name in a rule may have at most."""
 
 RIVALS = (
     ("loss_d", "loss_g"), ("d_loss", "g_loss"), ("disc_loss", "gen_loss"), ("discriminator_loss", "generator_loss"),
     ("errd", "errg"), ("critic_loss", "actor_loss"), ("qf_loss", "actor_loss"), ("q_loss", "policy_loss"),
 )  # fmt: skip
-"""Losses that play against each other, after the last slash: a GAN's, an actor's and its critic's. Where a log has such
-a pair and no loss of the whole, the first is the loss and the second its rival."""
+"""Pairs of losses that play against each other, by the name after the last slash: a GAN's, or a critic's and its
+actor's. Where a log has such a pair and no loss of the whole, the first is the loss and the second its rival."""
 
 _OTHER_LOSSES = frozenset({
     "val", "valid", "validation", "eval", "evaluation", "test", "dev", "best", "min", "ema", "aux", "kl", "value", "vf",
     "policy", "pg", "actor", "critic", "entropy", "router", "balance", "balancing", "z", "reg", "regularization",
 })  # fmt: skip
-"""Words in the name of a loss that is not the training loss, or only a part of it."""
+"""Words in the name of a loss that is not the training loss, or is only a part of it."""
 
 
 def choose_columns(columns: Iterable[str], wanted: Collection[str], named: Mapping[str, str]) -> dict[str, str]:
-    """Metric -> column, for the metrics that are wanted. `named` is what the user says: column -> metric.
+    """Return metric -> column for the metrics in `wanted`. `named`: the user's own mapping, column -> metric.
 
-    Raises LogError if a metric is renamed that is not there.
+    Raises LogError where `named` has a metric that is not in `wanted`.
     """
     there = list(columns)
     for column, metric in named.items():
@@ -122,13 +123,13 @@ def choose_columns(columns: Iterable[str], wanted: Collection[str], named: Mappi
                 found[metric] = plain[name]
     if "loss" not in found:
         found |= _choose_losses(free)
-    if "data_seconds" in found and "time" in plain:  # detectron2's and mmengine's pair: the whole step and its data
+    if "data_seconds" in found and "time" in plain:  # The pair of detectron2 and mmengine: the whole step and its data.
         found.setdefault("step_seconds", plain["time"])
     return {metric: column for metric, column in found.items() if metric in wanted}
 
 
 def _choose_losses(columns: Collection[str]) -> dict[str, str]:
-    """A pair of rivals, or the only loss of the training, whatever it is called."""
+    """Return a pair of rivals, or the only training loss, whatever its name; empty where there is neither."""
     last = {_plain(column).rpartition("/")[2]: column for column in columns}
     for loss, rival in RIVALS:
         if loss in last and rival in last:
@@ -138,7 +139,7 @@ def _choose_losses(columns: Collection[str]) -> dict[str, str]:
 
 
 def is_loss(column: str) -> bool:
-    """Whether a name is that of a loss of any kind: `Loss_G`, `token_nll`; no `loss_scale`."""
+    """Return whether a name is that of a loss of any kind: `Loss_G`, `token_nll`, but not `loss_scale`."""
     words = _words(column)
     return any(word == "nll" or word.endswith("loss") for word in words) and not {"scale", "scaler"} & {*words}
 
@@ -148,8 +149,8 @@ def _words(column: str) -> list[str]:
 
 
 def find_metric(column: str) -> str:
-    """The metric that a column is, by the table alone; empty where it is none. One of `FOLDERS` before what
-    reinforcement learning logs does not matter: `rollout/ep_rew_mean`."""
+    """Return the metric that a column is, by the table alone; empty where it is none. One of `FOLDERS` before a metric
+    of reinforcement learning is ignored: `rollout/ep_rew_mean`."""
     name = _plain(column)
     if name in _METRIC_OF:
         return _METRIC_OF[name]
@@ -163,8 +164,8 @@ def find_metric(column: str) -> str:
 
 
 def clean_name(column: str, taken: Collection[str] = ()) -> str:
-    """A column's name as a rule can write it: the metric's where it is one and that is not taken, else letters a-z,
-    digits and underscores. Empty where nothing is left, or that is taken as well."""
+    """Return a column's name as a rule can write it: the metric's name where it is a metric that is not taken, else
+    letters a-z, digits and underscores. Empty where nothing is left, or where that name is taken too."""
     metric = find_metric(column)
     if metric and metric not in taken:
         return metric
@@ -174,8 +175,8 @@ def clean_name(column: str, taken: Collection[str] = ()) -> str:
 
 
 def find_rl_columns(columns: Iterable[str]) -> tuple[str, ...]:
-    """The columns by which a run is reinforcement learning, one for each sign of it; none where it is not. It takes
-    two different metrics: two of `SIGNS`, or one and a hint, where its column is not ambiguous."""
+    """Return the columns that show that a run is reinforcement learning, one for each metric; none where it is not. Two
+    different metrics are needed: two of `SIGNS`, or one and a hint, where the sign's column is not ambiguous."""
     found: dict[str, str] = {}
     for column in columns:
         if clean_name(column) in PREFERENCES:

@@ -1,6 +1,7 @@
-"""Pickles from anybody: dicts, lists, tuples, strings and numbers are read; whatever would import a name is refused, so
-that nothing in them is called. The address space is limited meanwhile: a list may hold itself a million times for two
-bytes each.
+"""Read pickles from untrusted sources: dicts, lists, tuples, strings and numbers; any import is refused, so that
+nothing in them is called.
+
+The address space is limited meanwhile: a list may hold itself a million times for two bytes each.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from typing import Any
 from sentinel.errors import ConfigError
 
 _GROWTH = 60
-"""Bytes of Python objects for a byte of pickle, at most: a small dict is 64 bytes and two in the file."""
+"""Bytes of Python objects for a byte of pickle, at most: a small dict takes 64 bytes, and two in the file."""
 _ROOM = 256 * 1024**2
 
 
 def load_pickle(path: Path, content: bytes, what: str) -> Any:
-    """What a pickle holds. `path` and `what` are for words. Raises ConfigError: damaged, or it would run code."""
+    """Return what a pickle holds. `path` and `what` are for messages. Raises ConfigError if it is damaged or would run
+    code."""
     try:
         with limit_memory(len(content)):
             return _Unpickler(io.BytesIO(content)).load()
     except MemoryError:
         raise ConfigError(f"{path}: needs far more memory than its size says: not {what}") from None
-    except Exception as error:  # damaged bytes raise whatever they happen to spell
+    except Exception as error:  # damaged bytes may raise any exception
         raise ConfigError(f"{path}: not {what} ({str(error)[:200]})") from None
 
 
 @contextlib.contextmanager
 def limit_memory(size: int) -> Iterator[None]:
-    """No more address space than is used now and what a pickle of so many bytes may take. The garbage collector, off
-    meanwhile, would only slow it."""
+    """Limit the address space to what is used now plus what a pickle of `size` bytes may take. The garbage collector,
+    switched off meanwhile, would only slow the loading."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -60,7 +62,7 @@ def _address_space(room: int) -> Iterator[None]:
 
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    except (ImportError, OSError):  # not Linux: the other bounds hold
+    except (ImportError, OSError):  # not Linux: only the other bounds hold
         yield
         return
     wanted = used + room if soft == resource.RLIM_INFINITY else min(soft, used + room)

@@ -1,7 +1,7 @@
-"""The vocabulary: every signal, and all that the rest of Sentinel has to know of it.
+"""The vocabulary: every signal, and all that the rest of Sentinel needs to know about it.
 
 A leaf, and free of torch: the hooks and the daemon measure these, the rule compiler checks names against them,
-Prometheus and the docs take their units from here. A probe from another package brings its own with the hello.
+Prometheus and the docs take their units from here. A probe from another package announces its own in its hello.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Kind = Literal["gauge", "counter", "event"]
 CLOCK = -1
 
 OPENING_STEPS = 64
-"""First steps of a run, which are looked at whole: tiers 1 and 2 are sampled at each, tier 3 at every 8th."""
+"""The first steps of a run, which are examined fully: tiers 1 and 2 are sampled at each, tier 3 at every 8th."""
 OPENING_END = 512
-"""From this step on what is looked at how often is what the budget allows."""
+"""The step from which on only the budget decides how often each tier is sampled."""
 TIERS = ("losses and times", "the total gradient norm", "gradients of each layer", "weights and their updates")
-"""What each tier of `Signal` is, for people; 0 is the first."""
+"""What each tier of `Signal` is, for people; the first is tier 0."""
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -29,34 +29,36 @@ class Signal(msgspec.Struct, frozen=True):
 
     name: str
     unit: str
-    """Base units, as in Prometheus: seconds, bytes, ratio, or 1 for a bare number."""
+    """The base unit, as in Prometheus: seconds, bytes, ratio, or 1 for a bare number."""
     scope: Scope
-    """`rank`: one number a rank. `layer`: one a parameter tensor. `gpu`, `node`: one a device, one a machine."""
+    """`rank`: one number per rank. `layer`: one per parameter tensor. `gpu`, `node`: one per device, one per
+    machine."""
     combine: Combine
-    """How the run's value comes from the ranks': `any` takes a replica's; `norm` takes a replica's and adds shards in
-    squares (the signal that is `part_of` it holds the part of a rank's norm that is its own shards, where it has any).
-    """
+    """How the run's value is computed from the ranks' values: `any` takes a replica's; `norm` takes a replica's and
+    adds shards in squares (the signal that is `part_of` it holds the part of a rank's norm that comes from its own
+    shards, if it has any)."""
     tier: int
-    """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k. `CLOCK`: by the daemon, from
-    time to time, between steps."""
+    """How often it is measured. 0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k.
+    `CLOCK`: by the daemon, from time to time, between steps."""
     meaning: str
     kind: Kind = "gauge"
-    """`counter`: it only rises. `event`: of one reading only, which a scrape may miss; Prometheus gets no series of it.
-    """
+    """`counter`: it only rises. `event`: it belongs to one reading, which a scrape may miss, so Prometheus gets no
+    series."""
     staged: bool = False
     """Whether another task or other data change it: rules over it start over with a stage (`monitor.stage`)."""
     by_rank: bool = False
-    """Whether it is worth a series a rank in Prometheus; the run's value has one in any case."""
+    """Whether Prometheus gets a series for each rank; it gets the run's value in any case."""
     keep_highest: bool = False
-    """Whether its highest values stay when the history is thinned."""
+    """Whether its highest values are kept when the history is thinned."""
     compared: bool = False
-    """Of layers: whether ranks that hold replicas have the same value. Where it differs, so do their parameters."""
+    """For layers: whether ranks that hold replicas have the same value. Where it differs, so do their parameters."""
     part_of: str = ""
-    """The signal of scope rank that this one is the rank's own shards of; empty for most."""
+    """The signal of scope rank of which this one is the part from the rank's own shards; empty for most."""
 
     @property
     def undoable(self) -> bool:
-        """Whether a rollback takes it back: times, memory, and what the clock measures stay as they are."""
+        """Whether a rollback takes it back: times, memory and what the daemon measures by the clock are not taken
+        back."""
         return self.tier != CLOCK and self.unit not in ("seconds", "bytes")
 
 
@@ -91,11 +93,11 @@ def _node(name: str, unit: str, meaning: str) -> Signal:
 
 
 EXPONENTS = tuple(range(-48, 4, 4))
-"""Of two: the bounds of the histogram of gradient elements."""
+"""Exponents of two that bound the histogram of gradient elements."""
 
 
 def below(exponent: int) -> str:
-    """The signal of the share of gradient elements under 2^exponent: `grad_below_2m24`."""
+    """Return the name of the signal for the share of gradient elements under 2^exponent: `grad_below_2m24`."""
     return f"grad_below_2{'m' if exponent < 0 else 'p'}{abs(exponent)}"
 
 
@@ -593,4 +595,4 @@ _ALL = (
 )
 
 SIGNALS: dict[str, Signal] = {signal.name: signal for signal in _ALL}
-"""By name. Order is the order of the docs."""
+"""Signals by name, in the order of the docs."""
