@@ -1,4 +1,4 @@
-"""What the daemon says to a rank."""
+"""Messages from the daemon to a rank."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from sentinel.wire.parts import PROTOCOL, Message, RunSummary
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The hello fits."""
+    """The daemon accepts the hello."""
 
     protocol: int = PROTOCOL
     version: str
     notes: tuple[str, ...] = ()
     keeps: bool = False
-    """`Kept` will follow: the rank holds on to what it sent until then, for the daemon that comes after this one."""
+    """Whether `Kept` will follow: until then the rank holds on to what it sent, for the daemon that comes after this
+    one."""
     signals: bool = True
-    """The daemon can signal this process, and so have its stacks dumped at any time."""
+    """Whether the daemon can signal this process, and so have its stacks dumped at any time."""
     heeds_stop_on: bool = False
-    """`Hello.stop_on` is heeded: earlier versions pass over it."""
+    """Whether `Hello.stop_on` is obeyed: earlier versions ignore it."""
     trackers: tuple[str, ...] = ()
     """Names of the trackers that the settings switch on: rank 0 marks incidents there."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """The hello does not fit. The rank prints the reason once and stays away."""
+    """The daemon rejects the hello. The rank prints the reason once and does not connect again."""
 
     protocol: int = PROTOCOL
     reason: str
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
-    """Text for the training terminal; rank 0 gets it. `alert` is what `monitor.on_alert` hands to the user.
-
-    Either may be empty: a line that is no alert, an alert of which the terminal is not told."""
+    """Text for the training terminal, sent to rank 0. `alert` is passed to the user's `monitor.on_alert`. Either may be
+    empty: a line that is no alert, or an alert that is not shown in the terminal."""
 
     id: str = ""
-    """What was shown under this id is not shown again: a daemon that was restarted cannot know. Empty: always shown."""
+    """Key of the notice: the rank shows an id only once, as a restarted daemon cannot know what was shown. Empty:
+    always shown."""
     text: str
     alert: dict[str, Any] = {}
 
@@ -48,7 +49,7 @@ class Kept(Message, frozen=True, kw_only=True, tag="kept"):
 
 
 class Closing(Message, frozen=True, kw_only=True, tag="closing"):
-    """Answer to a goodbye, before all is kept: what the run came to. None: no step of it was judged."""
+    """Answer to a goodbye, before everything is written: the summary of the run. None: no step of it was judged."""
 
     summary: RunSummary | None
 
@@ -58,41 +59,42 @@ class Attend(Message, frozen=True, kw_only=True, tag="attend"):
 
     steps: int
     rare: bool = False
-    """And tier 3 at some of them."""
+    """Whether to sample tier 3 as well, at some of these steps."""
 
 
 class Withhold(Message, frozen=True, kw_only=True, tag="withhold"):
-    """A rule that may roll back is pending or firing: take no snapshot in the next `steps` steps. 0: it is over."""
+    """A rule that may roll back is pending or firing: take no snapshot in the next `steps` steps. 0: take them
+    again."""
 
     steps: int
 
 
 class DaemonCost(Message, frozen=True, kw_only=True, tag="daemon-cost"):
-    """What the daemon itself costs: it counts against the budget of the rank's governor."""
+    """The daemon's own cost, which counts against the budget of the rank's governor."""
 
     share: float
-    """CPU seconds a second that it uses for this rank."""
+    """CPU seconds per second that the daemon uses for this rank."""
 
 
 class Spacing(Message, frozen=True, kw_only=True, tag="spacing"):
-    """One spacing for all ranks, from step `at` on. Powers of two, by tier."""
+    """The common spacing of all ranks by tier, from step `at` on. Powers of two."""
 
     at: int
     tiers: dict[str, int]
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
-    """Promise to stop at the exit of step `at` and wait for the verdict; `to` is the snapshot meant, -1: none."""
+    """Promise to stop at the exit of step `at` and wait for the verdict; `to` is the snapshot to restore, -1: none."""
 
     id: int
     at: int
     to: int
     stops: bool = False
-    """Not to go back but to leave the run there. Sent only where all ranks say `Hello.takes_stop`."""
+    """Whether the run ends there instead of going back. Sent only where all ranks say `Hello.takes_stop`."""
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """All ranks promised: restore, or leave."""
+    """All ranks promised: restore the snapshot, or end the run."""
 
     id: int
     skip_batches: int = 0
@@ -109,14 +111,14 @@ class Abort(Message, frozen=True, kw_only=True, tag="abort"):
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """End the run at the exit of the next step, in these words. Sent only where the user armed a rollback."""
+    """End the run at the exit of the next step, for this reason. Sent only where the user armed a rollback."""
 
     reason: str
 
 
 class Held(Message, frozen=True, kw_only=True, tag="held"):
-    """Every rank holds the snapshot of `seq`: it is worth more than one that some ranks lack. Sent to runs of several
-    ranks."""
+    """Every rank holds the snapshot of `seq`: it is worth more than a snapshot that some ranks lack. Sent in runs of
+    several ranks."""
 
     seq: int
 
@@ -127,27 +129,28 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     id: int
     seq: int
     step: int
-    """The user's number of it."""
+    """The user's number of that step."""
     run: str
     run_id: str
     attempt: int
     ranks: tuple[int, ...] = ()
-    """All ranks of this node, rising, where the run has others: these write a part. (): all are here."""
+    """All ranks of this node, rising, where the run has ranks on other nodes: these write a part. (): all ranks are
+    here."""
     on_all: tuple[int, ...] = ()
-    """Steps whose snapshot all nodes are known to hold."""
+    """Steps whose snapshot is known to be held by all nodes."""
     floor: int = -1
-    """Steps before it are not needed by any node: all know that they hold enough later ones."""
+    """The step before which no node needs a snapshot: all know that they hold enough later ones."""
 
 
 class CancelPublish(Message, frozen=True, kw_only=True, tag="cancel-publish"):
-    """A rank could not write its part of this `Publish`: the others need not wait for it. Earlier versions pass it
-    over, and wait."""
+    """A rank could not write its part of this `Publish`: the others need not wait for it. Earlier versions ignore this
+    message, and wait."""
 
     id: int
 
 
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):
-    """On-demand evidence: stacks, a census, a provenance run."""
+    """Ask for evidence on demand: stacks, a census, a provenance run."""
 
     id: int
     what: str
@@ -155,16 +158,17 @@ class Ask(Message, frozen=True, kw_only=True, tag="ask"):
 
 
 class FindMeeting(Message, frozen=True, kw_only=True, tag="find-meeting"):
-    """Find out where the nodes of this job meet, by the process group's store: rank 0 writes it there, with what the
-    first rank of node 1 wrote before; the first ranks of the other nodes read it. Sent to those alone."""
+    """Find out where the nodes of this job meet, by the process group's store: rank 0 writes its answer there, with
+    what the first rank of node 1 wrote before; the first ranks of the other nodes read it. Sent only to those ranks."""
 
     nodes: int
-    """Of the job."""
+    """Number of nodes of the job."""
     address: str = ""
-    """Where this node's daemon listens already; empty: nowhere."""
+    """The address at which this node's daemon listens already; empty: it does not listen."""
     port: int = 0
-    """For it to listen on, else; 0: any free one."""
+    """The port for it to listen on otherwise; 0: any free one."""
     secret: str = ""
-    """For the other nodes; empty: all have one of their own."""
+    """The secret for the other nodes; empty: each node has one of its own."""
     offers: bool = False
-    """Whether it would listen at a second address, of node 1. An earlier version does not say, and does not."""
+    """Whether this daemon would listen at a second address, that of node 1. Earlier versions neither send this nor do
+    it."""

@@ -1,4 +1,5 @@
-"""What ranks collect at an incident: the shapes in which it travels, lies in a case and is read by the catalogue.
+"""The shapes of the evidence that ranks collect at an incident: as it is sent, stored in a case and read by the
+catalogue.
 
     Provenance       where the first value that is not finite came from: one re-run of the step's batch
     Census           who holds what grows from step to step: two counts of what Python holds
@@ -35,27 +36,28 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     phase: Literal["forward", "backward", ""] = ""
     module: str = ""
-    """Qualified name; empty: the model itself."""
+    """Qualified name of the module; empty: the model itself."""
     kind: str = ""
     """Class of the module."""
     operation: str = ""
-    """Of PyTorch: `aten.log`; in the backward pass with the node of the graph: `aten.div in SqrtBackward0`."""
+    """PyTorch's operation: `aten.log`; in the backward pass with the node of the graph: `aten.div in SqrtBackward0`."""
     line: str = ""
-    """`file:line` of the code that called it, the user's where there is one."""
+    """`file:line` of the code that called it, in the user's code if possible."""
     tensors: tuple[str, ...] = ()
     """Inputs, parameters or buffers that are not finite."""
     inputs_finite: bool | None = None
-    """Of the module's operation; of the model, where the origin is the data."""
+    """Whether the inputs of the module's operation are finite; of the model, where the origin is the data."""
     weights_finite: bool | None = None
-    """All parameters of the model."""
+    """Whether all parameters of the model are finite."""
     bad_weights: tuple[str, ...] = ()
-    """Names of parameters that are not finite, the first few in the model's order."""
+    """Names of the parameters that are not finite, the first few in the model's order."""
     bad_weight_count: int = 0
     between: tuple[str, ...] = ()
-    """The last parameter that is not finite and the first that is, where those up to one are not and the rest are: a
-    backward pass broke between the two, and its update was applied."""
+    """The last parameter that is not finite and the first finite one, where all up to the one are not finite and the
+    rest are: a backward pass broke between the two, and its update was applied."""
     bad_buffers: tuple[str, ...] = ()
-    """The same of buffers, as they are after the step: statistics of batch norm keep what the step put into them."""
+    """Names of the buffers that are not finite, as they are after the step: statistics of batch norm keep what the step
+    put into them."""
     exact: bool = True
     """Whether weights and batch were those of the step: the update had not been applied."""
     rerun: bool = True
@@ -65,26 +67,27 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that holds more from step to step."""
+    """A Python object that holds more from step to step."""
 
     name: str
-    """And what that is: `losses, a variable of module __main__`; `Trainer.history, an attribute of a train.Trainer`."""
+    """Its name and what it is: `losses, a variable of module __main__`; `Trainer.history, an attribute of a
+    train.Trainer`."""
     kind: str
-    """Type of the container; `tensor` where it is a tensor by itself."""
+    """Type of the container; `tensor` for a single tensor."""
     line: str = ""
     """`file:line` of the frame that has it, or of the function in whose closure it is; or the file alone."""
     length: int = 0
-    """Entries that it has."""
+    """Number of its entries."""
     entries_per_step: float = 0.0
     bytes_per_step: float = 0.0
-    """Of tensors the bytes of their storages: a view holds all of what it is a view of."""
+    """Bytes per step; for tensors, those of their storages: a view holds all of the storage that it is a view of."""
     tensors: bool = False
     """Whether its newest entries hold tensors."""
     graph: bool = False
     """Whether these hold the graph that made them, or are the end of a chain of graphs that grows."""
     nodes: int = 0
     nodes_per_step: float = 0.0
-    """Of the graph that a tensor by itself is the end of; the walk ends at 20,000."""
+    """Growth per step of the nodes of the graph that a single tensor is the end of; the count ends at 20,000."""
     example: str = ""
     """Shape and type of one of its tensors: `64x10 float32`."""
     hook: str = ""
@@ -92,29 +95,29 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Census(msgspec.Struct, frozen=True, kw_only=True):
-    """What grew between two counts, what holds graphs first, then what holds most."""
+    """What grew between two counts: first what holds graphs, then the largest holders."""
 
     seq: int
     """The step of the second count."""
     steps: int
-    """Between the two."""
+    """Steps between the two counts."""
     holders: tuple[Holder, ...] = ()
     tensors: int = 0
-    """Of all kinds that Python knows, the model's among them."""
+    """Number of all tensors that Python knows, including the model's."""
     tensor_bytes: int = 0
-    """Of their storages, each once."""
+    """Bytes of their storages, each counted once."""
     seconds: float = 0.0
-    """From the first count to the last name; it used a tenth of them at most."""
+    """Seconds from the first count to the last name; the census used a tenth of them at most."""
     missing: tuple[str, ...] = ()
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank held when an allocation failed. Bytes; 0 where they are not known."""
+    """What a rank held when an allocation failed, in bytes; 0 where a number is not known."""
 
     seq: int
-    """The step that was under way."""
+    """The step in which the allocation failed."""
     device: str
-    """`cuda`, `cpu` and so on."""
+    """Type of the device: `cuda`, `cpu` and so on."""
     phase: Literal["forward", "backward", "optimizer"]
     line: str = ""
     """`file:line` of the user's code."""
@@ -123,45 +126,47 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     gradients: int = 0
     buffers: int = 0
     optimizer: int = 0
-    """Of the optimizers' states."""
+    """Bytes of the optimizers' states."""
     allocated: int = 0
-    """In live tensors, of all kinds; on the CPU the resident set of the process."""
+    """Bytes in live tensors of all kinds; on the CPU the resident set of the process."""
     reserved: int = 0
-    """Held from the device."""
+    """Bytes that the allocator held from the device."""
     free: int = 0
-    """Bytes that no process held."""
+    """Bytes of the device that no process held."""
     limit: int = 0
-    """That there is."""
+    """Bytes that the process may take: the device's memory, a set fraction of it, or the host's limit."""
     largest_layer: str = ""
     largest_layer_bytes: int = 0
-    """Its parameters in full: where they are sharded, what a gather has to hold."""
+    """Bytes of its parameters in full: where they are sharded, what a gather has to hold."""
     gathered: bool = False
-    """Whether they are."""
+    """Whether they are gathered, being sharded."""
 
     @property
     def activations(self) -> int:
-        """What is left of the live tensors: activations, batches, work space; on the CPU the interpreter, too."""
+        """Bytes of the live tensors that nothing else explains: activations, batches, work space; on the CPU the
+        interpreter, too."""
         known = self.parameters + self.gradients + self.buffers + self.optimizer
         return max(self.allocated - known, 0)
 
     @property
     def idle(self) -> int:
-        """In the allocator's cache, and of no use for this request."""
+        """Bytes in the allocator's cache that could not serve this request."""
         return max(self.reserved - self.allocated, 0)
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """Of one layer."""
+    """The second moment of one layer."""
 
     layer: str
     gradient: float
-    """Root mean square of its gradient's elements, at that step."""
+    """Root mean square of the elements of its gradient at that step."""
     second: float
-    """Root of the mean of its second moment, corrected for bias as Adam does: in a steady run about the same."""
+    """Root of the mean of its second moment, corrected for bias as Adam does: in a steady run about the same as
+    `gradient`."""
 
     @property
     def ratio(self) -> float:
-        """How far the second moment is over the gradient; NaN where that is 0."""
+        """How many times the gradient the second moment is; NaN where the gradient is 0."""
         return self.second / self.gradient if self.gradient else float("nan")
 
 
@@ -170,7 +175,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
 
     seq: int
     layers: tuple[Moment, ...] = ()
-    """Those whose second moment is furthest over their gradient, the first few."""
+    """The layers whose second moment is furthest above their gradient, the first few."""
     usual: float = 0.0
     """Median of `second / gradient` over all layers."""
     exponents: dict[str, float] = {}

@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 KEPT = 64
-"""Collectives of a group that are kept: half of them from the first that is not over, half of them the newest."""
+"""Collectives of a group that are kept: half of them from the first that is not over on, half of them the newest."""
 GROUPS = 64
 LANES = 256
 BEFORE = 8
-"""Completed collectives that are kept from before the first one not completed."""
+"""Completed collectives that are kept from before the first that is not completed."""
 _TRANSFER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 
 
@@ -38,19 +38,19 @@ class Collective(msgspec.Struct, frozen=True):
     seq: int
     """Its number in the group."""
     op: str
-    """`all_reduce`, `barrier` and so on."""
+    """Name of the operation: `all_reduce`, `barrier` and so on."""
     sizes: tuple[tuple[int, ...], ...] = ()
     """Shapes of its inputs."""
     done: bool = False
     created: float = 0.0
-    """Unix seconds: of one rank's, the smaller the earlier it was issued."""
+    """Unix seconds at which it was created: the smaller, the earlier that rank issued it."""
     timeout: float = 0.0
     """Seconds after which the process group gives up."""
     started: bool = False
-    """The device had begun it. NCCL records that only with TORCH_NCCL_ENABLE_TIMING."""
+    """Whether the device had begun it. NCCL records that only with TORCH_NCCL_ENABLE_TIMING."""
     dtype: str = ""
     both: bool = False
-    """It has inputs and outputs: of a gather or scatter, only the root's does."""
+    """Whether it has inputs and outputs: in a gather or scatter, only the root has both."""
     place: str = ""
     """`file:line in function` from which it was issued, where the dump has stacks."""
 
@@ -69,11 +69,11 @@ class Group(msgspec.Struct, frozen=True):
     enqueued: int = 0
     """Number of the last collective that this rank issued."""
     completed: int = 0
-    """All numbers up to this one are over here; the next one is not, if it was issued."""
+    """All collectives up to this number are over on this rank; the next one is not, if it was issued."""
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """What a rank sends to another one in a group, or receives from it."""
+    """The transfers of a rank to or from another one in a group."""
 
     group: str
     peer: int
@@ -81,34 +81,34 @@ class Lane(msgspec.Struct, frozen=True):
     issued: int
     completed: int
     pending: Collective | None = None
-    """The first one not completed."""
+    """The first that is not completed."""
 
 
 class Flight(msgspec.Struct, frozen=True):
-    """What a rank did last."""
+    """The last operations of one rank."""
 
     groups: dict[str, Group] = {}
     collectives: tuple[Collective, ...] = ()
-    """Of each group, in rising order."""
+    """The last collectives of each group, in rising order."""
     batches: int = -1
     """Batches that the loader gave since it last started over; -1: not known."""
     exhausted: bool = False
-    """The loader has given its last one."""
+    """Whether the loader has given its last batch."""
     lanes: tuple[Lane, ...] = ()
     whole: bool = True
-    """The ring still has everything since the process began."""
+    """Whether the ring still has everything since the process began."""
     gloo: bool = False
-    """Of gloo: transfers are not recorded."""
+    """Whether a gloo backend was recorded, which records no transfers."""
 
     def find_issued(self, group: str, seq: int) -> Collective | None:
-        """What it issued as this number; None where it issued none, or that is forgotten."""
+        """Return what the rank issued under this number; None where it issued nothing, or the record is gone."""
         return next((each for each in self.collectives if (each.group, each.seq) == (group, seq)), None)
 
 
 def flight_of(dump: Mapping[str, Any], members: Mapping[str, Iterable[int]] | None = None) -> Flight:
-    """From a dump: a dict of `entries`, `pg_config` and `pg_status`, as JSON and pickle have it. `members`: name of a
+    """Read a dump: a dict of `entries`, `pg_config` and `pg_status`, as JSON and pickle have it. `members`: name of a
     group -> its ranks, where the dump does not say. Raises ValueError where it is no such dump."""
-    # As JSON, an empty ring has no `entries`: the general recorder of a job whose only backend is NCCL, say.
+    # In JSON, an empty ring has no `entries`: for example, the general recorder of a job whose only backend is NCCL.
     entries = dump.get("entries", [] if "version" in dump else None)
     if not isinstance(entries, list):
         raise ValueError("a flight recorder's dump has `entries`")
@@ -153,7 +153,7 @@ def flight_of(dump: Mapping[str, Any], members: Mapping[str, Iterable[int]] | No
 
 
 def merge_flights(flights: Sequence[Flight]) -> Flight:
-    """Make one of several recorders' of one rank: a group is of the first that has it."""
+    """Merge the dumps of one rank's several recorders into one; a group is taken from the first dump that has it."""
     groups: dict[str, Group] = {}
     collectives: list[Collective] = []
     for each in flights:
@@ -196,7 +196,7 @@ def _read_collective(group: str, entry: Mapping[str, Any]) -> Collective:
 
 
 def _find_place(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost frame that is not torch's own."""
+    """Return the innermost frame that is not torch's own."""
     for frame in frames[:64]:
         file = str(frame.get("filename", ""))
         if "/torch/" not in file and file.endswith(".py"):
@@ -205,18 +205,19 @@ def _find_place(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _join(earlier: Collective, later: Collective) -> Collective:
-    """Of two entries under one number: a coalesced batch, of which the later one knows the state."""
+    """Join two entries with the same number: a coalesced batch, of which the later entry knows the state."""
     return msgspec.structs.replace(
         earlier, sizes=earlier.sizes + later.sizes, done=later.done, started=later.started, both=False
     )
 
 
 def _count(own: list[Collective], status: tuple[int, int] | None) -> tuple[int, int]:
-    """Numbers of the last collective that was issued, and of the last before the first that is not over.
+    """Return the numbers of the last collective that was issued, and of the last before the first that is not over.
 
     Each entry is marked by itself, and the status may be one too low: gloo's two threads write it after they have let
-    the loop go on (in one of twenty standstills on two busy cores). It tells what the ring no longer has: entries are
-    overwritten from the oldest on, so where one that is over is left, all before it were over."""
+    the loop go on (in one of twenty standstills on two busy cores). The status is needed for what the ring no longer
+    has: entries are overwritten from the oldest on, so where an entry is left that is over, all before it were over.
+    """
     enqueued, completed = status or (-1, -1)
     enqueued = max(enqueued, max((each.seq for each in own), default=0))
     first = next((each.seq for each in own if not each.done), None)
@@ -237,7 +238,7 @@ def _keep(own: list[Collective], completed: int) -> list[Collective]:
 
 
 def _read_config(dump: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> description, members."""
+    """Return name -> description, members."""
     found = {}
     for key, config in (dump.get("pg_config") or {}).items():
         try:
@@ -252,8 +253,9 @@ def _read_config(dump: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...
 def _read_status(
     status: Mapping[Any, Any], names: Mapping[str, str], config: Mapping[str, Any]
 ) -> dict[str, tuple[int, int]]:
-    """Name -> numbers of the last collective that was issued and that came to its end. The name of an id is what its
-    entries say; where all of them are overwritten, groups were numbered in the order in which they were made."""
+    """Return name -> numbers of the last collective that was issued and of the last that is over. The entries tell
+    which name belongs to an id; where all of them are overwritten, the order counts, as groups were numbered when they
+    were made."""
     counts = {
         str(key): (
             int(each.get("last_enqueued_collective", -1)),

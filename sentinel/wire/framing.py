@@ -17,21 +17,22 @@ from sentinel.wire import command, daemon, rank
 from sentinel.wire.parts import PROTOCOL, Message
 
 FRAME_LIMIT = 16 * 1024 * 1024
-"""Bytes. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
+"""Bytes of a message, at most. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
 PLAIN_LIMIT = 1024 * 1024
-"""Bytes of a rank's message that is neither a batch nor a layer table: what it holds has no fixed type."""
+"""Bytes of a rank's message, at most, unless it is a batch or a layer table: the content of the others has no fixed
+type."""
 CONTAINERS = 200_000
-"""Maps and lists in it, of a byte each if they are empty: a million of them took 0.1 s to decode."""
+"""Maps and lists in such a message, at most. An empty one takes a byte: a million of them took 0.1 s to decode."""
 _CONTAINER = bytes(range(0x80, 0xA0))
-"""First bytes of small maps and lists (msgpack's fixmap and fixarray). In a text they belong to a letter beyond
-ASCII."""
+"""First bytes of small maps and lists (msgpack's fixmap and fixarray). In a text they are part of a non-ASCII
+character."""
 OPENING_LIMIT = 256 * 1024
-"""Most bytes of a peer's first message, before it is known who it is."""
+"""Bytes of a peer's first message, at most, before the peer is known."""
 _BULK = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5batch|\xablayer-table)", re.DOTALL)
-"""How those two begin: the type is the first field of every message."""
+"""The beginnings of a batch and a layer table: the type is the first field of every message."""
 
 _NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises at bytes that are no message: no msgpack, no UTF-8, nested without end."""
+"""Exceptions of msgspec for bytes that are no message: no msgpack, no UTF-8, or nested endlessly."""
 _LENGTH = struct.Struct(">I")
 T = TypeVar("T")
 
@@ -58,14 +59,14 @@ _TYPES = frozenset(kind.__struct_config__.tag for kind in (*get_args(FromRank), 
 
 
 class _Opening(msgspec.Struct):
-    """As much of a first message as any version can read."""
+    """The fields of a first message that any version can read."""
 
     type: str
     protocol: int
 
 
 def frame(message: Message) -> bytes:
-    """Encode one message. Raises `ProtocolError` where it is over the limit for one of its kind."""
+    """Encode one message. Raises `ProtocolError` if it is larger than a message of its kind may be."""
     body, limit = _ENCODER.encode(message), FRAME_LIMIT
     if isinstance(message, rank.Reply | rank.Collected):
         limit = PLAIN_LIMIT
@@ -84,11 +85,11 @@ class Frames:
 
     @property
     def nbytes(self) -> int:
-        """Of what has arrived and is no complete frame yet."""
+        """Bytes that have arrived and are not a complete frame yet."""
         return len(self._pending)
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield each complete body. Raises `ProtocolError` at a length over `limit`: it is no frame of ours."""
+        """Yield each complete body. Raises `ProtocolError` at a length over `limit`: that is no frame of Sentinel."""
         self._pending += chunk
         while len(self._pending) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending)
@@ -98,21 +99,21 @@ class Frames:
             if len(self._pending) < end:
                 return
             with memoryview(self._pending) as pending:
-                body = bytes(pending[_LENGTH.size : end])  # a copy, where a slice alone would be another
+                body = bytes(pending[_LENGTH.size : end])  # one copy; bytes() of a plain slice would make two
             del self._pending[:end]
             yield body
 
 
 def from_rank(body: bytes) -> FromRank:
-    """Decode what a rank or the command line sent. Raises `ProtocolError`. On the daemon's side only: the garbage
-    collector rests meanwhile, and elsewhere that is not ours to say."""
+    """Decode what a rank or the command line sent. Raises `ProtocolError`. For the daemon only: the garbage collector
+    is switched off meanwhile, which is not Sentinel's decision in other processes."""
     if len(body) > PLAIN_LIMIT and not _BULK.match(body):
         raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {PLAIN_LIMIT} for one of its kind")
     if len(body) > CONTAINERS and not _BULK.match(body):
         containers = len(body) - len(body.translate(None, _CONTAINER))
         if containers > CONTAINERS:
             raise ProtocolError(f"a message of {containers} maps and lists, of which it may hold {CONTAINERS}")
-    gc.disable()  # what is decoded has no cycles, and looking for them takes several times as long as decoding it
+    gc.disable()  # the result has no cycles, and searching for them takes several times as long as decoding
     try:
         return _decode(_of_ranks(), body)
     finally:
@@ -125,8 +126,8 @@ def to_rank(body: bytes) -> ToRank:
 
 
 def is_known(body: bytes) -> bool:
-    """Whether this version has a message of that type. Another version of the same protocol may have more of them,
-    which are passed over. Raises `ProtocolError` where it is no message at all."""
+    """Return whether this version has a message of that type. Another version of the same protocol may have more types,
+    whose messages are ignored. Raises `ProtocolError` if the bytes are no message at all."""
     try:
         return msgspec.msgpack.decode(body, type=_Typed).type in _TYPES
     except _NONSENSE as error:
@@ -134,14 +135,14 @@ def is_known(body: bytes) -> bool:
 
 
 def opening_protocol(body: bytes) -> int:
-    """The protocol version that a first message claims, whatever else is in it. Raises `ProtocolError`."""
+    """Return the protocol version that a first message claims, whatever else is in it. Raises `ProtocolError`."""
     try:
         return msgspec.msgpack.decode(body, type=_Opening).protocol
     except _NONSENSE as error:
         raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
 
 
-# Made when first needed: each takes a millisecond, and no process needs those of both sides.
+# Created on first use: each takes a millisecond, and no process needs the decoders of both sides.
 
 
 @functools.cache
@@ -162,7 +163,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 def unpack_column(typecode: Literal["d", "f", "q", "I", "H"], numbers: bytes) -> array[Any]:
-    """Unpack a column. `typecode` as in the `array` module. Raises `ProtocolError` at a cut one."""
+    """Unpack a column. `typecode` as in the `array` module. Raises `ProtocolError` where it is cut short."""
     values: array[Any] = array(typecode)
     try:
         values.frombytes(numbers)

@@ -20,36 +20,37 @@ from typing import NamedTuple
 VERSION = 1
 PAGE = "sentinel-heartbeat"
 STACKS = "sentinel-stacks"
-"""Names of the two files in memory, as /proc/<pid>/fd shows them. The second takes dumps of all threads' stacks."""
+"""Names of the two files in memory, as /proc/<pid>/fd shows them. The second receives the dumps of all threads'
+stacks."""
 
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
-"""Asks for a dump. SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue."""
+"""The signal that asks for a dump. SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue."""
 
 BEAT_SECONDS = 5.0
-"""A watchdog that beats ten times a second and has not for so long does not get the GIL."""
+"""Seconds without a beat after which the watchdog, which beats ten times a second, is taken not to get the GIL."""
 
 _LAYOUT = struct.Struct("<q d q d q q q q d d q q d q d")
 SIZE = _LAYOUT.size
 BLANK = bytes(SIZE)
-"""A page that is not written yet, or no longer. Nothing can be concluded from it."""
+"""A page that is not written yet, or no longer written. It says nothing about the process."""
 
 
 class Place(enum.IntEnum):
-    """Where the training thread is, as far as its stack shows once nothing progresses."""
+    """Where the training thread is, as far as its stack shows after progress has stopped."""
 
     UNKNOWN = 0
-    """Not looked at: it progresses, or did a moment ago. Or it has taken no step yet."""
+    """Not looked at, as it progresses or did a moment ago; or it has taken no step yet."""
     LOOP = 1
     """Inside the training loop."""
     LEFT = 2
-    """Outside of it: the loop has ended, or a notebook is idle."""
+    """Outside the training loop: the loop has ended, or a notebook is idle."""
     LONG = 3
-    """In something that is known to take long: compiling, writing or reading a checkpoint, exporting, sending files; or
-    waiting for a thread that is."""
+    """In code that is known to take long: compiling, writing or reading a checkpoint, exporting, sending files; or
+    waiting for a thread that does so."""
     DEBUGGER = 4
     """Stopped in a debugger."""
     AWAITS = 5
-    """Inside the loop, in a sleep, or waiting for another thread, a future or a process, which may be at work."""
+    """Inside the loop, in a sleep, or waiting for another thread, a future or a process, which may be working."""
 
 
 class Work(enum.IntEnum):
@@ -62,38 +63,38 @@ class Work(enum.IntEnum):
     FORWARD = 3
     BACKWARD = 4
     LOG = 5
-    """`monitor.log`."""
+    """`monitor.log` was called."""
 
 
 class Heartbeat(NamedTuple):
-    """The page, read."""
+    """The values of the page."""
 
     beat: float
     progress: int
-    """Forwards, backwards, batches, steps so far."""
+    """Number of forward passes, backward passes, batches and steps so far."""
     progressed: float
-    """When that rose last, to half a second; or when the thread came back into the loop."""
+    """When `progress` rose last, to half a second; or when the thread came back into the loop."""
     steps: int
     work: int
     place: int
     paused: int
     """1 in a phase that the loop declared (`monitor.phase`)."""
     longest: float
-    """Longest time that it has stood still in the loop and then gone on, from the second step on. Seconds."""
+    """Longest time in seconds, from the second step on, for which it has stood still in the loop and then gone on."""
     cpu: float
-    """Seconds that the thread that trains ran, or waited for a core."""
+    """Seconds for which the training thread ran, or waited for a core."""
     thread: int
-    """Its native id (gettid)."""
+    """Native id of the training thread (gettid)."""
     ident: int
-    """Its id in a dump of stacks (pthread_self)."""
+    """Id of the training thread in a dump of stacks (pthread_self)."""
     moved: float
-    """When the stack was last another than at the look before, if that was after the last progress; else 0."""
+    """When the stack was last different from that at the look before, if that was after the last progress; else 0."""
     signal: int
     """Number of the signal that makes the process dump its stacks; 0: other code handles that signal."""
 
 
 class Kind(enum.StrEnum):
-    """What a rank does that makes no progress."""
+    """What a rank does while it makes no progress."""
 
     NONE = ""
     BLOCKED = "waits, and uses no processor"
@@ -105,19 +106,19 @@ class Kind(enum.StrEnum):
 
 
 class Stall(NamedTuple):
-    """The verdict on one moment."""
+    """The verdict on a rank's heartbeat at one moment."""
 
     seconds: float = 0.0
-    """In one place, where the loop should make progress."""
+    """Seconds in one place, where the loop should make progress."""
     limit: float = 0.0
-    """How long that may last."""
+    """Seconds that this may last."""
     kind: Kind = Kind.NONE
     quiet: float = 0.0
     """Seconds without progress, whether any is expected or not."""
 
 
 def pack_heartbeat(heartbeat: Heartbeat) -> bytes:
-    """The page's bytes."""
+    """Return the bytes of the page."""
     return _LAYOUT.pack(
         VERSION, heartbeat.beat, heartbeat.progress, heartbeat.progressed, heartbeat.steps, heartbeat.work,
         heartbeat.place, heartbeat.paused, heartbeat.longest, heartbeat.cpu, heartbeat.thread, heartbeat.ident,
@@ -126,7 +127,7 @@ def pack_heartbeat(heartbeat: Heartbeat) -> bytes:
 
 
 def unpack_heartbeat(page: bytes) -> Heartbeat | None:
-    """The page, or None where it is another version's, was cut, or was read while it was written."""
+    """Return the page's values; None where another version wrote it, or it was cut, or read while it was written."""
     if len(page) != SIZE:
         return None
     version, *words, again = _LAYOUT.unpack(page)
@@ -134,7 +135,7 @@ def unpack_heartbeat(page: bytes) -> Heartbeat | None:
 
 
 def is_ours(descriptor: int, name: str) -> bool:
-    """Whether a descriptor that a peer handed over is a memory file of this name. Reading anything else could block, or
+    """Return whether a descriptor from a peer is a memory file of this name. Reading anything else could block, or
     reveal another user's file."""
     try:
         kind = os.fstat(descriptor).st_mode

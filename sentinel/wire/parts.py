@@ -1,4 +1,4 @@
-"""What several messages are made of: who a rank is, and what it watches."""
+"""Types that several messages share: the identity of a rank, and what it watches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import msgspec
 from sentinel.text import describe_incidents, format_bytes
 
 PROTOCOL = 1
-"""Raised when a message changes its meaning. Peers of different protocols refuse each other, in words."""
+"""Version of the protocol, raised when a message changes its meaning. Peers of different protocols refuse each other,
+with a reason in words."""
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""From a peer: a float holds it exactly, and the sum of two fits into 64 bits, which is what a history keeps."""
+"""An integer from a peer: a float holds it exactly, and the sum of two fits into the 64 bits that a history keeps."""
 Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=2**18)]
 World = Annotated[int, msgspec.Meta(ge=1, le=2**18)]
-"""More than the largest clusters have GPUs: each rank of the world is waited for."""
+"""Number of ranks, up to more than the GPUs of the largest clusters: the daemon waits for each rank of the world."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""Of a layer, a signal, a run: a qualified name of a module 100 levels deep has 1,000 characters."""
+"""Name of a layer, a signal, a run: the qualified name of a module 100 levels deep has 1,000 characters."""
 Mesh = msgspec.Meta(max_length=64)
-"""Dimensions of a tensor or of a device mesh: torch has no more of a tensor."""
+"""Bound on the dimensions of a tensor or of a device mesh: torch allows a tensor no more."""
 
 
 class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
@@ -27,41 +28,42 @@ class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that a job has since one of its starts. Later ones are a part of those before."""
+    """The nodes that a job has since one of its starts. Later sets are subsets of earlier ones."""
 
     start: Ordinal = 0
     nodes: Annotated[tuple[Ordinal, ...], msgspec.Meta(max_length=4096)] = ()
-    """(): all that the launcher started; none can be left out."""
+    """Numbers of the nodes; (): all that the launcher started, and none can be left out."""
     whole: Ordinal = 0
-    """How many the job began with, where `nodes` says which are left."""
+    """How many nodes the job began with, where `nodes` lists those that are left."""
     job: Name = ""
-    """Mark of node 0's supervisor, where that is known: another job under the same run id has another. Earlier versions
-    do not say."""
+    """Mark of node 0's supervisor, if known: another job under the same run id has a different one. Earlier versions do
+    not send it."""
 
     def is_of_other_job(self, job: str) -> bool:
-        """Whether these are the nodes of another job than that with this mark. False where either is not known."""
+        """Return whether these are the nodes of another job than that with this mark. False where either mark is not
+        known."""
         return bool(self.job and job) and self.job != job
 
     def has(self, node: int) -> bool:
-        """Whether a node is one of them."""
+        """Return whether a node is one of them."""
         return not self.nodes or node in self.nodes
 
     def admits(self, node: int, launched: int) -> bool:
-        """The same, where the launcher started so many."""
+        """Return whether a node is one of them, where the launcher started `launched` nodes."""
         return node in self.nodes if self.nodes else node < launched
 
     def count(self, launched: int) -> int:
-        """How many they are; `launched`: by the launcher, where all are in."""
+        """Return the number of nodes; `launched`: how many the launcher started, which counts where all are in."""
         return len(self.nodes) or launched
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Nodes that the job began with, and goes on without."""
+        """The nodes that the job began with and goes on without."""
         return tuple(node for node in range(self.whole) if not self.has(node))
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a rank is."""
+    """Which rank of which run it is, and where."""
 
     run: Name
     """Name of the run, for people."""
@@ -72,32 +74,33 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     world_size: World = 1
     local_rank: Ordinal = 0
     local_world_size: Annotated[int, msgspec.Meta(ge=0, le=2**18)] = 0
-    """Ranks on this node; 0: the launcher does not say."""
+    """Number of ranks on this node; 0: the launcher does not say."""
     node: Ordinal = 0
-    """Number of the node in the job. Rank 0 is on node 0. It stays where nodes are left out."""
+    """Number of the node in the job. Rank 0 is on node 0. The number stays the same where nodes are left out."""
     members: Members = Members()
     """The nodes of this attempt."""
     hostname: Name = ""
     pid: Integer = 0
     session: Name = ""
-    """Unique to one `attach`: a notebook cell that runs again is another session of the same process."""
+    """Id unique to one `attach`: a notebook cell that runs again is another session of the same process."""
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """One parameter tensor."""
 
     name: Name
-    """Qualified name, `module.` and `_orig_mod.` stripped."""
+    """Qualified name, with `module.` and `_orig_mod.` stripped."""
     model: Name = ""
     shape: Annotated[tuple[int, ...], Mesh]
     dtype: Name
     trainable: bool = True
     held: bool = True
-    """Whether the optimizer whose table it is has it."""
+    """Whether the optimizer of this table holds it."""
     tied_to: Name = ""
     """Name of the first parameter that shares this storage."""
     placement: Annotated[tuple[Name, ...], Mesh] = ()
-    """A mesh dimension each: `shard(0)`, `replicate`, `partial`. Empty: a plain tensor, the same on every rank."""
+    """Placement for each mesh dimension: `shard(0)`, `replicate`, `partial`. Empty: a plain tensor, the same on every
+    rank."""
     mesh: Annotated[tuple[int, ...], Mesh] = ()
     coordinates: Annotated[tuple[int, ...], Mesh] = ()
 
@@ -108,12 +111,12 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Coordinates along the dimensions of the mesh that shard it: ranks that have the same hold the same part."""
+        """Coordinates along the mesh dimensions that shard it: ranks with the same coordinates hold the same part."""
         return self._along(shards=True)
 
     @property
     def replica(self) -> int:
-        """0 on one of the ranks that hold the same part: what is added up over ranks is taken from that one."""
+        """0 on exactly one of the ranks that hold the same part: sums over ranks take its value only."""
         return max(self._along(shards=False), default=0)
 
     def _along(self, *, shards: bool) -> tuple[int, ...]:
@@ -122,7 +125,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user armed, as the daemon needs to know it."""
+    """The terms of the rollback that the user armed, as far as the daemon needs them."""
 
     every: Integer
     keep: Integer
@@ -136,34 +139,34 @@ class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to, as far as its daemon has judged it: for the line at its end."""
+    """The outcome of a run, as far as its daemon has judged it: for the line at its end."""
 
     steps: Integer
-    """Steps of the current attempt, up to the last one judged."""
+    """Steps of the current attempt, up to the last judged one."""
     step: Integer
-    """The user's number of that one."""
+    """The user's number of the last judged step."""
     cut: bool = False
-    """There were more: a rank that said no goodbye had not told of all."""
+    """Whether there were more steps: a rank without a goodbye had not sent all of them."""
     lost: Integer = 0
     """How many of these steps never reached the daemon."""
     incidents: dict[str, Integer] = {}
-    """Severity -> how many there were, in all attempts."""
+    """Severity -> number of incidents, in all attempts."""
     worst: str = ""
-    """The first of the worst, in words."""
+    """The first of the worst incidents, in words."""
     snapshot: Integer | None = None
     """The user's step of the newest snapshot on disk."""
     rose: float = 0.0
-    """Bytes by which memory rose in a straight line up to the end, where that was too short to be judged."""
+    """Bytes by which memory rose in a straight line up to the end, where the run was too short to judge the rise."""
     kept: bool = True
-    """A history of it is kept, with which commands can say more."""
+    """Whether a history of it is kept, from which commands can show more."""
     seconds: float = 0.0
-    """From the first attach to the last goodbye, as the history has it; 0: an earlier version does not say."""
+    """Seconds from the first attach to the last goodbye, as in the history; 0: an earlier version does not say."""
     lacks: str = ""
     """What its history lacks, in words."""
     elsewhere: str = ""
-    """What is open on the job's other nodes and not on this one, in words."""
+    """What is open on the job's other nodes but not on this one, in words."""
     unheard: str = ""
-    """Ranks whose end is not known though one ended by an exception, in words."""
+    """Ranks whose end is not known although another rank ended by an exception, in words."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""What a rank says."""
+"""Messages from a rank to the daemon."""
 
 from __future__ import annotations
 
@@ -11,77 +11,80 @@ import msgspec
 from sentinel.wire.parts import PROTOCOL, Identity, Integer, Layer, Message, Name, RollbackTerms, RuleText
 
 # Bounds on bulk data: each is several times what the largest runs send, and what a service can decode and examine in a
-# tenth of a second, during which no other user is served.
+# tenth of a second, during which it serves no other user.
 STREAMS = msgspec.Meta(max_length=64)
 LAYERS = msgspec.Meta(max_length=1 << 17)
 COLUMNS = msgspec.Meta(max_length=2048)
-"""`monitor.log` takes 1,024 names of the user's own."""
+"""Columns of a batch, at most: `monitor.log` takes 1,024 names of the user's own."""
 STATISTICS = msgspec.Meta(max_length=64)
 BLOCKS = msgspec.Meta(max_length=4096)
 SNAPSHOTS = msgspec.Meta(max_length=4096)
 TIERS = msgspec.Meta(max_length=16)
 Moment = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
-"""Unix seconds, up to the year 9999: what a history can be read with."""
+"""Unix seconds, up to the year 9999: the range in which a history can be read."""
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First message of a connection, and again after each reconnect."""
+    """The first message of a connection, sent again after each reconnect."""
 
     protocol: int = PROTOCOL
     version: str
     identity: Identity
     step_offset: Integer = 0
     next_seq: Integer = 0
-    """The seq of the next step: tells a daemon that was restarted where the run is."""
+    """The seq of the next step, from which a restarted daemon knows where the run is."""
     streams: Annotated[tuple[Name, ...], STREAMS] = ("optimizer",)
     facts: dict[str, Any] = {}
-    """What the run is: model, parameters, optimizer, precision, loader, versions. Diagnosis uses them."""
+    """Facts about the run for the diagnosis: model, parameters, optimizer, precision, loader, versions."""
     unseen: Annotated[tuple[str, ...], COLUMNS] = ()
-    """What cannot be seen in this run, in words."""
+    """What the hooks cannot see in this run, in words."""
     rollback: RollbackTerms | None = None
     snapshots: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
     """Seqs of the snapshots that this rank holds."""
     promise: Integer = 0
-    """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that knows nothing of it aborts it."""
+    """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that does not know this id aborts it."""
     rules: tuple[RuleText, ...] = ()
     gpus: Annotated[tuple[Name, ...], STREAMS] = ()
-    """UUIDs of the GPUs that this rank trains on, as CUDA has them: NVML puts `GPU-` or `MIG-` before them."""
+    """UUIDs of the GPUs that this rank trains on, as in CUDA: NVML puts `GPU-` or `MIG-` before them."""
     signals: Annotated[dict[Name, Name], COLUMNS] = {}
-    """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
+    """Signals that are not in `sentinel.signals`, with their scope: `monitor.log` and other packages' probes."""
     supervisor: str = ""
-    """Mark of the `sentinel run` that started this process; empty: none did."""
+    """Mark of the `sentinel run` that started this process; empty: it was started otherwise."""
     resumes: bool = False
-    """Started again, the script goes on from what it saved: it has asked where."""
+    """Whether the script goes on from what it saved when it is started again: it has asked where to go on."""
     ended: bool = False
-    """The process ended before the daemon served: what follows was read from a file, and nothing gets an answer."""
+    """Whether the process ended before the daemon served: what follows was read from a file, and nothing gets an
+    answer."""
     takes_closing: bool = False
-    """Whether a `Closing` is understood: earlier versions would take it for damage."""
+    """Whether the rank understands a `Closing`: earlier versions would take it for damage."""
     takes_stop: bool = False
-    """Whether a `Prepare` that stops is understood, and can be heeded."""
+    """Whether the rank understands a `Prepare` that stops the run, and can obey it."""
     writes_parts: bool = False
-    """Whether a `Publish` to the ranks of one node of several is understood: earlier versions would wait for all."""
+    """Whether the rank understands a `Publish` to the ranks of one node of several: earlier versions would wait for
+    all."""
     stop_on: Annotated[tuple[Name, ...], COLUMNS] = ()
     """Alerts whose rules have the action `stop` in this run."""
     began: Moment = 0.0
-    """Unix seconds of the attach; 0: an earlier version does not say."""
+    """Unix seconds of the attach; 0: an earlier version does not send it."""
 
 
 class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table", dict=True):
-    """Names what the positions in a `LayerBlock` mean. Sent when it changes, before the first block that uses it."""
+    """Gives the positions in a `LayerBlock` their meaning. Sent when it changes, before the first block that uses
+    it."""
 
     digest: Name
-    """Hash of the content."""
+    """Hash of the table's content."""
     stream: Integer = 0
     layers: Annotated[tuple[Layer, ...], LAYERS]
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the layers, in order."""
+        """Names of the layers, in order."""
         return tuple([layer.name for layer in self.layers])
 
     @functools.cached_property
     def sharded(self) -> bool:
-        """Whether ranks hold different parts of some of them."""
+        """Whether ranks hold different parts of some of the layers."""
         return any(layer.sharded for layer in self.layers)
 
 
@@ -89,9 +92,9 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
     """One signal over the rows of a batch."""
 
     values: bytes
-    """float64, packed. NaN is a value; absence is a missing row."""
+    """float64, packed. NaN is a value; where a value is absent, its row is missing."""
     rows: bytes = b""
-    """uint16, packed, rising: the rows that have a value. Empty: all of them."""
+    """uint16, packed, rising: the rows that have a value. Empty: all rows."""
 
 
 class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,20 +104,20 @@ class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
     table: Name
     """Digest of the layer table."""
     stats: Annotated[dict[Name, bytes], STATISTICS]
-    """Signal -> float32, packed, one a layer."""
+    """Signal -> float32, packed, one per layer."""
     layers: bytes = b""
-    """uint32, packed: the layers that have a value. Empty: all of them."""
+    """uint32, packed: the layers that have a value. Empty: all layers."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a rank samples, and what it measured that all of it costs."""
+    """How often a rank samples, and the measured cost of all its sampling."""
 
     spacing: Annotated[dict[str, Integer], TIERS]
-    """Tier -> every how many steps it is sampled."""
+    """Tier -> its spacing in steps."""
     wanted: Annotated[dict[str, Integer], TIERS]
-    """What the rank would choose for itself: the daemon gives all ranks the coarsest."""
+    """The spacings that the rank would choose for itself: the daemon sends all ranks the coarsest."""
     costs: Annotated[dict[str, float], TIERS]
-    """`hooks`, `sender`, `daemon` -> share of the loop's time. Empty until it was measured."""
+    """`hooks`, `sender`, `daemon` -> share of the loop's time. Empty before the first measurement."""
 
 
 class Batch(Message, frozen=True, kw_only=True, tag="batch"):
@@ -122,21 +125,21 @@ class Batch(Message, frozen=True, kw_only=True, tag="batch"):
 
     stream: Integer = 0
     seqs: bytes
-    """int64, packed, rising."""
+    """int64, packed, rising: the seqs of the steps."""
     times: bytes
     """float64, packed: unix seconds at the exit of each step."""
     columns: Annotated[dict[Name, Column], COLUMNS] = {}
     layers: Annotated[tuple[LayerBlock, ...], BLOCKS] = ()
     dropped: Integer = 0
-    """Steps dropped so far, because the queue was full or nothing read it."""
+    """Number of steps dropped so far, because the queue was full or its reader had gone."""
     skipped: Integer = 0
-    """Samples left out so far, because the machine had no memory, descriptor or thread to spare."""
+    """Number of samples left out so far, because the machine had no memory, descriptor or thread to spare."""
     pace: Pace | None = None
-    """Where it changed since the last batch."""
+    """The new pace, if it changed since the last batch."""
 
 
 class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
-    """`monitor.phase`, or what the hooks know of it. The empty name is training."""
+    """The start of a phase: `monitor.phase`, or what the hooks know of it. The empty name is training."""
 
     name: Name
     seq: Integer
@@ -144,7 +147,7 @@ class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
 
 
 class StageBegan(Message, frozen=True, kw_only=True, tag="stage"):
-    """`monitor.stage`: from step `seq` on the task or the data are others, on purpose. Each rank says it."""
+    """`monitor.stage`: from step `seq` on the task or the data differ, on purpose. Each rank sends it."""
 
     name: Name
     seq: Integer
@@ -162,7 +165,7 @@ class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
-    """Answer to `Prepare`: bound to stop at its step, or not, and where this rank is."""
+    """Answer to `Prepare`: whether this rank is bound to stop at that step, and where it is."""
 
     id: Integer
     ok: bool
@@ -171,37 +174,37 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
 
 
 class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
-    """Answer to `Commit`, sent once the restore was tried; of a stop, once all ranks agreed to leave, or did not."""
+    """Answer to `Commit`, sent after the restore was tried; for a stop, after all ranks agreed to leave, or did not."""
 
     id: Integer
     ok: bool
     to: Integer
-    """The snapshot's seq."""
+    """The seq of the snapshot."""
     at: Integer
-    """The step at whose exit it was restored."""
+    """The seq of the step at whose exit it was restored."""
     seconds: float
     reason: str = ""
     touched: bool = False
-    """Not ok, and the state is neither what it was nor the snapshot's: nothing of it can be trusted."""
+    """Not ok, and the state is neither the old one nor the snapshot's: no part of it can be trusted."""
     flawed: bool = False
-    """Not ok, since this rank's snapshot is unfit: an older one may do."""
+    """Not ok, as this rank's snapshot is unfit: an older snapshot may work."""
     void: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
 
 
 class Published(Message, frozen=True, kw_only=True, tag="published"):
-    """Answer to `Publish`: this rank's part is on disk, and from rank 0 that the whole is; or why not."""
+    """Answer to `Publish`: this rank's part is on disk, or, from rank 0, the whole snapshot is; or why not."""
 
     id: Integer
     ok: bool
     seq: Integer
     nbytes: Integer = 0
-    """That this rank wrote."""
+    """Bytes that this rank wrote."""
     seconds: float = 0.0
     reason: str = ""
     kept: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
     """Over several nodes, from the first rank of each: steps of which the node has a part on disk."""
     safe: Integer = -1
-    """From this one on it knows of enough that all nodes hold; -1: it does not."""
+    """The step from which on it knows that all nodes hold enough snapshots; -1: it does not know."""
 
 
 class Reply(Message, frozen=True, kw_only=True, tag="reply"):
@@ -214,38 +217,38 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 
 class Collected(Message, frozen=True, kw_only=True, tag="collected"):
-    """Evidence of an incident, collected by the rank itself or because it was asked (`sentinel.wire.evidence`)."""
+    """Evidence of an incident, which the rank collected by itself or on request (`sentinel.wire.evidence`)."""
 
     what: str
-    """`provenance` and so on."""
+    """The kind of evidence: `provenance` and so on."""
     seq: Integer
-    """The step that it is of."""
+    """The step that the evidence is from."""
     content: dict[str, Any]
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
-    """The rank is done: the process ends, or `detach`. Without it a lost connection is a lost rank."""
+    """The rank is done: the process ends, or `detach`. Without a goodbye, a lost connection means a lost rank."""
 
     reason: Literal["exit", "detach", "exception", "stopped"] = "exit"
     next_seq: Integer = 0
     detail: str = ""
     status: Integer = 0
-    """Of `stopped`: the exit status that the process ends with. 0: not said."""
+    """The exit status of the process, for the reason `stopped`. 0: not sent."""
     time: Moment = msgspec.field(default_factory=time.time)
-    """Unix seconds. An earlier version does not say: then it is when the message was read."""
+    """Unix seconds. An earlier version does not send them: then it is the time at which the message was read."""
 
 
 class MeetingFound(Message, frozen=True, kw_only=True, tag="meeting-found"):
-    """Answer to `FindMeeting`, and what is in the process group's store."""
+    """Answer to `FindMeeting`, with what is in the process group's store."""
 
     nodes: Integer = 0
-    """Of the job, by rank 0."""
+    """Number of nodes of the job, from rank 0."""
     address: Name = ""
-    """`host:port`, where node 0's daemon listens; empty: it was not found."""
+    """`host:port` at which node 0's daemon listens; empty: it was not found."""
     second: Name = ""
-    """`host:port`, where node 1's daemon listens and takes over; empty: it does not. Earlier versions do not read
+    """`host:port` at which node 1's daemon listens and takes over; empty: it does not. Earlier versions do not read
     it."""
     secret: Name = ""
-    """That everyone in the store's reach can read; empty: each node has one of its own."""
+    """A secret that everyone with access to the store can read; empty: each node has one of its own."""
     reason: Name = ""
-    """Why it was not found."""
+    """Why the meeting was not found."""
