@@ -1,8 +1,8 @@
-"""Live state of runs, their ranks and their steps: written by the ingest, read by all the rest.
+"""Live state of runs, their ranks and their steps: written by the ingest, read by all other parts.
 
     Runs -> Run (name, id) -> Attempt (ranks, layer tables, steps) -> Rank (state, what it said in its hello)
 
-What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
+What ranks report about a step becomes a `Step` (`steps.py`) once the step is closed.
 
     run.py        Runs, Run
     attempt.py    Attempt

@@ -1,4 +1,4 @@
-"""One start of a run: its ranks, what they report, and the steps that are closed by it."""
+"""One start of a run: its ranks, what they report, and the steps that are closed from their reports."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from sentinel.signals import SIGNALS
 RECENT_STEPS = 2048
 RECENT_LAYER_STATS = 256
 RELAXED_STEPS = 64
-"""Of so many one is whole, in the fastest loops (`hooks/core/governor.py`)."""
+"""Steps of which at least one has all signals, in the fastest loops (`hooks/core/governor.py`)."""
 RECENT_RARE = 16
-"""How many of the steps with rare samples (tier 3) are kept: 256 consecutive steps may contain none."""
+"""Number of steps with rare samples (tier 3) that are kept: 256 consecutive steps may contain none."""
 _RARE = frozenset(name for name, signal in SIGNALS.items() if signal.scope == "layer" and signal.tier == 3)
 RECENT_DIFFERING = 64
 RECENT_VALUES = 4 * 1024 * 1024
-"""Numbers in the recent steps, at 50 bytes each: 2,048 steps of 16 ranks with 120 signals."""
+"""Numbers in the recent steps, at most, at 50 bytes each: 2,048 steps of 16 ranks with 120 signals."""
 LAYER_VALUES = 16 * 1024 * 1024
-"""Numbers in the recent layer statistics, at 4 bytes each: 256 of 4,000 layers with 16 statistics."""
+"""Numbers in the recent layer statistics, at most, at 4 bytes each: 256 steps of 4,000 layers with 16 statistics."""
 STAGES = 1024
 TABLE_LAYERS = 1 << 18
-"""Layers in all layer tables of an attempt, of which the oldest are forgotten."""
+"""Layers in all layer tables of an attempt, at most; above it the oldest tables are forgotten."""
 SIGNALS_OF_A_RANK = 4096
-"""Names of columns: `monitor.log` takes 1,024 in a process, and there may be others after each start of it."""
+"""Column names of a rank, at most: `monitor.log` takes 1,024 in a process, and each start of it may bring others."""
 AWAITED_RANKS = 4096
-"""Ranks of the world that are waited for before they have said hello: no node has more."""
+"""Ranks of the world, at most, that are waited for before they have said hello: no node has more."""
 ARRIVAL_SECONDS = 10.0
 """How long to wait for ranks of the world that have not said hello. Rank 0 may be the only one attached."""
 
 
 class Stage(NamedTuple):
-    """`monitor.stage`: from a step on the task or the data are others, on purpose."""
+    """A stage that `monitor.stage` announced: from step `seq` on the task or the data differ, on purpose."""
 
     seq: int
     name: str
@@ -63,48 +63,49 @@ class Attempt(RankSet):
         self.recent: deque[RunStep] = deque(maxlen=RECENT_STEPS)
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
         self._values = self._layer_values = 0
-        """Numbers in these two."""
+        """How many numbers `recent` and `recent_layers` hold."""
         self._rare_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_RARE)
         self.recent_differing: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=RECENT_DIFFERING)
-        """Steps at which ranks that should hold the same parameters did not, and the layers."""
+        """(seq, layers) of steps at which ranks that should hold the same parameters did not, with the layers that
+        differed."""
         self.before_alert: dict[int, list[RunStep]] = {}
-        """Incident -> the steps that were at hand when it fired, of those whose evidence takes long to come."""
+        """Incident -> the recent steps at the time when it fired, for incidents whose evidence takes long to arrive."""
         self.stages: list[Stage] = []
-        """In the order in which they were announced."""
+        """Stages in the order in which they were announced."""
         self.withheld_by: tuple[str, ...] = ()
-        """Rules for which no snapshot is taken now: they may be about to roll back."""
+        """Rules for which no snapshot is taken now, as they may be about to roll back."""
         self.devices = Devices()
-        """This node, as it was read last."""
+        """GPUs and host of this node, as they were read last."""
         self.clock_shift = 0.0
-        """Seconds that make a moment of the rules one of the wall clock, for people."""
+        """Seconds to add to a time of the rules to get the wall-clock time, for people."""
         self._alignment = Alignment[Reported]()
         self._awaited: set[int] = set()
         self._added: dict[int, dict[int, dict[str, float]]] = {}
-        """Step that is not closed -> rank -> what it said of the step after it had reported it."""
+        """Seq of an open step -> rank -> values that the rank sent for the step after it had reported it."""
 
     def has(self, rank: Rank) -> bool:
-        """Whether it is of this attempt: one of a former attempt may still be connected."""
+        """Return whether the rank belongs to this attempt: one of a former attempt may still be connected."""
         return self.ranks.get(rank.identity.rank) is rank
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the first rank said of the run in its hello."""
+        """Facts about the run from the hello of its first rank."""
         return min(self.ranks.items())[1].hello.facts if self.ranks else {}
 
     @property
     def layers(self) -> Sequence[wire.Layer]:
-        """All parameters of the first optimizer and its models, as they were told last."""
+        """All parameters of the first optimizer and its models, from the newest layer table."""
         return next((table.layers for table in reversed(self.tables.values()) if table.stream == 0), ())
 
     @property
     def layer_samples(self) -> list[tuple[int, LayerStats]]:
-        """(seq, statistics) of the last steps that have any, and of those before that have the rare ones."""
+        """(seq, statistics) of the last steps that have any, after those of earlier steps with rare samples."""
         oldest = self.recent_layers[0][0] if self.recent_layers else 0
         return [*(pair for pair in self._rare_layers if pair[0] < oldest), *self.recent_layers]
 
     def find_end(self) -> float:
-        """Unix seconds of the last goodbye, of ranks that are lost of the last sign of them; now, as long as one is
-        there."""
+        """Return the Unix seconds of the last goodbye, or of the last sign from a rank that is lost; now, while a rank
+        is live."""
         now, moment = time.time(), time.monotonic()
         if self.live or not self.ranks:
             return now
@@ -112,7 +113,7 @@ class Attempt(RankSet):
         return min(max(ends), now)
 
     def step_seconds(self) -> float:
-        """Median time of the last 20 steps; 0.1 s where that is not known."""
+        """Return the median time in seconds of the last 20 steps; 0.1 s where that is not known."""
         last = itertools.islice(reversed(self.recent), 20)
         times = sorted(
             seconds for step in last if math.isfinite(seconds := step.run.get("step_seconds", math.nan)) and seconds > 0
@@ -120,18 +121,18 @@ class Attempt(RankSet):
         return times[len(times) // 2] if times else 0.1
 
     def present(self) -> dict[str, float]:
-        """The run's newest values. In a fast loop not all of them are of the last step."""
+        """Return the run's newest values. In a fast loop not all of them are from the last step."""
         return {name: value for step in self._last() for name, value in step.run.items()}
 
     def _last(self) -> list[RunStep]:
         return [*itertools.islice(reversed(self.recent), RELAXED_STEPS)][::-1]
 
     def latest(self, signal: str) -> float | None:
-        """The run's newest value of a signal; sampled ones are not in every step."""
+        """Return the run's newest value of a signal; sampled signals are not in every step."""
         return next((step.run[signal] for step in reversed(self.recent) if signal in step.run), None)
 
     def latest_logged(self, most: int) -> dict[str, float]:
-        """The run's newest values of the first `most` signals that are not Sentinel's own: `monitor.log`'s."""
+        """Return the run's newest values of the first `most` signals that are not Sentinel's own: `monitor.log`'s."""
         names = (name for rank in self.ranks.values() for name in rank.hello.signals if name in rank.signals)
         wanted = dict.fromkeys(itertools.islice(dict.fromkeys(names), most), math.nan)
         missing = set(wanted)
@@ -144,7 +145,7 @@ class Attempt(RankSet):
         return {name: value for name, value in wanted.items() if name not in missing}
 
     def latest_of_ranks(self, signal: str) -> dict[int, float]:
-        """The ranks' newest values of a signal, of the last steps."""
+        """Return the ranks' newest values of a signal, from the last steps."""
         found: dict[int, float] = {}
         for step in itertools.islice(reversed(self.recent), RELAXED_STEPS):
             if signal in step.run and len(found) < len(self.ranks):
@@ -154,11 +155,11 @@ class Attempt(RankSet):
         return found
 
     def silent(self) -> frozenset[int]:
-        """Ranks that are connected and do not report steps as the others do."""
+        """Return the ranks that are connected and do not report steps as the others do."""
         return self._alignment.silent
 
     def resume(self, ranks: Mapping[int, Rank], steps: Iterable[RunStep], closed_to: int) -> None:
-        """Go on where another daemon was: with its ranks, which are waited for again, and its closed steps."""
+        """Go on where another daemon stopped: with its ranks, which are waited for again, and its closed steps."""
         self.ranks.update(ranks)
         for step in steps:
             self._remember(step)
@@ -167,7 +168,7 @@ class Attempt(RankSet):
         self._alignment.join_all(self._awaited, closed_to + 1)
 
     def hello(self, hello: wire.Hello, now: float) -> Rank:
-        """A rank arrives, or comes back after its connection broke."""
+        """Add a rank, or take it back after its connection broke."""
         number = hello.identity.rank
         known = self.ranks.get(number)
         if known is None:
@@ -183,16 +184,17 @@ class Attempt(RankSet):
         return known
 
     def lose(self, number: int, goodbye: wire.Goodbye | None) -> None:
-        """A rank's connection ended, with a goodbye or without."""
+        """Mark a rank as gone or lost: its connection ended, with a goodbye or without."""
         rank = self.ranks[number]
         rank.state, rank.goodbye = ("gone", goodbye) if goodbye else ("lost", None)
         self._alignment.leave(number)
 
     def take(self, rank: Rank, batch: wire.Batch, now: float) -> list[RunStep]:
         """Take in a batch. Raises ProtocolError where its columns do not fit together, or its layers their table.
-        Nothing is made of the steps of other optimizers than the first.
 
-        Returns what it adds to steps that are closed: what was logged after the last one. It is not judged."""
+        Steps of other optimizers than the first are ignored. Returns what the batch adds to steps that are closed,
+        namely what was logged after the last one. It is not judged.
+        """
         rank.heard, rank.pace = now, batch.pace or rank.pace
         rank.dropped, rank.skipped = batch.dropped, batch.skipped
         if batch.stream:
@@ -212,7 +214,8 @@ class Attempt(RankSet):
         return added
 
     def _add_values(self, number: int, seq: int, values: Mapping[str, float]) -> RunStep | None:
-        """Add what a rank had not said of a step that it reported before. Returns that, of a closed step."""
+        """Add values that a rank had not sent for a step that it reported before. Return them as a step if that step is
+        closed."""
         if seq > self.closed_to:
             self._added.setdefault(seq, {}).setdefault(number, {}).update(values)
             return None
@@ -230,8 +233,8 @@ class Attempt(RankSet):
         return more
 
     def take_closed(self, now: float) -> Iterator[RunStep]:
-        """The steps of the first optimizer that closed since the last call. Each is closed and remembered when it is
-        handed out: if the caller stops in between, the next call yields the others, and an alert looks back from its
+        """Yield the steps of the first optimizer that closed since the last call. Each is closed and remembered when it
+        is handed out: if the caller stops in between, the next call yields the others, and an alert looks back from its
         own step, not from the last."""
         if self._awaited and now - self.began > ARRIVAL_SECONDS:
             for number in self._awaited:
@@ -248,15 +251,15 @@ class Attempt(RankSet):
         return self._alignment.closed_to
 
     def add_table(self, table: wire.LayerTable) -> None:
-        """A rank told what its layers are. Above `TABLE_LAYERS` the oldest tables are forgotten."""
+        """Add a layer table that a rank sent. Above `TABLE_LAYERS` layers the oldest tables are forgotten."""
         self.tables[table.digest] = table
         layers = sum(len(known.layers) for known in self.tables.values())
         while layers > TABLE_LAYERS and len(self.tables) > 1:
             layers -= len(self.tables.pop(next(iter(self.tables))).layers)
 
     def announce_stage(self, stage: Stage) -> bool:
-        """A rank announced a stage; whether that is news. All ranks say it, at the same step as a rule, and again to a
-        daemon that takes over; the first counts. There are at most `STAGES`."""
+        """Add a stage that a rank announced; return whether it is new. All ranks announce it, at the same step as a
+        rule, and again to a daemon that takes over; the first announcement counts. At most `STAGES` are kept."""
         if stage in self.stages or (self.stages and stage.name == self.stages[-1].name) or len(self.stages) >= STAGES:
             return False
         self.stages.append(stage)
@@ -276,7 +279,7 @@ class Attempt(RankSet):
         self._layer_values = sum(_layer_values(layers) for _, layers in self.recent_layers)
 
     def _remember(self, step: RunStep) -> None:
-        """Keep a step with the recent ones, of which those go that are over their number or `RECENT_VALUES`."""
+        """Add a step to the recent ones, and drop the oldest above `RECENT_STEPS` steps or `RECENT_VALUES` numbers."""
         # Layers are kept apart: at every step they would be 100 times the scalars.
         if step.layers is not None:
             self._remember_layers(step.seq, step.layers)
@@ -300,12 +303,12 @@ class Attempt(RankSet):
         ranks = {number: {**added.get(number, {}), **sample.take_values()} for number, sample in reported.items()}
         if len(reported) == 1:
             ((number, sample),) = reported.items()
-            if sample.layers is None:  # as most are, in a loop that is fast
+            if sample.layers is None:  # the common case in a fast loop
                 return RunStep(seq, sample.time, ranks, combine_ranks((ranks[number],)))
         blocks = [sample.layers for sample in reported.values() if sample.layers is not None]
         known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
         if len(blocks) < len(reported) and any(table.sharded for table, _ in known):
-            known = []  # not every rank sampled this step, and a layer without one of its shards is another
+            known = []  # not every rank sampled this step, and a layer without one of its shards is a different layer
         if apart := differing(known):
             self.recent_differing.append((seq, apart))
         return RunStep(

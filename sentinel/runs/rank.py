@@ -13,9 +13,9 @@ from sentinel.wire.heartbeat_page import Heartbeat, Stall
 
 RankState = Literal["live", "lost", "gone"]
 RANK_MARKS = {"live": "o", "silent": "s", "stalled": "=", "lost": "X", "gone": "-"}
-"""A letter a rank, so that many of them read without colour. Silent and stalled are live ranks, too."""
+"""State -> a letter, so that many ranks can be read without colour. Silent and stalled ranks are live, too."""
 SNAPSHOTS = 4096
-"""That a rank is taken to hold, the newest: as many as a hello may list."""
+"""Snapshots that a rank is taken to hold, at most, the newest ones: as many as a hello may list."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Ending(msgspec.Struct, frozen=True):
     status: int | None
     """The exit status of the process, a signal negative; None: not known."""
     oom: bool
-    """Whether its cgroup counts an out-of-memory kill since it began."""
+    """Whether its cgroup has counted an out-of-memory kill since the process began."""
 
 
 class Rank:
@@ -39,11 +39,11 @@ class Rank:
         self.last_seq = hello.next_seq - 1
         self.dropped = self.skipped = 0
         self.process = 0
-        """pid as this node's kernel knows it; `identity.pid` is what the rank calls itself, maybe in a container."""
+        """The pid as this node's kernel knows it; `identity.pid` may be that inside a container."""
         self.phase = ""
         self.pace = wire.Pace(spacing={}, wanted={}, costs={})
         self.daemon_share = 0.0
-        """CPU seconds a second that the daemon uses for it."""
+        """CPU seconds per second that the daemon uses for it."""
         self.signals: set[str] = set()
         """Names of all columns that it ever sent."""
         self.snapshots: set[int] = set(hello.snapshots)
@@ -54,14 +54,14 @@ class Rank:
         self.standing = False
         """Whether it has stood still for so long that it counts as stalled."""
         self.dump = ""
-        """Its stacks, when it stalled last: text of faulthandler."""
+        """Its stacks when it stalled last: text of faulthandler."""
         self.flight: Flight | None = None
         """Its collectives when it stalled last."""
         self.collected: dict[str, Any] = {}
-        """Evidence of an incident, the newest of each kind (`sentinel.wire.evidence`)."""
+        """Evidence of incidents by kind, the newest of each (`sentinel.wire.evidence`)."""
 
     def hold_snapshot(self, seq: int, void: Iterable[int]) -> None:
-        """It took one, in the place of others."""
+        """Record that the rank took a snapshot, which replaces those in `void`."""
         self.snapshots.add(seq)
         self.snapshots.difference_update(void)
         if len(self.snapshots) > SNAPSHOTS:

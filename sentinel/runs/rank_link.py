@@ -1,4 +1,4 @@
-"""The way from the daemon to the ranks of one run, as its parts know it: messages and signals."""
+"""The connection from the daemon to the ranks of one run, as its parts see it: messages and signals."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from sentinel import wire
 
 
 class RankLink(Protocol):
-    """Reaches the ranks of one run."""
+    """Sends messages and signals to the ranks of one run."""
 
     def send(self, rank: int, message: wire.Message) -> None:
         """Queue a message for a rank, by its number. A rank that is not connected does not get it."""
 
     def interrupt(self, process: int, signal: int) -> bool:
-        """Signal the process of a rank; False where that cannot be done."""
+        """Send a signal to the process of a rank; return False where that is not possible."""
 
 
 class NoRanks:
-    """The ranks of a recording, which nothing reaches."""
+    """The link to the ranks of a recording, which cannot be reached."""
 
     def send(self, rank: int, message: wire.Message) -> None:
         """Do nothing."""
 
     def interrupt(self, process: int, signal: int) -> bool:
-        """No process is there."""
+        """Return False: there is no process."""
         return False

@@ -6,7 +6,7 @@ from sentinel.runs.rank import Rank
 
 
 class RankSet:
-    """Ranks by number, and what they have in common."""
+    """Ranks by number, and properties of them all."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, Rank] = {}
@@ -18,7 +18,7 @@ class RankSet:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank of the world is live: what is agreed by all can be done."""
+        """Whether every rank of the world is live, so that steps that need the agreement of all are possible."""
         return bool(self.live) and len(self.live) == max(rank.identity.world_size for rank in self.ranks.values())
 
     @property
@@ -33,10 +33,10 @@ class RankSet:
 
     @property
     def step_offset(self) -> int:
-        """What makes the user's step of a seq."""
+        """The offset that turns a seq into the user's step."""
         return min(self.ranks.items())[1].hello.step_offset if self.ranks else 0
 
     @property
     def absence(self) -> str:
-        """Why nothing can be done that all ranks must agree on; empty where all are here."""
+        """Why nothing can be done that all ranks must agree on; empty where all are connected."""
         return "" if self.complete else "not every rank of the run is connected"

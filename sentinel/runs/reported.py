@@ -1,4 +1,4 @@
-"""What a rank's batch holds: its columns, checked and taken apart into steps."""
+"""The content of a rank's batch: its columns, checked and taken apart into steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sentinel import wire
 from sentinel.errors import ProtocolError
 
 FURTHEST = 1 << 53
-"""Step: as `wire.parts.Integer` has it."""
+"""The largest seq of a step: as in `wire.parts.Integer`."""
 MOST_STEPS = 4096
-"""In one batch. The hooks send 512."""
+"""Steps in one batch, at most. The hooks send 512."""
 MOST_VALUES = 600_000
-"""In the columns of one batch: 512 steps of all signals, with the 1,024 of their own that users may log."""
+"""Values in the columns of one batch, at most: 512 steps of all signals, with the 1,024 that users may log."""
 VALUES_AT_A_TIME = 8_192
-"""Of a batch, that are made into steps together: some 1 ms."""
+"""Values of a batch that are made into steps together: this takes some 1 ms."""
 
 
 class Reported:
-    """What one rank said of one step."""
+    """What one rank reported about one step."""
 
     __slots__ = ("_columns", "_row", "layers", "time")
 
@@ -31,21 +31,21 @@ class Reported:
         self.layers: wire.LayerBlock | None = None
 
     def take_values(self) -> dict[str, float]:
-        """Signal -> value; asked for once, when the step is closed."""
+        """Return signal -> value; called once, when the step is closed."""
         return self._columns.take_row(self._row)
 
 
 class _Columns:
-    """The columns of a batch. Of a large one it takes 0.1 s to make all its steps, so they are made some at a time,
-    when they are asked for: in between the daemon serves others."""
+    """The columns of a batch. Making all steps of a large batch takes 0.1 s, so a few are made at a time, when they are
+    needed: in between the daemon serves others."""
 
     def __init__(self, batch: wire.Batch) -> None:
-        """Raises ProtocolError where they do not fit together."""
+        """Raises ProtocolError where the columns do not fit together."""
         self.seqs, self.times = wire.unpack_column("q", batch.seqs), wire.unpack_column("d", batch.times)
         self._whole: dict[str, array[float]] = {}
         self._partly: dict[str, tuple[array[int], array[float]]] = {}
         self._made: dict[int, dict[str, float]] = {}
-        """Row -> its values, not taken yet."""
+        """Row -> its values, for rows that are made and not taken yet."""
         steps = len(self.seqs)
         if steps > MOST_STEPS:
             raise ProtocolError(f"a batch of {steps} steps, of which it may hold {MOST_STEPS}")
@@ -76,16 +76,16 @@ class _Columns:
         self._partly[name] = rows, values
 
     def take_row(self, row: int) -> dict[str, float]:
-        """Signal -> value, of one step; it is handed out once."""
+        """Return signal -> value for one step; each row can be taken once."""
         if row not in self._made:
             self._make(row - row % self._together)
         return self._made.pop(row)
 
     def _make(self, first: int) -> None:
-        """Make the values of this row together with those of the following ones."""
+        """Make the values of this row together with those of the following rows."""
         last = min(first + self._together, len(self.seqs))
-        # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
-        if len(self._whole) == 1:  # the loss, in a loop that is fast
+        # Most columns are whole and joined by zip, at a tenth of the cost of going value by value.
+        if len(self._whole) == 1:  # only the loss, as in a fast loop
             ((name, values),) = self._whole.items()
             made = [{name: value} for value in values[first:last]]
         elif self._whole:
@@ -101,7 +101,7 @@ class _Columns:
 
 
 def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, Reported]]:
-    """The steps of a batch, each with its seq. Raises ProtocolError where columns do not fit together.
+    """Return the steps of a batch, each with its seq. Raises ProtocolError where columns do not fit together.
 
     Layers of a table that has not arrived are left out, as they cannot be checked against it.
     """
@@ -115,8 +115,8 @@ def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple
 
 
 def check_layers(block: wire.LayerBlock, layers: int) -> None:
-    """Raise ProtocolError if statistics do not fit a table of so many layers. Later they would fail where the step is
-    closed, which may be for another rank."""
+    """Raise ProtocolError if statistics do not fit a table of `layers` layers. Otherwise they would fail later, when
+    the step is closed, possibly while another rank is served."""
     rows = wire.unpack_column("I", block.layers)
     values = len(rows) if rows else layers
     if any(len(column) != 4 * values for column in block.stats.values()) or max(rows, default=0) >= max(layers, 1):

@@ -20,11 +20,11 @@ class Run:
         """Unix seconds of the first attach."""
 
     def hello(self, hello: wire.Hello, now: float) -> tuple[Rank, bool]:
-        """A rank says who it is. Returns it, and whether a new attempt began with it.
+        """Add the rank of a hello. Return it, and whether a new attempt began with it.
 
-        A rank that comes back with the same session only lost its connection. One with another session was started
-        or attached again: the first such rank opens the attempt, the others follow into it. Raises ProtocolError
-        for a rank of an attempt that is over.
+        A rank that comes back with the same session only lost its connection. One with another session was started or
+        attached again: the first such rank opens the attempt, the others follow into it. Raises ProtocolError for a
+        rank of an attempt that is over.
         """
         identity = hello.identity
         current = self.attempt
@@ -51,9 +51,9 @@ class Runs:
         return iter(self._runs.values())
 
     def find_run(self, identity: wire.Identity, now: float) -> Run:
-        """The run that a rank belongs to; a new one at its first hello."""
+        """Return the run that a rank belongs to; it is created at its first hello."""
         if identity.run_id not in self._runs:
-            name = "".join(c if c.isprintable() else " " for c in identity.run)  # no orders to anybody's terminal
+            name = "".join(c if c.isprintable() else " " for c in identity.run)  # no control sequences for a terminal
             self._runs[identity.run_id] = Run(name, identity.run_id, now)
         return self._runs[identity.run_id]
 

@@ -18,20 +18,20 @@ BATCH_SECONDS = 1.0
 """Longer than batches of two healthy ranks are apart: each sends every half second (`hooks/transport/sender.py`)."""
 OPEN_STEPS = 16_384
 """Steps that may wait for other ranks; above it the oldest are closed without them. A loop of 1 ms steps has 10,000 by
-the time at which ranks that never came are waited for no more."""
+the time at which ranks that never came are no longer waited for."""
 
 Sample = TypeVar("Sample")
 
 
 class Alignment(Generic[Sample]):
-    """Steps of one attempt, one stream.
+    """The steps of one attempt in one stream.
 
     Ranks report their steps in rising order (their socket is a stream), so a rank that reported step s will never
-    report an earlier one: what was dropped on its side stays away.
+    report an earlier one: a step that was dropped on its side never comes.
     """
 
     def __init__(self, *, seconds: float = PATIENCE_SECONDS, steps: int = PATIENCE_STEPS, closed_to: int = -1) -> None:
-        """`closed_to`: the last step that was closed before, by a daemon that is no more."""
+        """`closed_to`: the last step that an earlier daemon closed."""
         self._seconds, self._steps = seconds, steps
         self._reached: dict[int, int] = {}
         self._silent: set[int] = set()
@@ -40,7 +40,7 @@ class Alignment(Generic[Sample]):
         self._front: int | None = None
         """The furthest step that a rank has reached; None: not known."""
         self._last: tuple[int, int] | None = None
-        """The slowest rank and the step it has reached: it is only searched for again once it has moved on."""
+        """The slowest rank and the step that it has reached: searched for again only after it has moved on."""
         self.late = 0
         """Samples that arrived after their step was closed."""
 
@@ -51,7 +51,7 @@ class Alignment(Generic[Sample]):
 
     @property
     def silent(self) -> frozenset[int]:
-        """Ranks that are not waited for until they caught up."""
+        """Ranks that are not waited for before they have caught up."""
         return frozenset(self._silent)
 
     @property
@@ -74,7 +74,7 @@ class Alignment(Generic[Sample]):
         self._front = self._last = None
 
     def leave(self, rank: int) -> None:
-        """Wait for this rank no more: lost, or gone."""
+        """Stop waiting for this rank, which is lost or gone."""
         self._reached.pop(rank, None)
         self._silent.discard(rank)
         self._front = None
@@ -84,11 +84,11 @@ class Alignment(Generic[Sample]):
         self.report_all(rank, [(seq, sample)], now)
 
     def report_all(self, rank: int, samples: Iterable[tuple[int, Sample]], now: float) -> None:
-        """Take one rank's samples of several steps; of a step the first one counts."""
+        """Take one rank's samples of several steps; for each step the first sample counts."""
         reached = self._reached.get(rank)
         if reached is None:
             self._last = None
-        # Back among those who are waited for once it is no further behind than patience allows.
+        # A silent rank is waited for again when it is at most half the patience in steps behind.
         back = self._furthest() - self._steps // 2 if rank in self._silent else -1
         for seq, sample in samples:
             reached = seq if reached is None else max(reached, seq)
@@ -107,8 +107,8 @@ class Alignment(Generic[Sample]):
             self._reached[rank] = reached
 
     def take_closed(self, now: float) -> Iterator[tuple[int, Mapping[int, Sample]]]:
-        """The steps that closed since the last call, in order: (seq, samples by rank). Each is closed when it is handed
-        out: if the caller stops in between, the next call yields the others."""
+        """Yield the steps that closed since the last call, in order: (seq, samples by rank). Each is closed when it is
+        handed out: if the caller stops in between, the next call yields the others."""
         if not self._open:
             return
         front = self._furthest()
@@ -125,7 +125,7 @@ class Alignment(Generic[Sample]):
             yield seq, self._open.pop(seq).samples
 
     def _find_step_reached_by_all(self) -> float:
-        """The last step that waits for no rank."""
+        """Return the last step that waits for no rank."""
         if self._last is None or self._last[0] in self._silent or self._reached.get(self._last[0]) != self._last[1]:
             waited = ((reached, rank) for rank, reached in self._reached.items() if rank not in self._silent)
             lowest = min(waited, default=None)
@@ -141,7 +141,7 @@ class Alignment(Generic[Sample]):
 
 
 class _OpenStep(Generic[Sample]):
-    """A step that some rank reported and that is not closed."""
+    """A step that at least one rank reported and that is not closed."""
 
     __slots__ = ("samples", "since")
 

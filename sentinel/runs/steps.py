@@ -1,6 +1,6 @@
-"""One closed step: the ranks' values, and the run's, which are made from them as each signal's `combine` says.
+"""One closed step: the ranks' values, and the run's, which are combined from them by each signal's `combine`.
 
-Pure arithmetic. No collective is needed: the daemon has all ranks' reports.
+Pure arithmetic, without collectives: the daemon has all ranks' reports.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from sentinel.engine.expressions.arithmetic import exact_sum
 from sentinel.signals import SIGNALS
 
 _SHARDS = {signal.part_of: name for name, signal in SIGNALS.items() if signal.part_of}
-"""Norm -> the signal that holds the part of a rank's own shards."""
+"""Norm -> the signal for the part of it that comes from a rank's own shards."""
 
 
 class LayerStats(msgspec.Struct, frozen=True, gc=False):
-    """Statistics of all layers at one step, combined over ranks. One value a layer; NaN with `present` 0: no value."""
+    """Statistics of all layers at one step, combined over ranks, with one value per layer. A layer without values has
+    NaN, and 0 in `present`."""
 
     names: tuple[str, ...]
     stats: dict[str, array[float]]
     present: bytes
 
     def items(self) -> Iterable[tuple[str, dict[str, float]]]:
-        """(layer, signal -> value) of the layers that have values."""
+        """Yield (layer, signal -> value) for the layers that have values."""
         signals = tuple(self.stats)
         rows = zip(*self.stats.values(), strict=True) if signals else itertools.repeat((), len(self.names))
         for name, there, row in zip(self.names, self.present, rows, strict=True):
@@ -37,7 +38,8 @@ class LayerStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunStep(msgspec.Struct, frozen=True, gc=False):
-    """One closed step. Daemons keep 2,000 of each run: in no cycle, they are nothing for the garbage collector."""
+    """One closed step. A daemon keeps 2,000 of each run; as they are part of no cycle, the garbage collector need not
+    track them."""
 
     seq: int
     time: float
@@ -48,7 +50,7 @@ class RunStep(msgspec.Struct, frozen=True, gc=False):
 
 
 def combine_ranks(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The run's values from those of its ranks, each signal in its own way (`signals.Combine`)."""
+    """Combine the values of the ranks into the run's values, each signal in its own way (`signals.Combine`)."""
     samples = list(ranks)
     if len(samples) == 1 and samples[0].keys().isdisjoint(_SHARDS.values()):
         return dict(samples[0])
@@ -67,10 +69,11 @@ def combine_ranks(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def combine_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
-    """All layers of a step. Shards are put together; of replicas the first is taken. No collective needed."""
+    """Combine all layers of a step: shards are put together; of replicas the first is taken. No collective is
+    needed."""
     table, block = blocks[0]
     if not block.layers and all(other is table for other, _ in blocks) and not table.sharded:
-        # Replicas, whole: as they came.
+        # Whole replicas: taken as they came.
         columns = {signal: wire.unpack_column("f", values) for signal, values in block.stats.items()}
         return LayerStats(table.names, columns, b"\x01" * len(table.names))
     merged: dict[str, dict[str, dict[tuple[int, ...], float]]] = {}
@@ -93,7 +96,7 @@ def combine_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> Lay
 
 
 def _layer_value(signal: str, values: Sequence[float]) -> float:
-    """From those of its parts, each once."""
+    """Combine the values of a layer's parts, each part once."""
     if len(values) == 1:
         return values[0]
     known = SIGNALS.get(signal)
@@ -103,9 +106,11 @@ def _layer_value(signal: str, values: Sequence[float]) -> float:
 
 
 def _norm(values: Sequence[float], shards: Sequence[float]) -> float:
-    """Norm of replicas and shards: the replicated part is the same on every rank and counts once, shards add up.
+    """Return the norm of replicas and shards: the replicated part is the same on every rank and counts once, shards add
+    up.
 
-    A rank whose shards another one has too says 0 of them: to it they are no part of the sum, and not the replicated.
+    A rank whose shards another rank holds too reports 0 for them: then they count neither in the sum of its shards nor
+    in the replicated part.
     """
     if not shards:
         return values[0]
