@@ -2,9 +2,9 @@
 
     rules/          rule files, by way of `source` (YAML with its places), to rules
     expressions/    a rule's texts to plans: syntax -> compiler (functions, builder, operators) -> plan
-    windows/        what a plan remembers
+    windows/        the memory of a plan
     judging/        observations through the rules: evaluation (rule_state, judgement, incident, history, state)
-    ruletest, backtest    rules over made-up series, and over a run that has been
+    ruletest, backtest    rules over made-up series, and over a recorded run
 
     rules = rules_of([load_rules(text, "stability.yaml")])
     evaluator = Evaluator(rules, run="gpt")

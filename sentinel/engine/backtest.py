@@ -1,4 +1,4 @@
-"""Rules over a run that has been: the steps of a recording in, what would have been told out."""
+"""Apply rules to a recorded run: the steps of a recording in, the alerts that would have fired out."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ class Alert(msgspec.Struct, frozen=True):
     alert: str
     severity: str
     step: int
-    """At which it would have fired, as the log counts."""
+    """The step at which it would have fired, as the log counts."""
     first_step: int
     """The first step at which its condition held."""
     state: str
-    """How it stood at the end of the recording, or ended: `firing`, `resolved` or `rolled_back`."""
+    """Its state at the end of the recording, or how it ended: `firing`, `resolved` or `rolled_back`."""
     over_step: int | None
     summary: str
     values: dict[str, float]
     """The rule's metrics and lets when it fired."""
     members: tuple[str, ...]
-    """The ranks or layers that it is about; empty for the run."""
+    """The ranks or layers that it is about; empty where it is about the run."""
     annotations: dict[str, str]
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """What a rule could see of the run. One that could not look has not found the run well."""
+    """What a rule could see of the run. A rule that could not judge does not show that the run was healthy."""
 
     rule: str
     severity: str
     judged: int
-    """Judgements that it made; of an entity at a step. 0 where it could not have fired for want of what it asks for."""
+    """Judgements that it made, each of one entity at one step. 0 where it could not have fired, as metrics are
+    missing."""
     state: Status
-    """Where it stood at the end; the reason, where `judged` is 0."""
+    """Its state at the end; the reason, where `judged` is 0."""
     missing: tuple[str, ...]
-    """Where there was no data, or the rule does not apply: the metrics for want of which it is so."""
+    """Where there was no data, or the rule does not apply: the metrics that are missing."""
 
 
 class Backtest(msgspec.Struct, frozen=True):
-    """A run as the rules saw it."""
+    """A recorded run as the rules saw it."""
 
     alerts: tuple[Alert, ...]
     rules: tuple[Looked, ...]
@@ -114,8 +115,8 @@ def _list_judging(evaluator: Evaluator, rules: Sequence[Rule], seen: Collection[
 
 
 def _settle(node: ast.expr, rule: Rule, seen: Collection[str]) -> bool | None:
-    """What a condition is as metrics that it asks for (`absent`) never had a sample, whatever those of the others are;
-    None: it depends on them."""
+    """Return the value that a condition has because metrics that it asks for (`absent`) never had a sample, whatever
+    the values of the others; None where it depends on them."""
     match node:
         case ast.Call(func=ast.Name(id="absent"), args=[ast.Name(id=metric), *_]):
             return None if metric in seen else True

@@ -1,4 +1,4 @@
-"""What the engine is fed: one closed step of a run."""
+"""The input of the engine: one closed step of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SCOPES: tuple[Scope, ...] = ("run", "rank", "layer", "gpu", "node")
 
 
 class Entity(NamedTuple):
-    """Whom a number is about."""
+    """The run, rank, layer, GPU or node that a number is about."""
 
     scope: str
     name: str
-    """Empty for the run; a rank's number; a layer's, a GPU's or a node's name."""
+    """Empty for the run; a rank's number; the name of a layer, GPU or node."""
 
     def __str__(self) -> str:
         if self.scope in ("run", "layer"):
@@ -31,44 +31,44 @@ class Table(NamedTuple):
     """Samples of many entities of one scope, in columns: layers come in thousands, and few rules look at each."""
 
     entities: tuple[Entity, ...]
-    """One at least, all of one scope."""
+    """At least one entity, all of one scope."""
     columns: Mapping[str, Sequence[float]]
-    """Metric -> a sample of each."""
+    """Metric -> one sample per entity."""
 
     @property
     def scope(self) -> str:
-        """The scope that all these entities have."""
+        """The scope of all these entities."""
         return self.entities[0].scope
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """All numbers of one step, once it is closed. A signal that was not sampled at this step is not there."""
+    """All numbers of one closed step. A signal that was not sampled at this step is absent."""
 
     seq: int
     time: float
     """Unix seconds at which the step ended."""
     values: Mapping[Entity, Mapping[str, float]]
     table: Table | None = None
-    """More of them, of a scope that `values` has none of."""
+    """Further numbers, of a scope that does not occur in `values`."""
 
 
 class Rewound(NamedTuple):
-    """The run went back to where it was after step `to`; the next step is after `at`."""
+    """The run went back to its state after step `to`; the next step is after `at`."""
 
     to: int
     at: int
     step_offset: int
-    """What makes a seq the step that people are shown, from now on."""
+    """The offset from now on that is added to a seq to get the user's step."""
 
 
 class Staged(NamedTuple):
-    """The user announced another task or other data (`monitor.stage`): it begins with the next step."""
+    """The user announced another task or other data (`monitor.stage`), from the next step on."""
 
 
 Sampled = tuple[Entity, Mapping[str, float]]
 
 WIDE = 128
-"""Entities of one scope from which on it is wide: see `Evaluator`."""
+"""Entities of one scope above which the scope is wide: see `Evaluator`."""
 
 
 _NONE = frozenset[str]()
@@ -83,7 +83,7 @@ class ObservedStep:
         self.seq, self.time, self.values = observation.seq, observation.time, observation.values
         self.table = observation.table
         self._rows: list[Sampled] | None = None
-        """Of the table."""
+        """The rows of the table, made on first use."""
         self._by_scope: dict[str, list[Sampled]] = {}
         self._columns: dict[tuple[str, str], Sequence[float | None]] = {}
         groups = self._by_scope
@@ -104,12 +104,12 @@ class ObservedStep:
             self.wide = frozenset(wide)
 
     def list_sampled(self, scope: str) -> Sequence[Sampled]:
-        """Who has samples at this step. The run is always there."""
+        """Return the entities of a scope with their samples at this step. The run is always included."""
         group = self._by_scope.get(scope)
         return self._list_table_rows(scope) if group is None else group
 
     def _list_table_rows(self, scope: str) -> Sequence[Sampled]:
-        """Rows are made from a table only when needed: most rules at most steps do not need them."""
+        """Return the rows of the table, made only when needed: most rules do not need them at most steps."""
         table = self.table
         if table is None or scope != table.scope:
             return ()
@@ -120,11 +120,11 @@ class ObservedStep:
         return self._rows
 
     def groups(self) -> Iterable[tuple[str, Sequence[Sampled]]]:
-        """The samples of each scope, except those of the entities in the table."""
+        """Return the samples of each scope, except those of the entities in the table."""
         return self._by_scope.items()
 
     def column(self, scope: str, metric: str) -> Sequence[float | None]:
-        """A metric's samples, in the order of `of`; None for whom there is none."""
+        """Return a metric's samples, in the order of `list_sampled`; None for an entity without one."""
         column = self._columns.get((scope, metric))
         if column is None:
             column = self._columns[scope, metric] = [values.get(metric) for _, values in self._by_scope[scope]]

@@ -1,4 +1,4 @@
-"""Rule tests: series in, alerts out, in a file beside the rules, as promtool has it.
+"""Rule tests: series in, alerts out, in a file beside the rules, as in promtool.
 
     rule_files: [stability.yaml]
     tests:
@@ -16,7 +16,7 @@
             states: {LossSpike: firing}
         fired: {LossSpike: [301]}
 
-`alerts` are all that fire at that step, `fired` all that fire in the test: `[]` and `{}` mean none.
+`alerts` are all that fire at that step, `fired` all that fire during the test: `[]` and `{}` mean none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ALERT_KEYS = ("alert", "severity", "actions", "evidence", "first_step", "member
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Something that is not as the test says."""
+    """A difference between the rules' behaviour and the test's expectation."""
 
     line: int
     message: str
@@ -73,7 +73,7 @@ class RuleTest:
     fired: tuple[YamlNode, Mapping[str, list[int]]] | None
 
     def run(self) -> list[Mismatch]:
-        """Play the series; answer what is not as expected."""
+        """Play the series; return what differs from the expectation."""
         evaluator = Evaluator(self.rules, run="test")
         fired: dict[str, list[int]] = {}
         failures: list[Mismatch] = []
@@ -145,8 +145,8 @@ def _format_value(value: object) -> str:
 
 
 def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[Rule] = ()) -> list[RuleTest]:
-    """Parse a test file. `read` answers the text of a rule file, named as the test file names it; `base` are the rules
-    that one may override.
+    """Parse a test file. `read` returns the text of a rule file by the name in the test file; `base` are the rules that
+    such a file may override.
 
     Raises RuleError, with the place, where the test file or a rule file is wrong: the first mistake of each test.
     """
@@ -178,7 +178,7 @@ class _Reader:
         self._fields = node.fields("a test", _TEST_KEYS, required=("name", "input_series"))
 
     def test(self) -> RuleTest:
-        """The test. Raises RuleError at the first fault."""
+        """Return the test. Raises RuleError at the first mistake."""
         if not {"expect", "fired"} & set(self._fields):
             raise self._node.error("a test needs 'expect' or 'fired': it could not fail")
         series = self._series()
@@ -222,7 +222,7 @@ class _Reader:
         name = fields["series"].string("series")
         if name not in self._scopes:
             raise fields["series"].error(f"unknown metric {name!r}{did_you_mean(name, self._scopes)}")
-        scope = next((scope for scope in _APART if scope in fields), "rank")  # the run's value is the ranks' combined
+        scope = next((scope for scope in _APART if scope in fields), "rank")  # the run's value combines the ranks'
         if scope != self._scopes[name]:
             wanted = f"one number a {self._scopes[name]}: write `{self._scopes[name]}: NAME`"
             raise fields["series"].error(
@@ -257,7 +257,7 @@ class _Reader:
         return Expected(step, node.line, alerts, states)
 
     def _step_at(self, node: YamlNode, steps: int) -> int:
-        """The last step that has ended by a time."""
+        """Return the last step that has ended by a time."""
         length = span.seconds(node.string("at"))
         step = int(length / self._interval() + 1e-9) if length is not None else steps
         if step >= steps:

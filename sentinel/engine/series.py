@@ -1,4 +1,4 @@
-"""The short form of a series in a rule test: `2.5 2.4 nan _ inf 3-0.1x10 noise(2.5, 0.01, 200)`.
+"""Expand the short form of a series in a rule test: `2.5 2.4 nan _ inf 3-0.1x10 noise(2.5, 0.01, 200)`.
 
     2.5  -1e-3  nan  inf  -inf    a sample
     _                             no sample at this step;  _x20: at 20 steps
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from sentinel.engine.source import Text
 
 LENGTH_LIMIT = 100_000
-"""Steps in a series."""
+"""Steps in a series, at most."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPECIAL = re.compile(r"([-+]?inf|nan)(?:x(\d{1,6}))?")
@@ -32,7 +32,7 @@ _TOKEN = re.compile(r"noise\([^)]*\)?|\S+")
 
 
 def expand(text: Text) -> list[float | None]:
-    """All samples of a series, None where there is none. Raises RuleError at the piece that is wrong."""
+    """Return all samples of a series, None where there is none. Raises RuleError at the piece that is wrong."""
     generator = random.Random(text.value)
     values: list[float | None] = []
     for token in _TOKEN.finditer(text.value):

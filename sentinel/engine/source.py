@@ -1,7 +1,7 @@
-"""YAML text with its places: every value of a rule file knows the line and column that it came from.
+"""Read YAML text with its places: every value of a rule file knows the line and column that it came from.
 
 YAML 1.2's core schema (yaml.org/spec/1.2.2, 10.3.2) and not PyYAML's 1.1: `1e-3` is a number, `on` and `no` are
-words. Nothing is constructed: the composed nodes are read as what a rule needs, and each complaint names its place.
+words. No objects are constructed: the composed nodes are read as what a rule needs, and each error names its place.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sentinel.errors import RuleError
 from sentinel.text import did_you_mean, find_nearest
 
 SIZE_LIMIT = 1 << 20
-"""Characters in a file: 1,000 rules have half of that."""
+"""Characters in a file, at most: 1,000 rules have half of that."""
 
 DEPTH_LIMIT = 20
-"""Nesting of a file. A rule test needs 7. Beyond about 20,000 libyaml's composer overflows the C stack."""
+"""Nesting of a file, at most. A rule test needs 7. Beyond about 20,000 libyaml's composer overflows the C stack."""
 
 _SHOWN = 40
 """Characters of a value that an error repeats, at most."""
@@ -49,7 +49,7 @@ for _name, (_pattern, _first) in _CORE.items():
 
 
 class Mistakes:
-    """Of a file. `with mistakes:` notes a RuleError, and goes on behind the block."""
+    """Collects the mistakes of a file. `with mistakes:` notes a RuleError, and goes on after the block."""
 
     def __init__(self) -> None:
         self.found: list[RuleError] = []
@@ -63,7 +63,7 @@ class Mistakes:
         return isinstance(error, RuleError)
 
     def raise_first(self) -> None:
-        """Raise the first of them in the file's order, which has the others."""
+        """Raise the first mistake in the file's order; it carries the others."""
         if self.found:
             first, *others = sorted(self.found, key=lambda mistake: (mistake.line, mistake.column))
             first.others = tuple(others)
@@ -71,7 +71,7 @@ class Mistakes:
 
 
 class Text:
-    """A string out of a file, each character of it with its place there."""
+    """A string from a file, with the place in the file of each of its characters."""
 
     def __init__(self, value: str, file: str, places: Sequence[tuple[int, int]]) -> None:
         assert len(places) == len(value) + 1, "one place a character, and one for the end"
@@ -79,7 +79,7 @@ class Text:
 
     @classmethod
     def plain(cls, value: str) -> Text:
-        """A string that is its own file, on one line."""
+        """Return a string that is its own file, on one line."""
         return cls(value, "<expression>", [(1, column) for column in range(1, len(value) + 2)])
 
     def __getitem__(self, part: slice) -> Text:
@@ -87,7 +87,7 @@ class Text:
         return Text(self.value[start:stop], self.file, self.places[start : stop + 1])
 
     def replace_pattern(self, pattern: re.Pattern[str], before: str, after: str) -> Text:
-        """Each match of group 1 put between `before` and `after`, which take the places of its ends."""
+        """Put each match of group 1 between `before` and `after`, which take the places of its ends."""
         value, places, last = "", list[tuple[int, int]](), 0
         for match in pattern.finditer(self.value):
             start, stop = match.span(1)
@@ -102,13 +102,13 @@ class Text:
         return Text(value + self.value[last:], self.file, [*places, *self.places[last:]])
 
     def error(self, message: str, offset: int = 0) -> RuleError:
-        """A RuleError at a character of this text."""
+        """Return a RuleError at a character of this text."""
         line, column = self.places[min(max(offset, 0), len(self.value))]
         return RuleError(message, file=self.file, line=line, column=column)
 
 
 class YamlNode:
-    """A value in a rule file, read as what it must be; else RuleError at its place."""
+    """A value in a rule file, read as what it must be; otherwise a RuleError at its place."""
 
     def __init__(self, node: Any, source: Source) -> None:
         self._node, self._source = node, source
@@ -120,28 +120,28 @@ class YamlNode:
 
     @property
     def line(self) -> int:
-        """From 1."""
+        """Line of the value, from 1."""
         return int(self._node.start_mark.line) + 1
 
     @property
     def written(self) -> str:
-        """As it stands in the file."""
+        """The value's text as it stands in the file."""
         return self._source.text[self._node.start_mark.index : self._node.end_mark.index].rstrip()
 
     def error(self, message: str) -> RuleError:
-        """A RuleError at this value."""
+        """Return a RuleError at this value."""
         column = int(self._node.start_mark.column) + 1
         return RuleError(message, file=self._source.file, line=self.line, column=column)
 
     def mismatch(self, expected: str) -> RuleError:
-        """A RuleError that says what is there and what was expected. More than a word may be another file altogether,
-        and is not repeated, as it may be private."""
+        """Return a RuleError that says what was found and what was expected. A value longer than a word may belong to
+        another file altogether and may be private, so it is not repeated."""
         found, value = _NAMES.get(self.kind, self.kind), self._node.value
         shown = f" ({value})" if isinstance(value, str) and 0 < len(value) <= _SHOWN else ""
         return self.error(f"expected {expected}, found {found}{shown}")
 
     def items(self, what: str) -> Iterator[tuple[YamlNode, YamlNode]]:
-        """Keys and values of a mapping, in order; a key that comes twice is an error."""
+        """Yield the keys and values of a mapping, in order; a key that comes twice is an error."""
         if not isinstance(self._node, yaml.MappingNode):
             raise self.mismatch(f"{what}: a mapping")
         seen: dict[str, YamlNode] = {}
@@ -160,9 +160,10 @@ class YamlNode:
         mistakes: Mistakes | None = None,
         needed: Iterable[str] = (),
     ) -> dict[str, YamlNode]:
-        """A mapping whose keys are known. Unknown ones are left out, and they and missing ones are noted in `mistakes`;
-        without it, and where a required key is missing, they are raised. `needed`: keys that it needs as well, without
-        which the others can be read. A key that an unknown one is near to, written wrongly, is not called missing."""
+        """Return a mapping whose keys are known. Unknown keys are left out; they and missing ones are noted in
+        `mistakes`, or raised where that is None or a required key is missing. `needed`: keys that are also needed, but
+        without which the others can be read. A needed key that an unknown one resembles is not also reported as
+        missing."""
         known, required, found = list(allowed), list(required), dict[str, YamlNode]()
         wrong, meant = Mistakes(), set[str]()
         for key, value in self.items(what):
@@ -180,31 +181,31 @@ class YamlNode:
         return found
 
     def sequence(self, what: str) -> list[YamlNode]:
-        """The items of a list."""
+        """Return the items of a list."""
         if not isinstance(self._node, yaml.SequenceNode):
             raise self.mismatch(f"{what}: a list")
         return [YamlNode(item, self._source) for item in self._node.value]
 
     def word(self) -> str:
-        """A scalar as it is written, whatever it looks like."""
+        """Return a scalar as it is written, whatever its type."""
         if not isinstance(self._node, yaml.ScalarNode):
             raise self.mismatch("a word")
         return str(self._node.value)
 
     def string(self, what: str) -> str:
-        """Text; a bare number is no text."""
+        """Return text; a bare number is not text."""
         if self.kind != "str" or not isinstance(self._node, yaml.ScalarNode):
             raise self.mismatch(f"{what}: text")
         return str(self._node.value)
 
     def truth(self, what: str) -> bool:
-        """true or false."""
+        """Return true or false."""
         if self.kind != "bool":
             raise self.mismatch(f"{what}: true or false")
         return self.word().lower() == "true"
 
     def integer(self, what: str, least: int, most: int) -> int:
-        """A whole number within bounds."""
+        """Return a whole number within bounds."""
         if self.kind != "int":
             raise self.mismatch(f"{what}: a whole number")
         value = int(self.word(), 0) if self.word()[:2] in ("0o", "0x") else int(self.word()[:30])
@@ -213,14 +214,14 @@ class YamlNode:
         return value
 
     def text(self, what: str) -> Text:
-        """Text with the place of each of its characters, for expressions and templates."""
+        """Return text with the place of each of its characters, for expressions and templates."""
         if self.kind not in ("str", "int", "float", "bool") or not isinstance(self._node, yaml.ScalarNode):
             raise self.mismatch(f"{what}: text")
         return Text(str(self._node.value), self._source.file, self._source.places(self._node))
 
 
 class Source:
-    """A rule file's text, composed. Raises RuleError where it is no YAML."""
+    """A rule file's text, composed. Raises RuleError where it is not YAML."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text.removeprefix("\ufeff"), file
@@ -259,7 +260,7 @@ class Source:
         return line, index - self._line_starts[line - 1] + 1
 
     def places(self, node: Any) -> list[tuple[int, int]]:
-        """The place of each character of a scalar's value, and of its end.
+        """Return the place of each character of a scalar's value, and of its end.
 
         The characters that are not blank stand in the file in the same order as in the value, whatever the style:
         plain, quoted, literal or folded. Blanks, which YAML folds, take the place after their predecessor.
@@ -268,7 +269,7 @@ class Source:
         start += len(match[0]) if (match := _PROPERTIES.match(self.text, start, stop)) else 0
         units = list(_units(self.text, start, stop, node.style))
         solid = sum(not c.isspace() for c in node.value)
-        if len(units) != solid:  # an escape that is a blank, and the like: the value's start must do
+        if len(units) != solid:  # an escaped blank, for example: the value's start must do
             return [self._place(start)] * (len(node.value) + 1)
         places, following, rest = list[tuple[int, int]](), start + (node.style in ("'", '"')), iter(units)
         for character in node.value:
@@ -284,7 +285,7 @@ _BLANK_ESCAPES = frozenset(" \t_NLPnrtv\n")
 
 
 def _units(text: str, start: int, stop: int, style: str | None) -> Iterator[int]:
-    """Where in the file each character that is not blank begins, of the scalar between two indices."""
+    """Yield the index in the file of each character that is not blank, for the scalar between two indices."""
     index, end = start, stop
     if style in ("|", ">"):
         index = text.find("\n", start, stop) + 1 or stop

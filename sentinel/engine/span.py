@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-"""Seconds."""
+"""Unit -> seconds."""
 
 DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h|d)")
 STEPS = re.compile(r"(\d{1,9}) steps?")
@@ -21,7 +21,7 @@ class Span:
     seconds: float = 0.0
 
     def is_reached(self, steps: int, seconds: float) -> bool:
-        """Whether so many steps or seconds are this long."""
+        """Return whether so many steps or seconds are at least this long."""
         return seconds >= self.seconds if self.seconds else steps >= self.steps
 
     def __str__(self) -> str:
@@ -43,13 +43,13 @@ class Hold:
 
 
 def seconds(text: str) -> float | None:
-    """`5m` -> 300.0; None where it is no duration."""
+    """Read a duration in seconds, `5m` -> 300.0; None where it is none."""
     match = DURATION.fullmatch(text)
     return float(match[1]) * UNITS[match[2]] if match else None
 
 
 def span(text: str) -> Span | None:
-    """`20 steps` or `90s`; None where it is neither."""
+    """Read a span, `20 steps` or `90s`; None where it is neither."""
     if match := STEPS.fullmatch(text):
         return Span(steps=int(match[1]))
     length = seconds(text)
@@ -57,7 +57,7 @@ def span(text: str) -> Span | None:
 
 
 def hold(text: str) -> Hold | None:
-    """What `span` reads, and `3 of 5 steps`; None where it is none of these or can never hold."""
+    """Read what `span` reads, or `3 of 5 steps`; None where it is neither or can never hold."""
     if match := SHARE.fullmatch(text):
         times, of = int(match[1]), int(match[2])
         return Hold(times=times, of=of) if 1 <= times <= of else None

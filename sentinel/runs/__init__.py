@@ -2,7 +2,7 @@
 
     Runs -> Run (name, id) -> Attempt (ranks, layer tables, steps) -> Rank (state, what it said in its hello)
 
-What ranks report about a step becomes a `Step` (`steps.py`) once the step is closed.
+What ranks report about a step becomes a `RunStep` (`steps.py`) once the step is closed.
 
     run.py        Runs, Run
     attempt.py    Attempt

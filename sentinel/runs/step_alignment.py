@@ -1,9 +1,9 @@
-"""Brings the ranks' samples together by step.
+"""Join the ranks' samples by step.
 
 A step is closed, and judged, once all live ranks reported it, or `PATIENCE_SECONDS` after the first did, or when that
 one is `PATIENCE_STEPS` ahead and `BATCH_SECONDS` have passed: ranks send in batches, and a batch of 3 ms steps holds
 a hundred and more. Steps close in order. A rank that made the others wait is silent: it holds nothing up until it has
-caught up. A single process is the case of one rank. No clock of its own: `now` is handed in, in seconds, monotonic.
+caught up. A single process is the case of one rank. It has no clock: `now` is passed in, in monotonic seconds.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ A rank is keyed (attempt, rank), a sample (attempt, seq, rank):
     run      name + unique id; the ranks of one job share it
     attempt  restart count of the scheduler or torchrun; a script started by hand again is a new run
     seq      ordinal, from 0, of the attempted optimizer steps of the first optimizer. Never rewinds; a step that
-             the loss scaler skips counts. What people are shown is `seq + Hello.step_offset`
+             the loss scaler skips counts. People are shown `seq + Hello.step_offset`
     stream   0 for the first optimizer; others have series, and a seq, of their own
 
-Who says what: `rank`, `daemon`, `command`; `parts` is what several of them are made of; `framing` puts it into bytes.
+The modules: `rank`, `daemon` and `command` have the messages by sender; `parts` has the types that several of them
+share; `framing` converts messages to bytes.
 """
 
 from __future__ import annotations

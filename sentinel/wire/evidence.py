@@ -6,7 +6,8 @@ catalogue.
     OutOfMemory      what memory was spent on when an allocation failed
     Moments          the optimizer's second moments against the gradients, and the exponents of these
 
-Each is sent in a `wire.Evidence`. Steps are seqs. A field `missing` says in words what could not be found out, and why.
+Each is sent in a `wire.Collected`. Steps are seqs. A field `missing` says in words what could not be found out,
+and why.
 """
 
 from __future__ import annotations

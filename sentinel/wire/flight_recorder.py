@@ -1,13 +1,13 @@
-"""What torch's flight recorder knows of a rank's collectives and transfers, whichever way it was dumped.
+"""Read torch's flight recorder: a rank's collectives and transfers, whichever way they were dumped.
 
 torch numbers the collectives of each process group from 1 on every rank; equal numbers belong together. Transfers
-(send, receive) are matched by their order between two ranks. Where ranks disagree is where a run stands.
+(send, receive) are matched by their order between two ranks. A run stands still where ranks disagree.
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. NCCL has a ring of its own, the other backends have one
-together, of 2,000 by default (TORCH_FR_BUFFER_SIZE). What is easily got wrong:
+together, of 2,000 by default (TORCH_FR_BUFFER_SIZE). What is easy to get wrong:
 
 - `pg_status` is keyed by `pg_id`, which numbers the groups of that process, and not by the group's name.
 - Its numbers count transfers too, where a group has any (gloo counts all, NCCL writes the last one's own number).
-- gloo records no transfer and no members, and marks what is over as `retired` alone. NCCL retires what timed out, too.
+- gloo records no transfer and no members, and marks what is over only as `retired`. NCCL retires what timed out, too.
 - Entries of a coalesced batch share a number, and only the last of them, the batch's own, has a state.
 """
 

@@ -1,4 +1,4 @@
-"""The heartbeat page: what a training process shows of itself while it cannot speak.
+"""The heartbeat page: what a training process shows of itself even while it cannot send messages.
 
 An anonymous file in memory (memfd), handed to the daemon with the first bytes of the connection (SCM_RIGHTS): no name,
 so nothing is left behind. The sender's thread writes it several times a second. A process that holds the GIL stops

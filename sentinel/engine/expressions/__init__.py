@@ -1,1 +1,1 @@
-"""The rule language: from the text of an expression to a plan that is run at each step."""
+"""The rule language: from the text of an expression to a plan that runs at each step."""

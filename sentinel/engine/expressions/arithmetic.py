@@ -1,4 +1,4 @@
-"""Sums and means that are exact, and of which none raises: `math.fsum` does where a partial sum is over 1.8e308."""
+"""Exact sums and means that never raise, unlike `math.fsum`, which does where a partial sum is over 1.8e308."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 _DOWN, _UP = 2.0**-32, 2.0**32
-"""Powers of two: nothing is rounded by them."""
+"""Powers of two, so that scaling by them rounds nothing."""
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """The sum of finite values, an infinity where no float holds it."""
+    """Return the sum of finite values; infinity where no float holds it."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -18,7 +18,7 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def exact_mean(values: Sequence[float]) -> float:
-    """The mean of finite values."""
+    """Return the mean of finite values."""
     try:
         return math.fsum(values) / len(values)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Lays out the slots of a plan while expressions are compiled into it; equal subexpressions share a slot."""
+"""Lay out the slots of a plan while expressions are compiled into it; equal subexpressions share a slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sentinel.engine.observation import Scope
 Type = Literal["number", "condition"]
 
 Vocabulary = Mapping[str, str]
-"""Metric -> whose number it is: `rank`, `layer`, `gpu` or `node`. Elsewhere a rank's metric means the run's value."""
+"""Metric -> its scope: `rank`, `layer`, `gpu` or `node`. In other scopes a rank's metric means the run's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +26,31 @@ class Term:
 
     type: Type
     key: str
-    """The expression's text in one form: equal for equal expressions."""
+    """The expression's text in a normal form: equal for equal expressions."""
     source: str
-    """Of Python, over the slots: see `operators`."""
+    """Python source over the slots: see `operators`."""
     slot: int = 0
-    """The slot that it is, where it is no more than that."""
+    """The slot that the term is, if it is nothing but a slot; else 0."""
     needs: int = 0
     """Bits of the slots that it reads."""
     exposed: int = 0
-    """Bits of the inputs that must be finite for it to mean something: those not inside is*() or count()."""
+    """Bits of the inputs that must be finite for the term to have a meaning: those not inside is*() or count()."""
     metrics: frozenset[str] = frozenset()
     own: bool = False
-    """Whether there is a metric of the plan's own entities in it, and not only what feeds it."""
+    """Whether it contains a metric of the plan's own entities, and not only what feeds the plan."""
     baseline: bool = False
-    """Whether there is a `past` in it."""
+    """Whether it contains a `past`."""
     size: int = 1
-    """Operations that it takes to compute."""
+    """Number of operations that it takes to compute."""
 
     @functools.cached_property
     def read(self) -> Read:
-        """The term's value. Raises UnreadyError."""
+        """The function that returns the term's value. It raises UnreadyError."""
         return reading(self.source)
 
 
 class Builder:
-    """One plan in the making. `child` holds the plans that feed it."""
+    """Builds one plan. `_children` holds the builders of the plans that feed it."""
 
     def __init__(self, scope: Scope, vocabulary: Vocabulary, min_samples: int = 0) -> None:
         self.scope, self.vocabulary, self.min_samples = scope, vocabulary, min_samples
@@ -63,7 +63,7 @@ class Builder:
         self._always = self._timed = False
 
     def plan(self, told: int = 0) -> Plan:
-        """All that was compiled, ready to run. `told`: bits of the slots whose news another plan asks for."""
+        """Return all that was compiled, ready to run. `told`: bits of the slots whose changes another plan asks for."""
         subplans = tuple(
             child.plan(self._combine_needs(position)) for position, child in enumerate(self._children.values())
         )
@@ -90,7 +90,7 @@ class Builder:
         return self._size - 1
 
     def input(self, metric: str) -> Term:
-        """A metric's newest sample: the entity's own, or the run's."""
+        """Return the term for a metric's newest sample: the entity's own, or the run's."""
         if metric not in self._terms:
             if self.scope != "run" and self.vocabulary[metric] != self.scope:
                 return self.feed(metric, self.child("run").input(metric), "run", "only")
@@ -101,7 +101,8 @@ class Builder:
         return self._terms[metric]
 
     def add_seen_slot(self, metric: str) -> int:
-        """The slot of the seq of an own metric's last sample. Each step is news to the plan from now on."""
+        """Return the slot with the seq of the last sample of one of the plan's own metrics. From now on each step
+        counts as news to the plan."""
         source = self._inputs[metric]
         self._always = True
         if source.seen < 0:
@@ -109,7 +110,7 @@ class Builder:
         return source.seen
 
     def stage(self, function: Function, key: str, operand: Term, window: Window) -> Term:
-        """A function with a memory over an operand."""
+        """Add a function with a memory over an operand; return its term."""
         if key not in self._terms:
             assert function.state is not None
             self._timed |= window.seconds > 0 or function.name == "rate"
@@ -124,13 +125,13 @@ class Builder:
         return self._terms[key]
 
     def child(self, scope: Scope) -> Builder:
-        """The builder of a plan that feeds this one."""
+        """Return the builder of the plan of another scope that feeds this one."""
         if scope not in self._children:
             self._children[scope] = Builder(scope, self.vocabulary, self.min_samples)
         return self._children[scope]
 
     def feed(self, key: str, term: Term, scope: Scope, how: str) -> Term:
-        """A number out of a child's term."""
+        """Add a slot for a number from a child's term; return its term."""
         if key not in self._terms:
             index, position = self._slot(), list(self._children).index(scope)
             bare = key in term.metrics
@@ -142,9 +143,10 @@ class Builder:
         return self._terms[key]
 
     def _sources(self, metrics: frozenset[str]) -> tuple[int, ...]:
-        """Slots of a feed's metrics, taken in here too so that `no data` is told from `warming`.
+        """Return the slots of a feed's metrics, which are inputs here too, so that `no data` and `warming` can be
+        distinguished.
 
-        A layer's metric is nothing to a run, a rank, a GPU: of such a feed nothing is known.
+        A layer's metric has no value for a run, a rank or a GPU: such a feed has no known slots.
         """
         known = [metric for metric in sorted(metrics) if self.vocabulary[metric] in ("rank", self.scope)]
         return tuple(self.input(metric).needs.bit_length() - 1 for metric in known)

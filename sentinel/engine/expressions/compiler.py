@@ -1,7 +1,8 @@
-"""From a syntax tree to a `Term`: allowed node by node, typed; a rule's text is never run.
+"""Compile a syntax tree into a `Term`: each node is checked against what is allowed, and typed; a rule's text is never
+run.
 
-There are two types, number and condition, and no way from one to the other but a comparison and `count`. Whatever
-is not named here is not in the language.
+There are two types, number and condition, and only a comparison and `count` lead from one to the other. Whatever is not
+named here is not in the language.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from sentinel.errors import RuleError
 from sentinel.text import did_you_mean, format_count
 
 DEPTH_LIMIT = 50
-"""Nesting of an expression."""
+"""Nesting of an expression, at most."""
 
 WHOLE_DEPTH_LIMIT = 150
-"""Nesting of an expression with its lets put in: each level is a pair of parentheses in what it becomes, and Python
-reads 200 of them at most."""
+"""Nesting of an expression with its lets put in, at most: each level is a pair of parentheses in the generated source,
+and Python reads at most 200 of them."""
 
 OPERATION_LIMIT = 500
-"""Operations in an expression, those of its lets with it: a let that is used twice counts twice."""
+"""Operations in an expression with its lets, at most: a let that is used twice counts twice."""
 
 Lets = Mapping[str, Parsed]
 
@@ -58,7 +59,7 @@ def compile_any(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
 
 class _Compiler:
     def __init__(self, parsed: Parsed, builder: Builder, lets: Lets, around: int = 0) -> None:
-        """`around`: how deep the place lies where it is put in."""
+        """`around`: the depth of the place where the expression is put in."""
         self._parsed, self._builder, self._lets = parsed, builder, lets
         self._depth, self._around = 0, around
 
@@ -66,7 +67,7 @@ class _Compiler:
         return self._parsed.error(message, node)
 
     def _make_inner(self, parsed: Parsed, builder: Builder) -> _Compiler:
-        """For what is compiled on the way."""
+        """Return a compiler for an expression inside this one."""
         return _Compiler(parsed, builder, self._lets, self._around + self._depth)
 
     def compile_as(self, node: ast.expr, wanted: Type) -> Term:
@@ -197,7 +198,7 @@ class _Compiler:
         return self._stage(node, function, key, operand, self._window(function, arguments))
 
     def _arguments(self, node: ast.Call, function: Function) -> list[ast.expr]:
-        """The arguments in order, keywords put in their places."""
+        """Return the arguments in order, with keywords put in their places."""
         names = function.parameters
         arguments = list(node.args)
         for keyword in node.keywords:
@@ -250,16 +251,18 @@ class _Compiler:
         return self._builder.stage(function, key, operand, window)
 
     def _where(self, node: ast.Call, function: Function, number: ast.expr, condition: ast.expr) -> Term:
-        """A number that has samples only where a condition holds: an operand that is not ready elsewhere."""
+        """Compile `where`: a number that has samples only where a condition holds, that is, an operand that is not
+        ready elsewhere."""
         operand, gate = self.compile_as(number, "number"), self.compile_as(condition, "condition")
         key = f"where({operand.key}, {gate.key})"
         both = _join_terms("condition", key, operators.write_gate(operand.source, gate.source), operand, gate)
-        # Of type condition, so that what is not finite comes through: the result is exposed instead of the operand.
+        # Typed as a condition, so that non-finite numbers come through: the result is exposed instead of the operand.
         term = self._stage(node, function, key, replace(both, needs=operand.needs, own=operand.own), Window(count=1))
         return replace(term, exposed=term.needs | gate.exposed)
 
     def _of_run(self, node: ast.expr, key: str) -> Term:
-        """What is about the run alone is kept once, and not once a layer, a rank, a GPU, a node."""
+        """Compile what is only about the run, so that it is kept once, and not once for each layer, rank, GPU or
+        node."""
         term = self._make_inner(self._parsed, self._builder.child("run")).visit(node)
         fed = self._builder.feed(key, term, "run", "only")
         return fed if term.type == "number" else replace(fed, type="condition", exposed=0)
@@ -278,7 +281,7 @@ class _Compiler:
         return self._builder.feed(f'across({inner.key}, "{how.value}")', inner, scope, str(how.value))
 
     def _metrics(self, node: ast.expr) -> set[str]:
-        """All names in an expression, those in its lets with it."""
+        """Return all names in an expression and in its lets."""
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         return names.union(*(self._metrics(self._lets[name].tree) for name in names & set(self._lets)))
 

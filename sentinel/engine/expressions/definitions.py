@@ -1,4 +1,4 @@
-"""Functions that are defined in the rule language itself: a call becomes what it stands for."""
+"""Functions that are defined in the rule language itself: a call is replaced by the definition."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sentinel.engine.source import Text
 
 
 def expand_call(function: Function, arguments: Sequence[ast.expr], call: ast.expr) -> ast.expr:
-    """The body of a function, with the arguments of a call in place of the parameters.
+    """Return the body of a function, with the arguments of a call in place of the parameters.
 
-    What comes of it computes, freezes and counts as if it had been written out. Its nodes point at the call, so that
-    errors do; those of the arguments keep their places.
+    The result computes, freezes and counts as if it had been written out. Its nodes point at the call, so that errors
+    do; those of the arguments keep their places.
     """
     known: dict[str, ast.expr] = dict(zip(function.parameters, arguments, strict=True))
     for name, text in function.lets.items():

@@ -1,4 +1,4 @@
-"""What Python has and the rule language has not: as it was written, and what to write instead."""
+"""Constructs of Python that the rule language lacks: as they were written, and what to write instead."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ast
 import re
 
 SHOWN = 40
-"""Characters of what was written that an error repeats, at most."""
+"""Characters of the written text that an error repeats, at most."""
 NEAR = 8
-"""Characters from the place that Python's parser complains of to what made it complain."""
+"""Characters, at most, between the place that Python's parser reports and what made it fail."""
 
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Pow: ("'**'", "write x * x, or sqrt(x)"),
@@ -26,7 +26,7 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.In: ("'in'", "write x == 1 or x == 2"),
     ast.NotIn: ("'not in'", "write x != 1 and x != 2"),
 }
-"""Class -> sign, fix."""
+"""Class of the operator -> its sign, the fix."""
 _OVER = 'mean(x, 100) is over samples, across(x, "max") over ranks'
 _NODES: dict[type[ast.AST], tuple[str, str]] = {
     ast.IfExp: ("'if ... else'", "write a and b or not a and c, or two rules"),
@@ -46,7 +46,7 @@ _NODES: dict[type[ast.AST], tuple[str, str]] = {
     ast.YieldFrom: ("'yield from'", "take it out"),
 }  # fmt: skip
 
-# Where Python's parser says no more than "invalid syntax": what is likely to be meant.
+# For where Python's parser only says "invalid syntax": the likely slips.
 _SLIPS = (
     (re.compile(r"\b(?:AND|And)\b"), "write `and`, in small letters"),
     (re.compile(r"\b(?:OR|Or)\b"), "write `or`, in small letters"),
@@ -64,7 +64,7 @@ _SLIPS = (
 
 
 def name_construct(node: ast.expr) -> tuple[str, str]:
-    """What it is, as the user wrote it, and the fix."""
+    """Return what a node is, as the user wrote it, and the fix."""
     operators = [getattr(node, "op", None), *getattr(node, "ops", [])]
     for operator in operators:
         if type(operator) in OPERATORS:
@@ -84,7 +84,8 @@ def name_construct(node: ast.expr) -> tuple[str, str]:
 
 
 def slip(text: str, start: int, stop: int) -> tuple[int, str, str] | None:
-    """What people write by habit near where an expression cannot be parsed: where it stands, what it is, the fix."""
+    """Return a habitual slip near the place where an expression cannot be parsed: where it stands, what it is, the
+    fix."""
     least, most = start - NEAR, stop + NEAR
     found = [(match.start(), match[0], fix) for pattern, fix in _SLIPS for match in pattern.finditer(text)]
     return min((one for one in found if least <= one[0] <= most), default=None)

@@ -1,4 +1,4 @@
-"""The functions of the rule language: what each takes, gives and keeps. The docs are made of this table."""
+"""The functions of the rule language: their arguments, results and state. The docs are generated from this table."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag
 `window` a number of samples or a duration, `count` a number of samples, `share` 0 to 1, `lag` a number of samples."""
 
 HOWS = ("max", "min", "mean", "spread", "norm", "argmax")
-"""What `across` makes of the values of all ranks, layers, GPUs or nodes."""
+"""How `across` combines the values of all ranks, layers, GPUs or nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The literal arguments of a call, as a state is made of them."""
+    """The literal arguments of a call, from which a state is made."""
 
     count: int = 0
     seconds: float = 0.0
     needed: int = 0
-    """Samples that will do, where the rule has `min_samples`; 0: the window must be full."""
+    """Samples that are enough, where the rule has `min_samples`; 0: the window must be full."""
     share: float = 0.5
 
 
@@ -42,16 +42,16 @@ class Function:
     gives: Literal["number", "condition"]
     meaning: str
     state: Callable[[Window], WindowState] | None = None
-    """Makes what the call keeps for one series; None where it keeps nothing."""
+    """Makes the state that the call keeps for one series; None where it keeps none."""
     pure: Callable[[float], float] | None = None
     optional: int = 0
     """How many arguments at the end may be left out."""
     least: int = 1
-    """Smallest window."""
+    """Smallest window, in samples."""
     body: str = ""
-    """What it stands for, in the rule language; empty where the engine computes it."""
+    """Its definition in the rule language; empty where the engine computes it."""
     lets: Mapping[str, str] = field(default_factory=dict)
-    """Names in `body`, as a rule has them: each may use those before it."""
+    """Names that `body` uses, defined as in a rule: each may use those before it."""
     source: str = ""
     """Where the numbers in it come from."""
 
@@ -241,7 +241,7 @@ _DEFINED = (
         "nothing new.",
     ),
 )  # fmt: skip
-"""Functions defined by others: a call is replaced by `body`."""
+"""Functions defined by other functions: a call is replaced by `body`."""
 
 FUNCTIONS: dict[str, Function] = {function.name: function for function in (*_ALL, *_DEFINED)}
-"""By name. Order is the order of the docs."""
+"""Functions by name, in the order of the docs."""

@@ -1,6 +1,6 @@
-"""Python functions of what the compiler wrote: of an expression, and of a plan as a whole.
+"""Make Python functions of the source that the compiler wrote: of an expression, and of a plan as a whole.
 
-The plan's takes a step's samples of one entity and moves its windows:
+The function of a plan takes a step's samples of one entity and moves its windows:
 
     s[0] = seq
     f2 = f3 = False
@@ -15,7 +15,7 @@ The plan's takes a step's samples of one entity and moves its windows:
     if f2:
         ...
 
-A loop over the stages would cost as much again as their windows do.
+A loop over the stages would cost as much as their windows do.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from sentinel.engine.windows.steady import Steady
 
 @functools.lru_cache(maxsize=4096)
 def reading(source: str) -> Read:
-    """The function of the slots that an expression is, as `operators` writes it."""
+    """Return the function that evaluates an expression over the slots; `operators` writes its source."""
     read: Read = eval(f"lambda s: {source}", NAMES)
     return read
 
 
 def scanning(source: str, inputs: Iterable[Input]) -> Scan:
-    """The function that looks for a row of samples of the inputs for which a condition holds."""
+    """Return the function that tests whether a condition holds for any row of samples of the inputs."""
     targets = "".join(f"s[{each.slot}], " for each in inputs)
     scan: Scan = eval(f"lambda s, rows: any({source} for {targets}in rows)", NAMES)
     return scan
 
 
 def advancing(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int = 0) -> Advance:
-    """The function that takes a step's samples of an entity, as `Advance` has it.
+    """Return the function that takes a step's samples of an entity, as `Advance` has it.
 
     `awaited`: bits of the slots that stages read; `told`: bits of the slots whose changes are asked for.
     """
@@ -56,13 +56,13 @@ def advancing(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int
 
 
 def write_source(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int = 0) -> str:
-    """The source of the function that `advancing` makes."""
+    """Return the source of the function that `advancing` makes."""
     lines = ["def advance(s, states, seq, time, values, fresh, frozen):"]
     return "\n".join([*lines, *_indent_lines(_body(inputs, stages, awaited, told))])
 
 
 def _body(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int) -> Iterator[str]:
-    # What a stage asks for are truths of their own: to look for a bit takes ten times as long.
+    # Each slot that a stage waits for gets a variable of its own: testing a bit takes ten times as long.
     made = [stage.slot for stage in stages if awaited >> stage.slot & 1]
     given = [slot for slot, _, _ in inputs if awaited >> slot & 1]
     yield f"s[{SEQ}] = seq"
@@ -83,7 +83,7 @@ def _body(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, to
         yield "".join(f"p{place}, " for place in range(len(stages))) + "= states"
     for place, stage in enumerate(stages):
         news = " or ".join([f"f{slot}" for slot in _slots(stage.needs)])
-        # A window over `past` stands still while its rule is pending or firing.
+        # A window over `past` is frozen while its rule is pending or firing.
         yield f"if not frozen and ({news}):" if stage.baseline else f"if {news}:"
         yield from _indent_lines(_write_window_update(stage, f"p{place}", awaited, told))
     yield "return fresh"
@@ -94,11 +94,13 @@ def _slots(bits: int) -> list[int]:
 
 
 _UNMOVED: dict[type[object], str] = {First: "", Lowest: " or v < s[{slot}]", Highest: " or v > s[{slot}]"}
-"""What most samples do not change: the slot has what the state has, and whether it will is seen without a call."""
+"""Statistics that most samples do not change: the slot has the state's value, and whether a sample changes it is seen
+without a call."""
 
 
 def _write_window_update(stage: PlanStage, state: str, awaited: int, told: int) -> Iterator[str]:
-    """A sample of a stage's operand goes into its window: what is not finite does not, but for conditions."""
+    """Write the code that pushes a sample of a stage's operand into its window: only finite numbers, unless it is a
+    condition."""
     slot, news = stage.slot, []
     if awaited >> slot & 1:
         news.append(f"f{slot} = True")

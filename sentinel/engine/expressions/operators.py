@@ -1,8 +1,8 @@
-"""What an expression becomes: the source of a Python expression over `s`, the slots.
+"""Write the Python source of an expression over `s`, the slots.
 
-Rules are compiled to Python because a daemon judges each step of a fast loop, where every call is felt. The source is
-made of what the compiler knows (slots, numbers, the functions below), never of a rule's own text. Arithmetic is
-IEEE 754's: nothing raises but `UnreadyError`.
+Rules are compiled to Python because a daemon judges each step of a fast loop, where every call costs. The source is
+made of what the compiler knows (slots, numbers, the functions below), never of a rule's own text. Arithmetic follows
+IEEE 754: nothing raises but `UnreadyError`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from sentinel.engine.expressions.plan import ASKED, SEQ, Slots, UnreadyError
 
 
 def constant(value: float) -> str:
-    """A number as written; a number too large for a float is `inf`."""
+    """Write a number as a literal; one too large for a float is `inf`."""
     return repr(value)
 
 
 def slot(index: int) -> str:
-    """What a slot holds. Raises UnreadyError where it is empty."""
+    """Write the value of a slot. It raises UnreadyError where the slot is empty."""
     return f"(v if (v := s[{index}]) is not None else unready({index}))"
 
 
 def arithmetic(sign: str, left: str, right: str) -> str:
-    """`+ - * /`."""
+    """Write `+ - * /`."""
     return f"divided({left}, {right})" if sign == "/" else f"({left} {sign} {right})"
 
 
 def negative(operand: str) -> str:
-    """`-x`."""
+    """Write `-x`."""
     return f"(-{operand})"
 
 
 def apply_function(function: str, operand: str) -> str:
-    """A function of the language that takes one number and keeps nothing."""
+    """Write a call of a function of the language that takes one number and keeps no state."""
     return f"{function}({operand})"
 
 
 def comparison(signs: Sequence[str], operands: Sequence[str]) -> str:
-    """`a < b <= c`. False where a NaN is in it, `!=` too."""
+    """Write `a < b <= c`. It is false where one of them is NaN, also for `!=`."""
     return conjunction([_write_comparison(sign, *operands[i : i + 2]) for i, sign in enumerate(signs)])
 
 
@@ -50,32 +50,32 @@ def _write_comparison(sign: str, left: str, right: str) -> str:
 
 
 def conjunction(parts: Sequence[str]) -> str:
-    """`a and b`: from left to right, and what is not needed is not asked for."""
+    """Write `a and b`: evaluated from left to right, and no further than needed."""
     return "(" + " and ".join(parts) + ")"
 
 
 def disjunction(parts: Sequence[str]) -> str:
-    """`a or b`: from left to right, and what is not needed is not asked for."""
+    """Write `a or b`: evaluated from left to right, and no further than needed."""
     return "(" + " or ".join(parts) + ")"
 
 
 def write_gate(operand: str, gate: str) -> str:
-    """`where(x, condition)`: where it does not hold there is nothing to read."""
+    """Write `where(x, condition)`: it raises UnreadyError where the condition does not hold."""
     return f"({operand} if {gate} else unready({SEQ}))"
 
 
 def negation(operand: str) -> str:
-    """`not a`."""
+    """Write `not a`."""
     return f"(not {operand})"
 
 
 def steps_since(seen: int) -> str:
-    """`age(metric)`: slot `seen` has the seq of its last sample."""
+    """Write `age(metric)`: slot `seen` has the seq of the metric's last sample."""
     return f"since(s, {seen})"
 
 
 def none_within(seen: int, count: int) -> str:
-    """`absent(metric, n)`; 0: since the start."""
+    """Write `absent(metric, n)`; with `count` 0: since the start."""
     return f"lacks(s, {seen}, {count})" if count else f"(s[{seen}] is None)"
 
 
@@ -116,4 +116,4 @@ NAMES: dict[str, Any] = {
     "differ": _differ, "divided": _divide, "lacks": _lacks, "since": _read_since, "unready": _unready,
     **{name: function.pure for name, function in FUNCTIONS.items() if function.pure is not None},
 }  # fmt: skip
-"""All that such source, and `generation`'s, may name."""
+"""All names that this source and that of `generation` may use."""

@@ -2,15 +2,15 @@
 
 An expression over one entity is a row of numbered slots. Slot 0 is the step's seq; inputs are slots that a metric is
 copied into; each function with a memory is a stage, which reads its operand from the slots before it and writes its
-own. What has no memory is an expression over the slots, computed where its value is wanted.
+own. An expression without a memory is a function of the slots, computed where its value is wanted.
 
     median(past(loss, 3), 100)      slot 1: loss      slot 2: past of slot 1      slot 3: median of slot 2
 
 A sample sets the `fresh` bit of its slot; a stage runs when a slot that it reads is fresh, and is fresh itself once
 it has a value. So a window counts the samples of its own metric, whatever else is sampled at other steps.
 
-What belongs to no single entity (`across`, and in a layer's rule the run's metrics) is a feed: a plan of its own, run
-once a step, whose result is an input here.
+A value that belongs to no single entity (`across`, and in a layer's rule the run's metrics) is a feed: a plan of its
+own, run once a step, whose result is an input here.
 
 Plans are code, made once; `Track` and `Cohort` are data, and can be copied by pickling.
 """
@@ -30,28 +30,29 @@ from sentinel.engine.windows.sliding import WindowState
 Slots = list[float | None]
 Read = Callable[[Slots], Any]
 SEQ = 0
-"""The slot of the present step's seq."""
+"""The slot with the present step's seq."""
 ASKED = 1
-"""The slot that is true once an operator asked for the seq: else what was computed holds until there is a sample."""
+"""The slot that is true once an operator asked for the seq: otherwise a computed value holds until the next sample."""
 
 
 Advance = Callable[[Slots, Sequence[WindowState], int, float, Mapping[str, float], int, bool], int]
 """Takes a step's samples of an entity: slots and states, the step's seq and time, the values, bits of the slots that
-are fresh already, whether windows over `past` stand still. Answers the fresh bits: of its inputs, and of the slots that
+are fresh already, whether windows over `past` are frozen. Returns the fresh bits: of its inputs, and of the slots that
 feeds of another plan ask for."""
 
 
 Scan = Callable[[Slots, Iterable[Sequence[float]]], bool]
-"""Takes slots that have what is the same for all entities, and the samples of each entity; answers whether a condition
-holds for any. Raises UnreadyError."""
+"""Takes slots with what is the same for all entities, and the samples of each entity; returns whether a condition holds
+for any of them. Raises UnreadyError."""
 
 
 class UnreadyError(Exception):
-    """A slot that is asked for has no value yet. Raised often, with its number: an `__init__` would double the cost."""
+    """Raised where a slot that is read has no value yet. Raised often, with the slot's number: an `__init__` would
+    double the cost."""
 
     @property
     def slot(self) -> int:
-        """Which one."""
+        """The number of the slot without a value."""
         number: int = self.args[0]
         return number
 
@@ -62,7 +63,7 @@ class Input(NamedTuple):
     slot: int
     metric: str
     seen: int
-    """The slot that keeps the seq of its last sample, where `age` or `absent` asks; else -1."""
+    """The slot that keeps the seq of its last sample, where `age` or `absent` asks for it; else -1."""
 
 
 class PlanStage(NamedTuple):
@@ -70,37 +71,37 @@ class PlanStage(NamedTuple):
 
     slot: int
     operand: str
-    """Source over the slots, as `operators` writes it."""
+    """Python source over the slots, as `operators` writes it."""
     bare: int
-    """The slot that the operand is, where it is no more than that; else 0."""
+    """The slot that the operand is, if it is nothing but a slot; else 0."""
     needs: int
     """Bits of the slots that the operand reads."""
     baseline: bool
     """Whether it is a window over `past`, which freezes."""
     judges: bool
-    """Whether the operand is a condition (and may be about non-finite numbers)."""
+    """Whether the operand is a condition (which may be about non-finite numbers)."""
     make: Callable[[Window], WindowState]
     window: Window
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A slot that is filled from a plan of its own, the same for all entities."""
+    """A slot that is filled from a plan of its own, with the same value for all entities."""
 
     slot: int
     plan: int
-    """Position in `Plan.subplans`."""
+    """Position of that plan in `Plan.subplans`."""
     read: Read
     needs: int
     how: str
-    """As `across` has it, or `only` where the plan is about the run."""
+    """As in `across`, or `only` where that plan is about the run."""
     sources: tuple[int, ...]
-    """Slots of the metrics that it comes from, as far as they are here too."""
+    """Slots of the metrics that it comes from, as far as they are inputs here too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that expressions of one scope need, compiled."""
+    """All that the expressions of one scope need, compiled."""
 
     scope: Scope
     size: int
@@ -114,13 +115,13 @@ class Plan:
     """Bits of the slots that stages read."""
     advance: Advance
     timed: bool
-    """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
+    """Whether it has a window by duration, or a rate, so that steps need a time."""
     standing: int = field(init=False)
     """Bits of the slots that are fresh at each step."""
     reads: frozenset[str] = field(init=False)
     """Metrics of the inputs."""
     scopes: frozenset[str] = field(init=False)
-    """Its own, and those of what feeds it."""
+    """Its own scope, and those of the plans that feed it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "standing", 1 << SEQ if self.always else 0)
@@ -129,27 +130,27 @@ class Plan:
 
     @property
     def forgetful(self) -> bool:
-        """Whether what it says of a step depends on nothing but a sample of that step."""
+        """Whether its result for a step depends only on a sample of that step."""
         return not self.stages and not self.feeds and len(self.inputs) == 1
 
     @property
     def momentary(self) -> bool:
-        """Whether nothing is kept of an entity but its last samples, and no step without one is news."""
+        """Whether nothing is kept of an entity but its last samples, and no step without a sample is news."""
         return self.scope != "run" and not self.stages and not self.always and bool(self.inputs)
 
     @property
     def weight(self) -> int:
-        """What an entity costs, in operations of about a microsecond."""
+        """Cost of an entity, in operations of about a microsecond."""
         return len(self.stages) + 3
 
     @property
     def metrics(self) -> set[str]:
-        """All that it takes samples of, and what feeds it."""
+        """All metrics that it and the plans that feed it take samples of."""
         return {source.metric for source in self.inputs}.union(*(plan.metrics for plan in self.subplans))
 
 
 def list_wanted(plans: Iterable[Plan]) -> dict[str, set[str]]:
-    """Scope -> metrics that plans take samples of, what feeds them too."""
+    """Return scope -> metrics that plans, and the plans that feed them, take samples of."""
     found: dict[str, set[str]] = {scope: set() for scope in SCOPES}
     waiting = list(plans)
     while waiting:
@@ -171,11 +172,11 @@ class Track:
 
 
 Fed = tuple[float | None, bool]
-"""A feed's last value, and whether it is of this step."""
+"""A feed's last value, and whether it is from this step."""
 
 
 class Cohort:
-    """The tracks of a plan, one an entity, and the cohorts that feed it."""
+    """The tracks of a plan, one per entity, and the cohorts that feed it."""
 
     __slots__ = ("_fed", "below", "tracks")
 
@@ -185,7 +186,7 @@ class Cohort:
         self._fed: list[Fed] = [(None, False)] * len(plan.feeds)
 
     def idle(self, plan: Plan, step: ObservedStep) -> bool:
-        """Whether no entity has a sample in this step: no window moves."""
+        """Return whether no entity has a sample in this step, so that no window moves."""
         if self.below:
             return False
         for entity, values in step.list_sampled(plan.scope):
@@ -194,9 +195,9 @@ class Cohort:
         return True
 
     def advance(self, plan: Plan, step: ObservedStep, *, below_frozen: bool) -> News:
-        """Take a step; answer the entities that have news.
+        """Take a step; return the entities that have news.
 
-        `below_frozen`: windows over `past` of the feeds, which serve all entities, stand still.
+        `below_frozen`: windows over `past` of the feeds, which serve all entities, are frozen.
         """
         if self.below:
             self.feed(plan, step, below_frozen)
@@ -210,7 +211,7 @@ class Cohort:
         frozen: Collection[Entity],
         below_frozen: bool = False,
     ) -> News:
-        """Take a step for some of the entities, once what feeds them is there."""
+        """Take a step for some of the entities, after the cohorts that feed it have taken it."""
         news = []
         advance, tracks, always = plan.advance, self.tracks, plan.standing
         for entity, values in group:
@@ -225,7 +226,7 @@ class Cohort:
         return news
 
     def put(self, plan: Plan, slots: Slots) -> int:
-        """Put what the feeds have into an entity's slots; answer the bits of what is new."""
+        """Write the values of the feeds into an entity's slots; return the bits of those that are new."""
         fresh = 0
         for feed, (value, is_new) in zip(plan.feeds, self._fed, strict=True):
             slots[feed.slot] = value
@@ -233,12 +234,12 @@ class Cohort:
         return fresh
 
     def feed(self, plan: Plan, step: ObservedStep, stand_still: bool) -> None:
-        """Bring what feeds it up to this step."""
+        """Bring the cohorts that feed it up to this step."""
         pairs = zip(plan.subplans, self.below, strict=True)
         self.gather(plan, [cohort.advance(subplan, step, below_frozen=stand_still) for subplan, cohort in pairs])
 
     def gather(self, plan: Plan, below: Sequence[News]) -> None:
-        """Make one number of each feed, out of the news of the cohorts below."""
+        """Combine the news of the cohorts below into one number for each feed."""
         for i, feed in enumerate(plan.feeds):
             value = _gather_news(feed, below[feed.plan])
             self._fed[i] = (self._fed[i][0], False) if value is None else (value, True)
@@ -248,7 +249,8 @@ News = list[tuple[Entity, Track]]
 
 
 def _gather_news(feed: Feed, news: News) -> float | None:
-    """One number out of the tracks that have news; NaN where one of them is not finite, None where there is none."""
+    """Return one number from the tracks that have news; NaN where one of them is not finite, None where there is
+    none."""
     found: dict[Entity, float] = {}
     for entity, track in news:
         if track.fresh & feed.needs:

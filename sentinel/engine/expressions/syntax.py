@@ -1,4 +1,5 @@
-"""The text of an expression to Python's syntax tree, with what Python's grammar lacks: durations, line breaks."""
+"""Parse the text of an expression into Python's syntax tree, with what Python's grammar lacks: durations, line
+breaks."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from sentinel.engine.source import Text
 from sentinel.errors import RuleError
 
 TEXT_LIMIT = 2_000
-"""Characters in an expression."""
+"""Characters in an expression, at most."""
 
 DEPTH_LIMIT = 100
-"""Nesting of an expression, of what is not in the language too: errors repeat it, and Python writes it recursively."""
+"""Nesting of an expression, at most, also for what is not in the language: errors repeat it, and Python writes it
+recursively."""
 
 _DURATION = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w.])(\d+(?:\.\d+)?(?:ms|s|m|h|d))(?!\w)""")
 _NESTED = ast.expr | ast.keyword | ast.comprehension
@@ -30,7 +32,7 @@ class Parsed:
     text: Text
 
     def error(self, message: str, node: ast.expr | None = None) -> RuleError:
-        """A RuleError at a node, by default the whole."""
+        """Return a RuleError at a node, by default at the whole expression."""
         node = node or self.tree
         before = self.text.value.encode()[: node.col_offset]  # ast counts columns in bytes
         return self.text.error(message, len(before.decode()))
@@ -50,7 +52,7 @@ def parse(text: Text) -> Parsed:
     body = spaced[lead:].replace_pattern(_DURATION, "'", "'")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # `1if`: let through today, an error one day
+            warnings.simplefilter("error")  # `1if`: accepted today, an error in a future Python
             tree = ast.parse(body.value, mode="eval").body
     except SyntaxError as error:
         raise _locate_error(body, error) from None

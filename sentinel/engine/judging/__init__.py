@@ -1,1 +1,1 @@
-"""Rules at work: whether each fires, incidents, and the state that is kept of them."""
+"""Apply rules to a run: whether each fires, the incidents, and the state that is kept of them."""

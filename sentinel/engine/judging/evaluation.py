@@ -21,21 +21,21 @@ from sentinel.engine.rules.rule import Condition, Rule, plans_of
 PORTION = 400
 """Operations, of 1 to 4 microseconds each, that a step spends on rules over many entities."""
 BETWEEN = 6_000
-"""Operations that are spent on them between two steps, when nobody waits."""
+"""Operations that are spent on them between two steps, while nothing waits."""
 
 
 class RuleStatus(msgspec.Struct, frozen=True):
-    """Where a rule stands for one entity."""
+    """The state of a rule for one entity."""
 
     rule: str
     entity: Entity
     state: Status
     judged: int
-    """Judgements made so far. 0: the rule could not look yet, which does not mean that all is well."""
+    """Judgements made so far. 0: the rule could not judge yet, which does not mean that all is well."""
     lacking: tuple[str, ...]
-    """Where there is no data, or the rule does not apply: the metrics for want of which there is no judgement."""
+    """Where there is no data, or the rule does not apply: the metrics whose absence prevents a judgement."""
     values: dict[str, float]
-    """The rule's metrics and lets, as far as they have a value."""
+    """The rule's metrics and lets that have a value."""
 
 
 def _numbers(condition: Condition, slots: Slots) -> dict[str, float]:
@@ -49,12 +49,13 @@ def _numbers(condition: Condition, slots: Slots) -> dict[str, float]:
 
 
 def _unseen(rule: Rule) -> Status:
-    """Where a rule stands for whom it never had a sample of."""
+    """Return the status of a rule for an entity that it never had a sample of."""
     return "not applicable" if rule.needs else "no data"
 
 
 def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
-    """Metrics without a sample that stand in the way: what it needs, or what its condition asked for first."""
+    """Return the metrics whose missing samples prevent a judgement: those that the rule needs, or that its condition
+    asked for first."""
     needed = zip(rule.needs, rule.condition.needs, strict=True)
     if wanting := tuple(name for name, slot in needed if slots is None or slots[slot] is None):
         return wanting
@@ -71,16 +72,16 @@ def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
 class Evaluator:
     """Applies rules to one run, step by step.
 
-    A warning about each of a thousand ranks need not be there within milliseconds, and must not hold up what has to:
-    the work of such a rule is done in portions, at this step and the next ones, before the rule's own next step at the
-    latest. What comes of it is told when it is done, of the step that it is about.
+    A warning about each of a thousand ranks need not appear within milliseconds, and must not delay what has to: the
+    work of such a rule is done in portions, at this step and the next ones, before the rule's own next step at the
+    latest. Its result is returned when it is done, for the step that it is about.
     """
 
     def __init__(
         self, rules: Iterable[Rule], *, run: str, step_offset: int = 0, incidents: int = 0, rewindable: bool = True
     ) -> None:
-        """`step_offset` is what makes a seq the step that people are shown; `incidents`: how many there were before,
-        whose ids are taken; `rewindable`: whether `rewound` may come, or `be_rewindable` has to be told before."""
+        """`step_offset` is added to a seq to get the user's step; `incidents`: how many there were before, whose ids
+        are taken; `rewindable`: whether `rewound` may be called at once, or only after `be_rewindable`."""
         self._rules = tuple(rules)
         assert len({rule.name for rule in self._rules}) == len(self._rules), "see `rules_of`"
         self._run, self.step_offset = run, step_offset
@@ -88,22 +89,23 @@ class Evaluator:
         self._incidents = Incidents(incidents)
         self._start: tuple[int, float] | None = None
         self._stage: tuple[int, float] | None = None
-        """The start for rules that start over with a stage: of the first the run's own."""
+        """Seq and time of the start for rules that start over with a stage: in the first stage, those of the run's
+        start."""
         self._staged = frozenset(rule.name for rule in self._rules if rule.staged)
         self._time = 0.0
         self._seq = -1
-        """Of the last step."""
+        """The seq of the last step."""
         self._history = ObservationHistory(plans_of(self._rules)) if rewindable else None
         """None where no rollback is possible: copies of the state took a tenth of a daemon's time in a fast loop."""
         self._schedule = Schedule(self._rules, self._states)
         self._works: dict[str, tuple[Rule, RuleState, ObservedStep, Work]] = {}
-        """What is still to be done, by rule."""
+        """Work that is left to do, by rule."""
         self._late: list[Transition] = []
         """Transitions that were found between two calls, until the next call returns them."""
 
     @property
     def incidents(self) -> list[Incident]:
-        """Open ones and the last that ended, by id."""
+        """Open incidents and the last that ended, by id."""
         return self._incidents.all()
 
     @property
@@ -113,13 +115,13 @@ class Evaluator:
 
     @property
     def suspicious(self) -> bool:
-        """Whether any rule is."""
+        """Whether any rule is suspicious."""
         return bool(self.suspicions)
 
     @property
     def suspicions(self) -> list[str]:
-        """Rules that finer samples would show more of: they are pending or firing, or cannot be judged for a NaN. One
-        that reads the clock's numbers alone gains nothing from them."""
+        """Rules that finer samples would help: they are pending or firing, or cannot be judged because of a NaN. A rule
+        that reads only what is measured by the clock gains nothing from such samples."""
         pairs = zip(self._states, self._rules, strict=True)
         return [rule.name for state, rule in pairs if (state.active or state.blind) and not rule.clocked]
 
@@ -132,8 +134,8 @@ class Evaluator:
         ]
 
     def asking_for(self, action: str) -> dict[str, int]:
-        """Rules that are pending or firing and ask for this action, and the first step of their condition. What fired
-        as less than that (`Rule.downgrade`) does not."""
+        """Return the rules that are pending or firing and ask for this action, and the first step of their condition. A
+        rule whose incident was downgraded to less (`Rule.downgrade`) is left out."""
         return {
             rule.name: min(state.judges[entity].first_seq for entity in state.active)
             for state, rule in zip(self._states, self._rules, strict=True)
@@ -141,7 +143,7 @@ class Evaluator:
         }
 
     def observe(self, observation: Observation) -> list[Transition]:
-        """Take a closed step; steps come in rising order of seq."""
+        """Take a closed step and return the transitions; steps come in rising order of seq."""
         step = ObservedStep(observation)
         self._seq = step.seq
         self._start = self._start or (step.seq, step.time)
@@ -155,8 +157,8 @@ class Evaluator:
         return transitions
 
     def be_rewindable(self) -> list[Transition]:
-        """From now on `rewound` may come, and to the last step or a later one is exact. One to a step before, of which
-        nothing was kept, begins with empty windows. Answers what was still to be done."""
+        """Make `rewound` possible from now on, exactly to the last step or a later one. A rewind to an earlier step, of
+        which nothing was kept, begins with empty windows. Returns the transitions of the work that was left."""
         if self._history is not None:
             return []
         self._history = ObservationHistory(plans_of(self._rules))
@@ -168,7 +170,7 @@ class Evaluator:
     def observe_between(self, observation: Observation) -> list[Transition]:
         """Take numbers that are measured by the clock, between two steps; `seq` is that of the last step.
 
-        Only rules over such numbers are judged. `rewound` does not bring them back: they are not the run's state.
+        Only rules over such numbers are judged. `rewound` does not undo them: they are not the run's state.
         """
         measured = {metric for values in observation.values.values() for metric in values}
         return self._judge_due(ObservedStep(observation), self._schedule.list_rules_over(measured))
@@ -196,9 +198,9 @@ class Evaluator:
         return transitions + self.go_on(PORTION) if self._works else transitions
 
     def go_on(self, left: int = BETWEEN) -> list[Transition]:
-        """Do so many operations of what is still to be done. To be called about once a second."""
+        """Do up to `left` operations of the work that is left. To be called about once a second."""
         transitions: list[Transition] = []
-        # The newest first: a rule that comes at every fifth step must be through by then, one of every 64th has time.
+        # The newest first: a rule due at every fifth step must be done by then, one due at every 64th has time.
         for name, (rule, state, step, work) in reversed(list(self._works.items())):
             try:
                 while left > 0:
@@ -209,7 +211,7 @@ class Evaluator:
         return transitions
 
     def finish_pending(self) -> list[Transition]:
-        """Do all that is still to be done."""
+        """Do all the work that is left."""
         return [transition for name in list(self._works) for transition in self._finish(name)]
 
     def _finish(self, name: str) -> list[Transition]:
@@ -231,9 +233,9 @@ class Evaluator:
         return transitions
 
     def begin_stage(self) -> list[Transition]:
-        """From the next step on the task or the data are others, on purpose: rules over what that changes start over,
-        as at the start of a run, and what they have open is over. `rewound` to a step before this one begins with empty
-        windows. Answers also what was still to be done."""
+        """Begin a stage: from the next step on the task or the data differ, on purpose. Rules over signals that this
+        changes start over, as at the start of a run, and their open incidents end. `rewound` to a step before this one
+        begins with empty windows. Also returns the transitions of the work that was left."""
         transitions = self.finish_pending()
         if self._seq < 0:
             return transitions
@@ -253,12 +255,12 @@ class Evaluator:
         return transitions + [Transition(incident, "resolved") for incident in ended]
 
     def rewound(self, to: int, at: int) -> list[Transition]:
-        """The run went back to where it was after step `to`; the next step is after `at`.
+        """Go back to the state after step `to`; the next step is after `at`.
 
         Windows and judgements are again as they were after `to`, as if later samples had never been: exactly, as far
-        back as `History` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled back,
-        and nothing fires: what held already at `to` is pending. Rules over nothing that a rollback takes back, as step
-        times and memory, go on as if there had been none.
+        back as `ObservationHistory` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled
+        back, and nothing fires: a condition that held already at `to` is pending. Rules over signals that a rollback does not
+        take back, such as step times and memory, go on unchanged.
         """
         self._works.clear()
         checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
@@ -286,15 +288,16 @@ class Evaluator:
         return [Transition(incident, "rolled_back") for incident in ended]
 
     def save_state(self) -> tuple[bytes, list[tuple[int, bytes]]]:
-        """The state after the last step, and the older ones that `rewound` can go back to, by seq."""
+        """Return the state after the last step, and the older states that `rewound` can go back to, by seq."""
         self._late += self.finish_pending()
         checkpoints = self._history.checkpoints if self._history is not None else []
         return dumps((self._states, self._incidents, self._start, self._stage, self._time)), checkpoints
 
     def restore(self, state: bytes, checkpoints: Sequence[tuple[int, bytes]], past: Iterable[Observation]) -> None:
-        """Go on from what `saved` gave, with the same rules; `past` are the steps up to then, as far as they are known.
+        """Go on from what `save_state` returned, with the same rules; `past` are the steps up to then, as far as they
+        are known.
 
-        Raises StateError, with nothing changed, where it is not the state of such rules.
+        Raises RuleStateError, with nothing changed, where it is not the state of such rules.
         """
         rule_states, incidents, start, stage, time = loads(state)
         fits = [type(one) for one in rule_states] == [RuleState] * len(self._rules)
@@ -313,7 +316,8 @@ class Evaluator:
         """Apply these rules from now on.
 
         A rule with the same text goes on as it was. A new or changed rule begins with empty windows, and an incident of
-        a rule that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
+        a rule that is gone or changed ends as resolved. `rewound` to a step before this call also begins with empty
+        windows.
         """
         self._late += self.finish_pending()
         known = {rule.text: state for rule, state in zip(self._rules, self._states, strict=True)}
@@ -333,7 +337,8 @@ class Evaluator:
         return [*late, *(Transition(incident, "resolved") for incident in ended)]
 
     def status(self) -> list[RuleStatus]:
-        """Every rule, for each entity that it has seen; once without an entity if it has seen none."""
+        """Return the status of every rule, for each entity that it has seen; once without an entity if it has seen
+        none."""
         rows = []
         for rule, state in zip(self._rules, self._states, strict=True):
             state.catch_up(rule)
@@ -348,7 +353,7 @@ class Evaluator:
         return rows
 
     def states(self) -> Counter[Status]:
-        """How many entities are in each state, over all rules; a rule that has seen no entity counts as one."""
+        """Return how many entities are in each state, over all rules; a rule that has seen no entity counts as one."""
         found: Counter[Status] = Counter()
         for rule, state in zip(self._rules, self._states, strict=True):
             state.catch_up(rule)
@@ -361,7 +366,8 @@ class Evaluator:
         return rule.warmup.is_reached(step.seq - seq, step.time - time)
 
     def _open_incidents(self, rule: Rule, state: RuleState, step: ObservedStep, verdicts: Verdicts) -> list[Transition]:
-        """What fired opens an incident, or joins the open one; so do the entities that the rule names."""
+        """Open an incident for what fired, or join it to the open incident; the entities that the rule names join,
+        too."""
         incident = self._incidents.open.get(rule.name)
         if incident is None:
             if not verdicts.fired:

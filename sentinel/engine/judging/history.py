@@ -1,10 +1,10 @@
-"""What it takes to go back: copies of the rules' state, and the samples since.
+"""Checkpoints for a rewind: copies of the rules' state, and the samples since.
 
-    checkpoint     every 256 steps, more rarely in a fast loop. The newest four are kept, of older ones fewer and fewer
+    checkpoint     every 256 steps, more rarely in a fast loop. The newest four are kept, and ever fewer older ones
     samples        since the oldest of these four: what the rules read, and no more, in packed arrays
 
 To rewind is to take the newest checkpoint that is not too new and to replay the samples after it. So the state after
-a rewind is the state that was, windows since the start and frozen baselines with it; no function has to know how to
+a rewind is the earlier state, including windows since the start and frozen baselines; no function has to know how to
 run backwards. Further back than the samples reach, the state is that of the older checkpoint.
 """
 
@@ -22,30 +22,30 @@ from sentinel.engine.observation import Entity, Observation, ObservedStep, Sampl
 SPACING = 256
 """Steps between checkpoints, at least."""
 SECONDS, LONGEST = 4.0, 2048
-"""Seconds of the run between checkpoints, at least, as long as these are no more than `LONGEST` steps: copying the
-state takes some ms."""
+"""Seconds of the run between checkpoints, at least, unless these are over `LONGEST` steps: copying the state takes some
+ms."""
 
 DENSE = 4
-"""Checkpoints whose samples are kept: a rewind of 768 steps or less is exact. Rollback's own reach (`every=200,
-keep=2, margin=100`) is 500."""
+"""Checkpoints whose samples are kept: a rewind of 768 steps or less is exact. Rollback itself reaches back 500 steps
+(`every=200, keep=2, margin=100`)."""
 
 FEW = 4
-"""Samples of one entity that are kept as they came: of most steps of a fast loop there is the loss."""
+"""Samples of one entity, at most, that are kept as they came: most steps of a fast loop have only the loss."""
 
 GROUPS = 64
-"""Sets of entities that are remembered."""
+"""Sets of entities that are remembered, at most."""
 
 SPARSE = 6
 """Older checkpoints, spread so that each is about twice as far back as the one after it."""
 
 
 class _Block(NamedTuple):
-    """Samples of one step: of these entities, each of these metrics."""
+    """Samples of one step: each of these metrics for each of these entities."""
 
     entities: tuple[Entity, ...]
     metrics: tuple[str, ...]
     values: array[float]
-    """(metrics, entities)."""
+    """Shape (metrics, entities)."""
 
 
 class ObservationHistory:
@@ -56,9 +56,9 @@ class ObservationHistory:
         self._checkpoints: list[tuple[int, bytes]] = []
         self._steps, self._times = array("q"), array("d")
         self._blocks: list[tuple[_Block | Sampled, ...]] = []
-        """By step."""
+        """The samples of each step."""
         self._groups: dict[tuple[Entity, ...], tuple[Entity, ...]] = {}
-        """Entities that were sampled together: kept once."""
+        """Entities that were sampled together: each such tuple is kept once."""
 
     def record(self, step: ObservedStep) -> None:
         """Keep what the rules read of a step."""
@@ -107,7 +107,7 @@ class ObservationHistory:
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether it is time for one."""
+        """Whether it is time for a checkpoint."""
         newest = self._checkpoints[-1][0] if self._checkpoints else self._steps[0] - 1
         since = self._steps[-1] - newest
         if since < SPACING or since >= LONGEST:
@@ -115,7 +115,7 @@ class ObservationHistory:
         return self._times[-1] - self._times[bisect_right(self._steps, newest)] >= SECONDS
 
     def checkpoint(self, seq: int, state: bytes) -> None:
-        """Keep the state after a step, and let go of what is too old."""
+        """Keep the state after a step, and drop what is too old."""
         self._checkpoints.append((seq, state))
         while len(self._checkpoints) > DENSE + SPARSE:
             del self._checkpoints[self._most_crowded()]
@@ -128,7 +128,7 @@ class ObservationHistory:
         return list(self._checkpoints)
 
     def restore(self, checkpoints: Iterable[tuple[int, bytes]], past: Iterable[Observation]) -> None:
-        """Take these for what was kept so far; of the past as much as would have been."""
+        """Replace what was kept so far by these; of the past, keep as much as would have been kept."""
         self._checkpoints = list(checkpoints)
         oldest = self._checkpoints[-DENSE][0] if len(self._checkpoints) > DENSE else -1
         for observation in past:
@@ -136,14 +136,16 @@ class ObservationHistory:
                 self.record(ObservedStep(observation))
 
     def _most_crowded(self) -> int:
-        """The old checkpoint that is missed least: its neighbours are near, for how far back they are."""
+        """Return the index of the old checkpoint that is missed least: the gaps to its neighbours are small for how far
+        back they are."""
         seqs = [seq for seq, _ in self._checkpoints]
         gaps = [(later - earlier) / (seqs[-1] - earlier) for earlier, later in pairwise([-1, *seqs[: -DENSE + 1]])]
         joined = [one + two for one, two in pairwise(gaps)]
         return joined.index(min(joined))
 
     def rewind(self, to: int) -> tuple[bytes | None, list[Observation]]:
-        """Forget what is after `to`; answer the newest state before it (None: the empty one) and what to replay."""
+        """Forget what is after `to`; return the newest state before it (None: the empty state) and the observations to
+        replay."""
         while self._checkpoints and self._checkpoints[-1][0] > to:
             self._checkpoints.pop()
         base, state = self._checkpoints[-1] if self._checkpoints else (-1, None)

@@ -1,4 +1,4 @@
-"""What a run suffers: an incident is one rule over one run; ranks, layers, GPUs and nodes are its members."""
+"""Incidents of a run: an incident is one rule over one run; ranks, layers, GPUs and nodes are its members."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sentinel.engine.rules.rule import OVER, Rule
 from sentinel.text import join_names
 
 ENDED_LIMIT = 200
-"""Ended incidents that are kept in memory; history has them all."""
+"""Ended incidents that are kept in memory, at most; the history has them all."""
 
 MEMBER_LIMIT = 1_000
-"""Members that an incident names."""
+"""Members that an incident names, at most."""
 
 
 class Member(msgspec.Struct):
@@ -26,16 +26,16 @@ class Member(msgspec.Struct):
     first_seq: int
     """The first step at which the condition held for it."""
     seq: int
-    """When it joined."""
+    """The step at which it joined."""
     values: dict[str, float]
-    """The rule's numbers for it then: its metrics and its lets."""
+    """The rule's numbers for it at that step: its metrics and its lets."""
 
 
 class Incident(msgspec.Struct):
     """A rule that fired, from the first sign to the end."""
 
     id: int
-    """Unique within the run, rising."""
+    """Id unique within the run, rising."""
     run: str
     rule: str
     severity: str
@@ -49,28 +49,30 @@ class Incident(msgspec.Struct):
     members: dict[Entity, Member]
     summary: str
     annotations: dict[str, str]
-    """All of the rule's, rendered; `summary` is one of them."""
+    """All annotations of the rule, rendered; `summary` is one of them."""
     actions: tuple[str, ...]
     runbook: str
     resolved_seq: int | None = None
     resolved_time: float | None = None
     evidence: tuple[str, ...] = ()
-    """What ranks are asked for (`Rule.evidence`). It and `layers` have defaults for states that were kept without."""
+    """Evidence that ranks are asked for (`Rule.evidence`). It and `layers` have defaults for states that were kept
+    without them."""
     layers: bool = False
     """Whether the diagnosis tells which layers' gradients grew."""
     problem: str = ""
-    """What it is a sign of (`Rule.problem`). It and `consequence_of` have defaults for states without them."""
+    """The problem that it is a sign of (`Rule.problem`). It and `consequence_of` have defaults for states without
+    them."""
     consequence_of: tuple[str, ...] = ()
 
     def join(self, entity: Entity, member: Member) -> None:
-        """Add a member; an entity that is in it already stays as it came."""
+        """Add a member; an entity that is a member already is left as it is."""
         if entity not in self.members and len(self.members) < MEMBER_LIMIT:
             self.members[entity] = member
             self.first_seq = min(self.first_seq, member.first_seq)
 
 
 class Transition(NamedTuple):
-    """Something happened to an incident."""
+    """A change of an incident."""
 
     incident: Incident
     kind: Literal["fired", "joined", "resolved", "rolled_back"]
@@ -81,18 +83,18 @@ class Incidents:
 
     def __init__(self, count: int = 0) -> None:
         self.open: dict[str, Incident] = {}
-        """By rule."""
+        """Rule -> its open incident."""
         self._ended: deque[Incident] = deque(maxlen=ENDED_LIMIT)
         self._slots: dict[str, Slots] = {}
-        """Rule of an open incident -> the numbers that its annotations are about."""
+        """Rule of an open incident -> the numbers for its annotations."""
         self._count = count
 
     def all(self) -> list[Incident]:
-        """By id."""
+        """Return all incidents by id."""
         return sorted([*self._ended, *self.open.values()], key=lambda incident: incident.id)
 
     def new(self, rule: Rule, run: str, step: ObservedStep, slots: Slots) -> Incident:
-        """Open an incident. It has no members yet, and no text."""
+        """Open an incident. It has no members and no text yet."""
         self._count += 1
         graded = rule.downgrade if rule.downgrade is not None and holds_now(rule.downgrade.term, slots) else rule
         incident = Incident(
@@ -105,7 +107,7 @@ class Incidents:
         return incident
 
     def describe(self, incident: Incident, rule: Rule, step_offset: int) -> None:
-        """Render the annotations, for the members that it has by now."""
+        """Render the annotations for the members that it has by now."""
         slots, words = self._slots[rule.name], _list_words(incident, step_offset)
         incident.annotations = {
             name: text.render(slots, words) for name, text in rule.templates.items() if name != OVER
@@ -113,7 +115,7 @@ class Incidents:
         incident.summary = incident.annotations.get("summary", " ".join(rule.expr.split()))
 
     def describe_end(self, rule: Rule, slots: Slots, step_offset: int) -> None:
-        """Render what is said when the rule itself ends its open incident: of the numbers of that moment."""
+        """Render the annotation for the end of an incident that its rule ends, with the numbers of that moment."""
         incident = self.open[rule.name]
         if (text := rule.templates.get(OVER)) is not None:
             incident.annotations[OVER] = text.render(slots, _list_words(incident, step_offset))
@@ -138,7 +140,7 @@ def _list_words(incident: Incident, step_offset: int) -> dict[str, str]:
 
 
 def holds_now(condition: Term, slots: Slots) -> bool:
-    """Whether a condition holds; not where it has no value yet."""
+    """Return whether a condition holds; False where it has no value yet."""
     try:
         return bool(condition.read(slots))
     except UnreadyError:

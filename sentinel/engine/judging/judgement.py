@@ -1,8 +1,8 @@
-"""Whether a rule fires for one entity: warming, inactive, pending, firing.
+"""Judge whether a rule fires for one entity: warming, inactive, pending, firing.
 
     inactive --condition true--> pending --held for `for`--> firing --false, and `keep_firing` over--> inactive
 
-A judgement that cannot be made (an input is NaN or infinite) moves nothing: neither for nor against.
+A judgement that cannot be made (an input is NaN or infinite) changes nothing: it counts neither for nor against.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from sentinel.engine.span import Hold, Span
 
 Status = Literal["firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive"]
 STATES: tuple[str, ...] = get_args(Status)
-"""What wants to be seen comes first."""
+"""The states; the ones that need attention come first."""
 Change = Literal["", "fired", "resolved"]
 
 
 class Judge:
-    """The state of one rule for one entity. Data only: what the rule says comes with each call."""
+    """The state of one rule for one entity. Data only: what the rule says is passed in with each call."""
 
     __slots__ = (
         "_first_time", "_held", "_last_seq", "_last_time", "_recent", "_since", "firing", "first_seq", "judged", "note",
@@ -27,14 +27,16 @@ class Judge:
     def __init__(self) -> None:
         self.firing = False
         self.judged = 0
-        """Judgements so far."""
+        """Number of judgements so far."""
         self.note: Status = "warming"
-        """What stood in the way of the last judgement; `inactive` where nothing did."""
+        """What prevented the last judgement; `inactive` where nothing did."""
         self.first_seq, self._first_time = -1, 0.0
-        """The first step of the stretch in which the condition held, the last one where it holds no more."""
+        """The first step of the stretch in which the condition holds; once it holds no more, of the last such
+        stretch."""
         self._held = False
         self._since = -1
-        """When it left `inactive`, from which on baselines are frozen. Before `first_seq`, where n of m slid on."""
+        """When it left `inactive`; from then on baselines are frozen. Before `first_seq`, where the window of `n of m`
+        slid on."""
         self._last_seq, self._last_time = -1, 0.0
         """When the condition was last true."""
         self._recent: list[int] = []
@@ -47,12 +49,12 @@ class Judge:
 
     @property
     def suspicious(self) -> bool:
-        """Pending or firing. Where it is not, a condition that does not hold changes nothing."""
+        """Whether it is pending or firing. If not, a condition that does not hold changes nothing."""
         return self._held or self.firing
 
     @property
     def status(self) -> Status:
-        """One word. What is firing stays so while it cannot be judged."""
+        """The state in one word. While firing, it stays `firing` even if it cannot be judged."""
         if self.firing:
             return "firing"
         if self.note != "inactive":
@@ -60,11 +62,11 @@ class Judge:
         return "pending" if self._held else "inactive"
 
     def is_frozen(self, seq: int, rebase_after: int) -> bool:
-        """Whether baselines stand still: pending or firing, and not for longer than `rebase_after` steps."""
+        """Return whether baselines are frozen: pending or firing, for no longer than `rebase_after` steps."""
         return (self._held or self.firing) and seq - self._since <= rebase_after
 
     def judge(self, condition: bool, seq: int, time: float, hold: Hold, keep: Span) -> Change:
-        """Take a judgement; answer what it changed."""
+        """Take a judgement; return what it changed."""
         self.judged += 1
         if hold.of:
             self._recent.append(seq if condition else -1)
@@ -90,9 +92,9 @@ class Judge:
         return "fired"
 
     def _take_false(self, seq: int, time: float, hold: Hold, keep: Span) -> Change:
-        # Between two steps the step is that at which it held last.
+        # Between two steps, the seq is that at which the condition held last.
         over = self.firing and keep.is_reached(max(seq - self._last_seq - 1, 0), time - self._last_time)
-        # Of n in a row one that is missing leaves nothing to wait for, and no samples to ask ranks for.
+        # With n = m, one false judgement leaves nothing to wait for, and no samples to ask ranks for.
         self._held = not over and hold.times < hold.of and max(self._recent, default=-1) >= 0
         if not self._held:
             self._recent.clear()

@@ -1,4 +1,4 @@
-"""One rule at work: what it keeps of each entity, and what a step does to it."""
+"""The state of one rule: what it keeps of each entity, and how a step changes that."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sentinel.engine.observation import Entity, ObservedStep, Sampled, Table
 from sentinel.engine.rules.rule import Condition, Rule
 
 PIECE = 32
-"""Entities that are looked at in one go."""
+"""Entities that are processed in one piece."""
 
 
 @dataclass(slots=True)
 class Verdicts:
-    """What a step did to a rule."""
+    """The effect of a step on a rule."""
 
     fired: list[tuple[Entity, Track]] = field(default_factory=list)
     named: list[tuple[Entity, Track]] = field(default_factory=list)
-    """For whom the rule's `members` condition holds."""
+    """Entities for which the rule's `members` condition holds."""
     resolved: bool = False
 
 
 class Skimmed(NamedTuple):
-    """Steps whose tables were looked at as a whole, and what tracks and judges still lack of them."""
+    """Steps whose tables were judged as a whole, and what tracks and judges still lack of them."""
 
     table: Table
-    """Of the last of them. All are of the same entities."""
+    """The table of the last of them. All have the same entities."""
     slots: Slots
-    """At the last of them: what is the same for all entities."""
+    """The slots at the last of them, with what is the same for all entities."""
     steps: int
 
 
@@ -43,7 +43,7 @@ if there are none."""
 
 
 class RuleState:
-    """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
+    """The state of one rule: tracks and judges. Data only, with all its parts, so that it can be copied."""
 
     __slots__ = ("_skimmed", "active", "blind", "cohort", "judges", "named", "passed", "timed")
 
@@ -56,23 +56,23 @@ class RuleState:
         self.blind: set[Entity] = set()
         """Entities that cannot be judged because of a NaN or an infinity."""
         self.timed: set[Entity] = set()
-        """Entities whose last judgement may become another as time passes, without a sample."""
+        """Entities whose last judgement may change as time passes, without a sample."""
         self.passed = rule.every - 1
-        """Steps that it has not looked at, since it last did: see `Rule.every`."""
+        """Steps that it has passed over since the last one that it judged: see `Rule.every`."""
         self._skimmed: Skimmed | None = None
 
     def passes(self, every: int) -> bool:
-        """Whether the rule skips this step, although it has a sample for it."""
+        """Return whether the rule skips this step, although it has a sample for it."""
         self.passed = (self.passed + 1) % every
         return self.passed > 0
 
     def advance(self, rule: Rule, step: ObservedStep, warm: bool) -> Verdicts | None:
-        """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
+        """Take a step; return what it did, None where it did nothing. Need not be called where `idle`."""
         condition, cohort = rule.condition, self.cohort
         if condition.scan or self.active or cohort.below or len(group := step.list_sampled(rule.scope)) != 1:
             return self._advance_all(rule, step, warm)
-        # One entity, nothing pending or firing, nothing that feeds it: so are most rules at most steps, and the general
-        # way took as long as the windows.
+        # One entity, nothing pending or firing, no feeds: the common case of most rules at most steps. The general way
+        # took as long as the windows.
         entity, values = group[0]
         track, plan = cohort.tracks.get(entity), condition.plan
         if track is None:
@@ -93,7 +93,7 @@ class RuleState:
         return verdicts if self.named is None else self._name_members(rule, step, verdicts, frozen)
 
     def work(self, rule: Rule, step: ObservedStep, warm: bool) -> Work:
-        """Take a step in pieces. Another step must not be begun before this one is finished."""
+        """Take a step in pieces. The next step must not begin before this one is finished."""
         plan, cohort = rule.condition.plan, self.cohort
         frozen = self._list_frozen(rule, step) if self.active else ()
         if cohort.below:
@@ -116,8 +116,8 @@ class RuleState:
         return self._name_members(rule, step, verdicts, frozen)
 
     def _skim(self, rule: Rule, step: ObservedStep, warm: bool) -> bool:
-        """Judge the step's table as a whole, once what feeds the rule is there. True: the condition holds for none of
-        its entities, and did for none before; there is nothing to do but what `catch_up` does."""
+        """Judge the step's table as a whole, after the rule's feeds have their values. True: the condition holds for
+        none of its entities, and did not before; only what `catch_up` does is left to do."""
         condition, table = rule.condition, step.table
         if condition.scan and table and table.scope == rule.scope and not (self.active or self.blind or self.timed):
             slots = Track(condition.plan).slots
@@ -151,7 +151,7 @@ class RuleState:
     def _name_members(
         self, rule: Rule, step: ObservedStep, verdicts: Verdicts | None, frozen: Sequence[Entity]
     ) -> Verdicts | None:
-        """All are judged: whom else to name."""
+        """Find further entities to name, after all are judged."""
         if self.named is None or rule.members is None or (not self.active and rule.members.plan.forgetful):
             return verdicts
         named = self.named.advance(rule.members.plan, step, below_frozen=bool(frozen))
@@ -165,7 +165,7 @@ class RuleState:
     def _judge(
         self, rule: Rule, step: ObservedStep, warm: bool, entity: Entity, track: Track, verdicts: Verdicts | None
     ) -> Verdicts | None:
-        """Judge one of them; answer the verdicts, with what is new."""
+        """Judge one entity; return the verdicts, with what is new."""
         judge = self.judges.get(entity)
         if judge is None:
             judge = self.judges[entity] = Judge()
@@ -175,9 +175,9 @@ class RuleState:
         if holds is False and judge.firing and rule.keep_while is not None:
             holds = holds_now(rule.keep_while, slots)
         judge.note = note
-        # Most are none of the three, and were not.
+        # Most entities are in none of the three sets, and were in none before.
         if holds is False and entity not in self.active:
-            judge.judged += 1  # which is all that `judge` would do
+            judge.judged += 1  # all that `judge` would do
         elif holds is not None:
             change = judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
             if change:
@@ -194,7 +194,8 @@ class RuleState:
         return verdicts
 
     def idle(self, rule: Rule, step: ObservedStep) -> bool:
-        """Whether this step can change nothing. It is so for most rules at most steps, and spares the daemon."""
+        """Return whether this step can change nothing. True for most rules at most steps, which saves the daemon
+        work."""
         plan = rule.condition.plan
         if not self.cohort.idle(plan, step):
             return False
@@ -205,7 +206,7 @@ class RuleState:
         return not (self.active or self.timed or plan.awaited >> SEQ & 1)
 
     def disarm(self) -> None:
-        """After a rollback nothing is firing."""
+        """Mark all as not firing, after a rollback."""
         for entity in list(self.active):
             judge = self.judges[entity]
             judge.firing = False
@@ -213,12 +214,12 @@ class RuleState:
 
 
 def _list_rows(plan: Plan, table: Table) -> Iterable[tuple[float, ...]]:
-    """Of each entity what the plan reads."""
+    """Return the values that the plan reads, for each entity."""
     return zip(*(table.columns[source.metric] for source in plan.inputs), strict=True)
 
 
 def finish_work(work: Work) -> Verdicts | None:
-    """Do all of it."""
+    """Do all of the work."""
     while True:
         try:
             next(work)
@@ -244,7 +245,7 @@ def _mark(those: set[Entity], entity: Entity, belongs: bool) -> None:
 
 
 def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | None, Status]:
-    """What the condition says; or None, and what stands in the way."""
+    """Return whether the condition holds; or None, and what prevents a judgement."""
     for slot in condition.needs:
         if slots[slot] is None:
             return None, "not applicable"
@@ -263,7 +264,7 @@ def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | Non
 
 
 def _holds_for_none(condition: Condition, scan: Scan, slots: Slots, table: Table, warm: bool) -> bool:
-    """Whether a condition is judged false for every entity of a table; `slots` have what feeds it."""
+    """Return whether a condition is judged false for every entity of a table; `slots` have the values of the feeds."""
     plan = condition.plan
     if not plan.reads <= table.columns.keys():
         return False

@@ -1,4 +1,4 @@
-"""Which rules a step can be news to, by what was sampled: most rules at most steps have nothing to look at."""
+"""Find the rules to which a step can be news, by what was sampled: most rules have nothing to do at most steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from sentinel.engine.observation import Entity, ObservedStep
 from sentinel.engine.rules.rule import Rule, plans_of
 
 LIMIT = 512
-"""Sets of metrics that are sampled together, whose rules are remembered. A run has as many as its spacings differ."""
+"""Sets of metrics sampled together, at most, whose rules are remembered. A run has as many sets as its spacings
+differ."""
 
 FEW = 4
-"""Entities in one step by whose names and metrics its rules are remembered as they are."""
+"""Entities in one step, at most, for which rules are remembered by the entities' names and metrics."""
 
 Due = tuple[Rule, RuleState, bool, bool]
-"""Whether it rests: nothing that it reads was sampled, and unless something is open or timed nothing can change.
-Whether it may be idle: `RuleState.idle` has to be asked."""
+"""A rule with its state; whether it rests: nothing that it reads was sampled, and unless an incident is open or an
+entity timed nothing can change; and whether it may be idle: `RuleState.idle` has to be asked."""
 
 
 class Schedule:
-    """Finds the rules that have something to look at in a step, and remembers them by what was sampled."""
+    """Finds the rules that have something to judge in a step, and remembers them by what was sampled."""
 
     def __init__(self, rules: Sequence[Rule], states: Sequence[RuleState]) -> None:
         self._all = list(zip(rules, states, strict=True))
@@ -32,11 +33,11 @@ class Schedule:
         """The entities of the last table, all of which are known."""
         self._due: dict[frozenset[str], list[Due]] = {}
         self._alike: dict[tuple[object, ...], list[Due]] = {}
-        """What to look at, by the (known) entities that have samples and by their metrics."""
+        """The due rules, by the (known) entities that have samples and by their metrics."""
 
     def due(self, step: ObservedStep) -> list[Due]:
-        """Rules over a metric that has a sample, and rules that read the time; if an entity is new, all other rules
-        too, except those that count or choose their samples."""
+        """Return the rules over a metric that has a sample, and those that read the time; if an entity is new, all
+        other rules too, except those that count or choose their samples."""
         if step.table is not None or len(step.values) > FEW:
             return self._due_by_metrics(step)
         key = (*step.values, *map(tuple, step.values.values()))
@@ -64,7 +65,7 @@ class Schedule:
         return due
 
     def _meets(self, step: ObservedStep) -> bool:
-        """Whether an entity is there for the first time."""
+        """Return whether an entity appears for the first time."""
         known = len(self._known)
         if not step.values.keys() <= self._known:
             self._known |= step.values.keys()
@@ -74,7 +75,7 @@ class Schedule:
         return len(self._known) > known
 
     def _list_sampled(self, step: ObservedStep) -> frozenset[str]:
-        """Metrics of the rules for which some entity has a sample."""
+        """Return the metrics of the rules for which some entity has a sample."""
         seen: set[str] = set()
         for scope, group in step.groups():
             names = self._wanted[scope]
@@ -95,7 +96,7 @@ class Schedule:
         return due
 
     def list_rules_over(self, metrics: Iterable[str]) -> list[Due]:
-        """Rules over one of these metrics."""
+        """Return the rules over one of these metrics."""
         measured = set(metrics)
         return [
             (rule, state, False, rule.condition.plan.always)
@@ -105,6 +106,6 @@ class Schedule:
 
 
 def _has_samples(rule: Rule, step: ObservedStep) -> bool:
-    """Whether anybody whom it is about has any for it: it is not idle then."""
+    """Return whether any entity of the rule has a sample for it: then it is not idle."""
     plan = rule.condition.plan
     return any(not plan.reads.isdisjoint(values) for _, values in step.list_sampled(plan.scope))

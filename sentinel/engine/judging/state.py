@@ -1,7 +1,7 @@
-"""The rules' state as bytes, and back.
+"""Convert the rules' state to bytes, and back.
 
-It is pickled, because it is a graph of small objects with arrays in them; and it is read from files. So what is read
-may be made of the engine's own classes, arrays and built-in containers, and of nothing else: no function is called.
+It is pickled, because it is a graph of small objects with arrays in them; and it is read from files. So the bytes may
+contain only the engine's own classes, arrays and built-in containers: no function is called.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 _OTHERS = {("array", "_array_reconstructor"), ("array", "array"), ("collections", "deque")}
 _HOUSE = "sentinel.engine."
 LAYOUT = 7
-"""Counted up where an object that is part of a state has another class name or module, or other attributes, or means
-something else by them: a daemon of the same version that is newer by that judges the last steps again."""
+"""Version of the state, raised where an object in it has another class name or module, other attributes, or attributes
+with another meaning: a daemon of the same version but with a newer layout judges the last steps again."""
 
 
 class RuleStateError(Exception):
-    """What was read is not a state of this version."""
+    """Raised for bytes that are not a state of this version."""
 
 
 def dumps(state: object) -> bytes:
-    """As bytes."""
+    """Return the state as bytes."""
     return pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
 
 
 def loads(state: bytes) -> Any:
-    """What `dumps` took. Raises StateError."""
+    """Return the state that `dumps` took. Raises RuleStateError."""
     try:
         return _Unpickler(_Bytes(state)).load()
-    except Exception as error:  # damaged bytes raise whatever they happen to spell
+    except Exception as error:  # damaged bytes may raise any exception
         raise RuleStateError(f"not a state of the rules: {error}") from None
 
 
@@ -46,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Bytes:
-    """As much of a file as the unpickler asks for. `io` is on the other side of the engine's fence."""
+    """A readable object for the unpickler. `io` may not be imported in the engine."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -1,1 +1,1 @@
-"""Rule files: read, checked and compiled; their schema for editors and their reference for the docs."""
+"""Rule files: reading, checks and compilation; their schema for editors and their reference for the docs."""

@@ -1,4 +1,4 @@
-"""From the text of a rule file to rules. `load_rules` is where to begin.
+"""Turn the text of a rule file into rules. `load_rules` is the entry point.
 
 text -> source (YAML with places) -> Definition (a rule's values; an override's put in) -> Rule (compiled)
 """
@@ -24,8 +24,8 @@ def load_rules(
     actions: Collection[str] | None = None,
     evidence: Collection[str] | None = None,
 ) -> RuleFile:
-    """Parse and compile a rule file. Raises RuleError with file, line and column, and nothing else: that of the first
-    mistake, with all others that were found.
+    """Parse and compile a rule file. Raises RuleError with file, line and column, and nothing else: the first mistake,
+    with all others that were found.
 
     `base` are the rules that the file may override or disable; `signals` are metrics beyond Sentinel's own, with their
     scope, as a run's hello brings them; `actions` and `evidence`, where given, are the only ones that a rule may name.
@@ -61,7 +61,7 @@ def load_rules(
 def _definition(
     node: YamlNode, group: str, vocabulary: Vocabulary, known: Mapping[str, Rule], mistakes: Mistakes
 ) -> Definition:
-    """What a rule says; of an override, what the rule says that it is about, with the changes in it."""
+    """Return the definition of a rule; for an override, that of the overridden rule with the changes in it."""
     if not any(key.word() == "override" for key, _ in node.items("a rule")):
         fields = node.fields("a rule", RULE_KEYS, ("alert",), mistakes, needed=("expr",))
         return _split_definition(fields["alert"], fields, group, vocabulary, node.written, mistakes)
@@ -108,7 +108,8 @@ def _split_definition(
 
 
 def _signals(node: YamlNode, mistakes: Mistakes) -> dict[str, str]:
-    """Name -> meaning. One without a meaning is there, so that rules that read it have no mistake by that."""
+    """Return name -> meaning. A signal without a meaning is included, so that rules that read it cause no further
+    mistakes."""
     declared = {}
     for key, value in node.items("signals"):
         with mistakes:

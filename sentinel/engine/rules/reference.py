@@ -1,4 +1,5 @@
-"""The reference of rules, metrics and functions as Markdown, made of the rule files and the tables: docs/rules.md."""
+"""Write the reference of rules, metrics and functions as Markdown, from the rule files and the tables:
+docs/rules.md."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Generated from the rule files in `rules/` and from the tables of the engine; do 
 
 
 def reference(files: Iterable[tuple[str, str]]) -> str:
-    """Markdown for rule files, given as (name, text). Raises RuleError where one is wrong."""
+    """Return Markdown for rule files, given as (name, text). Raises RuleError where one is wrong."""
     parts = [_HEAD, "## Stock rules\n"]
     for name, text in files:
         loaded = load_rules(text, name)
@@ -55,7 +56,7 @@ def _write_out(lets: Mapping[str, str], expr: str) -> Iterator[str]:
 
 
 def _comment(lines: list[str]) -> list[str]:
-    """The comment right under the alert's name: why its thresholds are what they are."""
+    """Return the comment right under the alert's name: why its thresholds are what they are."""
     found = []
     for line in lines:
         if not line.lstrip().startswith("#"):

@@ -16,7 +16,7 @@ from sentinel.signals import CLOCK, SIGNALS
 
 SEVERITIES = ("info", "warning", "critical")
 OVER = "over"
-"""The annotation that is rendered when an incident ends by its rule, and not when it fires."""
+"""The annotation that is rendered when the rule ends its incident, and not when it fires."""
 ANNOTATIONS = ("summary", "description", "remedy", OVER, "runbook")
 RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "keep_while",
              "rebase_after", "every", "at", "min_samples", "from_start", "severity", "problem", "consequence_of",
@@ -27,45 +27,47 @@ OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "al
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A rule as it is written, value by value: an override changes some of them, and it is compiled again."""
+    """A rule as it is written, value by value: an override changes some of the values, and the rule is compiled
+    again."""
 
     name: YamlNode
     fields: Mapping[str, YamlNode]
-    """All but lets and annotations."""
+    """All keys but lets and annotations."""
     lets: Mapping[str, tuple[YamlNode, YamlNode]]
-    """Name -> where it is named, and its expression."""
+    """Name -> the node of the name, and its expression."""
     annotations: Mapping[str, YamlNode]
     group: str
     vocabulary: Vocabulary
     written: str
-    """The whole of it."""
+    """The whole text of the rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A condition on the entities of one scope, compiled, with the numbers that explain it."""
+    """A compiled condition on the entities of one scope, with the numbers that explain it."""
 
     plan: Plan
     term: Term
     shown: tuple[tuple[str, Term], ...]
     """Metrics and lets by name."""
     finite: tuple[int, ...]
-    """Slots whose values must be finite for the condition to mean something."""
+    """Slots whose values must be finite for the condition to have a meaning."""
     needs: tuple[int, ...]
-    """Slots that must have had a sample for the rule to be one for this run."""
+    """Slots that must have had a sample for the rule to apply to this run."""
     sources: Mapping[int, frozenset[int]]
-    """Slot -> the inputs that it comes from: where one is empty there is no data, and the rule is not just warming."""
+    """Slot -> the inputs that it comes from: where one of them is empty there is no data, and the rule is not just
+    warming."""
     scan: Scan | None
     """Judges all entities of a table together; None where the plan is not `momentary`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downgrade:
-    """Where its condition holds as the rule fires, the incident has this severity and these actions."""
+    """Where its condition holds when the rule fires, the incident has this severity and these actions."""
 
     term: Term
     when: str
-    """As it is written."""
+    """The condition as it is written."""
     severity: str
     actions: tuple[str, ...]
 
@@ -78,9 +80,9 @@ class Rule:
     group: str
     scope: Scope
     needs: tuple[str, ...]
-    """Metrics without which it is no rule for a run."""
+    """Metrics without which the rule does not apply to a run."""
     expr: str
-    """As it is written."""
+    """The condition as it is written."""
     lets: Mapping[str, str]
     condition: Condition
     members: Condition | None
@@ -89,48 +91,49 @@ class Rule:
     warmup: Span
     keep_firing: Span
     keep_while: Term | None
-    """A condition under which it goes on firing, although its own does not hold."""
+    """A condition under which the rule goes on firing, although its own condition does not hold."""
     rebase_after: int
-    """Steps for which a baseline may stand still."""
+    """Steps for which a baseline may be frozen, at most."""
     every: int
-    """Of the steps that have a sample for it, it looks at the first and then at every n-th."""
+    """It judges every n-th of the steps that have a sample for it, beginning with the first."""
     at: tuple[str, ...]
-    """The metrics at whose samples alone it looks; empty: at those of all its metrics."""
+    """The only metrics whose samples make it judge; empty: the samples of all its metrics do."""
     min_samples: int
     from_start: bool
-    """Whether its mistake is there from a run's first step on: it is a check of the opening examination."""
+    """Whether its mistake exists from a run's first step on: then it is a check of the opening examination."""
     severity: str
     problem: str
-    """What it is a sign of: alerts on one problem that come close together are one problem. Empty: it stands alone."""
+    """The problem that it is a sign of: alerts on one problem that come close together are one problem. Empty: it
+    stands alone."""
     consequence_of: tuple[str, ...]
-    """Problems that bring it about: while one of them lasts, it is a consequence of that."""
+    """Problems that cause it: while one of them lasts, it is a consequence of that problem."""
     actions: tuple[str, ...]
     downgrade: Downgrade | None
     evidence: tuple[str, ...]
-    """What ranks are asked for when it fires."""
+    """Evidence that ranks are asked for when it fires."""
     layers: bool
     """Whether its diagnosis tells which layers' gradients grew."""
     templates: Mapping[str, Template]
     annotations: Mapping[str, str]
-    """As they are written."""
+    """The annotations as they are written."""
     runbook: str
     metrics: frozenset[str]
     file: str
     line: int
-    """Of the alert's name."""
+    """Line of the alert's name."""
 
     @property
     def timed(self) -> bool:
-        """Whether steps without a time will not do: seconds are in its condition, its `for` or its `warmup`."""
+        """Whether it needs steps with a time: its condition, its `for` or its `warmup` is in seconds."""
         return self.condition.plan.timed or bool(self.for_.span.seconds or self.warmup.seconds)
 
     @property
     def clocked(self) -> bool:
-        """Whether it reads nothing but what is measured by the clock, between steps."""
+        """Whether it reads only what is measured by the clock, between steps."""
         return all(metric in SIGNALS and SIGNALS[metric].tier == CLOCK for metric in self.metrics)
 
     def find_severities(self, action: str) -> set[str]:
-        """Severities of those of its incidents that ask for this action."""
+        """Return the severities of those of its incidents that ask for this action."""
         return {graded.severity for graded in (self, self.downgrade) if graded is not None and action in graded.actions}
 
     @property
@@ -140,29 +143,29 @@ class Rule:
 
     @property
     def staged(self) -> bool:
-        """Whether it reads what another task or other data change (`Signal.staged`), or numbers of the user's own: it
-        starts over with a stage."""
+        """Whether it reads what another task or other data change (`Signal.staged`), or numbers of the user's own: then
+        it starts over with a stage."""
         return any(metric not in SIGNALS or SIGNALS[metric].staged for metric in self.metrics)
 
     @property
     def scopes(self) -> frozenset[str]:
-        """Whose numbers it looks at one by one."""
+        """The scopes whose entities it judges or reads one by one."""
         return self.condition.plan.scopes
 
     @property
     def always(self) -> bool:
-        """Whether a step without a sample may be news: `age` or `absent` asks."""
+        """Whether a step without a sample may be news, as `age` or `absent` asks about it."""
         return self.condition.plan.always or (self.members is not None and self.members.plan.always)
 
     @property
     def may_rest(self) -> bool:
-        """Whether a step without a sample can only change what is open, or what waits for its time: `RuleState.idle` of
-        rules that nothing feeds."""
+        """Whether a step without a sample can only change what is open, or what waits for its time; only for rules
+        without feeds: `RuleState.idle`."""
         plans, awaited = plans_of([self]), self.condition.plan.awaited
         return self.condition.plan.always and not awaited >> SEQ & 1 and not any(plan.subplans for plan in plans)
 
     text: str
-    """The whole rule, as it stands in the file: a state that was kept belongs to rules of the same text."""
+    """The whole rule as it stands in the file: a stored state belongs to rules with the same text."""
     definition: Definition
 
 
@@ -180,7 +183,7 @@ class RuleFile:
 
 
 def rules_of(files: Iterable[RuleFile]) -> tuple[Rule, ...]:
-    """The rules of several files. Raises RuleError where two have the same name."""
+    """Return the rules of several files. Raises RuleError where two have the same name."""
     rules: dict[str, Rule] = {}
     for rule in (rule for file in files for rule in file.rules):
         if other := rules.get(rule.name):
@@ -191,5 +194,5 @@ def rules_of(files: Iterable[RuleFile]) -> tuple[Rule, ...]:
 
 
 def plans_of(rules: Iterable[Rule]) -> list[Plan]:
-    """All plans that rules run."""
+    """Return all plans that rules run."""
     return [part.plan for rule in rules for part in (rule.condition, rule.members) if part is not None]

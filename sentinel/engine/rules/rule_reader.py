@@ -1,4 +1,4 @@
-"""From a Definition to a Rule: its values are read, its expressions compiled."""
+"""Make a Rule of a Definition: read its values, compile its expressions."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sentinel.engine.span import Hold, Span
 from sentinel.text import did_you_mean
 
 REBASE_AFTER = 500
-"""Steps. A new level that lasts as long as this is the new normal."""
+"""Steps after which a new level that lasts is the new normal."""
 
 ALERT = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
 NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 SLUG = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 _UNREAD = Term(type="condition", key="", source="False")
-"""Stands for an expression that has a mistake, so that the rest of its rule is read, too."""
+"""Stands for an expression with a mistake, so that the rest of its rule is read, too."""
 
 
 def read_word(node: YamlNode, what: str, pattern: re.Pattern[str], wanted: str) -> str:
-    """Text of that form. Raises RuleError with what is wanted."""
+    """Return text that matches `pattern`. Raises RuleError that says what is wanted."""
     value = node.string(what)
     if not pattern.fullmatch(value):
         raise node.error(f"{what} {value!r}: expected {wanted}")
@@ -39,7 +39,7 @@ def read_word(node: YamlNode, what: str, pattern: re.Pattern[str], wanted: str) 
 
 
 def read_free_name(node: YamlNode, what: str, taken: Collection[str]) -> str:
-    """A name that an expression can have, and that means nothing else there. Raises RuleError."""
+    """Return a name that an expression can use and that means nothing else there. Raises RuleError."""
     name = node.word()
     if not NAME.fullmatch(name):
         raise node.error(f"{what} {name!r}: expected letters a-z, digits and underscores")
@@ -50,7 +50,7 @@ def read_free_name(node: YamlNode, what: str, taken: Collection[str]) -> str:
 
 
 class RuleReader:
-    """Reads one rule. What has a mistake is noted, and read as its default."""
+    """Reads one rule. A value with a mistake is noted, and read as its default."""
 
     def __init__(
         self,
@@ -65,12 +65,13 @@ class RuleReader:
         self._min_samples = self._integer("min_samples", 100_000, default=0)
         self._lets: dict[str, Parsed] = {}
         self._unclear = False
-        """Whether a mistake elsewhere may be why a name is not known: of expressions the syntax alone is judged."""
+        """Whether a mistake elsewhere may be the reason for an unknown name: then only the syntax of expressions is
+        checked."""
         self._scope = self._read_scope()
         self._builder = self._new_builder(self._scope)
 
     def rule(self) -> Rule:
-        """The rule; not to be used where mistakes were noted."""
+        """Return the rule; not to be used where mistakes were noted."""
         alert = self._definition.name
         with self._mistakes:
             read_word(alert, "alert", ALERT, "a name like LossSpike")
@@ -143,7 +144,7 @@ class RuleReader:
     def _compile(
         self, read: Callable[[Parsed, Builder, Mapping[str, Parsed]], Term], node: YamlNode, what: str, builder: Builder
     ) -> tuple[Term, str]:
-        """(the term, its text), of what has a mistake (_UNREAD, "")."""
+        """Return (the term, its text); (_UNREAD, "") for an expression with a mistake."""
         with self._mistakes:
             text = node.text(what)
             parsed = parse(text)
@@ -318,7 +319,7 @@ def _sources(plan: Plan) -> dict[int, frozenset[int]]:
 
 
 def _read_length(node: YamlNode, key: str) -> str:
-    """The text of a span; a bare number is most likely meant to be steps."""
+    """Return the text of a span; a bare number is most likely meant to be steps."""
     if node.kind == "int":
         raise node.error(f"{key}: {node.word()} of what? Write `{node.word()} steps`, or a time, as `90s`")
     return node.string(key)
@@ -328,7 +329,7 @@ def _read_choice(node: YamlNode, key: str, choices: tuple[str, ...]) -> str:
     value = node.string(key)
     if value not in choices:
         near = did_you_mean(value, choices)
-        hint = near if "did you mean" in near else ""  # else it says once more what there is
+        hint = near if "did you mean" in near else ""  # otherwise it would list the choices a second time
         raise node.error(f"{key}: {value!r} is none of {', '.join(choices)}{hint}")
     return value
 

@@ -1,4 +1,5 @@
-"""JSON Schema of rule files, for editors: keys, words, shapes. What expressions mean is for `sentinel rules check`."""
+"""JSON Schema of rule files, for editors: keys, words, shapes. What expressions mean is checked by `sentinel rules
+check`."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from sentinel.engine.rules.rule import ANNOTATIONS, SEVERITIES
 from sentinel.engine.rules.rule_reader import ALERT, NAME, SLUG
 
 _EXPRESSION = {"type": ["string", "number", "boolean"]}
-"""YAML reads `expr: 1` as a number: what is wrong with it, `check` says better."""
+"""YAML reads `expr: 1` as a number: `check` explains that mistake better."""
 
 
 def schema(actions: Collection[str], evidence: Collection[str]) -> dict[str, Any]:
-    """Draft 2020-12, for a file of rules and overrides. `actions` and `evidence`: what a rule may name."""
+    """Return a schema (draft 2020-12) for a file of rules and overrides. `actions` and `evidence`: what a rule may
+    name."""
     rule = _rule_properties(actions, evidence)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

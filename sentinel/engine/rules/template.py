@@ -1,6 +1,6 @@
 """Annotations: text with fields. `"{now:.3f} is {now / base:.1f}x"`.
 
-A field is an expression of the rule language, or one of the words below, with a format spec of Python's for floats.
+A field is an expression of the rule language, or one of the words below, with Python's format spec for floats.
 `{{` and `}}` stand for braces.
 """
 
@@ -21,7 +21,7 @@ WORDS = {
     "members": "all whom it holds for, comma-separated, after the third a number",
     "run": "the run's name",
 }
-"""What a field may be beside an expression."""
+"""Words that a field may be instead of an expression -> their meaning."""
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|([{}])")
 _LAYOUT = re.compile(r"(?P<body>[^:'\"]*(?:(?:'[^']*'|\"[^\"]*\")[^:'\"]*)*)(?P<spec>:.*)?", re.DOTALL)
@@ -29,22 +29,23 @@ _LAYOUT = re.compile(r"(?P<body>[^:'\"]*(?:(?:'[^']*'|\"[^\"]*\")[^:'\"]*)*)(?P<
 
 _SPEC = re.compile(r"(?:[^{}]?[<>=^])?[-+ ]?[0-9]{0,2},?(?:\.[0-9]{1,2})?[eEfFgG%]?")
 _ALLOWED = "fill and alignment, sign, width of up to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %"
-"""What Python allows beside is for other types, or makes text of any length, at each alert, in the daemon."""
+"""All that a format spec may have. What else Python allows is for other types, or makes text of any length, in the
+daemon, at each alert."""
 LONGEST = 4096
-"""Most characters of an annotation with its numbers in it. It goes to pagers, pages and a terminal."""
+"""Characters of a rendered annotation, at most. It is sent to pagers, pages and a terminal."""
 _CUT = " [...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One `{...}`."""
+    """One `{...}` of an annotation."""
 
     term: Term | None
     word: str
     spec: str
 
     def render(self, slots: Slots, words: Mapping[str, str]) -> str:
-        """The value; `n/a` where it has none yet."""
+        """Return the value as text; `n/a` where it has none yet."""
         if self.term is None:
             return words[self.word]
         try:
@@ -63,13 +64,13 @@ class Template:
     parts: tuple[str | Field, ...]
 
     def render(self, slots: Slots, words: Mapping[str, str]) -> str:
-        """Put numbers and words in."""
+        """Put numbers and words into the text."""
         text = "".join(part if isinstance(part, str) else part.render(slots, words) for part in self.parts)
         return text if len(text) <= LONGEST else text[: LONGEST - len(_CUT)] + _CUT
 
 
 def template(text: Text, compiled: Callable[[Text], Term]) -> Template:
-    """Compile an annotation; `compiled` does the fields. Raises RuleError at the field that is wrong."""
+    """Compile an annotation; `compiled` compiles its fields. Raises RuleError at the field that is wrong."""
     parts: list[str | Field] = []
     last = 0
     for match in _PIECE.finditer(text.value):

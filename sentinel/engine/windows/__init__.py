@@ -1,1 +1,1 @@
-"""What a rule remembers of a series: windows over its samples, and statistics of them."""
+"""The memory of rules about a series: windows over its samples, and statistics of them."""

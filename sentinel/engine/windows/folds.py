@@ -1,4 +1,4 @@
-"""Statistics of a window that are folds of its samples: sum, mean, standard deviation, slope, least and largest."""
+"""Statistics of a window that are folds of its samples: sum, mean, standard deviation, slope, minimum and maximum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Folded(Recent):
 
     Two stacks: `_front` holds, for each old sample, the fold from it to the end of the old stretch; `_back` is the
     fold of what came since. Dropping the oldest pops `_front`; once it is empty it is built again from the samples.
-    O(1) a sample, amortised. Folds of stretches a then b, of lengths m and n:
+    O(1) per sample, amortised. Folds of stretches a then b, of lengths m and n:
 
         sum, min, max    a + b, min(a, b), max(a, b)
         mean, std        (mean, sum of squared deviations), joined after Chan, Golub and LeVeque (1979)
@@ -34,7 +34,7 @@ class Folded(Recent):
         self._back_length = 0
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the statistic."""
+        """Take a sample; return the statistic."""
         join = _JOINS[self._what]
         self._back = join(self._back_length, self._back, 1, (value, 0.0)) if self._back_length else (value, 0.0)
         self._back_length += 1
@@ -48,7 +48,7 @@ class Folded(Recent):
         return _RESULTS[self._what](len(self), self._whole(join))
 
     def _turn(self, join: Join) -> None:
-        """Make the front of all samples that there are; the back is empty then."""
+        """Make the front from all present samples; the back is empty afterwards."""
         fold = (0.0, 0.0)
         for length, value in enumerate(reversed(self._in_order())):
             fold = join(1, (value, 0.0), length, fold) if length else (value, 0.0)
@@ -88,7 +88,7 @@ def _join_slope(m: int, a: Fold, n: int, b: Fold) -> Fold:
 
 
 def _std(count: int, fold: Fold) -> float | None:
-    # A lone sample in a window of time has no spread that is known: 0 would make of the next one an outlier.
+    # A lone sample in a window of time has no known spread: 0 would make an outlier of the next one.
     return math.sqrt(fold[1] / (count - 1)) if count > 1 else None
 
 

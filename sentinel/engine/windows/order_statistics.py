@@ -10,10 +10,10 @@ from sentinel.engine.windows.sliding import Recent
 
 
 class Ordered(Recent):
-    """Median, quantile or MAD of a window, which is kept in order of arrival and sorted beside it.
+    """Median, quantile or MAD of a window, which is kept both in order of arrival and sorted.
 
-    A sample costs a binary search and a memmove. Both lists hold the same floats: an array would make a float of each
-    that the search looks at.
+    A sample costs a binary search and a memmove. Both lists hold the same floats: an array would create a float for
+    each element that the search reads.
     """
 
     __slots__ = ("_middle", "_share", "_sorted", "_what")
@@ -24,7 +24,7 @@ class Ordered(Recent):
         self._values, self._sorted = list[float](), list[float]()
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer `quantile` (of which the median is the half) or `mad`."""
+        """Take a sample; return the quantile (with share 0.5 the median) or the MAD."""
         ordered, values = self._sorted, self._values
         if self._times is not None:
             insort(ordered, value)
@@ -61,7 +61,8 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between order statistics: type 7 of Hyndman and Fan (1996), as numpy and pandas have it."""
+    """Return the quantile, linear between order statistics: type 7 of Hyndman and Fan (1996), as in numpy and
+    pandas."""
     place = share * (len(ordered) - 1)
     below = int(place)
     if below + 1 >= len(ordered):
@@ -72,7 +73,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def median_deviation(ordered: Sequence[float]) -> float:
-    """Median absolute deviation from the median, unscaled: for normal noise it is 0.674 standard deviations.
+    """Return the median absolute deviation from the median, unscaled: for normal noise it is 0.674 standard deviations.
 
     The distances of the lower half, read downwards, and those of the upper half, read upwards, are two sorted
     sequences; their k-th smallest is a binary search for how many come from the lower one. O(log n).
@@ -87,7 +88,7 @@ def median_deviation(ordered: Sequence[float]) -> float:
             low = taken + 1
         else:
             high = taken
-    # So many distances of the lower half, and rank - low of the upper one, come before the wanted one.
+    # `low` distances of the lower half, and rank - low of the upper one, come before the wanted one.
     left, right = half - 1 - low, half + rank - low
     below, above = _below(ordered, left, middle), _above(ordered, right, middle)
     if count % 2:

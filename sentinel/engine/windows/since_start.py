@@ -1,4 +1,4 @@
-"""One number that stands for all samples since the run's start."""
+"""Statistics that keep one number for all samples since the run's start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Smoothed:
         self._left = min(needed or count, count)
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the mean, once as many samples as the span (or `min_samples`) are in."""
+        """Take a sample; return the mean, once as many samples as the span (or `min_samples`) are in."""
         fresh = math.isnan(self._value)
         self._value = value if fresh else self._value + self._weight * (value - self._value)
         self._left -= self._left > 0
@@ -31,7 +31,7 @@ class First:
         self._value = math.nan
 
     def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the first one."""
+        """Take a sample; return the first one."""
         if math.isnan(self._value):
             self._value = value
         return self._value
@@ -43,8 +43,8 @@ class Lowest(First):
     __slots__ = ()
 
     def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the lowest so far."""
-        if not value >= self._value:  # true of the first one too: before it stands a NaN
+        """Take a sample; return the lowest so far."""
+        if not value >= self._value:  # also true of the first sample, as the initial value is NaN
             self._value = value
         return self._value
 
@@ -55,7 +55,7 @@ class Highest(First):
     __slots__ = ()
 
     def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the highest so far."""
+        """Take a sample; return the highest so far."""
         if not value <= self._value:
             self._value = value
         return self._value

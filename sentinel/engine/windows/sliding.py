@@ -1,6 +1,6 @@
-"""Windows over a series: what a rule remembers of a metric, at a cost a sample that does not grow with the window.
+"""Windows over a series: the memory of rules about a metric, at a cost per sample independent of the window's size.
 
-    Past, Change      the newest and the oldest of so many samples: past, delta
+    Past, WindowChange    the newest and the oldest of so many samples: past, delta
     Recent            the samples of a window, by count or by age
       Ends            newest and oldest of it: rate; delta by age
       CountedByAge    how many of it are true: count
@@ -11,9 +11,10 @@
     Steady            of stretches of 12, 24, 48, ... samples, the low-water marks of twelfths: steady_rise (steady.py)
     First, Lowest, Highest, Smoothed    one number, of all samples since the run's start (since_start.py)
 
-A window takes finite numbers only. `push` answers the statistic, or None where the window has not enough samples.
+A window takes finite numbers only. `push` returns the statistic, or None where the window has not enough samples.
 Everything here is data, with no closure in it: the evaluator copies states by pickling them. `push` is most of what
-a daemon computes, so what windows by count do most is written out in each: a call costs as much as the rest of it.
+a daemon computes, so the frequent operations of windows by count are written out in each class: a call would double
+the cost.
 Figures: docs/performance.md, by bench/engine.py.
 """
 
@@ -25,27 +26,27 @@ from collections.abc import MutableSequence, Sequence
 from typing import Protocol
 
 SAMPLE_LIMIT = 100_000
-"""Samples in one window, 0.8 MB. A duration that holds more loses its oldest."""
+"""Samples in one window, at most, 0.8 MB. A duration that holds more loses its oldest."""
 
 
 class WindowState(Protocol):
     """What a function with a memory keeps for one series."""
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the statistic, None where there are not enough samples for it."""
+        """Take a sample; return the statistic, or None where there are not enough samples for it."""
 
 
 class Past:
-    """A ring of the newest `count` samples, of which the oldest is wanted."""
+    """A ring of the newest `count` samples, which returns the oldest."""
 
     __slots__ = ("_count", "_oldest", "_values")
 
     def __init__(self, count: int) -> None:
         self._count = min(count, SAMPLE_LIMIT)
-        self._values, self._oldest = list[float](), 0  # an array would make a float of each that is read
+        self._values, self._oldest = list[float](), 0  # an array would create a float for each element that is read
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the oldest, once there are so many."""
+        """Take a sample; return the oldest, once there are `count`."""
         values, oldest = self._values, self._oldest
         if len(values) < self._count:
             values.append(value)
@@ -56,7 +57,7 @@ class Past:
 
 
 class WindowChange(Past):
-    """Newest sample minus the oldest of the newest `count`."""
+    """The newest sample minus the oldest of the newest `count`."""
 
     __slots__ = ("_needed",)
 
@@ -65,7 +66,7 @@ class WindowChange(Past):
         self._needed = max(2, min(needed, self._count) if needed else self._count)
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the difference, once there are as many as are needed, and two."""
+        """Take a sample; return the difference, once there are as many samples as needed, and at least two."""
         values, oldest = self._values, self._oldest
         if len(values) < self._count:
             values.append(value)
@@ -79,7 +80,7 @@ class Recent:
     """The newest `count` samples, or those of the last `seconds` (a sample exactly that old is out).
 
     By count, as most windows are, a ring: `_start` is the place of the oldest once it is full. By age, an array whose
-    first `_start` samples are dead; it is moved down once half of it is, which is O(1) a sample, amortised.
+    first `_start` samples are dead; it is moved down once half of it is, which is O(1) per sample, amortised.
     """
 
     __slots__ = ("_born", "_count", "_needed", "_seconds", "_start", "_times", "_values")
@@ -129,16 +130,16 @@ class Recent:
             return len(self._values) >= self._needed
         if self._needed:
             return len(self) >= self._needed
-        return time - self._born >= self._seconds  # a duration is full once it has been lived through
+        return time - self._born >= self._seconds  # a duration is full once it has passed since the first sample
 
     def _in_order(self) -> Sequence[float]:
-        """The samples, oldest first."""
+        """Return the samples, oldest first."""
         values, start = self._values, self._start
         return values[start:] if self._times is not None else [*values[start:], *values[:start]]
 
 
 class Ends(Recent):
-    """How far a window by count or by age leads, from its oldest sample to its newest."""
+    """The change over a window by count or by age, from its oldest sample to its newest."""
 
     __slots__ = ("_what",)
 
@@ -147,7 +148,7 @@ class Ends(Recent):
         self._what = what
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer `delta` (newest less oldest) or `rate` (delta a second)."""
+        """Take a sample; return `delta` (newest less oldest) or `rate` (delta per second)."""
         self._take(time, value)
         if not self._ready(time):
             return None
@@ -162,7 +163,7 @@ class Ends(Recent):
 class Counted:
     """How many of the newest `count` samples of a condition are true.
 
-    Kept are the places of those that are, which are few as a rule.
+    It keeps the positions of the true samples, which are usually few.
     """
 
     __slots__ = ("_count", "_first", "_needed", "_seen", "_true", "_trues")
@@ -175,7 +176,7 @@ class Counted:
         self._true = 0.0
 
     def push(self, time: float, value: float) -> float | None:
-        """Take whether it is true; answer how many are."""
+        """Take the newest truth value; return how many are true."""
         self._seen = seen = self._seen + 1
         if value or self._true:
             self._true = self._count_trues(seen, value)
@@ -204,7 +205,7 @@ class CountedByAge(Recent):
         self._true = 0.0
 
     def push(self, time: float, value: float) -> float | None:
-        """Take whether it is true; answer how many are."""
+        """Take the newest truth value; return how many are true."""
         self._true += value - math.fsum(self._take(time, value))
         return self._true if self._ready(time) else None
 
@@ -212,9 +213,9 @@ class CountedByAge(Recent):
 class Extreme:
     """The largest of the newest `count` samples. Keeps the samples that no later one exceeds, in falling order.
 
-    The first of them is the largest; it leaves when its turn comes, and a new sample drops all that are not above it:
-    O(1) a sample, amortised. The smallest is the largest of the negated samples. Before the first stands an infinity,
-    which no sample drops.
+    The first of them is the largest; it leaves when its time comes, and a new sample drops all that are not above it:
+    O(1) per sample, amortised. The smallest is the largest of the negated samples. An infinity stands before the first
+    one, so that no sample drops everything.
     """
 
     __slots__ = ("_count", "_first", "_leaving", "_needed", "_seen", "_sign", "_values")
@@ -227,7 +228,7 @@ class Extreme:
         self._first, self._seen = 1, 0
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the largest value, or the smallest where `sign` is -1."""
+        """Take a sample; return the largest value, or the smallest where `sign` is -1."""
         values, leaving, first, sign = self._values, self._leaving, self._first, self._sign
         value *= sign
         self._seen = seen = self._seen + 1

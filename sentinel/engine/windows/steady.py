@@ -1,4 +1,4 @@
-"""How far a series has risen in a straight line up to now, over as many samples as it takes."""
+"""Measure how far a series has risen in a straight line up to now, over as many samples as the rise lasts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Literal
 BLOCKS = 12
 """Blocks in a stretch: its four quarters have three each."""
 LEVELS = 14
-"""Stretches of 12 samples, of 24, ... of 98,304."""
+"""Number of stretches: of 12 samples, of 24, ... of 98,304."""
 EVEN = 0.27
-"""Of the whole rise, the least from a quarter to the next, where a third is the mean. A start that levels out by a
-quarter from one quarter to the next is no line."""
+"""Least rise from a quarter to the next, as a share of the whole rise, where a third is the mean. A start that levels
+out, with each rise a quarter less than the one before, is no line."""
 NEWEST = 1.5
-"""Mean rises of a block that the newest block lies over the lowest of its quarter, where it is 2 on a line. At 1 the
-rise is over: the newest block is where the one before was."""
+"""How far the newest block must lie over the lowest of its quarter, in mean rises per block, where it is 2 on a line.
+At 1 the rise is over: the newest block is no higher than the one before."""
 STRAIGHT = 0.98
-"""Correlation of the low-water marks with their number. Two caches that fill one after the other come to 0.97; 12
-numbers that have nothing to do with each other to 0.98 once in 80 million times."""
+"""Least correlation of the low-water marks with their number. Two caches that fill one after the other come to 0.97; 12
+independent numbers come to 0.98 once in 80 million times."""
 
 
 class Steady:
     """Stretches of 12, 24, 48, ... newest samples, each as the low-water marks of 12 blocks of equal length.
 
-    A stretch rises in a line where the lowest value of each quarter is over that of the quarter before, by `EVEN` of
-    the whole rise at least, the newest block by `NEWEST`, and all of them are as `STRAIGHT` says. What is given back
-    within a quarter (garbage collection, a loader's buffers) does not matter, and a step up for once is no line. Of
-    several such stretches that one counts whose rise times its samples is the largest. A stretch of blocks of n samples
-    is looked at after every n-th, which is O(1) a sample, amortised.
+    A stretch rises in a line where the lowest value of each quarter is over that of the quarter before by at least
+    `EVEN` of the whole rise, the newest block by `NEWEST`, and the blocks correlate with their number by `STRAIGHT`.
+    What is given back within a quarter (garbage collection, a loader's buffers) does not matter, and a single step up
+    is no line. Of several such stretches the one counts whose rise times its samples is the largest. A stretch of
+    blocks of n samples is checked after every n-th sample, which is O(1) per sample, amortised.
     """
 
     __slots__ = ("_blocks", "_pending", "_rises", "_what")
@@ -36,14 +36,14 @@ class Steady:
     def __init__(self, what: Literal["rise", "samples", "steps"]) -> None:
         self._what = what
         self._blocks = [list[_Block]() for _ in range(LEVELS)]
-        """By level, the newest `BLOCKS` blocks, oldest first."""
+        """For each level, the newest `BLOCKS` blocks, oldest first."""
         self._pending = list[_Block | None]([None] * LEVELS)
-        """By level, the block that waits for the next one: two make one of the level above."""
+        """For each level, the block that waits for the next one: two make one of the level above."""
         self._rises = [0.0] * LEVELS
 
     def push(self, seq: float, value: float) -> float | None:
-        """Take a sample of step `seq`; answer the rise, its samples or its steps: 0 where there is none, None before
-        there are 12."""
+        """Take a sample of step `seq`; return the rise, its samples or its steps: 0 where there is none, None before
+        there are 12 samples."""
         block = (seq, value)
         for level, blocks in enumerate(self._blocks):
             blocks.append(block)
@@ -70,7 +70,7 @@ _Block = tuple[float, float]
 
 
 def straight_rise(blocks: Sequence[float]) -> float:
-    """From the first to the last of 12 low-water marks; 0 where they do not rise in a line."""
+    """Return the rise from the first to the last of 12 low-water marks; 0 where they do not rise in a line."""
     first, second, third, fourth = (min(blocks[at : at + 3]) for at in range(0, BLOCKS, 3))
     whole = fourth - first
     least = min(second - first, third - second, fourth - third)
@@ -88,7 +88,7 @@ _NUMBERS_SQUARED = sum(number * number for number in _NUMBERS)
 
 
 def count_steady_samples(values: Iterable[float]) -> int:
-    """How many of the newest values rise in a straight line; 0 where they do not."""
+    """Return how many of the newest values rise in a straight line; 0 where they do not."""
     steady, samples = Steady("samples"), None
     for number, value in enumerate(values):
         samples = steady.push(number, value)
