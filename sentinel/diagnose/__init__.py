@@ -1,1 +1,1 @@
-"""From an incident and its evidence to a case: the most likely cause, and how sure that is."""
+"""From an incident and its evidence to a case: the most likely cause, and how certain it is."""

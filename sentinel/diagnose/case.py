@@ -1,4 +1,4 @@
-"""The whole case of an incident, as people and programs get it: what, where, since when, why, what to do.
+"""The whole case of an incident, for people and programs: what, where, since when, why, what to do.
 
 Steps in a case are the user's steps. Its shape is what `sentinel incidents --json` prints.
 """
@@ -23,14 +23,15 @@ from sentinel.text import rank_severity
 from sentinel.wire.evidence import Census, Moments, OutOfMemory, Provenance
 
 STACK_BYTES, STACK_RANKS = 32 * 1024, 64
-"""What a case keeps of stacks."""
+"""Bytes of stacks per rank, and number of ranks with stacks, that a case keeps at most."""
 COLLECTED_RANKS = 64
 EARLIER = 16
-"""Steps before the first sign that evidence may be of: ranks look at what they see themselves, when they see it."""
+"""Steps before the first sign that evidence may be from: ranks look at what they notice themselves, when they notice
+it."""
 
 
 class CaseMember(msgspec.Struct, frozen=True):
-    """A rank, a layer, a GPU or a node that the incident holds for; of a run-wide rule, the run."""
+    """A rank, a layer, a GPU or a node that the incident holds for; for a run-wide rule, the run."""
 
     scope: str
     name: str
@@ -41,7 +42,7 @@ class CaseMember(msgspec.Struct, frozen=True):
 
 
 BY_RANK = ("stacks", "census", "out_of_memory", "moments", "provenance")
-"""Evidence of a case, by rank: of a job over several nodes, a node has that of its own ranks alone."""
+"""Evidence of a case, by rank: in a job over several nodes, a node has only that of its own ranks."""
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -54,18 +55,18 @@ class Case(msgspec.Struct, kw_only=True):
     alert: str
     severity: str
     problem: str = ""
-    """What it is a sign of, by its cause or its rule; empty: it is never one of several."""
+    """The problem that it is a sign of, by its cause or its rule; empty: it is never one sign of several."""
     consequence_of: tuple[str, ...] = ()
-    """Problems that bring it about, by its rule."""
+    """Problems that cause it, by its rule."""
     problem_id: str = ""
-    """Id of the incident that opened the problem, which never changes; empty where there is no problem to speak of, and
-    in histories from before there was one."""
+    """Id of the incident that opened the problem, which never changes; empty where there is no problem, and in
+    histories that are older than problems."""
     parent: str = ""
     """Id of the incident that this one is a consequence of; empty: of none."""
     state: str
     first_step: int
-    """First step of the first sign, or of the condition where no sign was found; earlier where the diagnosis says so.
-    """
+    """First step of the first sign, or of the condition where no sign was found; earlier where the diagnosis says
+    so."""
     first_seq: int
     step: int
     """Step at which the alert fired."""
@@ -79,35 +80,35 @@ class Case(msgspec.Struct, kw_only=True):
     signs: tuple[Sign, ...] = ()
     layers: tuple[GrownLayer, ...] = ()
     grown: int = 0
-    """How many layers grew; `layers` holds the first few."""
+    """Number of layers that grew; `layers` holds the first few."""
     stacks: dict[str, str] = {}
-    """Rank -> dump of the stacks of its threads, where the rule asks for them; the thread that trains comes first."""
+    """Rank -> dump of the stacks of its threads, where the rule asks for them; the training thread comes first."""
     census: dict[str, Census] = {}
-    """Rank -> who holds what grows."""
+    """Rank -> what holds the growing objects."""
     out_of_memory: dict[str, OutOfMemory] = {}
     """Rank -> what it held when an allocation failed."""
     moments: dict[str, Moments] = {}
-    """Rank -> second moments against gradients, and the exponents of these."""
+    """Rank -> second moments against gradients, and the exponents of the gradients."""
     provenance: dict[str, Provenance] = {}
     """Rank -> where the first value that is not finite came from."""
     done: tuple[str, ...] = ()
     """What Sentinel did about it."""
     leaves: str = ""
-    """What still holds where the rule ended it, in the rule's words."""
+    """What still holds after the rule ended it, in the rule's words."""
     silenced: str = ""
-    """Id of the silence that keeps people from being told."""
+    """Id of the silence that keeps receivers from being notified."""
     told: bool = False
-    """Whether people were told that it fired."""
+    """Whether receivers were notified that it fired."""
     of_job: bool = False
     """Whether it was judged over the ranks of all nodes of a job."""
 
     @property
     def level(self) -> int:
-        """How severe it is: the larger, the more."""
+        """Rank of its severity: the larger, the more severe."""
         return rank_severity(self.severity)
 
     def builtins(self) -> dict[str, Any]:
-        """As plain dicts, lists and numbers."""
+        """Return the case as plain dicts, lists and numbers."""
         body: dict[str, Any] = msgspec.to_builtins(self)
         return body
 
@@ -115,7 +116,7 @@ class Case(msgspec.Struct, kw_only=True):
 def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
     """Collect the evidence of an incident that fired, and diagnose it."""
     if "census" in incident.evidence:
-        attempt.before_alert = {incident.id: list(attempt.recent)}  # of the last one alone: they are 2,048
+        attempt.before_alert = {incident.id: list(attempt.recent)}  # only for the newest one: 2,048 steps
     evidence = _evidence(attempt, incident)
     offset, diagnosis = attempt.step_offset, diagnose(evidence, incident.annotations.get("remedy", ""))
     first_step = evidence.onset + offset
@@ -151,8 +152,8 @@ def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
 
 
 def add_evidence(case: Case, incident: Incident, attempt: Attempt) -> None:
-    """More is known: diagnose again. Of what happens between two steps less may be known by now, as ranks forget what
-    they did where they go on, one a moment before the other: then what was found before holds."""
+    """Diagnose again with new evidence. About what happens between two steps less may be known by now, as ranks that go
+    on, one a moment before another, forget what they did: then the earlier diagnosis holds."""
     evidence = _evidence(attempt, incident)
     found = diagnose(evidence, incident.annotations.get("remedy", ""))
     if not (_by_the_clock(incident) and SURENESS[found.confidence] < SURENESS[case.diagnosis.confidence]):
@@ -161,12 +162,12 @@ def add_evidence(case: Case, incident: Incident, attempt: Attempt) -> None:
     case.census = case.census | _by_name(evidence.census)
     case.moments = case.moments | _by_name(evidence.moments)
     case.provenance = case.provenance | _by_name(evidence.provenance)
-    case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on forgets its own
+    case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on drops its own stacks
 
 
 def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
     steps = attempt.before_alert.get(incident.id) or list(attempt.recent)
-    if incident.first_seq >= attempt.stage_seq > 0:  # what was before has nothing to do with it
+    if incident.first_seq >= attempt.stage_seq > 0:  # earlier steps have nothing to do with it
         steps = [step for step in steps if step.seq >= attempt.stage_seq]
     signs = first_signs(steps, incident.first_seq, incident.seq) if _is_undoable(incident) else []
     onset = min([incident.first_seq, *(sign.seq for sign in signs)])
@@ -200,7 +201,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
 
 
 def _select_collected(attempt: Attempt, incident: Incident, what: str, since: int) -> dict[int, Any]:
-    """Rank -> its evidence of one kind, where the rule wants it and it is of this incident."""
+    """Return rank -> its evidence of one kind, where the rule wants it and it is from this incident."""
     if what not in incident.evidence:
         return {}
     held = [(number, rank.collected.get(what)) for number, rank in sorted(attempt.ranks.items())[:COLLECTED_RANKS]]
@@ -212,13 +213,13 @@ def _by_name(found: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _by_the_clock(incident: Incident) -> bool:
-    """Whether it is about what happens between two steps."""
+    """Return whether the incident is about what happens between two steps."""
     return any(signal.tier == CLOCK for signal in _list_signals(incident))
 
 
 def _is_undoable(incident: Incident) -> bool:
-    """Whether it is about nothing but what a rollback takes back. What the loss and the gradients did is no sign of
-    times, of memory, or of what happens between two steps, however close it was."""
+    """Return whether the incident is only about what a rollback takes back. What the loss and the gradients did is no
+    sign of trouble with times, memory, or what happens between two steps, however close it was."""
     return all(signal.undoable for signal in _list_signals(incident))
 
 

@@ -1,4 +1,4 @@
-"""The words of the catalogue (`causes.yaml`): causes, what to do, what would confirm it, where it is known from."""
+"""The words of the catalogue (`causes.yaml`): causes, remedies, ways to confirm them, and their sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     cause: str
     confidence: Confidence
-    """At most, and where the evidence that it asks for is there."""
+    """The highest confidence, which holds where the evidence that the cause asks for is there."""
     remedy: str
     confirm: str
     """How a person can verify it."""
@@ -31,7 +31,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 @functools.cache
 def causes() -> Mapping[str, Mapping[str, Cause]]:
-    """Alert -> name of the cause -> its words."""
+    """Return alert -> name of the cause -> its words."""
     text = (resources.files("sentinel.diagnose") / "causes.yaml").read_text(encoding="utf-8")
     return msgspec.convert(yaml.safe_load(text), dict[str, dict[str, Cause]])
 
@@ -39,7 +39,7 @@ def causes() -> Mapping[str, Mapping[str, Cause]]:
 def finding(
     alert: str, name: str, evidence: tuple[str, ...] = (), missing: tuple[str, ...] = (), **facts: Any
 ) -> Finding:
-    """What is found, in the catalogue's words."""
+    """Return a finding in the catalogue's words."""
     known = causes()[alert][name]
     return Finding(
         known.cause.format(**facts),

@@ -1,4 +1,4 @@
-"""Which function explains which alert: each registers itself, where it stands."""
+"""Which function explains which alert: each function registers itself where it is defined."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _OVER_NODES: set[str] = set()
 
 
 def explains(*alerts: str, over_nodes: bool = False) -> Callable[[Explanation], Explanation]:
-    """Has the function called for these alerts. `over_nodes`: what ranks of other nodes do decides; of a job, it is
-    called once more with the ranks of all nodes."""
+    """Register a function for these alerts. `over_nodes`: ranks of other nodes may decide; in a job over several nodes,
+    it is called once more with the ranks of all nodes."""
 
     def register(explanation: Explanation) -> Explanation:
         for alert in alerts:
@@ -27,15 +27,15 @@ def explains(*alerts: str, over_nodes: bool = False) -> Callable[[Explanation], 
 
 
 def is_explained_over_nodes(alert: str) -> bool:
-    """Whether its cause may be a rank of another node."""
+    """Return whether an alert's cause may be a rank of another node."""
     return alert in _OVER_NODES
 
 
 def find_explanation(alert: str) -> Explanation | None:
-    """The function for an alert; None if there is none."""
+    """Return the function for an alert; None if there is none."""
     return _EXPLANATIONS.get(alert)
 
 
 def list_explained_alerts() -> frozenset[str]:
-    """The alerts that have a function."""
+    """Return the alerts that have a function."""
     return frozenset(_EXPLANATIONS)

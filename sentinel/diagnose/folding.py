@@ -1,8 +1,8 @@
 """One problem, many alerts: which incident is a consequence of which, and when the problem is over.
 
-Which alerts may belong together stands in the rule files: `problem` and `consequence_of`. A cause may be a sign of
-another problem than its rule (`Finding.problem`), and is then judged by that. A problem is known by the id of the
-incident that opened it, which never changes; which of its incidents is the parent may.
+The rule files say which alerts may belong together: `problem` and `consequence_of`. A cause may be a sign of another
+problem than its rule (`Finding.problem`), and is then judged by that. A problem is identified by the id of the incident
+that opened it, which never changes; its parent may become another of its incidents.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from sentinel.diagnose.evidence import SURENESS, Finding
 from sentinel.text import rank_severity
 
 REACH_STEPS = 200
-"""Steps within which alerts on one problem are one: the slowest rule on what a jump of the rate does takes 100 rows,
-and a divergence that came and went did so three times in 400 steps. Our judgement."""
+"""Steps within which alerts on one problem belong together: the slowest rule on the effects of a jump of the rate takes
+100 rows, and a divergence that came and went did so three times in 400 steps. Our judgement."""
 CRITICAL_REACH_STEPS = 1024
-"""And while a critical one of them fires, if that is no less than `REACH_SECONDS`. So far apart are the rarest samples
-(docs/performance.md), by which a consequence is seen. A divergence that lasts is no reason to keep quiet about a NaN
-50,000 steps later."""
+"""The same while a critical alert of the problem fires, if these steps take at least `REACH_SECONDS`. The rarest
+samples, by which a consequence is seen, are so far apart (docs/performance.md). A lasting divergence is no reason not
+to report a NaN 50,000 steps later."""
 REACH_SECONDS = 60.0
-"""And seconds, in a loop in which so many steps take less: the shortest time between two messages about one problem."""
+"""The least reach in seconds, for loops in which so many steps take less: the shortest time between two messages about
+one problem."""
 
 
 def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
-    """The first incident of the problem that a new one belongs to; None: it is a problem of its own.
+    """Return the first incident of the problem that a new incident belongs to; None: it is a problem of its own.
 
-    An alert on the same problem joins where it began close to the last that joined, further away while that is
-    critical: what lasts for days does not explain what comes then. What its rule or its cause names joins as long as
-    that fires; and what the rule of a member names, where it began close to it: a cause may be seen after its effect.
-    A critical one joins no problem whose page is long past, or was for what is over: it would be none.
+    An alert on the same problem joins where it began close to the last that joined, or further away while that is
+    critical: a problem that lasts for days does not explain what comes then. What its rule or its cause names joins as
+    long as that fires; and what the rule of a member names, where it began close to it: a cause may be seen after its
+    effect. A critical one joins no problem whose notification is long past, or was for what is over: it would not be
+    notified itself.
     """
     explaining = {*case.consequence_of, case.diagnosis.problem} - {""}
     same_attempt = [other for other in others if other.attempt == case.attempt and other.id != case.id]
@@ -60,13 +62,13 @@ def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
 
 
 def _last_change(case: Case) -> tuple[float, float]:
-    """Step and time at which an incident fired, or was over."""
+    """Return the step and time at which an incident fired, or was over."""
     return (case.step, case.time) if case.state == "firing" else (case.resolved_step or 0, case.resolved_time or 0.0)
 
 
 def explain_consequence(case: Case, parent: Case) -> Finding:
-    """The diagnosis of a consequence of `parent`: where its own evidence says nothing, the parent's cause, if that is
-    known for sure. Only `medium`: the rule files say that it may be a consequence, nothing was measured."""
+    """Return the diagnosis of a consequence of `parent`: where its own evidence shows nothing, the parent's cause, if
+    that is certain. Only `medium`: the rule files say that it may be a consequence, nothing was measured."""
     known = parent.diagnosis
     if case.diagnosis.confidence != "none" or known.confidence != "high":
         return case.diagnosis
@@ -76,9 +78,9 @@ def explain_consequence(case: Case, parent: Case) -> Finding:
 
 
 def explain_effect(effect: Case, case: Case) -> Finding:
-    """The diagnosis of `effect`, where little is known of it: the cause of `case`, if that is known for sure, its rule
-    names it as what brings it about, and it is no other sign of the same. Only `medium`, as above, so that no borrowed
-    cause is lent on. What its rule does not name may be its effect."""
+    """Return the diagnosis of `effect`, where little is known of it: the cause of `case`, if that is certain, if the
+    rule of `effect` names it as a cause, and if it is not another sign of the same problem. Only `medium`, as above, so
+    that no borrowed cause is lent on. What the rule does not name may be an effect of `effect`."""
     own, known = effect.diagnosis, case.diagnosis
     is_sure = case.problem != effect.problem and known.confidence == "high"
     explains = may_explain(case, effect) and is_sure and _is_near(case, effect) and _is_near(effect, case)
@@ -95,17 +97,17 @@ def explain_effect(effect: Case, case: Case) -> Finding:
 
 
 def _is_near(case: Case, other: Case) -> bool:
-    """Whether it began while the other fired, or close after that."""
+    """Return whether it began while the other fired, or close after that."""
     return other.state == "firing" or case.first_step <= (other.resolved_step or 0) + REACH_STEPS
 
 
 def may_explain(case: Case, effect: Case) -> bool:
-    """Whether what `case` is a sign of brings the other about, by its rule."""
+    """Return whether the problem that `case` is a sign of causes the effect, by the effect's rule."""
     return case.problem in effect.consequence_of
 
 
 def group_by_problem(cases: Iterable[Case]) -> list[list[Case]]:
-    """The incidents of each problem, in the order in which the problems and the incidents were opened."""
+    """Return the incidents of each problem, in the order in which the problems and the incidents were opened."""
     folded = sorted((case for case in cases if case.problem_id), key=_order)
     return [list(members) for _, members in groupby(folded, key=lambda case: case.problem_id)]
 
@@ -119,15 +121,16 @@ class IncidentSeverity(NamedTuple):
 
 
 def find_worst(incidents: Iterable[IncidentSeverity]) -> IncidentSeverity:
-    """The worst problem, of several the first: the incident that the others are consequences of, with the severity of
-    the worst of them. There is at least one incident."""
+    """Return the worst problem, of several the first: the incident that the others are consequences of, with the
+    severity of the worst of them. There must be at least one incident."""
     known = {incident.id: incident for incident in incidents}
     worst = max(known.values(), key=lambda incident: rank_severity(incident.severity))
     return known.get(worst.parent, worst)._replace(severity=worst.severity)
 
 
 def is_over(members: Iterable[Case], step: int, time: float) -> bool:
-    """Whether nothing of a problem fires, nor has until shortly before this step and time: it does not reopen."""
+    """Return whether nothing of a problem fires, nor has fired until shortly before this step and time: it does not
+    reopen."""
     return all(
         case.state != "firing"
         and step - (case.resolved_step or 0) > REACH_STEPS
@@ -137,13 +140,13 @@ def is_over(members: Iterable[Case], step: int, time: float) -> bool:
 
 
 def find_successor(parent: Case, others: Iterable[Case]) -> Case | None:
-    """The most severe, then oldest consequence that outlives an ended incident."""
+    """Return the most severe, then oldest consequence that outlives an ended incident; None where none does."""
     firing = [case for case in others if case.parent == parent.id and case.state == "firing"]
     return min(firing, key=lambda case: (-case.level, *_order(case)), default=None)
 
 
 def is_quiet(case: Case, others: Iterable[Case], shown: Callable[[Case], bool]) -> bool:
-    """Whether the problem was sent already, by a case at least as severe and not silenced."""
+    """Return whether the problem was sent already, for a case at least as severe and not silenced."""
     return bool(case.problem_id) and any(
         other.problem_id == case.problem_id
         and _order(other) < _order(case)
@@ -154,5 +157,5 @@ def is_quiet(case: Case, others: Iterable[Case], shown: Callable[[Case], bool]) 
 
 
 def _order(case: Case) -> tuple[int, int, str, int]:
-    attempt, _, problem = case.problem_id.rpartition("-")[2].partition(".")  # a job's begin with the node
+    attempt, _, problem = case.problem_id.rpartition("-")[2].partition(".")  # those of a job begin with the node
     return int(attempt or 0), int(problem or 0), case.problem_id, int(case.id.rpartition(".")[2])

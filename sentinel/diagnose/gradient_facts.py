@@ -1,4 +1,4 @@
-"""What the numbers say of gradients and of the optimizer's second moments: facts that are added to a diagnosis."""
+"""Facts about gradients and the optimizer's second moments that are added to a diagnosis."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from sentinel.diagnose.evidence import Evidence, ratio_text
 from sentinel.text import format_count, join_names
 
 _OUT_OF_LINE = 10.0
-"""Times the median over layers: an order of magnitude, by judgement. The noise of batches alone makes no such ratio."""
+"""Factor over the median of the layers: an order of magnitude, by judgement. The noise of batches alone makes no such
+ratio."""
 _SHOWN = 3
 
 
 def describe_gradients(evidence: Evidence) -> tuple[str, ...]:
-    """For rules to which layers matter: what left its past first, which layers grew or broke, how gradients are scaled
-    and clipped."""
+    """Return facts for rules about layers: what left its past first, which layers grew or broke, how gradients are
+    scaled and clipped."""
     lines = [
         f"{sign.signal} was unusual at step {evidence.step(sign.seq)}: {sign.value:.4g}, usually {sign.usual:.4g}"
         if not math.isnan(sign.usual)
@@ -40,7 +41,8 @@ def describe_gradients(evidence: Evidence) -> tuple[str, ...]:
 
 
 def describe_second_moments(evidence: Evidence) -> tuple[str, ...]:
-    """Layers whose second moment is out of line with the rest, or that those of all are with their gradients."""
+    """Return facts about layers whose second moment is out of line with the rest, or about all second moments where
+    they are out of line with their gradients."""
     lines = []
     for rank, taken in sorted(evidence.moments.items())[:1]:
         whose = f" on rank {rank}" if evidence.world_size > 1 else ""

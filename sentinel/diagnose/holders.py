@@ -1,4 +1,4 @@
-"""What a census adds to the diagnosis of memory that creeps: who holds it."""
+"""What a census adds to the diagnosis of creeping memory: the objects that hold it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sentinel.wire.evidence import Holder
 _SOMETHING = "something keeps"
 _SHOWN = 3
 _SHARE = 0.2
-"""Of the rise a holder's own tensors have to be, for certainty: the rest is in what the count does not see, as the
-allocator's pieces are. One that holds graphs is the cause whatever its size: what they saved lies in C++."""
+"""Share of the rise that a holder's own tensors must be for certainty: the rest is in what the count does not see, such
+as the allocator's pieces. A holder of graphs is the cause whatever its size: what they saved lies in C++."""
 _NOT_SEEN = (
     "who holds it: no list, dict or variable that Python knows holds more from step to step; look at data loader "
     "workers, pinned memory, and libraries of C++"
@@ -19,7 +19,7 @@ _NOT_SEEN = (
 
 
 def add_holders(evidence: Evidence, found: Finding, bytes_per_step: float | None) -> Finding:
-    """The finding, with who holds what grows. `bytes_per_step`: of the rise, where that is known."""
+    """Return the finding with the objects that hold what grows. `bytes_per_step`: of the rise, where that is known."""
     taken = evidence.census.get(evidence.ranks[0]) if evidence.ranks else next(iter(evidence.census.values()), None)
     if taken is None:
         return found

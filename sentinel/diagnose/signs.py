@@ -1,9 +1,9 @@
-"""Which signal left its own past first, and which layers went with it.
+"""Find which signal left its own past first, and which layers went with it.
 
-A signal is odd at a step where it is not finite, or out of the noise of its own past and clearly larger. Its onset
-is where the unbroken stretch of odd steps that leads up to the incident began. Order among onsets is what tells a bad
+A signal is odd at a step where it is not finite, or above the noise of its own past and clearly larger. Its onset is
+where the unbroken stretch of odd steps that leads up to the incident began. The order of the onsets distinguishes a bad
 batch from a broken update: the loss of a step is computed before the step's update, from weights that the update of
-the step before made.
+the previous step made.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ CHAIN = ("loss_scale", "grad_norm", "loss")
 PAST = 100
 """Samples that make a signal's past."""
 GUARD = 32
-"""Samples before the incident that are not taken into the past: a slow onset must not become its own baseline."""
+"""Samples before the incident that are left out of the past: a slow onset must not become its own baseline."""
 NOISE = 6.0
 """Robust standard deviations (1.4826 MAD) over the median: what llm-foundry and OLMo-core call an outlier (6 sigma)."""
 GROWTH = {"loss": 1.05, "grad_norm": 1.5}
-"""Least ratio to the median: of a signal with no noise every change is out of it."""
+"""Least ratio to the median: without it, every change of a signal with no noise would be an outlier."""
 GAP = 2
-"""Normal steps that an odd stretch may hold."""
+"""Normal steps in a row that an odd stretch may contain."""
 OUTLIVED = 100
-"""Steps over which a loss that falls shows that what was odd at their start did no harm."""
+"""Steps of a falling loss that show that what was odd at their start did no harm."""
 _SIDE = 10
-"""Losses at either end of them that are compared, by their medians."""
+"""Losses at either end of these steps whose medians are compared."""
 SHOWN_LAYERS = 5
 COMPARED_VALUES, LEAST_COMPARED = 100_000, 8
-"""Of layers in samples that are compared, and the least samples: to look through so many takes some 30 ms, for which a
-daemon does nothing else."""
+"""Values of layers in the samples that are compared, at most, and samples at least: looking through so many takes some
+30 ms, in which a daemon does nothing else."""
 
 
 class Sign(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class GrownLayer(msgspec.Struct, frozen=True):
     norm: float
     """Largest gradient norm since the first sign; NaN or infinite where an element is."""
     usual: float
-    """Median of its gradient norm before."""
+    """Median of its earlier gradient norms."""
     nonfinite: int = 0
     """Most non-finite elements in one gradient."""
 
@@ -74,7 +74,8 @@ class GrownLayer(msgspec.Struct, frozen=True):
 
 
 def first_signs(steps: Sequence[RunStep], since: int, until: int) -> list[Sign]:
-    """Onsets of all signals of the chain, the earliest first, for an incident at steps `since` to `until`."""
+    """Return the onsets of all signals of the chain, the earliest first, for an incident at steps `since` to
+    `until`."""
     found = []
     losses = [(s.seq, s.run["loss"]) for s in steps if s.seq < since and math.isfinite(s.run.get("loss", math.nan))]
     for signal in CHAIN:
@@ -88,7 +89,7 @@ def first_signs(steps: Sequence[RunStep], since: int, until: int) -> list[Sign]:
 
 
 def _is_outlived(sign: Sign, losses: Sequence[tuple[int, float]], since: int) -> bool:
-    """Whether the loss fell for `OUTLIVED` steps between the sign and the event."""
+    """Return whether the loss fell for `OUTLIVED` steps between the sign and the event."""
     between = [loss for seq, loss in losses if seq >= sign.seq]
     if since - sign.seq < OUTLIVED or len(between) < 2 * _SIDE:
         return False
@@ -98,10 +99,11 @@ def _is_outlived(sign: Sign, losses: Sequence[tuple[int, float]], since: int) ->
 def grown_layers(
     blocks: Iterable[tuple[int, LayerStats]], since: int, until: int, steps: Iterable[RunStep] = ()
 ) -> list[GrownLayer]:
-    """Layers whose gradients grew most over their own past, the most first; all that are not finite come before.
+    """Return the layers whose gradients grew most over their own past, the largest growth first; non-finite ones come
+    before all.
 
-    Those of `steps` that clipped are taken as they were before it: after it, no spike is left. With many layers fewer
-    samples are compared (`COMPARED_VALUES`), the newest on either side of `since`.
+    Gradients of clipped steps in `steps` are compared as they were before clipping: after it, no spike is left. With
+    many layers fewer samples are compared (`COMPARED_VALUES`), the newest on either side of `since`.
     """
     clipped = {step.seq: by for step in steps if (by := _clipping_factor(step)) > 1.0}
     sampled = [(seq, layers) for seq, layers in blocks if seq <= until]
@@ -121,7 +123,8 @@ def grown_layers(
 
 
 def _list_gradients(layers: LayerStats, factor: float) -> Iterator[tuple[str, float, int]]:
-    """(layer, norm of its gradient before clipping by `factor`, its non-finite elements) for layers with values."""
+    """Yield (layer, norm of its gradient before clipping by `factor`, its non-finite elements) for layers with
+    values."""
     norms = layers.stats.get("layer_grad_norm") or itertools.repeat(math.nan, len(layers.names))
     counts = layers.stats.get("layer_nonfinite") or itertools.repeat(0.0, len(layers.names))
     for name, there, norm, count in zip(layers.names, layers.present, norms, counts, strict=True):
@@ -130,13 +133,14 @@ def _list_gradients(layers: LayerStats, factor: float) -> Iterator[tuple[str, fl
 
 
 def _clipping_factor(step: RunStep) -> float:
-    """What clipping divided the gradients by."""
+    """Return the factor by which clipping divided the gradients."""
     before, after = step.run.get("grad_norm", math.nan), step.run.get("grad_norm_applied", math.nan)
     return before / after if "clip_limit" in step.run and math.isfinite(before) and after > 0 else 1.0
 
 
 def _counts(signal: str, step: RunStep) -> bool:
-    """Not the gradient of a step that GradScaler withheld: it overflowed, and was not applied."""
+    """Return whether a sample counts: not the gradient of a step that GradScaler withheld, which overflowed and was not
+    applied."""
     return signal != "grad_norm" or step.run.get("step_skipped") != 1.0
 
 
@@ -175,7 +179,7 @@ def _usual(values: list[float]) -> float:
 
 
 def _count(value: float) -> int:
-    """NaN where ranks put a layer together, and only some of them sampled it."""
+    """Return a count; 0 for NaN, as where ranks put a layer together and only some of them sampled it."""
     return int(value) if math.isfinite(value) else 0
 
 

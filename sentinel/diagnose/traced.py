@@ -1,4 +1,4 @@
-"""What a second run of the batch adds to a diagnosis of values that are not finite."""
+"""What a second run of the batch adds to a diagnosis of non-finite values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SHOWN = 5
 
 
 def add_origin(evidence: Evidence, found: Finding) -> Finding:
-    """The finding, with the origin where one was found. What had diverged before is still the cause, but of
-    data: no divergence puts a NaN there."""
+    """Return the finding with the origin, where one was found. An earlier divergence stays the cause, unless the origin
+    is the data: no divergence puts a NaN there."""
     if not evidence.provenance:
         return found
     rank, made = min(evidence.provenance.items(), key=lambda pair: _TELLING.index(pair[1].origin))

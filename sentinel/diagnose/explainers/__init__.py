@@ -1,4 +1,4 @@
-"""What explains each alert: a function from its evidence to the likely cause, in the module of its topic."""
+"""Explain each alert: a function from its evidence to the likely cause, in the module of its topic."""
 
 from sentinel.diagnose.explainers import (  # noqa: F401  # imported to register themselves
     batches,

@@ -1,4 +1,4 @@
-"""Which ranks have fewer batches than others."""
+"""Explain which ranks have fewer batches than others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LENGTH = "loader_batches"
 
 @explains("UnevenBatches")
 def uneven(evidence: Evidence) -> Finding:
-    """By how many batches their loaders have, the fewest first."""
+    """Compare how many batches the ranks' loaders have, the fewest first."""
     told = [step for step in evidence.steps if _LENGTH in step.run and step.seq <= evidence.until]
     if not told:
         return report_unknown("the loaders' lengths: the steps are not in memory any more", command=ALL_STEPS)

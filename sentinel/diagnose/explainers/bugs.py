@@ -1,4 +1,4 @@
-"""Silent bugs of the loop."""
+"""Explain silent bugs of the training loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.text import join_names
 
 @explains("FrozenParameterChanged")
 def frozen_changed(evidence: Evidence) -> Finding:
-    """Which frozen parameter moved, and whether the optimizer has it."""
+    """Find which frozen parameter changed, and whether the optimizer has it."""
     rows = [int(row) for _, row in evidence.series("frozen_changed_row") if row >= 0]
     names = [layer.name for layer in evidence.table]
     if not rows or rows[-1] >= len(names):
@@ -28,7 +28,7 @@ def frozen_changed(evidence: Evidence) -> Finding:
 
 @explains("GradientsNotCleared")
 def gradients_not_cleared(evidence: Evidence) -> Finding:
-    """Since when."""
+    """Find the step since which gradients are kept."""
     kept = [seq for seq, value in evidence.series("gradients_kept") if value == 1.0]
     if not kept:
         return report_unknown("the gradients before the backward pass", command=SAMPLE_MORE)
@@ -39,7 +39,7 @@ def gradients_not_cleared(evidence: Evidence) -> Finding:
 
 @explains("DuplicateBatches")
 def duplicate_batches(evidence: Evidence) -> Finding:
-    """Whether there are workers that may give the same."""
+    """Find whether the loader has workers that may give the same batches."""
     workers, quoted = evidence.facts.get("loader", {}).get("num_workers"), evidence.quote("repeated")
     if not workers or quoted is None:
         missing = ["whether the data set holds the same samples several times"]
@@ -52,7 +52,7 @@ def duplicate_batches(evidence: Evidence) -> Finding:
 
 @explains("RepeatedRandomness")
 def repeated_randomness(evidence: Evidence) -> Finding:
-    """Which generators, and how many workers have a copy."""
+    """Name the copied generators, and how many workers have a copy."""
     names, workers = evidence.facts.get("copied_generators"), evidence.facts.get("copying_workers")
     if not names:
         return report_unknown("which attribute of the data set it is", command="vars(loader.dataset)")
@@ -61,7 +61,7 @@ def repeated_randomness(evidence: Evidence) -> Finding:
 
 @explains("AccumulationNotNormalised")
 def accumulation_not_normalised(evidence: Evidence) -> Finding:
-    """How many passes."""
+    """Count the passes of a step."""
     passes = evidence.latest("unnormalised_passes")
     if not passes:
         return report_unknown("how many passes make a step", command=ALL_STEPS)
@@ -70,7 +70,7 @@ def accumulation_not_normalised(evidence: Evidence) -> Finding:
 
 @explains("LowPrecisionAccumulation")
 def low_precision_accumulation(evidence: Evidence) -> Finding:
-    """What is lost, and of how many passes."""
+    """Quote what is lost, and over how many passes."""
     quoted, passes = evidence.quote("lost"), evidence.latest("micro_batches")
     if quoted is None or not passes:
         return report_unknown("the sum in float32 beside it", command=SAMPLE_MORE)

@@ -1,4 +1,4 @@
-"""Gradients that change along the depth of a network, or along the run."""
+"""Explain gradients that change along the depth of a network, or along the run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sentinel.diagnose.evidence import SAMPLE_MORE, Evidence, Finding, report_un
 from sentinel.diagnose.explanations import explains
 
 STEEP = 100.0
-"""Ratio of the last layers' gradients to the first layers', either way, at which depth is the cause. Healthy networks
-stay within it (rules/stability.yaml)."""
+"""Ratio between the last layers' gradients and the first layers', either way, from which on depth is the cause. Healthy
+networks stay within it (rules/stability.yaml)."""
 _NOTHING = 0.01
-"""Share of the first loss, under which it has come to nothing."""
+"""Share of the first loss under which the loss counts as 0: all is learnt."""
 _SHOWN = 6
 """Layers that a profile along depth names, from the first to the last."""
 _BY_LAYER = "module.register_forward_hook on each layer, with output.norm()"
-"""What gets activations: the hooks do not take them."""
+"""The call that gets activations: the hooks do not take them."""
 
 
 @explains("ExplodingGradient")
 def exploding(evidence: Evidence) -> Finding:
-    """Along depth, or along the run."""
+    """Decide whether gradients grow along depth, or along the run with the rate."""
     ratio = evidence.latest("gradient_depth_ratio")
     if ratio is not None and 0 < ratio < 1 / STEEP:
         return finding(evidence.alert, "depth", times=1 / ratio, **_ends(evidence))
@@ -37,7 +37,7 @@ def exploding(evidence: Evidence) -> Finding:
 
 @explains("VanishingGradient")
 def vanishing(evidence: Evidence) -> Finding:
-    """Along depth, with the loss, or neither."""
+    """Decide whether gradients vanish along depth, with the loss, or neither."""
     ratio = evidence.latest("gradient_depth_ratio")
     if ratio is not None and ratio > STEEP:
         return finding(evidence.alert, "depth", times=ratio, **_ends(evidence))
@@ -49,7 +49,7 @@ def vanishing(evidence: Evidence) -> Finding:
 
 @explains("WarmupMissing")
 def warmup_missing(evidence: Evidence) -> Finding:
-    """Post-LN, the rate from the first step on, the depth profile."""
+    """Quote the Post-LN layers, the rate that is full from the first step on, and the depth profile."""
     count, ratio = evidence.latest("post_norm_layers"), evidence.latest("gradient_depth_ratio")
     rate = evidence.latest("learning_rate")
     if count is None or ratio is None or rate is None:

@@ -1,4 +1,4 @@
-"""Trouble that lasts: a loss that climbs and stays, moments of the optimizer out of line, clipping at every step."""
+"""Explain lasting trouble: a climbing loss, optimizer moments out of line, clipping at every step."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from sentinel.diagnose.explanations import explains
 from sentinel.text import join_names
 
 _RISE = 1.5
-"""Rise of the rate that may be a cause."""
+"""Factor of a rise of the rate that may be a cause."""
 _BEFORE = 300
 """Steps before the climb in which a rise of the rate counts."""
 _JUMP = 3.0
-"""Rise of the rate from one sample to the next that no warm-up makes after its first steps."""
+"""Factor of the rate from one sample to the next that no warm-up reaches after its first steps."""
 _JUST_BEFORE = 20
 """Steps in which an update at such a rate shows. In a fast loop rates are sampled at every 64th step."""
 _HUGE = 20.0
-"""A gradient over its usual norm. Adam's second moment keeps its square for hundreds of steps."""
+"""A gradient norm over the usual norm. Adam's second moment keeps its square for hundreds of steps."""
 _LEAST = 50
-"""Norms that make a usual one."""
+"""Norms that are needed for a usual norm."""
 _BETWEEN = 1024
-"""Steps before the alert in which it is looked for: updates are sampled at every 256th step or more rarely."""
+"""Steps before the alert that may hold the huge gradient: updates are sampled at every 256th step or more rarely."""
 _GROWN = 100.0
-"""Growth of the second moments after which updates are a tenth of what they were: Adam divides by the root."""
+"""Growth of the second moments after which updates are a tenth of their former size: Adam divides by the root."""
 _OUT_OF_LINE = 3.0
 _MOMENTS = "optimizer.state_dict() of this run and of a checkpoint from before, exp_avg_sq by layer"
 
 
 @explains("Divergence")
 def divergence(evidence: Evidence) -> Finding:
-    """Since when, the rate by then, and how much was clipped."""
+    """Find since when, the rate by then, and how many gradients were clipped."""
     loss, gradient = evidence.sign("loss"), evidence.sign("grad_norm")
     since = loss.seq if loss is not None else evidence.since
     rates = [(seq, rate) for seq, rate in evidence.series("learning_rate") if since - _BEFORE <= seq <= since]
@@ -56,7 +56,7 @@ def divergence(evidence: Evidence) -> Finding:
 
 @explains("LearningRateJump")
 def learning_rate_jump(evidence: Evidence) -> Finding:
-    """From what to what, and when."""
+    """Find the rates before and after the jump, and its step."""
     jump = rate_jump(evidence, evidence.since + 1)
     if jump is None:
         return report_unknown("the rate before it: those steps are not in memory any more", command=ALL_STEPS)
@@ -65,13 +65,13 @@ def learning_rate_jump(evidence: Evidence) -> Finding:
 
 @explains("OptimizerStateCorrupt")
 def optimizer_state(evidence: Evidence) -> Finding:
-    """A huge gradient before it, and the layers whose updates left the rest."""
+    """Look for a huge gradient before it, and for the layers whose updates differ most."""
     sizes = [(seq, r / rate) for seq, r in evidence.series("update_ratio") if (rate := _rate(evidence, seq)) > 0]
     now = [size for seq, size in sizes if seq >= evidence.since] or [size for _, size in sizes[-3:]]
     past = [size for seq, size in sizes if seq < evidence.since][-20:]
     if not past or not now or statistics.median(past) <= 0:
         filled = _filled_moments(evidence)
-        if filled is not None:  # the samples before it are not in memory any more
+        if filled is not None:  # the samples before it are no longer in memory
             return finding(evidence.alert, "filled-moments", effect="", **filled)
         return report_unknown("the size of updates before it", command=SAMPLE_MORE)
     ratio = statistics.median(now) / statistics.median(past)
@@ -91,7 +91,8 @@ def optimizer_state(evidence: Evidence) -> Finding:
 
 
 def _filled_moments(evidence: Evidence) -> dict[str, Any] | None:
-    """The sample by which the second moments grew most, a hundredfold and more; in words' numbers."""
+    """Return the sample at which the second moments grew most, at least a hundredfold, as numbers for the words; else
+    None."""
     samples = evidence.series("second_moment_growth")[-4:]
     at, growth = max(samples, key=lambda sample: sample[1], default=(0, 0.0))
     if growth < _GROWN:
@@ -107,7 +108,7 @@ def _filled_moments(evidence: Evidence) -> dict[str, Any] | None:
 
 @explains("OptimizerStateLost")
 def lost_state(evidence: Evidence) -> Finding:
-    """Between which two samples something wrote into it."""
+    """Find the two samples between which something wrote into the state."""
     before = [seq for seq, _ in evidence.series("second_moment_kept") if seq < evidence.since]
     when = f"between steps {evidence.step(before[-1])} and {evidence.step(evidence.since)}" if before else (
         f"before step {evidence.step(evidence.since)}"
@@ -116,8 +117,9 @@ def lost_state(evidence: Evidence) -> Finding:
 
 
 def rate_jump(evidence: Evidence, before: int) -> dict[str, Any] | None:
-    """A rise of the rate that an update right before a step was made with; in words' numbers. Where it is sampled
-    rarely, and the step lies between two samples, the rise may have come after it: that is taken for it, too."""
+    """Return a rise of the rate right before a step's update, as numbers for the words; None: there is none. Where the
+    rate is sampled rarely and the step lies between two samples, the rise may have come after the step; it is taken as
+    the cause, too."""
     for (last, low), (seq, high) in reversed(list(itertools.pairwise(evidence.series("learning_rate")))):
         if seq < before - _JUST_BEFORE:
             break
@@ -130,7 +132,8 @@ def rate_jump(evidence: Evidence, before: int) -> dict[str, Any] | None:
 
 
 def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
-    """The largest gradient before a step, if it is so large that Adam's moments have it still; in words' numbers."""
+    """Return the largest gradient before a step, as numbers for the words, if it is so large that Adam's moments still
+    have it; else None."""
     optimizer = str(evidence.facts.get("optimizer", ""))
     norms = [(seq, norm) for seq, norm in evidence.series("grad_norm") if seq < before and math.isfinite(norm)]
     limit = evidence.latest("clip_limit")
@@ -148,12 +151,12 @@ def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
 
 @explains("AlwaysClipping")
 def always_clipping(evidence: Evidence) -> Finding:
-    """How many were clipped, and the usual norm."""
+    """Find how many gradients were clipped, and the usual norm."""
     limit = evidence.latest("clip_limit")
     norms = [norm for _, norm in evidence.series("grad_norm")[-200:] if math.isfinite(norm)]
     if limit is None or not norms:
         return report_unknown("the norms before clipping", command=SAMPLE_MORE)
-    if (loss := evidence.sign("loss")) is not None:  # no measure of the limit that a healthy run needs
+    if (loss := evidence.sign("loss")) is not None:  # such norms do not tell which limit a healthy run needs
         return finding(evidence.alert, "loss-left", since=evidence.step(loss.seq), value=loss.value, usual=loss.usual)
     if (quoted := evidence.quote("clipped")) is None:
         return report_unknown("the numbers that the rule went by", command=ALL_STEPS)
@@ -176,7 +179,7 @@ def _course(evidence: Evidence, since: int) -> tuple[str, ...]:
 
 
 def _phase(evidence: Evidence) -> str:
-    """Where the schedule is."""
+    """Return words for the phase of the schedule."""
     rates = evidence.series("learning_rate")
     present = rates[-1][1]
     constant = list(itertools.takewhile(lambda found: found[1] == present, reversed(rates)))
@@ -194,18 +197,18 @@ def _phase(evidence: Evidence) -> str:
 
 
 def _stays(evidence: Evidence, since: int, usual: float) -> bool:
-    """Whether at least nine in ten losses since then are up."""
+    """Return whether at least nine in ten losses since then are above the usual one."""
     losses = [loss for seq, loss in evidence.series("loss") if seq >= since]
     return sum(loss > usual for loss in losses) >= 0.9 * len(losses)
 
 
 def _rate(evidence: Evidence, seq: int) -> float:
-    """By then: in a fast loop it is not taken at every step."""
+    """Return the rate at a step: in a fast loop it is not sampled at every step."""
     return next((rate for at, rate in reversed(evidence.series("learning_rate")) if at <= seq), 0.0)
 
 
 def _odd_layers(evidence: Evidence, ratio: float) -> list[str]:
-    """Layers whose updates changed more than the whole's did, the largest change first."""
+    """Return layers whose updates changed more than those of the whole model, the largest change first."""
     series: dict[str, list[float]] = {}
     for seq, layers in evidence.blocks:
         if seq <= evidence.until and "layer_update_ratio" in layers.stats:

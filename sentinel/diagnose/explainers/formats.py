@@ -1,4 +1,4 @@
-"""Numbers that 16 bits cannot hold, without NaN: gradients and updates that are too small; clipping too early."""
+"""Explain numbers that 16 bits cannot hold, without NaN: too small gradients and updates; clipping too early."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sentinel.signals import EXPONENTS, below
 from sentinel.text import join_names
 
 SMALLEST_NORMAL = -14
-"""fp16's, as a power of two."""
+"""The exponent of two of fp16's smallest normal number."""
 LARGEST_SCALE = 2.0**24
 _KEPT = 0.1
 """Share of gradient elements that may stay under the smallest normal number."""
 _DIGITS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
-"""Half of a format's last digit, over the number."""
+"""Half of a format's last digit, relative to the number."""
 
 
 @explains("GradientUnderflow")
 def gradient_underflow(evidence: Evidence) -> Finding:
-    """The layers, the share at the present scale, the scale that would do."""
+    """Find the layers, their share of small gradients at the present scale, and a scale that would be enough."""
     shares = {n: s for n, s in evidence.column("layer_grad_tiny_share").items() if n in evidence.members and s > 0.5}
     if not shares:
         return report_unknown("the share of small gradients by layer", command=SAMPLE_MORE)
@@ -41,7 +41,8 @@ def gradient_underflow(evidence: Evidence) -> Finding:
 
 
 def _scale_that_keeps(evidence: Evidence) -> float | None:
-    """The least power of two at which next to all gradients are normal numbers of fp16, by the histogram."""
+    """Return the least power of two as a scale at which nearly all gradients are normal numbers of fp16, by the
+    histogram."""
     shares = [(exponent, evidence.latest(below(exponent))) for exponent in EXPONENTS]
     lost = [exponent for exponent, share in shares if share is not None and share <= _KEPT]
     return min(2.0 ** (SMALLEST_NORMAL - max(lost)), LARGEST_SCALE) if lost else None
@@ -49,7 +50,7 @@ def _scale_that_keeps(evidence: Evidence) -> float | None:
 
 @explains("LostUpdates")
 def lost_updates(evidence: Evidence) -> Finding:
-    """The format of the weights, and the size of the updates against its last digit."""
+    """Quote the format of the weights, and the size of the updates against its last digit."""
     share, ratio = evidence.usual("lost_update_share", most=3), evidence.usual("update_ratio", most=3)
     kinds = [layer.dtype.removeprefix("torch.") for layer in evidence.table if layer.trainable]
     if share is None or ratio is None or not kinds:
@@ -68,7 +69,7 @@ def lost_updates(evidence: Evidence) -> Finding:
 
 @explains("ClipBeforeUnscale")
 def clip_before_unscale(evidence: Evidence) -> Finding:
-    """The order, as code, and what is left of the limit."""
+    """Quote the order of the calls, as code, and what is left of the limit."""
     limit, scale = evidence.latest("clip_limit"), evidence.latest("loss_scale")
     if limit is None or not scale:
         return report_unknown("the limit and the loss scale of that step", command=SAMPLE_MORE)

@@ -1,4 +1,4 @@
-"""Why a rank makes no progress: what its stacks say, and what the processor says of the thread that trains."""
+"""Explain why a rank makes no progress: from its stacks, and from the training thread's use of the processor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @explains("Hang", over_nodes=True)
 def hang(evidence: Evidence) -> Finding:
-    """Where the ranks stand with each other, if they do; else the first rank that stalls, and where."""
+    """Compare where the ranks stand with each other, if they do; else explain the first rank that stalls, and where."""
     if (between := across(evidence.live, evidence.unasked)) is not None:
         return between
     ranks = [evidence.rank(number) for number in evidence.ranks]
@@ -59,7 +59,7 @@ def hang(evidence: Evidence) -> Finding:
 
 
 def _explain_rank(stalled: Rank, evidence: Evidence) -> Finding:
-    """What one rank does, by its own stacks."""
+    """Explain what one rank does, by its own stacks."""
     facts = _facts(stalled)
     main = training(stalled.dump, training_ident(stalled))
     if main is None or not main.frames:
@@ -76,14 +76,14 @@ def _explain_rank(stalled: Rank, evidence: Evidence) -> Finding:
 
 
 def _silent(evidence: Evidence) -> tuple[str, ...]:
-    """Ranks that did not say who they wait for: this one may, for one of them."""
+    """Return words for the ranks whose collectives are not known: this rank may wait for one of them."""
     live = [rank for rank in evidence.live.values() if rank.state == "live" and rank.identity.world_size > 1]
     silent = [rank.identity.rank for rank in live if rank.flight is None]
     return (f"what {name_ranks(silent)} did in collectives: no answer yet",) if silent else ()
 
 
 def training_ident(rank: Rank) -> int:
-    """Id of the thread that trains, in a dump; 0: not known."""
+    """Return the id of the training thread in a dump; 0: not known."""
     return rank.heartbeat.ident if rank.heartbeat is not None else 0
 
 
@@ -108,7 +108,7 @@ def _explain_standstill(kind: Kind, main: Thread, place: StackFrame) -> tuple[st
 
 
 def _inner(main: Thread) -> Sequence[StackFrame]:
-    """The frames that are not the user's, from the innermost to the first of the user's."""
+    """Return the innermost frames up to the first of the user's."""
     own = next((index for index, frame in enumerate(main.frames) if frame.users), len(main.frames))
     return main.frames[:own]
 

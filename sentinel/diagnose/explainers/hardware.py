@@ -1,4 +1,4 @@
-"""What is wrong with a GPU or a node: what the driver said, whom it concerns, which node to take out."""
+"""Explain what is wrong with a GPU or a node: the driver's words, the ranks concerned, the node to take out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GONE = report_unknown("the GPU's numbers: it is not read any more", command="nv
 
 @explains("GpuFault")
 def gpu_fault(evidence: Evidence) -> Finding:
-    """Code, meaning, GPU, the ranks on it, the node to drain."""
+    """Quote code, meaning, GPU, the ranks on it, and the node to drain."""
     if not evidence.gpus:
         return _GONE
     said = [f"GPU {gpu.index}: {_describe_fault(gpu)}" for gpu in evidence.gpus]
@@ -32,7 +32,7 @@ def gpu_fault(evidence: Evidence) -> Finding:
 
 @explains("GpuThrottled")
 def gpu_throttled(evidence: Evidence) -> Finding:
-    """The reason, and the ranks that it slows."""
+    """Find the reason, and the ranks that it slows."""
     if not evidence.gpus:
         return _GONE
     held = []
@@ -44,13 +44,13 @@ def gpu_throttled(evidence: Evidence) -> Finding:
 
 @explains("GpuWearing", "GpuShared")
 def other(evidence: Evidence) -> Finding:
-    """Of an alert that says all there is: whom it concerns."""
+    """Name the GPUs and ranks of an alert that says all there is to say."""
     return Finding("as the alert says, by the driver's own numbers", "high", evidence=_describe_gpus(evidence))
 
 
 @explains("HostMemoryLow")
 def host_memory(evidence: Evidence) -> Finding:
-    """Who holds it, as far as the ranks have said."""
+    """Find which ranks hold the memory, as far as they have reported it."""
     held = [(number, rank) for number in evidence.live if (rank := _resident(evidence, number))]
     facts = tuple(f"rank {number} holds {size / 1e9:.1f} GB" for number, size in held)
     missing = () if facts else ("how much the ranks hold: it was not sampled yet",)
@@ -65,7 +65,7 @@ def _resident(evidence: Evidence, number: int) -> float:
 
 
 def _describe_fault(gpu: Gpu) -> str:
-    """The last fault that it reported; else what its counters say."""
+    """Return words for the last fault that the GPU reported; else for what its counters show."""
     if gpu.faults:
         last = gpu.faults[-1]
         return f"XID {last.code}, {last.text}" if last.kind == "xid" else f"{last.kind}: {last.text}"

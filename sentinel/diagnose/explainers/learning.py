@@ -1,4 +1,4 @@
-"""What does not learn: weights that stand still, rates of 0, layers without a gradient, the wrong mode."""
+"""Explain what does not learn: weights that stand still, rates of 0, layers without a gradient, the wrong mode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sentinel.text import join_names
 SMALL_RATIO, LARGE_RATIO = 1e-6, 0.1
 """Updates over weights between which a run may learn: 1e-3 is usual (CS231n), a thousandth of it next to nothing."""
 _ADAPTER_RATE = 3e-5
-"""A third of the least usual rate of adapters."""
+"""A third of the lowest usual learning rate of adapters."""
 LEAST_DIGIT = 2.0**-24
-"""Half of float32's last digit, over the weight."""
+"""Half of float32's last digit, relative to the weight."""
 _ONE_BATCH = "train on one batch alone, which any working model learns by heart"
 _WITHOUT_GRADIENT = "[n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]"
 _OUTSIDE = (
@@ -30,7 +30,7 @@ _TRAINING_MODE = "[n for n, m in model.named_modules() if m.training]"
 
 @explains("ParametersNotUpdated")
 def parameters_not_updated(evidence: Evidence) -> Finding:
-    """Whether gradients reach what the optimizer holds, and what becomes of its updates."""
+    """Find whether gradients reach what the optimizer holds, and what becomes of its updates."""
     if evidence.latest("no_gradient"):
         passes = sum(value for _, value in evidence.series("micro_batches"))
         outside = _list_outside(evidence)
@@ -51,7 +51,7 @@ def parameters_not_updated(evidence: Evidence) -> Finding:
 
 @explains("SchedulerMisused")
 def scheduler_misused(evidence: Evidence) -> Finding:
-    """Whether the rate ever was something else, and how it came to 0."""
+    """Find whether the rate was ever above 0, and how it came to 0."""
     rates = evidence.series("learning_rate")
     planned, now = evidence.latest("scheduler_first"), rates[0][1] if rates else 0.0
     if planned is not None:
@@ -70,7 +70,7 @@ def scheduler_misused(evidence: Evidence) -> Finding:
 
 
 def _never(evidence: Evidence) -> Finding:
-    """The rate has always been 0: by what the hooks saw of the scheduler."""
+    """Explain a rate that has always been 0, by what the hooks saw of the scheduler."""
     looked = [(seq, value) for seq, value in evidence.series("scheduler_steps") if math.isfinite(value)]
     if not looked:
         return finding(evidence.alert, "always-zero")
@@ -81,7 +81,7 @@ def _never(evidence: Evidence) -> Finding:
 
 @explains("LossNotDecreasing")
 def loss_not_decreasing(evidence: Evidence) -> Finding:
-    """The rate, the size of updates, the share of parameters that move."""
+    """Judge the rate, the size of updates, and the share of parameters that move."""
     rate, ratio = evidence.latest("learning_rate"), evidence.usual("update_ratio")
     moves = evidence.column("layer_update_ratio")
     if rate is None or ratio is None or not moves:
@@ -105,7 +105,8 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
 
 @explains("DeadLayer")
 def dead_layer(evidence: Evidence) -> Finding:
-    """Whether all before it is dead too: then something between it and the first live layer passes nothing."""
+    """Find whether all layers before it are dead too: then something between it and the first live layer passes nothing
+    on."""
     norms = evidence.column("layer_grad_norm")
     order = [layer.name for layer in evidence.table if layer.name in norms] or list(norms)
     dead = [name for name in order if norms[name] <= 0]
@@ -128,7 +129,7 @@ def dead_layer(evidence: Evidence) -> Finding:
 
 @explains("FrozenStatistics")
 def frozen_statistics(evidence: Evidence) -> Finding:
-    """How many, and the first one's name."""
+    """Count the modules, and name the first one."""
     count, row = evidence.latest("frozen_statistics"), evidence.latest("frozen_statistics_row")
     if not count:
         return report_unknown("which modules: they are looked at rarely", command=_TRAINING_MODE)
@@ -139,10 +140,10 @@ def frozen_statistics(evidence: Evidence) -> Finding:
 
 @explains("UnusedParameters")
 def unused_parameters(evidence: Evidence) -> Finding:
-    """Names, by what the layer statistics do not have."""
+    """Name the parameters that the layer statistics do not have."""
     there = evidence.column("layer_grad_norm")
     idle = [layer for layer in evidence.table if layer.trainable and layer.name not in there]
-    several = len(evidence.facts.get("optimizers", ())) > 1  # the table is the first one's
+    several = len(evidence.facts.get("optimizers", ())) > 1  # the table is only of the first one
     names = [layer.name for layer in idle if layer.held or several]
     foreign = sum(map(_is_foreign, names))
     if there and foreign and (outside := _list_outside(evidence)):
@@ -161,9 +162,9 @@ def unused_parameters(evidence: Evidence) -> Finding:
 
 @explains("ParametersNotInOptimizer")
 def parameters_not_in_optimizer(evidence: Evidence) -> Finding:
-    """Names, how many, and how much of what trains they are."""
+    """Name the parameters, count them, and give their share of all that train."""
     count, names = evidence.latest("parameters_outside"), _list_outside(evidence)
-    if not count or len(names) != count:  # the table also has those without a gradient, and another optimizer's
+    if not count or len(names) != count:  # the table also has those without a gradient, and those of another optimizer
         return report_unknown("the names of the parameters that train and are in no optimizer", command=_OUTSIDE)
     measured = evidence.column("layer_grad_norm")
     copies = [layer for layer in evidence.table if _is_foreign(layer.name) and layer.name not in measured]
@@ -175,12 +176,14 @@ def parameters_not_in_optimizer(evidence: Evidence) -> Finding:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether a tensor of the optimizer is no parameter of the model: it has the name of its place there."""
+    """Return whether a tensor of the optimizer is not a parameter of the model: it is named by its place in the
+    optimizer."""
     return name.startswith("param_groups[")
 
 
 def _list_outside(evidence: Evidence) -> list[str]:
-    """Parameters that train and that no optimizer of the run has; of those that have statistics another one does."""
+    """Return parameters that train and are in no optimizer of the run; those with statistics are in another
+    optimizer."""
     measured = evidence.column("layer_grad_norm")
     outside = [layer for layer in evidence.table if layer.trainable and not layer.held and not layer.tied_to]
     return [layer.name for layer in outside if layer.name not in measured]
@@ -192,7 +195,7 @@ def _name(outside: list[str]) -> str:
 
 @explains("TrainingInEvalMode")
 def training_in_eval_mode(evidence: Evidence) -> Finding:
-    """Since when, and which modules behave differently."""
+    """Find since when, and which modules behave differently."""
     kinds = evidence.facts.get("mode_dependent")
     if kinds is not None and not kinds:
         return finding(evidence.alert, "harmless")
@@ -207,7 +210,7 @@ def training_in_eval_mode(evidence: Evidence) -> Finding:
 
 @explains("AdapterStarved")
 def adapter_starved(evidence: Evidence) -> Finding:
-    """The rate; the adapters, their rank and their targets."""
+    """Quote the rate; the adapters, their rank and their targets."""
     ratio, rate = evidence.latest("adapter_ratio"), evidence.latest("learning_rate")
     lower = [layer for layer in evidence.table if "lora_A" in layer.name and layer.trainable]
     if ratio is None or rate is None or not lower:
@@ -229,7 +232,7 @@ def adapter_starved(evidence: Evidence) -> Finding:
 
 
 def _spectrum(evidence: Evidence) -> tuple[str, ...]:
-    """How many of the directions that the rank allows are in use."""
+    """Return words for how many of the directions that the rank allows are in use."""
     used = evidence.latest("adapter_rank_used")
     if used is None:
         return ()
@@ -239,7 +242,7 @@ def _spectrum(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _adaptive(evidence: Evidence) -> bool:
-    """Whether an update is about as large as the rate, whatever the gradient is."""
+    """Return whether an update is about as large as the rate, whatever the gradient is."""
     return "Adam" in str(evidence.facts.get("optimizer", "")) or "Lion" in str(evidence.facts.get("optimizer", ""))
 
 

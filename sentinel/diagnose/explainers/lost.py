@@ -1,6 +1,5 @@
-"""How a rank died that said no goodbye: by the kernel's word where the daemon was quick enough to ask for it, and by
-what it was doing.
-"""
+"""Explain how a rank died without a goodbye: by the kernel's record where the daemon asked for it in time, and by what
+the rank was doing."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from sentinel.runs import Rank
 from sentinel.text import name_ranks
 
 NEAR_LIMIT = 0.9
-"""Resident memory over the limit of the machine or the cgroup, from which the OOM killer is likely."""
+"""Resident memory over the limit of the machine or the cgroup, from which on the OOM killer is likely."""
 _STATUS = "its exit status: the launcher's log has it (a signal is -9, or 137)"
 _MEMORY = "give it more memory, or fewer loader workers; dmesg says `Out of memory: Killed process` if it was so"
 _SIGNALS: dict[int, str] = {
@@ -24,12 +23,12 @@ _SIGNALS: dict[int, str] = {
     signal.SIGFPE: "a crash in C: an integer was divided by zero",
     signal.SIGILL: "a crash in C: built for another processor than this one",
 }
-"""What a signal says -> what to do."""
+"""Signal -> what it means and what to do."""
 
 
 @explains("RankLost")
 def rank_lost(evidence: Evidence) -> Finding:
-    """The first that died; the launcher ends the others soon after it."""
+    """Explain the first rank that died; the launcher ends the others soon after it."""
     dead = [rank for number in evidence.ranks if (rank := evidence.rank(number)) is not None]
     if not dead:
         return report_unknown("which process it was", _STATUS, command="sentinel last RUN")
@@ -57,7 +56,7 @@ def _order(rank: Rank) -> tuple[float, int]:
 
 
 def _how(rank: Rank, *, near: bool) -> tuple[str, Confidence, str]:
-    """What happened, how sure that is, what to do."""
+    """Return what happened, how certain that is, and what to do."""
     ending = rank.ending
     status = ending.status if ending is not None else None
     if ending is not None and ending.oom and status in (None, -signal.SIGKILL):
@@ -80,7 +79,7 @@ def _name(number: int) -> str:
 
 
 def _memory_share(evidence: Evidence, rank: Rank) -> float | None:
-    """Resident memory over the limit, when it was read last."""
+    """Return resident memory over the limit, when it was read last; None where either is not known."""
     limit = rank.hello.facts.get("memory_limit_bytes")
     used = evidence.series("rss_bytes", rank.identity.rank)
     return used[-1][1] / limit if used and isinstance(limit, int) and limit > 0 else None

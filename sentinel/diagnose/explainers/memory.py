@@ -1,4 +1,4 @@
-"""Memory that is not given back: how much a step, since when, and how long until there is none."""
+"""Explain memory that is not given back: how much per step, since when, and how long until none is left."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sentinel.runs.steps import RunStep
 from sentinel.text import format_bytes
 
 _WINDOW = 192
-"""Samples that are looked at where no straight rise is left of those in memory."""
+"""Newest samples that are used where no straight rise is left among those in memory."""
 _LEAST = 12
-"""Samples for a line."""
+"""Samples that are needed for a line."""
 _PAIRS = 128
-"""Low-water marks that the slope is made of, at most: their pairs are all looked at."""
+"""Low-water marks that the slope is made of, at most: all their pairs are used."""
 
 _KEPT = (
     "find what is kept from step to step: losses.append(loss) keeps the graph of each loss, and "
@@ -31,17 +31,17 @@ _KEPT = (
 
 
 class _Source(NamedTuple):
-    """Where memory is taken from."""
+    """A kind of memory that may run out."""
 
     signals: tuple[str, ...]
-    """The first signal that has samples."""
+    """Signals of its use; the first that has samples is taken."""
     name: str
     left: str
     """Signal of what is left of it."""
     limit: str
-    """Fact: how much there is, where nothing says what is left."""
+    """Name of the fact with its total, which is used where no signal says what is left."""
     limited_by: str
-    """Fact: what sets the limit."""
+    """Name of the fact with what sets the limit."""
 
 
 _SOURCES = (
@@ -54,7 +54,7 @@ _SOURCES = (
 
 @explains("MemoryCreep")
 def creep(evidence: Evidence) -> Finding:
-    """Bytes a step (Theil-Sen over the samples of the rise), and when there is none left."""
+    """Measure bytes per step (Theil-Sen over the samples of the rise), and when none are left."""
     rank = evidence.ranks[0] if evidence.ranks else None
     rises = [
         (source, rise)
@@ -83,14 +83,14 @@ def creep(evidence: Evidence) -> Finding:
 
 
 _UNJUDGED = 2e8
-"""Bytes that a run may take up to its end without a word: what a healthy one takes is less, or levels out. Our
+"""Bytes of a rise up to the run's end that are not mentioned: a healthy run's rise is less, or levels out. Our
 judgement."""
 
 
 def measure_unjudged_rise(steps: Sequence[RunStep], problems: Collection[str]) -> float:
-    """Bytes by which host memory rose in a straight line up to the last of a run's `steps`, over half of them at least:
-    less may be one tooth of many. 0 where that is little, where one of the run's `problems` is memory, or where a
-    buffer fills (reinforcement learning)."""
+    """Return the bytes by which host memory rose in a straight line up to the last of a run's `steps`, over at least
+    half of them: a shorter rise may be one tooth of many. 0 where that is little, where one of the run's `problems` is
+    memory, or where a buffer fills (reinforcement learning)."""
     rise, length = Steady("rise"), Steady("steps")
     found = 0.0
     for step in steps:
@@ -123,27 +123,29 @@ class _Rise:
 
     @property
     def share(self) -> float:
-        """Of the rise in what there was."""
+        """The rise as a share of the memory at its start."""
         return (self.high - self.low) / max(self.low, 1.0)
 
     @classmethod
     def measure_rise(cls, samples: Sequence[tuple[int, float]]) -> _Rise | None:
-        """Of the newest that rise in a line. None where there are too few, or where it does not rise."""
+        """Return the rise of the newest samples that rise in a line. None where there are too few, or where they do not
+        rise."""
         samples = samples[-(count_steady_samples(value for _, value in samples) or _WINDOW) :]
         rise = cls(samples) if len(samples) >= _LEAST else None
         return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
 
 
 def _find_beginning(samples: Sequence[tuple[int, float]], rise: _Rise) -> int:
-    """The step at which a level became the rise: of the samples of the rise and as many before it, the one that leaves
-    the least absolute deviations from the level. A rise that is longer than what is in memory begins with that."""
+    """Return the step at which a level became the rise: among the samples of the rise and as many before it, the one
+    with the least absolute deviations from the level. A rise longer than what is in memory begins with the oldest
+    sample there."""
     looked_at = samples[-8 * rise.stretch :]
     thinned = looked_at[:: max(1, len(looked_at) // _PAIRS)]
     return min((seq for seq, _ in thinned), key=lambda seq: _measure_misfit(thinned, seq, rise.bytes_per_step))
 
 
 def _measure_misfit(samples: Sequence[tuple[int, float]], begin: int, bytes_per_step: float) -> float:
-    """Of a level that rises by so much a step from a step on."""
+    """Return the misfit of a level that rises by `bytes_per_step` from step `begin` on."""
     levels = [value - bytes_per_step * max(seq - begin, 0) for seq, value in samples]
     usual = statistics.median(levels)
     return sum(abs(level - usual) for level in levels)
@@ -170,7 +172,7 @@ def _until_full(evidence: Evidence, rise: _Rise, source: _Source, rank: int | No
 
 @explains("Fragmentation")
 def fragmentation(evidence: Evidence) -> Finding:
-    """How much lies idle in pieces, and whether it already cost cache flushes."""
+    """Quote how much lies idle in pieces, and whether it already cost cache flushes."""
     values = next((step.run for step in reversed(evidence.steps) if "memory_reserved_bytes" in step.run), {})
     reserved, allocated = values.get("memory_reserved_bytes", 0.0), values.get("memory_allocated_bytes", 0.0)
     idle, retries = values.get("memory_inactive_split_bytes", 0.0), evidence.series("allocation_retries")[-50:]
@@ -192,7 +194,7 @@ def fragmentation(evidence: Evidence) -> Finding:
 
 @explains("MemoryPressure")
 def pressure(evidence: Evidence) -> Finding:
-    """The batch of that step against the others, and which one would fill the device."""
+    """Compare the batch of that step with the others, and predict which one would fill the device."""
     rank = evidence.ranks[0] if evidence.ranks else None
     sizes = evidence.series("batch_elements", rank)
     near = [(seq, size) for seq, size in sizes if evidence.since - _NEAR <= seq <= evidence.since]
@@ -223,12 +225,12 @@ def pressure(evidence: Evidence) -> Finding:
 
 
 _NEAR = 8
-"""Steps before the alert in which the batch is looked for: memory is sampled at every 8th."""
+"""Steps before the alert in which the batch is searched for: memory is sampled at every 8th."""
 _LONGER = 1.2
 
 
 def _largest_batch(evidence: Evidence, rank: int | None, sizes: Sequence[tuple[int, float]]) -> str:
-    """By a line through (largest batch so far, peak so far)."""
+    """Predict by a line through (largest batch so far, peak so far)."""
     limit, points = evidence.facts.get("device_memory_bytes"), list[tuple[float, float]]()
     for seq, peak in evidence.series("memory_peak_bytes", rank):
         points.append((max((size for at, size in sizes if at <= seq), default=0.0), peak))
@@ -243,7 +245,7 @@ def _largest_batch(evidence: Evidence, rank: int | None, sizes: Sequence[tuple[i
 
 
 def _count(number: float) -> str:
-    digits = max(0, len(str(int(number))) - 2)  # two digits: it is an estimate
+    digits = max(0, len(str(int(number))) - 2)  # two digits, as it is an estimate
     return f"{round(number, -digits):,.0f}"
 
 

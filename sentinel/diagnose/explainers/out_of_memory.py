@@ -1,4 +1,4 @@
-"""An allocation that failed: what memory was spent on, and the cheapest change that fits."""
+"""Explain an allocation that failed: what memory was spent on, and the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sentinel.wire.evidence import OutOfMemory
 
 _MISSING = "the figures of that moment: the rank ended before it could say them; the exception's message has some"
 _CHECKPOINTED = 0.6
-"""Of the activations that checkpointing each block of a transformer saves, at least: 1 - 1/sqrt(layers), of 8 or more
-(Chen et al. 2016, arXiv:1604.06174)."""
+"""Share of the activations that checkpointing each block of a transformer saves, at least: 1 - 1/sqrt(layers), of 8 or
+more (Chen et al. 2016, arXiv:1604.06174)."""
 _MARGIN = 1.05
-"""The next request of that size is not alone."""
+"""Room over the failed request, as it is not the last of its size."""
 
 
 @explains("OutOfMemory")
 def out_of_memory(evidence: Evidence) -> Finding:
-    """The parts, the largest of them, and the first change in the order of what it costs that makes room enough."""
+    """List the parts, the largest of them, and the first change, by rising cost, that makes enough room."""
     rank = evidence.ranks[0] if evidence.ranks else None
     found = evidence.out_of_memory.get(rank) if rank is not None else None
     if found is None:
@@ -57,7 +57,8 @@ def _parts(found: OutOfMemory) -> dict[str, int]:
 
 
 def _changes(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, float]]:
-    """(what to do, bytes that it saves), the cheapest first: settings, then time, then precision, then machines."""
+    """Yield (what to do, bytes that it saves), the cheapest first: settings, then time, then precision, then
+    machines."""
     if found.device == "cuda":
         setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
         yield f"{setting}: {format_bytes(found.idle)} lie idle in pieces", found.idle

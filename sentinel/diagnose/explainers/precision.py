@@ -1,4 +1,4 @@
-"""Numbers that leave their format: NaN and infinity."""
+"""Explain numbers that leave their format: NaN and infinity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REACH = 50
 
 @explains("NonFiniteLoss")
 def nonfinite_loss(evidence: Evidence) -> Finding:
-    """Poisoned weights, divergence, or the forward pass of that very step."""
+    """Decide between poisoned weights, divergence, and the forward pass of that very step."""
     loss, gradient = evidence.sign("loss"), evidence.sign("grad_norm")
     at = loss.seq if loss else evidence.since
     nonfinite_at = evidence.since
@@ -57,7 +57,7 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
 
 @explains("NonFiniteGradient")
 def nonfinite_gradient(evidence: Evidence) -> Finding:
-    """The backward pass, or a loss that was not finite before it."""
+    """Decide between the backward pass, and a loss that was not finite before it."""
     loss = evidence.last.run.get("loss", math.nan)
     if math.isfinite(loss) and not _sees_all_ranks(evidence):
         return Finding(
@@ -86,7 +86,7 @@ def nonfinite_gradient(evidence: Evidence) -> Finding:
 
 @explains("ScalerCollapse")
 def scaler_collapse(evidence: Evidence) -> Finding:
-    """Whether every batch overflows or some do, in the forward or in the backward pass, and where it begins."""
+    """Find whether every batch overflows or only some, in the forward or in the backward pass, and where it begins."""
     withheld = [step for step in evidence.steps if _withheld(step) and step.seq <= evidence.until]
     late = withheld[-1].seq - _REACH if withheld else evidence.until
     window = [step for step in evidence.steps if late < step.seq <= evidence.until]
@@ -132,7 +132,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
 
 @explains("ScalerMissing")
 def scaler_missing(evidence: Evidence) -> Finding:
-    """That it is so, and what share of the gradient is lost."""
+    """Explain the missing scaler, and quote the share of the gradient that is lost."""
     scaler, shares, layers = (
         evidence.facts.get("scaler"),
         _describe_lost_shares(evidence),
@@ -161,7 +161,7 @@ def _describe_lost_shares(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _describe_lost_layers(evidence: Evidence) -> tuple[str, ...]:
-    """The layers that lose most of their gradients to float16, in words."""
+    """Return words for the layers that lose most of their gradients to float16."""
     zero, tiny = evidence.column("layer_grad_zero_share"), evidence.column("layer_grad_tiny_share")
     lost = sorted((name for name in zero if name in tiny), key=lambda name: -zero[name] - tiny[name])
     told = join_names([f"{name} ({zero[name]:.0%} are 0, {tiny[name]:.0%} under 6e-5)" for name in lost], most=3)
@@ -169,7 +169,8 @@ def _describe_lost_layers(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _sees_all_ranks(evidence: Evidence) -> bool:
-    """Whether the losses of all ranks are known, and so whether that of one of them made the others' gradients."""
+    """Return whether the losses of all ranks are known, and so whether one of them made the others' gradients
+    non-finite."""
     return len(evidence.last.ranks) >= evidence.world_size
 
 

@@ -1,6 +1,5 @@
-"""Why ranks wait for each other: the flight recorders say which rank is missing in which collective; its stacks,
-its loader and its heartbeat say why.
-"""
+"""Explain why ranks wait for each other: flight records show which rank is missing in which collective; its stacks, its
+loader and its heartbeat show why."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ UNEVEN = (
 )
 SHOWN_RANKS = 8
 _FRAMES = 8
-"""Of a stack, the innermost, that a case has."""
+"""Innermost frames of a stack that a case keeps."""
 
 
 class Reason(NamedTuple):
-    """Why a rank did not come."""
+    """Why a rank did not come to an operation."""
 
     text: str
     """A clause that follows a colon."""
@@ -41,7 +40,7 @@ class Reason(NamedTuple):
 
 
 def across(ranks: Mapping[int, Rank], unasked: Mapping[int, str] = MappingProxyType({})) -> Finding | None:
-    """What stands between the ranks; None where no rank is in a collective, or none said so. `unasked`: as in
+    """Explain what stands between the ranks; None where no rank is known to be in a collective. `unasked`: as in
     `Evidence`."""
     flights = {number: rank.flight for number, rank in ranks.items() if rank.flight is not None}
     world = max((rank.identity.world_size for rank in ranks.values()), default=1)
@@ -51,7 +50,7 @@ def across(ranks: Mapping[int, Rank], unasked: Mapping[int, str] = MappingProxyT
     if stand is None:
         return None
     unseen = [number for number in stand.culprits if number not in ranks]
-    explained = [number for number in stand.culprits if number not in unseen[1:]]  # of the others, `missing` says it
+    explained = [number for number in stand.culprits if number not in unseen[1:]]  # `missing` has the others
     reasons = {number: _reason(number, ranks, unasked) for number in explained}
     if stand.kind == "mismatch":  # an uneven loader explains it; where the rank is now does not
         reasons = {number: each for number, each in reasons.items() if each.remedy == UNEVEN}
@@ -61,7 +60,8 @@ def across(ranks: Mapping[int, Rank], unasked: Mapping[int, str] = MappingProxyT
 
 
 def _explain_unknown(unknown: Iterable[int], ranks: Mapping[int, Rank], unasked: Mapping[int, str]) -> list[str]:
-    """Why what these ranks did is not known, a line for each reason: of 512 ranks, 504 may be on other nodes."""
+    """Return why it is not known what these ranks did, a line for each reason: of 512 ranks, 504 may be on other
+    nodes."""
     by_reason: dict[str, list[int]] = {}
     for number in unknown:
         reason = "no flight record" if number in ranks else unasked.get(number, _locate_unseen(ranks))
@@ -70,14 +70,14 @@ def _explain_unknown(unknown: Iterable[int], ranks: Mapping[int, Rank], unasked:
 
 
 def _locate_unseen(ranks: Mapping[int, Rank]) -> str:
-    """Where ranks are that are not among these, as far as is known."""
+    """Return words for where ranks are that are not in `ranks`, as far as is known."""
     seen = Counter(rank.identity.node for rank in ranks.values())
     full = all(0 < rank.identity.local_world_size <= seen[rank.identity.node] for rank in ranks.values())
     return "on another node, which was not asked" if full else "not watched, or on another node"
 
 
 def name_nodes(found: Finding, culprits: Collection[int], ranks: Mapping[int, Rank]) -> Finding:
-    """The finding with the nodes of the ranks to blame in its cause, where ranks of several nodes are compared."""
+    """Return the finding with the nodes of the culprits in its cause, where ranks of several nodes are compared."""
     if len({rank.identity.node for rank in ranks.values()}) < 2:
         return found
     by_node: dict[tuple[int, str], list[int]] = {}
@@ -95,8 +95,8 @@ def name_nodes(found: Finding, culprits: Collection[int], ranks: Mapping[int, Ra
 def explain_standstill(
     stand: Standstill, reasons: Mapping[int, Reason], missing: Iterable[str] = (), *, past: bool = False
 ) -> Finding:
-    """Who holds up whom, in words. `reasons`: what is known of the ranks to blame, beside their collectives. `past`:
-    the job is over."""
+    """Say in words which ranks hold up which. `reasons`: what is known of the culprits beside their collectives.
+    `past`: the job is over."""
     wait = stand.wait
     cause, remedy = _blame(stand, past)
     first = next((rank for rank in _order_by_blame(stand) if rank in reasons), None)
@@ -123,13 +123,13 @@ def explain_standstill(
 
 
 def _order_by_blame(stand: Standstill) -> list[int]:
-    """The ranks to blame, those that the operation shows before others."""
+    """Return the culprits, first those that the operation shows."""
     shown = {*stand.wait.missing, *stand.wait.unknown, *stand.wait.differing}
     return sorted(stand.culprits, key=lambda rank: (rank not in shown, rank))
 
 
 def _blame(stand: Standstill, past: bool) -> tuple[str, str]:
-    """The cause and what to do about it, by what the collectives alone say."""
+    """Return the cause and what to do about it, by what the collectives alone show."""
     wait, who = stand.wait, name_ranks(stand.culprits)
     waits = "waited" if past else _verb(wait.waiting, "waits", "wait")
     order = "all ranks must issue the same collectives in the same order: look at what depends on the rank there"
@@ -151,7 +151,7 @@ def _blame(stand: Standstill, past: bool) -> tuple[str, str]:
             absent = {*wait.missing, *wait.unknown}
             shown = [rank for rank in stand.culprits if rank in absent]
             rest = [rank for rank in stand.culprits if rank not in absent]
-            if stand.kind == "silent" and not past:  # where they are, they may be in it
+            if stand.kind == "silent" and not past:  # it is not known where these ranks are: they may be in it
                 cause = f"{name_ranks(wait.waiting)} {waits} in {wait}, for {name_ranks(shown)}"
                 cause += f"; other ranks wait for {name_ranks(rest)}" if rest else ""
             else:
@@ -192,7 +192,7 @@ def _describe_circle(stand: Standstill) -> str:
 
 
 def _describe_wait(wait: Wait, past: bool) -> str:
-    # How long it really waited, no record says.
+    # No record says how long it really waited.
     limit = f" (time-out {wait.collective.timeout:.0f} s)" if past and wait.collective.timeout else ""
     verb = "waited" if past else _verb(wait.waiting, "waits", "wait")
     absent = (*wait.missing, *wait.unknown)
@@ -210,7 +210,7 @@ def _format_place(one: Collective) -> str:
 
 @explains("CollectiveDesync", over_nodes=True)
 def collective_desync(evidence: Evidence) -> Finding:
-    """Which collective ranks issued differently, whether it is over or not."""
+    """Find the collective that ranks issued differently, whether it is over or not."""
     flights = {number: rank.flight for number, rank in evidence.live.items() if rank.flight is not None}
     found = find_desync(flights, evidence.world_size)
     if found is None:
@@ -223,7 +223,7 @@ def collective_desync(evidence: Evidence) -> Finding:
 
 
 def _is_elsewhere(rank: Rank) -> bool:
-    """Whether it is certain that a rank stands in no collective, whatever it left behind."""
+    """Return whether it is certain that a rank stands in no collective, whatever it left behind."""
     return rank.state in ("lost", "gone") or rank.stall.kind == Kind.HOLDING or _stands_in(rank, LOADER)
 
 
@@ -233,7 +233,7 @@ def _stands_in(rank: Rank, files: tuple[str, ...]) -> bool:
 
 
 def _reason(number: int, ranks: Mapping[int, Rank], unasked: Mapping[int, str]) -> Reason:
-    """What a rank does instead."""
+    """Return what a rank does instead."""
     rank = ranks.get(number)
     if rank is None and number in unasked:
         remedy = f"look at that node: its daemon, its host, its link; `sentinel hang` there has rank {number}"
@@ -271,7 +271,7 @@ def _tell(number: int, rank: Rank, ranks: Mapping[int, Rank]) -> tuple[str, str,
 
 
 def _explain_exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
-    """That it had fewer batches than others, in words; nothing where it had as many."""
+    """Return words that say that a rank had fewer batches than others; empty where it had as many."""
     flight = rank.flight
     if flight is None or not flight.exhausted:
         return ""
@@ -289,7 +289,7 @@ def _stack(rank: Rank) -> tuple[str, ...]:
 
 
 def format_stack(main: Thread) -> tuple[str, ...]:
-    """A stack as facts of a case."""
+    """Return a stack as facts of a case."""
     return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:_FRAMES]))
 
 

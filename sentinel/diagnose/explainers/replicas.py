@@ -1,4 +1,4 @@
-"""Which rank holds other parameters than the rest, since when, in which layers."""
+"""Explain which rank holds other parameters than the rest, since when, in which layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN_LAYERS = 8
 
 @explains("ReplicaDivergence")
 def divergence(evidence: Evidence) -> Finding:
-    """The ranks that differ from most, and the last step at which all were equal."""
+    """Find the ranks that differ from the majority, and the last step at which all were equal."""
     told = [step for step in evidence.steps if CHECKSUM in step.run and step.seq <= evidence.until]
     if not told:
         return report_unknown("the ranks' checksums: the steps are not in memory any more", command=ALL_STEPS)
@@ -36,7 +36,7 @@ def divergence(evidence: Evidence) -> Finding:
 
 
 def _layers(evidence: Evidence, seq: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is known of layers, and what is not."""
+    """Return what is known of the layers, and what is missing."""
     apart = evidence.differing.get(seq, ())
     if not apart:
         return (), ("which layers: none of those that had a gradient at that step, or it is not in memory any more",)

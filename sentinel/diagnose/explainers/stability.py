@@ -1,4 +1,4 @@
-"""Spikes of the loss and of the gradient norm."""
+"""Explain spikes of the loss and of the gradient norm."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.signs import GrownLayer
 
 _GROWN = 5.0
-"""Growth that counts, and the root of the largest: a step at the new direction moves the other layers, too."""
+"""Growth of a layer that counts, unless the root of the largest growth is more: a step in the new direction moves the
+other layers, too."""
 _ALONE = 3.0
-"""Of a rank's usual loss: more is a jump of its own."""
+"""Factor of a rank's usual loss above which the loss has jumped."""
 _USUAL = 50
-"""Steps before, over which that is the median."""
+"""Number of earlier steps whose median is the usual loss."""
 _LOOSE = 2.0
-"""A limit over the usual norm that leaves room for a spike."""
+"""Factor of the usual norm above which a limit leaves room for a spike."""
 
 
 @explains("LossSpike")
 def loss_spike(evidence: Evidence) -> Finding:
-    """Whether the gradient moved before the loss, or with it: a broken update, or the batch."""
+    """Decide whether the gradient moved before the loss, or with it: a broken update, or the batch."""
     gradient, loss = evidence.sign("grad_norm"), evidence.sign("loss")
     moved = min((sign.seq for sign in evidence.signs), default=evidence.since)
     batches = _batches(evidence.step(moved), evidence.step(evidence.until))
@@ -57,7 +58,7 @@ def loss_spike(evidence: Evidence) -> Finding:
 
 @explains("GradientSpike")
 def gradient_spike(evidence: Evidence) -> Finding:
-    """Where it comes in: one layer, or all up to one."""
+    """Find where the spike comes in: one layer, or all layers up to one."""
     gradient = evidence.sign("grad_norm")
     moved = gradient.seq if gradient else evidence.since
     if (jump := rate_jump(evidence, moved)) is not None:
@@ -72,8 +73,8 @@ def gradient_spike(evidence: Evidence) -> Finding:
 
 
 def _find_rank_with_the_loss(evidence: Evidence, seq: int) -> tuple[int, float, float] | None:
-    """The rank whose loss alone jumped at a step, that loss, and its usual one; None: it was no single one, or the
-    losses of some ranks are not known."""
+    """Return the only rank whose loss jumped at a step, that loss, and its usual one; None where it was not a single
+    rank, or the losses of some ranks are not known."""
     step = next((step for step in evidence.steps if step.seq == seq), None)
     if step is None or not 1 < len(step.ranks) == evidence.world_size:
         return None
@@ -81,20 +82,20 @@ def _find_rank_with_the_loss(evidence: Evidence, seq: int) -> tuple[int, float, 
     for rank, values in step.ranks.items():
         past = [one.ranks[rank]["loss"] for one in before if "loss" in one.ranks.get(rank, {})]
         own, usual = values.get("loss", math.nan), statistics.median(past) if past else math.nan
-        if not own <= _ALONE * abs(usual):  # a loss that is not known, or not finite, is none to clear a rank by
+        if not own <= _ALONE * abs(usual):  # a loss that is missing or not finite does not clear a rank
             jumped.append((rank, own, usual))
     return jumped[0] if len(jumped) == 1 and all(map(math.isfinite, jumped[0])) else None
 
 
 def _batches(first: int, last: int) -> str:
-    """Which to look at, and what to do with them."""
+    """Return words for which batches to look at, and what to do with them."""
     return (
         f"the batches of steps {first} to {last}; skip them" if last > first else f"the batch of step {first}; skip it"
     )
 
 
 def _clip(evidence: Evidence, usual: float) -> str:
-    """What to do about clipping, where the norm is `usual` when all is well."""
+    """Return words for what to do about clipping, where the norm is normally `usual`."""
     limit, usual = evidence.latest("clip_limit"), usual if math.isfinite(usual) and usual > 0 else 1.0
     if limit is None:
         return f"clip: torch.nn.utils.clip_grad_norm_(model.parameters(), {usual:.2g}) before optimizer.step()"
@@ -104,7 +105,7 @@ def _clip(evidence: Evidence, usual: float) -> str:
 
 
 def _last_that_grew(evidence: Evidence) -> str | None:
-    """The module up to which all layers grew, and after which none did."""
+    """Return the module up to which all layers grew, and after which none did; None where there is no such module."""
     there = evidence.column("layer_grad_norm")
     order = [layer.name for layer in evidence.table if layer.name in there]
     growth = {layer.name: layer.ratio for layer in evidence.layers}

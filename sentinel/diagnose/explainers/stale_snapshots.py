@@ -1,4 +1,4 @@
-"""Why there is no good snapshot of late."""
+"""Explain why there has been no good snapshot for long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.text import join_names
 
 @explains("SnapshotStale")
 def snapshot_stale(evidence: Evidence) -> Finding:
-    """What withholds snapshots now; else by what the ranks hold."""
+    """Name what withholds snapshots now; else judge by what the ranks hold."""
     held = {number: rank.snapshots for number, rank in sorted(evidence.live.items()) if rank.state == "live"}
     facts = tuple(
         f"rank {number} holds {join_names([str(evidence.step(seq)) for seq in sorted(seqs)], 4) or 'none'}"

@@ -1,4 +1,4 @@
-"""Which part of its step a rank is slow in, on which host and GPU."""
+"""Explain in which part of its step a rank is slow, on which host and GPU."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sentinel.diagnose.explanations import explains
 from sentinel.runs import Rank
 
 STEPS = 20
-"""The last ones, which are looked at. The rule fires when most of 30 are slow."""
+"""Newest steps that are used. The rule fires when most of 30 are slow."""
 _MOST = 0.5
-"""Share of what the rank is behind by, from which on one part of its step is the cause."""
+"""Share of a rank's delay from which on one part of its step is the cause."""
 _PARTS = {
     "data_seconds": ("waiting for its data", "look at its storage and its loader's workers"),
     "forward_seconds": ("its forward pass", "look for longer batches, else at clocks and heat of its GPU"),
     "optimizer_seconds": ("its optimizer", "look for state that moved to the host, and for swapping"),
     "other_seconds": ("its loop's own code", "look at what this rank alone does: logging, evaluation, checkpoints"),
 }  # fmt: skip
-"""Signal -> the part in words -> what to do. The backward pass is where the others wait."""
+"""Signal -> the part in words -> what to do. The backward pass is left out: it is where the others wait."""
 
 
 @explains("Straggler")
 def straggler(evidence: Evidence) -> Finding:
-    """The rank that is most behind, by the rule's own numbers; and in which part of its step."""
+    """Find the rank that is most behind, by the rule's own numbers, and in which part of its step."""
     behind = {number: _behind(evidence.numbers.get(str(number), {})) for number in evidence.ranks}
     number = max(behind, key=lambda each: behind[each], default=None)
     rank = evidence.rank(number) if number is not None else None
@@ -45,13 +45,14 @@ def straggler(evidence: Evidence) -> Finding:
 
 
 def _behind(numbers: Mapping[str, float]) -> float:
-    """Seconds a step, outside the backward pass or outside both passes, whichever is more."""
+    """Return by how many seconds per step it is behind, outside the backward pass or outside both passes, whichever is
+    more."""
     pairs = (("own", "quickest"), ("apart", "least_apart"))
     return max((numbers[own] - numbers[least] for own, least in pairs if {own, least} <= numbers.keys()), default=0.0)
 
 
 def _excess(number: int, steps: list[Mapping[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Part -> by how many seconds this rank's median is over that of the others."""
+    """Return part -> by how many seconds this rank's median is over that of the others."""
     found = {}
     for part in _PARTS:
         own = [ranks[number][part] for ranks in steps if part in ranks.get(number, {})]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Explain where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _PARTS = {
 }
 """Signal -> the part in words -> what to do."""
 _MOST = 0.6
-"""Share of the growth at which one part is the cause."""
+"""Share of the growth from which on one part is the cause."""
 _MOSTLY = 0.5
-"""Of a step: what else it may be is less."""
+"""Share of a step from which on a part is its main part: all other parts together are less."""
 _FULL = 0.9
-"""Share of all CPUs in use, from which more workers do not help."""
+"""Share of all CPUs in use from which on more workers do not help."""
 _COMPUTED = ("forward_seconds", "backward_seconds", "optimizer_seconds")
-"""Parts that take longer, each by some of it, where something else holds the processors."""
+"""Parts that all take somewhat longer where other programs use the processors."""
 _CONTENDED = 1.5
-"""Processes and threads that want to run for each CPU, from which steps wait for one. Our judgement."""
+"""Processes and threads that want to run, per CPU, from which on steps wait for one. Our judgement."""
 _TOLD = 0.1
-"""Share of what a step gained that may be in no part without a word."""
+"""Share of a step's added time that may be in none of its parts without being mentioned."""
 _NOW, _BASE = 50, 200
-"""Samples that SlowStep's two medians are of: 10 and 40, of every 5th."""
+"""Steps that SlowStep's two medians cover: 10 and 40 samples, of every 5th step."""
 _RECENT = 10
 _RETURNED = 2 * _RECENT
-"""More quick steps than slow ones before a change, which settle that it is one."""
+"""Surplus of quick steps over slow ones, going back, that ends the search for the change."""
 _PROFILE = "torch.profiler.profile(...) over ten steps, and key_averages()"
 _SAME_PASS = 1.3
-"""A pass that takes up to so many times what it took is the same pass: the optimizer's share becomes less with more."""
+"""Factor up to which a pass that takes longer is the same pass: with more passes the optimizer's share falls."""
 
 
 @explains("InputBound")
 def input_bound(evidence: Evidence) -> Finding:
-    """The share, the workers, the CPUs of the host."""
+    """Quote the share, the workers, the CPUs of the host."""
     quoted = evidence.quote("wait", "whole")
     if quoted is None:
         return report_unknown("the times that the rule went by", command=ALL_STEPS)
@@ -77,14 +77,14 @@ def input_bound(evidence: Evidence) -> Finding:
 
 @explains("SlowStep")
 def slow_step(evidence: Evidence) -> Finding:
-    """What grew, and since when, which is before the rule's median shows it."""
+    """Find what grew, and since when, which is before the rule's median shows it."""
     change = _change(evidence)
     first = evidence.since if change is None else change
     return msgspec.structs.replace(_explain_growth(evidence, change, first), since=evidence.step(first))
 
 
 def _explain_growth(evidence: Evidence, change: int | None, first: int) -> Finding:
-    """Whether a step has more backward passes than before; else which part of it grew, pass by pass."""
+    """Explain by more backward passes per step than before; else by the part of it that grew, pass by pass."""
     before_it = evidence.since - 5 * _RECENT if change is None else change
     had, has = _passes(evidence.usual("micro_batches", before_it)), _passes(_after(evidence, "micro_batches", change))
     factor = has / had
@@ -125,8 +125,8 @@ def _explain_growth(evidence: Evidence, change: int | None, first: int) -> Findi
 
 
 def _compare(evidence: Evidence, signal: str, change: int | None) -> tuple[float, float] | None:
-    """(median before, median now), of steps that are none of the opening examination: apart at the change, or else by
-    what the rule's medians are of."""
+    """Return (median before, median now) of steps outside the opening examination: split at the change, or else by the
+    windows of the rule's medians."""
     opening = {seq for seq, value in evidence.series("opening_step") if value}
     series = [(seq, v) for seq, v in evidence.series(signal) if seq not in opening and math.isfinite(v)]
     count = _NOW if change is None else sum(seq >= change for seq, _ in series)
@@ -136,28 +136,30 @@ def _compare(evidence: Evidence, signal: str, change: int | None) -> tuple[float
 
 
 def _measure_gain(evidence: Evidence, factor: float, total: float, change: int | None) -> float:
-    """Seconds that a step of as many passes takes more, as the summary has it; `total`: what its parts take more."""
+    """Return by how many seconds a step of as many passes takes longer, as in the summary; `total`: the same, summed
+    over its parts."""
     quoted = evidence.quote("base", "now") or _compare(evidence, "step_seconds", change)
     gain = quoted[1] - quoted[0] * factor if quoted is not None else total
     return gain if gain > 0 else total
 
 
 def _find_load(evidence: Evidence) -> float:
-    """Processes and threads that want to run for each CPU, where that is too many and no CPU is idle; else 0."""
+    """Return the processes and threads that want to run per CPU, where these are too many and no CPU is idle; else
+    0."""
     host = evidence.devices.host
     load = host.get("host_load_ratio", 0.0)
     return load if load >= _CONTENDED and host.get("host_cpu_ratio", 0.0) > _FULL else 0.0
 
 
 def _change(evidence: Evidence) -> int | None:
-    """The first step of those that take longer: the rule fires once half of its window does. None: steps have no times
-    of before and since."""
+    """Return the first of the slow steps: the rule fires only once they are half of its window. None: steps before or
+    since have no times."""
     base = evidence.usual("step_seconds", evidence.since - 5 * _RECENT)
     now = evidence.usual("step_seconds", most=_RECENT)
     if base is None or now is None or now <= base:
         return None
     change, score, best = None, 0, 0
-    for seq, value in reversed(evidence.series("step_seconds")):  # the split with the most steps on their own side
+    for seq, value in reversed(evidence.series("step_seconds")):  # the split with the most steps on the right side
         score += 1 if value > (base + now) / 2 else -1
         if score > best:
             change, best = seq, score
@@ -167,7 +169,7 @@ def _change(evidence: Evidence) -> int | None:
 
 
 def _after(evidence: Evidence, signal: str, change: int | None) -> float | None:
-    """Median of the last values, of those since the change."""
+    """Return the median of the last values, only of those since the change if there is one."""
     values = [value for seq, value in evidence.series(signal) if change is None or seq >= change][-_RECENT:]
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else None
@@ -180,7 +182,7 @@ def _passes(count: float | None) -> float:
 def _explain_accumulation(
     evidence: Evidence, before_it: int, change: int | None, had: float, has: float
 ) -> Finding | None:
-    """More passes, each of which takes about as long as before."""
+    """Explain by more passes, each of which takes about as long as before; None where that does not hold."""
     step, was = _after(evidence, "step_seconds", change), evidence.usual("step_seconds", before_it)
     if step is None or was is None or step / has > _SAME_PASS * was / had:
         return None
@@ -194,7 +196,7 @@ def _explain_accumulation(
 
 @explains("LowUtilization")
 def low_utilization(evidence: Evidence) -> Finding:
-    """Which of input, other ranks, host: as far as host times tell."""
+    """Decide between input, other ranks and host, as far as host times show."""
     step, quoted = evidence.usual("step_seconds"), evidence.quote("busy")
     if not step or quoted is None:
         return report_unknown("step times and kernel times", command=_PROFILE)
@@ -224,7 +226,7 @@ def low_utilization(evidence: Evidence) -> Finding:
 
 @explains("CommunicationBound")
 def communication_bound(evidence: Evidence) -> Finding:
-    """The share, the passes a step, the ranks."""
+    """Quote the share, the passes per step, the ranks."""
     quoted = evidence.quote("spent", "whole")
     if quoted is None:
         return report_unknown("the times that the rule went by", command=ALL_STEPS)
@@ -237,7 +239,7 @@ def communication_bound(evidence: Evidence) -> Finding:
 
 @explains("DataParallelInUse")
 def data_parallel(evidence: Evidence) -> Finding:
-    """That it is so: the wrapper says it."""
+    """Quote how many devices the wrapper splits batches over."""
     count = evidence.latest("data_parallel_devices")
     devices = f"{count:.0f} devices" if count else "the devices"
     return finding(evidence.alert, "wrapped", devices=devices)

@@ -1,1 +1,1 @@
-"""Ranks that stand still: their stacks, the operations they wait in, and who holds up whom."""
+"""Find out why ranks stand still: their stacks, the operations they wait in, and which rank holds up which."""

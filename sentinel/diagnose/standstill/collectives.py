@@ -1,4 +1,4 @@
-"""Which ranks hold up the others, and which issued collectives that do not fit: live and post mortem."""
+"""Find ranks that hold up the others, and ranks that issued collectives that do not fit: live and post mortem."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def find_standstill(
     *,
     closed: bool = True,
 ) -> Standstill | None:
-    """Who holds up whom; None where no rank is in an operation.
+    """Return which ranks hold up which; None where no rank is in an operation.
 
-    `flights`: rank -> what it did last, as far as it said. `elsewhere`: ranks that are known to be in no operation,
-    whatever they left behind. `stacks`: rank -> whether its stack is in torch.distributed. `closed`: that there are no
-    more ranks than `world` is known.
+    `flights`: rank -> its last operations, as far as known. `elsewhere`: ranks that are known to be in no operation,
+    whatever they left behind. `stacks`: rank -> whether its stack is in torch.distributed. `closed`: whether it is
+    known that there are no more ranks than `world`.
     """
     graph = WaitGraph(flights, world, elsewhere, stacks or {}, closed)
     found = graph.judge()
@@ -33,8 +33,8 @@ def find_standstill(
 
 
 def find_desync(flights: Mapping[int, Flight], world: int) -> Wait | None:
-    """The first collective that ranks issued as different operations, or with sizes that do not fit, whether it is over
-    or not: gloo may mix their contents without an error."""
+    """Return the first collective that ranks issued as different operations, or with sizes that do not fit, whether it
+    is over or not: gloo may mix their contents without an error."""
     members = GroupMembers(flights, world)
     issued: dict[tuple[Key, int], dict[int, Collective]] = defaultdict(dict)
     for rank in sorted(flights):

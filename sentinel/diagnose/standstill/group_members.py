@@ -1,4 +1,4 @@
-"""Which ranks are in which group, and whether what they issued under one number can be one collective."""
+"""Find which ranks are in which group, and whether what they issued under one number can be one collective."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from sentinel.diagnose.standstill.waits import ROOTED
 from sentinel.wire.flight_recorder import Collective, Flight
 
 _SAME_SIZES = {"allreduce", "broadcast", "reduce", "reducescatter", "reducescatterbase"}
-"""Operations that need inputs of one shape on all ranks, without their underscores: a watchdog's line has others than a
-record. `broadcast` of gloo and NCCL, too."""
+"""Operations that need inputs of one shape on all ranks, written without underscores: a watchdog's line writes them
+otherwise than a record. `broadcast` of gloo and NCCL, too."""
 
 Key = tuple[str, tuple[int, ...]]
-"""Name of a group, its members: groups that were split off together share a name."""
+"""Name of a group, and its members: groups that were split off together share a name."""
 
 
 class GroupMembers:
-    """Who is in which group: as a dump says, else who ever issued something in it."""
+    """The members of each group: from a dump, or else all ranks that ever issued something in it."""
 
     def __init__(self, flights: Mapping[int, Flight], world: int, closed: bool = True) -> None:
         self.keys: dict[tuple[int, str], Key] = {}
-        """Of a rank and a name."""
+        """(rank, name of a group) -> the group's key."""
         self.descriptions: dict[Key, str] = {}
         self.uncertain: set[Key] = set()
         self.open: set[str] = set()
-        """Names of groups that may have members beyond the ranks that are known of."""
+        """Names of groups that may have members beyond the known ranks."""
         declared: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         issuers: dict[str, list[int]] = defaultdict(list)
         for rank in sorted(flights):
@@ -49,8 +49,8 @@ class GroupMembers:
 
 
 def _all_came(flights: Mapping[int, Flight], world: int, name: str, ranks: tuple[int, ...]) -> bool:
-    """Whether nobody else can be in the group: a collective that all members must join is over, and no recorder has
-    forgotten whether its rank did."""
+    """Return whether no other rank can be in the group: a collective that all members must join is over, and no other
+    rank's recorder has forgotten whether it took part."""
     if len(ranks) == world:
         return True
     outside = [flights.get(rank) for rank in range(world) if rank not in ranks]
@@ -60,7 +60,7 @@ def _all_came(flights: Mapping[int, Flight], world: int, name: str, ranks: tuple
 
 
 def fit(one: Collective, other: Collective) -> bool:
-    """Whether two ranks' collectives of one number can be the same."""
+    """Return whether two ranks' collectives of one number can be the same."""
     types = one.dtype == other.dtype or not (one.dtype and other.dtype)
     return _signature(one) == _signature(other) and (types or one.op.replace("_", "") not in _SAME_SIZES)
 
@@ -81,7 +81,7 @@ def count_elements(collective: Collective) -> list[int]:
 
 
 def find_commonest(ones: Iterable[Collective]) -> Collective:
-    """What most ranks issued; of as many, the first rank's."""
+    """Return what most ranks issued; in a tie, what the first of them issued."""
     each = list(ones)
     kinds = [(*_signature(one), one.dtype) for one in each]
     return each[kinds.index(Counter(kinds).most_common(1)[0][0])]

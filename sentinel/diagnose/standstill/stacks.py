@@ -1,4 +1,4 @@
-"""Dumps of stacks, as faulthandler writes them, read: which thread, in which functions, at which lines.
+"""Read stack dumps as faulthandler writes them: which thread, in which functions, at which lines.
 
 Thread 0x00007f3c (most recent call first):
   File "/home/me/train.py", line 12 in main
@@ -27,7 +27,8 @@ _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/")
 
 
 def _own() -> tuple[str, ...]:
-    """Folders of what stands on the stacks of a training process: hooks, and what `sentinel run` starts them by."""
+    """Return the folders of Sentinel's code on the stacks of a training process: the hooks, and the launcher of
+    `sentinel run`."""
     specs = filter(None, map(importlib.util.find_spec, ("sentinel.hooks", "sentinel.launch")))
     return tuple(f"{folder}/" for spec in specs for folder in spec.submodule_search_locations or ())
 
@@ -52,7 +53,7 @@ class StackFrame(msgspec.Struct, frozen=True):
 
     @property
     def installed(self) -> bool:
-        """Whether it is of a package that is none of the usual ones: a project's own, that was installed."""
+        """Whether it is from an installed package that is none of the usual ones: a project's own."""
         packaged = _INSTALLED.search(self.file) is not None and _KNOWN.search(self.file) is None
         return packaged and not self.file.startswith(_OWN)
 
@@ -78,18 +79,19 @@ class Thread(msgspec.Struct, frozen=True):
 
     @property
     def users(self) -> StackFrame | None:
-        """The innermost function of the user's own: where to look."""
+        """The innermost function of the user's own code: where to look."""
         own = (frame for frame in self.frames if frame.users)
         return next(own, None) or next((frame for frame in self.frames if frame.installed), None)
 
     def stands_in(self, files: tuple[str, ...]) -> bool:
-        """Whether a frame before the first of the user's, from the innermost on, is of one of these files."""
+        """Return whether a frame before the first of the user's, from the innermost on, is in one of these files."""
         own = next((index for index, frame in enumerate(self.frames) if frame.users), len(self.frames))
         return any(file in frame.file for frame in self.frames[:own] for file in files)
 
 
 def threads(dump: str) -> list[Thread]:
-    """Those of the last dump in a text; what is cut off is left out. The timer's dumps have a head line each."""
+    """Return the threads of the last dump in a text; cut-off parts are left out. Each dump of the timer has a head
+    line."""
     found: list[tuple[int, str, list[StackFrame]]] = []
     seen: set[int] = set()
     for line in dump.rpartition("\nTimeout (")[2].splitlines():
@@ -107,20 +109,20 @@ def threads(dump: str) -> list[Thread]:
 
 
 def training(dump: str, ident: int) -> Thread | None:
-    """The thread that trains, in the last dump; where it is not known the last one, which is the main thread."""
+    """Return the training thread in the last dump; where it is not known, the last one, which is the main thread."""
     found = threads(dump)
     return next((thread for thread in found if thread.ident == ident), found[-1] if found else None)
 
 
 def find_place(rank: Rank) -> str:
-    """Where the user's code of a rank stood, by the last dump of its stacks: `file:line in function`. Empty where there
-    is no dump."""
+    """Return where the user's code of a rank stood, by the last dump of its stacks: `file:line in function`. Empty
+    where there is no dump."""
     thread = training(rank.dump, rank.heartbeat.ident if rank.heartbeat is not None else 0)
     place = thread and thread.users
     return str(place) if place else ""
 
 
 def arrange_dump(dump: str, ident: int) -> str:
-    """The last dump in a text, one thread first."""
+    """Return the last dump in a text, with one thread first."""
     found = sorted(threads(dump), key=lambda thread: thread.ident != ident)
     return "\n\n".join(str(thread) for thread in found)

@@ -1,7 +1,7 @@
-"""Where ranks wait for each other: a graph of the operations that do not come to their end, live and post mortem.
+"""Find where ranks wait for each other: a graph of the operations that do not end, live and post mortem.
 
 Each rank stands in the first operation of each group, and of each pair of ranks that send to each other, that is not
-over. Such an operation waits for the members that did not issue it, and for what its members stand in since before.
+over. Such an operation waits for the members that did not issue it, and for older operations that its members stand in.
 The cause is a rank that others wait for and that waits for none: it is in no operation, or its peers have completed
 the one it is in. If there is none, ranks wait in a circle, or all are in it and the fault lies between them.
 """
@@ -22,7 +22,7 @@ from sentinel.wire.flight_recorder import Collective, Flight, Lane
 
 _MEDIUM: Confidence = "medium"
 Node = tuple[Key, int, int]
-"""Of a collective: group, 0, number. Of transfers: group, sender, receiver, these counted from 1."""
+"""Of a collective: (group, 0, number). Of transfers: (group, sender, receiver), with ranks counted from 1."""
 
 
 class WaitGraph:
@@ -40,7 +40,7 @@ class WaitGraph:
         self._elsewhere, self._stacks = elsewhere, stacks
         self._members = GroupMembers(flights, world, closed)
         self._fronts: dict[int, dict[Node, float]] = defaultdict(dict)
-        """Rank -> what it stands in -> when the rank issued that; inf: not known."""
+        """Rank -> operation that it stands in -> when the rank issued that; inf: not known."""
         self._waits: dict[Node, Wait] = {}
         for key in sorted(set(self._members.keys.values())):
             self._add_collectives(key)
@@ -52,7 +52,7 @@ class WaitGraph:
             self._waits[node] = msgspec.structs.replace(wait, behind=behind)
 
     def judge(self) -> Standstill | None:
-        """The verdict, from what is surest to what is left."""
+        """Return the verdict, deciding the most certain cases first."""
         if not self._waits:
             return None
         ends = [node for node in self._waits if not self._after[node] and not self._find_absent(node)]
@@ -144,7 +144,7 @@ class WaitGraph:
                     self._fronts[rank][node] = one.created
 
     def _find_next(self, node: Node) -> dict[Node, int]:
-        """What has to move before this one can -> the rank that stands in that."""
+        """Return the operations that must move before this one can -> the rank that stands in that operation."""
         wait, found = self._waits[node], dict[Node, int]()
         for rank in wait.missing:
             if rank not in self._elsewhere:
@@ -159,7 +159,7 @@ class WaitGraph:
         return found
 
     def _find_absent(self, node: Node) -> set[int]:
-        """Who is waited for there and stands in nothing, or did not say."""
+        """Return the ranks that an operation waits for and that stand in nothing, or whose records are missing."""
         wait = self._waits[node]
         return {*wait.unknown, *(rank for rank in wait.missing if self._is_idle(rank))}
 
@@ -183,7 +183,7 @@ class WaitGraph:
         )
 
     def _count_steps(self, goal: Node) -> dict[Node, int]:
-        """How many operations lie between each operation and the goal that it waits for."""
+        """Return how many operations lie between each operation and the goal that it waits for."""
         before: dict[Node, list[Node]] = defaultdict(list)
         for node, after in self._after.items():
             for other in after:
@@ -237,8 +237,8 @@ class WaitGraph:
         return self._make_verdict("missing", late, confidence, node, *doubts)
 
     def _may_transfer(self, late: set[int]) -> bool:
-        """Whether one of them may wait in a transfer that is not recorded, for a rank that is in nothing recorded
-        either. Where all others stand in a collective, there is no such rank."""
+        """Return whether one of them may wait in a transfer that is not recorded, for a rank that is in nothing
+        recorded either. Where all others stand in a collective, there is no such rank."""
         if not any(flight.gloo for flight in self._flights.values()):
             return False
         others = [rank for rank in range(self._world) if rank not in late and not self._fronts.get(rank)]
@@ -253,7 +253,7 @@ class WaitGraph:
         return self._make_verdict("silent", late, "low", node, doubt)
 
     def _explain_between(self, ends: list[Node]) -> Standstill:
-        """All that are known to be in an operation are in it, and stand in nothing older."""
+        """Explain an operation that all its known members are in, while they stand in nothing older."""
         for node in sorted(ends, key=self._age):
             begun = {rank for rank in self._waits[node].waiting if self._has_begun(node, rank)}
             if begun and (late := set(self._waits[node].waiting) - begun):
@@ -283,7 +283,7 @@ class WaitGraph:
         return one is not None and one.started
 
     def _explain_circle(self) -> Standstill:
-        """Every operation waits for another one."""
+        """Explain a circle, in which every operation waits for another one."""
         circles = [circle for node in sorted(self._waits, key=self._age) if (circle := self._find_circle(node))]
         nodes = min(circles, key=len)
         via = [self._after[node][other] for node, other in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
@@ -297,7 +297,7 @@ class WaitGraph:
         return msgspec.structs.replace(verdict, circle=tuple((rank, self._waits[node]) for rank, node in stands))
 
     def _find_circle(self, start: Node) -> list[Node]:
-        """The shortest way from an operation to itself; nothing where there is none."""
+        """Return the shortest way from an operation to itself; empty where there is none."""
         ways, waiting = {start: [start]}, deque([start])
         while waiting:
             node = waiting.popleft()
@@ -310,8 +310,8 @@ class WaitGraph:
         return []
 
     def _has_turned(self, circle: list[Node], ranks: Collection[int]) -> bool:
-        """Whether ranks that wait for each other did the same in one order the time before: then the order is new. Both
-        that send first to each other need no past."""
+        """Return whether ranks that wait for each other did the same in one order the time before: then the order is
+        new. Two ranks that send to each other first need no past."""
         if len(circle) != 2:
             return False
         one, other = circle
@@ -329,7 +329,7 @@ class WaitGraph:
 
 
 def name_minority(wait: Wait) -> tuple[int, ...]:
-    """Who issued something else than most; all of them where there is no majority."""
+    """Return the ranks that issued something else than most; all of them where there is no majority."""
     if not wait.differing:
         return tuple(sorted((*wait.waiting, *wait.queued, *wait.over)))
     same = len(wait.waiting) + len(wait.queued) + len(wait.over)
@@ -337,15 +337,15 @@ def name_minority(wait: Wait) -> tuple[int, ...]:
 
 
 def _comes_after(lane: Lane, back: Lane | None) -> bool:
-    """Whether a rank's transfer waits for its own transfer in the other direction: between two ranks all is in order,
-    but what is of one batch."""
+    """Return whether a rank's transfer waits for its own transfer in the other direction: between two ranks everything
+    is in order, except within one batch."""
     if lane.pending is None or back is None or back.pending is None:
         return False
     return lane.pending.created > back.pending.created
 
 
 def _about_roots(wait: Wait) -> list[str]:
-    """That ranks may disagree over it, where they may."""
+    """Return a doubt that says that ranks may disagree over the root, where they may."""
     if not wait.rooted or wait.roots is not None:
         return []
     return [

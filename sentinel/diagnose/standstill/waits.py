@@ -1,4 +1,4 @@
-"""A standstill of ranks: the operations that do not come to their end, and which ranks hold up the others."""
+"""A standstill of ranks: the operations that do not end, and the ranks that hold up the others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from sentinel.wire.flight_recorder import Collective
 LISTING = {"gather", "scatter"}
 """Operations of which only the root has both inputs and outputs."""
 ROOTED = {"broadcast", "_broadcast_oop", "reduce", "_reduce_oop", *LISTING}
-"""Operations that may be over on a rank that others have not joined. The recorder does not say who is the root."""
+"""Operations that may be over on a rank that others have not joined. The recorder does not tell which rank is the
+root."""
 
 Kind = Literal["mismatch", "missing", "silent", "unreached", "left behind", "unlisted", "together", "circle"]
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """An operation that does not come to its end. Ranks are global ones."""
+    """An operation that does not end. Ranks are global ones."""
 
     collective: Collective
-    """As most of the waiting ranks issued it."""
+    """The collective as most of the waiting ranks issued it."""
     description: str = ""
     """What its group is for."""
     waiting: tuple[int, ...] = ()
@@ -31,15 +32,15 @@ class Wait(msgspec.Struct, frozen=True):
     differing: dict[int, Collective] = {}
     """Members that issued something else under its number."""
     unknown: tuple[int, ...] = ()
-    """Members that did not say."""
+    """Members without a record."""
     over: tuple[int, ...] = ()
     """Members on which it is over."""
     queued: tuple[int, ...] = ()
-    """Members that issued it behind another, not completed one."""
+    """Members that issued it after another operation that is not completed."""
     behind: tuple[int, ...] = ()
     """Members that issued it and stand in something older."""
     certain: bool = True
-    """That these are all members is certain."""
+    """Whether it is certain that these are all members."""
     roots: tuple[int, ...] | None = None
     """Members that take themselves for the root; None: not known."""
     ends: tuple[int, int] | None = None
@@ -63,7 +64,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Standstill(msgspec.Struct, frozen=True):
-    """Who holds up the ranks, as far as their records tell."""
+    """Which ranks hold up the others, as far as their records show."""
 
     kind: Kind
     culprits: tuple[int, ...]
@@ -71,9 +72,9 @@ class Standstill(msgspec.Struct, frozen=True):
     wait: Wait
     """The operation that shows it."""
     others: tuple[Wait, ...] = ()
-    """What else does not come to its end: what waits for that, what waits for those, and so on."""
+    """The other operations that do not end: those that wait for `wait`, those that wait for these, and so on."""
     circle: tuple[tuple[int, Wait], ...] = ()
-    """Who stands in what, where ranks wait for each other."""
+    """(rank, the operation it stands in), where ranks wait for each other."""
     idle: tuple[int, ...] = ()
     """Ranks in no operation that no rank waits for."""
     doubts: tuple[str, ...] = ()
@@ -81,6 +82,6 @@ class Standstill(msgspec.Struct, frozen=True):
 
 
 def each_wait(stand: Standstill) -> Iterator[Wait]:
-    """All operations of a standstill, the one that shows it first."""
+    """Yield all operations of a standstill, first the one that shows it."""
     yield stand.wait
     yield from stand.others

@@ -259,8 +259,8 @@ class Evaluator:
 
         Windows and judgements are again as they were after `to`, as if later samples had never been: exactly, as far
         back as `ObservationHistory` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled
-        back, and nothing fires: a condition that held already at `to` is pending. Rules over signals that a rollback does
-        not take back, such as step times and memory, go on unchanged.
+        back, and nothing fires: a condition that held already at `to` is pending. Rules over signals that a rollback
+        does not take back, such as step times and memory, go on unchanged.
         """
         self._works.clear()
         checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
