@@ -2,11 +2,11 @@
 
     layout      tables, schema, how columns are packed
     writer      Store: what a daemon writes, queued and then in one transaction
-    reader      History: what everybody reads, live or ended
-    thinning    what stays of steps that are far behind
-    retention   which files are to go
+    reader      History: what all readers use, live or ended
+    thinning    which old steps are kept
+    retention   which files are deleted
 
-One file a run, so that a damaged one costs one run, and old ones go by unlink.
+Each run has its own file, so that damage costs one run, and old runs are deleted by unlink.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""What is in a history file, and how it is packed.
+"""The content of a history file, and how it is packed.
 
     meta         key -> value: schema version, run, run id
     attempts     number, when it began and ended, the hello of its first rank
     chunks       closed steps: one row holds up to 256 steps of one rank (-1: the run), zlib over msgpack columns;
                  since schema 3 those far behind are thinned, level by level, and then hold up to 2,048
     layers       layer statistics of one step
-    incidents    one row an incident, replaced as it changes
-    readings     GPUs and host, by the clock: up to 256 readings of one of them a row, packed as steps are
-    job_incidents  the same of a job over several nodes, where this node was its coordinator
-    events       what happened: ranks come and go, phases, snapshots, rollbacks; the same thing told twice is one row
+    incidents    one row per incident, replaced as it changes
+    readings     GPUs and host, by the clock: one row holds up to 256 readings of one of them, packed like steps
+    job_incidents  incidents of a job over several nodes, where this node was its coordinator
+    events       what happened: ranks come and go, phases, snapshots, rollbacks; an event reported twice is one row
 
-(`readings` and `job_incidents` came without a change of schema: a file from before has none, and an older version
-passes them over.)
+(`readings` and `job_incidents` came without a change of schema: an older file has none, and an older version
+ignores them.)
 
-And what a daemon needs to go on where another one was killed, since schema 2:
+Since schema 2, also what a daemon needs to go on where another one was killed:
 
     ranks        last hello of each rank, its process on this node, and whether it said goodbye
     tables       layer tables by digest
-    states       one row an attempt: the rules' state and the rollbacks, as they were at the last change
+    states       one row per attempt: the rules' state and the rollbacks, as they were at the last change
     checkpoints  the older states that the rules can go back to after a rollback
 
 SQLite has no NaN (it stores NULL); packed float64 has.
@@ -39,13 +39,13 @@ from sentinel.runs.steps import LayerStats
 
 SCHEMA = 3
 READABLE = frozenset({"1", "2", "3"})
-"""Schemas that this version reads. A file of schema 1 lacks the tables of restarting, one of schema 2 the levels of
+"""Schemas that this version reads. A file of schema 1 lacks the tables for restarting, one of schema 2 the levels of
 thinning; a writer adds them to it."""
 CHUNK_STEPS = 256
 CHUNK_VALUES = 16_384
-"""In a chunk of many columns, which has fewer steps: it takes 10 ms to pack."""
+"""Values in a chunk, at most, so that one of many columns has fewer steps: packing so many takes 10 ms."""
 RUN = -1
-"""In the place of a rank: values of the run."""
+"""Stands in the place of a rank's number: values of the run."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) STRICT, WITHOUT ROWID;
@@ -75,31 +75,31 @@ ADDED = (("chunks", "level", "INTEGER NOT NULL DEFAULT 0"),)
 
 
 LARGEST_BODY, LARGEST_RATIO = 8 * 1024**2, 64
-"""Bytes that a packed row may unpack to: so many, and so many for each byte that it has. Columns of 2,048 steps that
-never change pack a thousandfold, and are under the first."""
+"""Bytes that a packed row may unpack to, at most: so many, plus so many for each of its bytes. Columns of 2,048 steps
+that never change pack a thousandfold, and are under the first number."""
 _DOUBLE = 8
-"""Bytes of a value, or a time."""
+"""Bytes of a value, or of a time."""
 FARTHEST = 2**53
-"""Steps and seqs are closer to 0 than this: what is not is damage."""
+"""Bound on the magnitude of steps and seqs: a larger one is damage."""
 
 
 class Damaged(ValueError):
-    """A row that no writer wrote so."""
+    """Raised for a row that no writer wrote like this."""
 
 
 class Chunk(msgspec.Struct):
-    """Columns of up to 256 steps. A column is (float64 values, uint16 rows that have one; empty: all)."""
+    """Columns of up to 256 steps. A column is (float64 values, uint16 rows that have one; empty: all rows)."""
 
     seqs: bytes
     times: bytes
     columns: dict[str, tuple[bytes, bytes]]
 
     def steps(self) -> array[int]:
-        """The seqs."""
+        """Return the seqs of the steps."""
         return unpack_column("q", self.seqs)
 
     def rows(self) -> list[tuple[int, float, dict[str, float]]]:
-        """(seq, time, values by signal) of each step."""
+        """Return (seq, time, values by signal) of each step."""
         seqs, times = unpack_column("q", self.seqs), unpack_column("d", self.times)
         values: list[dict[str, float]] = [{} for _ in seqs]
         for name, (column, at) in self.columns.items():
@@ -111,12 +111,13 @@ class Chunk(msgspec.Struct):
 
 
 def pack_chunk(chunk: Chunk) -> bytes:
-    """As it is stored."""
+    """Return a chunk as it is stored."""
     return zlib.compress(msgspec.msgpack.encode(chunk), 1)
 
 
 def unpack_chunk(body: bytes) -> Chunk:
-    """As it was. Raises Damaged, zlib.error, or what msgspec raises, where it is damaged: from then on, it is sound."""
+    """Return a chunk that was packed; what is returned is sound. Raises Damaged, zlib.error, or what msgspec raises, if
+    it is damaged."""
     chunk = msgspec.msgpack.decode(inflate(body), type=Chunk)
     seqs = chunk.steps()
     count = len(seqs)
@@ -130,7 +131,8 @@ def unpack_chunk(body: bytes) -> Chunk:
 
 
 def inflate(body: bytes) -> bytes:
-    """Unpack, up to what a writer packs. Raises Damaged above that: a few bytes can unpack to gigabytes."""
+    """Unpack a body, up to the size that a writer packs. Raises Damaged above that: a few bytes can unpack to
+    gigabytes."""
     unpacking = zlib.decompressobj()
     most = LARGEST_BODY + LARGEST_RATIO * len(body)
     content = unpacking.decompress(body, most)
@@ -140,10 +142,10 @@ def inflate(body: bytes) -> bytes:
 
 
 def pack_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[bytes, bytes]]:
-    """Rows as the columns of a chunk."""
+    """Return rows as the columns of a chunk."""
     counts = Counter(itertools.chain.from_iterable(rows))
     whole = list(counts.values()).count(len(rows))
-    # In a fast loop one row of 32 has what the others lack: the others are not asked for it.
+    # In a fast loop one row of 32 has signals that the others lack, so only such rows are searched for them.
     more = [(number, row) for number, row in enumerate(rows) if len(row) > whole]
     return {
         name: (array("d", [row[name] for row in rows]).tobytes(), b"") if count == len(rows) else _partly(name, more)
@@ -165,13 +167,13 @@ class _PackedLayers(msgspec.Struct):
 
 
 def pack_layers(layers: LayerStats) -> bytes:
-    """As they are stored."""
+    """Return layer statistics as they are stored."""
     stats = {name: values.tobytes() for name, values in layers.stats.items()}
     return zlib.compress(msgspec.msgpack.encode(_PackedLayers(layers.names, stats, layers.present)), 1)
 
 
 def unpack_layers(body: bytes) -> LayerStats:
-    """As they were. Raises as `unpack_chunk` does."""
+    """Return layer statistics that were packed. Raises as `unpack_chunk` does."""
     packed = msgspec.msgpack.decode(inflate(body), type=_PackedLayers)
     layers = LayerStats(packed.names, {k: unpack_column("f", v) for k, v in packed.stats.items()}, packed.present)
     if {len(layers.present), *map(len, layers.stats.values())} != {len(layers.names)}:
@@ -180,13 +182,13 @@ def unpack_layers(body: bytes) -> LayerStats:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite says that the file is no database, or none that is whole. Anything else may pass: a lock, a full
-    disk, a descriptor too few."""
+    """Return whether SQLite reports that the file is no database, or a damaged one. Any other error may pass: a lock, a
+    full disk, a missing descriptor."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def unpack_column(typecode: Any, body: bytes) -> array[Any]:
-    """A packed column. `typecode` as in the `array` module. Raises Damaged where it is cut."""
+    """Return a packed column as an array. `typecode` as in the `array` module. Raises Damaged where it is cut short."""
     values: array[Any] = array(typecode)
     if len(body) % values.itemsize:
         raise Damaged(f"a column of {len(body)} bytes")

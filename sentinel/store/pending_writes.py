@@ -1,7 +1,7 @@
-"""What was given to a history and is not in its file yet: statements, and chunks of samples that still grow.
+"""What was handed to a history and is not in its file yet: statements, and chunks of samples that still grow.
 
-The file may be locked, or the disk full, for longer than memory lasts. What is held is bounded, and given up by kind:
-samples before what happened, what happened before who was there. What was given up is counted by kind.
+The file may be locked, or the disk full, for longer than memory lasts. What is held is bounded, and dropped by kind:
+samples before events, events before the ranks that were there. What was dropped is counted by kind.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 from sentinel.store.layout import CHUNK_STEPS, CHUNK_VALUES, RUN, Chunk, pack_chunk, pack_columns
 
 HELD_BYTES = 32 * 1024 * 1024
-"""Of one run. While the disk is full that is some three hours of 64 ranks at one step a second."""
+"""Bytes held for one run, at most. While the disk is full that is some three hours of 64 ranks at one step per
+second."""
 _ROW_BYTES = 200
-"""What a statement takes in memory beside its texts and blobs, about."""
+"""Approximate bytes of memory that a statement takes beside its texts and blobs."""
 
 KINDS = ("ranks", "incidents", "states", "events", "steps", "steps of ranks", "readings", "layers")
-"""What is written, and in which order. What does not fit is taken from the last kind first, the oldest of it before the
-newer. `ranks` are attempts, their ranks and their layer tables."""
+"""The kinds of rows, in the order in which they are written. What does not fit is taken from the last kind first, the
+oldest of it before the newer. `ranks` are attempts, their ranks and their layer tables."""
 VITAL = frozenset({"ranks", "incidents", "events"})
-"""Kinds that are written by themselves where all of it does not fit on the disk."""
+"""Kinds that are written alone where the disk has no room for everything."""
 
 Whose = int | str
 """A rank's number, `RUN`, or a device: `gpu 0`, `node trainer-3`."""
@@ -38,20 +39,20 @@ class Write(NamedTuple):
     kind: str
     """One of `KINDS`."""
     key: tuple[Any, ...]
-    """A later write of the same kind and key takes the place of an earlier one."""
+    """A later write of the same kind and key replaces an earlier one."""
     statement: str
     values: tuple[Any, ...]
     rows: int = 1
-    """How many are lost without it: a chunk has up to 256."""
+    """Rows that are lost without it: a chunk has up to 256."""
 
     @property
     def nbytes(self) -> int:
-        """That it takes in memory, about."""
+        """Approximate bytes that it takes in memory."""
         return _ROW_BYTES + sum(len(value) for value in self.values if isinstance(value, bytes | str))
 
 
 class _OpenChunk:
-    """A chunk that still grows: rows as they came. It is turned into columns once a flush, not value by value."""
+    """A chunk that still grows: rows as they came. They are turned into columns once per flush, not value by value."""
 
     def __init__(self) -> None:
         self.seqs, self.times = array("q"), array("d")
@@ -61,11 +62,11 @@ class _OpenChunk:
 
     @property
     def full(self) -> bool:
-        """Whether the next row begins another."""
+        """Whether the next row begins another chunk."""
         return len(self.rows) >= CHUNK_STEPS or self.values >= CHUNK_VALUES
 
     def copy(self) -> _OpenChunk:
-        """As it is now; its rows are shared, and never change."""
+        """Return a copy of its present state; its rows are shared, and never change."""
         other = _OpenChunk()
         other.seqs, other.times, other.rows = self.seqs[:], self.times[:], self.rows[:]
         return other
@@ -90,8 +91,8 @@ class PendingWrites:
             self._put(write)
 
     def append(self, attempt: int, whose: Whose, seq: int, time: float, values: Mapping[str, float]) -> bool:
-        """Take a row of samples into its chunk; answer whether the chunk is full by that. More of the step
-        that came last becomes part of its row."""
+        """Add a row of samples to its chunk; return whether that filled the chunk. Further values of the last step
+        become part of its row."""
         with self._lock:
             chunk = self._open.get((attempt, whose)) or self._open.setdefault((attempt, whose), _OpenChunk())
             if isinstance(whose, int) and chunk.seqs and chunk.seqs[-1] == seq:
@@ -110,17 +111,17 @@ class PendingWrites:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Rows that were given up so far, by kind."""
+        """Number of rows that were dropped so far, by kind."""
         with self._lock:
             return self._dropped.copy()
 
     def count(self, kinds: Collection[str]) -> int:
-        """How many statements of these kinds wait."""
+        """Return how many statements of these kinds wait."""
         with self._lock:
             return sum(len(self._queues[kind]) for kind in kinds)
 
     def take(self) -> list[Write]:
-        """All that is to be written, kind by kind: the queues, and the chunks that grew since the last time."""
+        """Take all that is to be written, kind by kind: the queues, and the chunks that grew since the last time."""
         with self._lock:
             grown = [(attempt, whose, chunk.copy()) for (attempt, whose), chunk in self._open.items() if chunk.dirty]
             for chunk in self._open.values():
@@ -129,7 +130,11 @@ class PendingWrites:
             for queue in self._queues.values():
                 queue.clear()
             self._bytes = 0
-        for attempt, whose, chunk in grown:  # without the lock: who appends meanwhile does not wait for all of them
+        for (
+            attempt,
+            whose,
+            chunk,
+        ) in grown:  # without the lock, so that threads that append do not wait
             write = _chunk_write(attempt, whose, chunk)
             queued[write.kind].append(write)
         return [write for writes in queued.values() for write in writes]
@@ -147,12 +152,12 @@ class PendingWrites:
             self._shrink()
 
     def drop(self, write: Write) -> None:
-        """Give up what will never fit into the file."""
+        """Drop a write that will never fit into the file."""
         with self._lock:
             self._dropped[write.kind] += write.rows
 
     def _still_grows(self, write: Write) -> bool:
-        """Whether a chunk is to be packed again from its rows, which are all there."""
+        """Return whether a chunk will be packed again from its rows, which are all present."""
         if write.statement not in (_READINGS, _CHUNKS):
             return False
         attempt, whose, _ = write.key

@@ -1,4 +1,4 @@
-"""Reads a run's history, live or ended, without disturbing a daemon that writes it."""
+"""Read a run's history, live or ended, without disturbing a daemon that writes it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from sentinel.store.layout import (
 from sentinel.text import UNRESOLVED, present
 
 FIRST = -(2**62)
-"""Before any step; those of imported logs may be negative."""
+"""A seq before any step; steps of imported logs may be negative."""
 AT_A_TIME = 16
-"""Chunks: 4,096 steps."""
+"""Chunks that are read at a time: 4,096 steps."""
 MOST_UNPACKED, MOST_RATIO = 128 * 1024**2, 32
-"""Bytes that a history may unpack to while it is read: so many, and so many for each packed byte. Losses, norms and
+"""Bytes that a history may unpack to while it is read: so many, plus so many for each packed byte. Losses, norms and
 times do not pack tenfold."""
 _TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
-"""Those of each schema. Where one is a view, it is no writer's, and may have any number of rows."""
+"""Tables of every schema. A file with a view in place of one was not written by Sentinel, and may have any number of
+rows."""
 
 _Step = Annotated[int, msgspec.Meta(gt=-FARTHEST, lt=FARTHEST)]
 _Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
@@ -47,7 +48,7 @@ _Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
 
 
 class _Hello(msgspec.Struct):
-    """What is relied upon of an attempt's hello."""
+    """The fields of an attempt's hello that are relied upon."""
 
     step_offset: _Step = 0
     facts: dict[str, Any] = {}
@@ -76,7 +77,7 @@ class _Layer(msgspec.Struct):
 
 
 class _Incident(msgspec.Struct):
-    """What is relied upon of an incident. What an older version did not write has a default."""
+    """The fields of an incident that are relied upon. Those that an older version did not write have a default."""
 
     id: str = ""
     run: str = ""
@@ -102,7 +103,7 @@ class _Incident(msgspec.Struct):
 
 class _JobIncident(_Incident):
     own: list[str] = []
-    """The cases of this node that it is made of."""
+    """Ids of the cases of this node that it consists of."""
 
 
 class _Rollback(msgspec.Struct):
@@ -112,7 +113,7 @@ class _Rollback(msgspec.Struct):
 
 
 class StoredEvent(msgspec.Struct, frozen=True):
-    """Something that happened once."""
+    """An event that happened once."""
 
     time: float
     attempt: int
@@ -133,14 +134,14 @@ class KeptRank(msgspec.Struct, frozen=True):
     """A rank as the last daemon knew it."""
 
     hello: bytes
-    """As it came over the wire."""
+    """The hello as it came over the wire."""
     process: int
     gone: bool
-    """It said goodbye."""
+    """Whether it said goodbye."""
 
 
 def is_blank(path: Path) -> bool:
-    """Whether a history holds no table: the disk was full as it was begun."""
+    """Return whether a history has no table: the disk was full when it was begun."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
@@ -161,7 +162,7 @@ class History:
         except sqlite3.Error as error:
             kind = DamageError if is_damage(error) else ConfigError
             raise kind(f"{path}: not a history that can be read ({error})") from None
-        except UnicodeDecodeError as error:  # SQLite's own words may hold the damaged bytes
+        except UnicodeDecodeError as error:  # SQLite's message may hold the damaged bytes
             raise DamageError(f"{path}: not a history that can be read ({error})") from None
         if meta.get("schema") not in READABLE:
             raise ConfigError(f"{path}: history of schema {meta.get('schema')}, this version reads {SCHEMA}")
@@ -182,15 +183,15 @@ class History:
             raise DamageError(f"{self.path}: the history is damaged ({error})") from None
 
     def attempts(self) -> list[tuple[int, float, float | None]]:
-        """(number, began, ended) of each attempt; ended is None while it runs, or if its end was not seen."""
+        """Return (number, began, ended) of each attempt; ended is None while it runs, or if its end was not seen."""
         rows = self._database.execute("SELECT number, began, ended FROM attempts ORDER BY number").fetchall()
         return msgspec.convert(rows, list[tuple[int, _Time, _Time | None]])
 
     def lifetime(self, *, over: bool) -> tuple[float, float]:
-        """(when it began in Unix seconds, seconds that it took): from the first attach to the last rank's goodbye, over
-        all attempts with what is between them. Every command, the page and the report show this figure.
+        """Return (when the run began in Unix seconds, its length in seconds): from the first attach to the last rank's
+        goodbye, over all attempts and the gaps between them. Every command, the page and the report show this figure.
 
-        `over`: nobody watches it any more. Where its end was not seen, it took to the last that is known of it.
+        `over`: it is no longer watched. Where its end was not seen, it counts up to the last time that is known of it.
         """
         attempts = self.attempts()
         if not attempts:
@@ -207,12 +208,13 @@ class History:
         return max([*times, *(event.time for event in self.events() if event.attempt == attempt)], default=0.0)
 
     def facts(self, attempt: int) -> dict[str, Any]:
-        """What the first rank of an attempt said of the run, and as what it has been judged since."""
+        """Return the facts from the hello of an attempt's first rank, and what kind of run it has been judged as
+        since."""
         judged = [event.detail["judged_as"] for event in self.events("judged") if event.attempt == attempt]
         return {**self._hello(attempt).facts, **({"judged_as": judged[-1]} if judged else {})}
 
     def step_offset(self, attempt: int) -> int:
-        """The user's step of seq 0."""
+        """Return the user's step of seq 0."""
         return self._hello(attempt).step_offset
 
     def _hello(self, attempt: int) -> _Hello:
@@ -220,35 +222,35 @@ class History:
         return next((msgspec.msgpack.decode(hello, type=_Hello) for (hello,) in rows if hello), _Hello())
 
     def series(self, name: str, *, attempt: int = 0, rank: int = RUN) -> Series:
-        """One signal over all steps that have it."""
+        """Return one signal over all steps that have it."""
         return _series(self._chunks(attempt, rank), (name,))[name]
 
     def columns(self, names: Sequence[str], *, attempt: int = 0, rank: int = RUN) -> dict[str, Series]:
-        """Several signals, each over all steps that have it; signals never seen are left out."""
+        """Return several signals, each over all steps that have it; signals never seen are left out."""
         found = _series(self._chunks(attempt, rank), names)
         return {name: series for name, series in found.items() if series.seqs}
 
     def rows(self, *, attempt: int = 0, rank: int = RUN) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """(seq, time, values by signal) of each step that is kept, in order."""
+        """Yield (seq, time, values by signal) of each step that is kept, in order."""
         for chunk in self._chunks(attempt, rank):
             yield from chunk.rows()
 
     def signals(self, *, attempt: int = 0, rank: int = RUN) -> list[str]:
-        """Names of the signals that were seen."""
+        """Return the names of the signals that were seen."""
         return list(dict.fromkeys(name for chunk in self._chunks(attempt, rank) for name in chunk.columns))
 
     def devices(self, *, attempt: int = 0) -> list[str]:
-        """What was read by the clock: `gpu 0`, `node trainer-3`."""
+        """Return the devices that were read by the clock: `gpu 0`, `node trainer-3`."""
         return sorted({entity for (entity,) in self._read_rows("readings", "DISTINCT entity", attempt)})
 
     def readings(self, name: str, device: str, *, attempt: int = 0) -> Series:
-        """One signal of a device. The seqs are those of the last step before each reading; they repeat."""
+        """Return one signal of a device. The seqs are those of the last step before each reading; they repeat."""
         bodies = self._read_rows("readings", "body, entity", attempt, "ORDER BY first_time")
         found = msgspec.convert(bodies, list[tuple[bytes, str]])
         return _series([self._chunk(body) for body, entity in found if entity == device], (name,))[name]
 
     def layers(self, *, attempt: int = 0, after: int = -1) -> list[tuple[int, LayerStats]]:
-        """(seq, statistics of all layers) of the steps after `after`, in order."""
+        """Return (seq, statistics of all layers) of the steps after `after`, in order."""
         query = "SELECT seq, body FROM layers WHERE attempt = ? AND seq > ? ORDER BY seq"
         found = []
         for row in self._database.execute(query, (attempt, after)):
@@ -259,13 +261,13 @@ class History:
         return found
 
     def last_seq(self, attempt: int) -> int:
-        """The last step that is kept; -1 where there is none."""
+        """Return the seq of the last step that is kept; -1 where there is none."""
         query = "SELECT max(last_seq) FROM chunks WHERE attempt = ? AND rank = ?"
         ((found,),) = self._database.execute(query, (attempt, RUN)).fetchall()
         return -1 if found is None else int(found)
 
     def steps(self, *, attempt: int = 0, after: int = -1) -> Iterator[RunStep]:
-        """The closed steps after `after`, in order, as they were judged: with ranks and layers."""
+        """Yield the closed steps after `after`, in order, as they were judged: with ranks and layers."""
         layers = dict(self.layers(attempt=attempt, after=after))
         apart: dict[int, dict[int, dict[str, float]]] = {}
         query = "SELECT DISTINCT rank FROM chunks WHERE attempt = ? AND rank != ?"
@@ -279,7 +281,7 @@ class History:
                     yield RunStep(seq, time, apart.pop(seq, {0: values}), values, layers.pop(seq, None))
 
     def incidents(self) -> list[dict[str, Any]]:
-        """All incidents of this node, in the order in which they fired."""
+        """Return all incidents of this node, in the order in which they fired."""
         return self._read_incidents("incidents", _Incident)
 
     def _read_incidents(self, table: str, kind: type[_Incident]) -> list[dict[str, Any]]:
@@ -293,8 +295,8 @@ class History:
         return cases
 
     def final_incidents(self) -> list[dict[str, Any]]:
-        """All incidents of a run that has ended: each has `over`, and what fired until then is unresolved. Of a job
-        over several nodes whose coordinator was here, the job's, with the evidence of this node."""
+        """Return all incidents of a run that has ended: each has `over`, and those still firing then are unresolved.
+        For a job over several nodes whose coordinator was here, the job's incidents, with the evidence of this node."""
         own = {case["id"]: case for case in self.incidents()}
         job = self._read_incidents("job_incidents", _JobIncident) if "job_incidents" in self._tables else []
         for case in job:
@@ -305,12 +307,12 @@ class History:
         return [case | {"state": state, "over": True} for case, state in ended]
 
     def incident_count(self) -> int:
-        """How many there were."""
+        """Return the number of incidents."""
         ((found,),) = self._database.execute("SELECT count(*) FROM incidents")
         return int(found)
 
     def events(self, kind: str | None = None) -> list[StoredEvent]:
-        """What happened, in order of time."""
+        """Return the events, in order of time."""
         rows = self._database.execute("SELECT time, attempt, seq, kind, body FROM events ORDER BY rowid")
         found = msgspec.convert(rows.fetchall(), list[tuple[_Time, int, _Step, str, bytes]])
         return [
@@ -320,7 +322,7 @@ class History:
         ]
 
     def events_after(self, row: int, limit: int) -> list[tuple[int, StoredEvent]]:
-        """(row, event) of the first so many that came after a row, in order of time."""
+        """Return (row, event) of the first `limit` events that came after a row, in order of time."""
         query = "SELECT rowid, time, attempt, seq, kind, body FROM events WHERE rowid > ? ORDER BY rowid LIMIT ?"
         found = msgspec.convert(
             self._database.execute(query, (row, limit)).fetchall(), list[tuple[int, _Time, int, _Step, str, bytes]]
@@ -331,42 +333,44 @@ class History:
         ]
 
     def span_mark(self) -> str:
-        """How far spans of this run were sent, as `Store.mark_spans` was told; empty: none were."""
+        """Return how far spans of this run were sent, as recorded by `RunRecords.mark_spans`; empty: none were sent."""
         found = self._database.execute("SELECT value FROM meta WHERE key = 'spans'").fetchone()
         return str(found[0]) if found else ""
 
     def rollbacks(self) -> list[tuple[int, int, int]]:
-        """(attempt, seq it went back to, seq it came from) of each rollback that was carried out, in order of time."""
+        """Return (attempt, seq it went back to, seq it came from) of each rollback that was carried out, in order of
+        time."""
         found = [(event.attempt, msgspec.convert(event.detail, _Rollback)) for event in self.events("rollback")]
         return [(attempt, one.to, one.at) for attempt, one in found if one.ok]
 
-    # What a daemon goes on from.
+    # What a restarted daemon goes on from.
 
     def ranks(self, attempt: int) -> dict[int, KeptRank]:
-        """The ranks of an attempt."""
+        """Return the ranks of an attempt."""
         rows = self._read_rows("ranks", "rank, hello, process, gone", attempt)
         return {rank: KeptRank(hello, process, bool(gone)) for rank, hello, process, gone in rows}
 
     def tables(self, attempt: int) -> dict[str, bytes]:
-        """Layer tables by digest, as they came over the wire."""
+        """Return layer tables by digest, as they came over the wire."""
         return dict(self._read_rows("tables", "digest, body", attempt))
 
     def state(self, attempt: int) -> tuple[int, bytes] | None:
-        """(seq, state) as the daemon last wrote it."""
+        """Return (seq, state) as the daemon last wrote it; None where there is none."""
         return next(iter(self._read_rows("states", "seq, body", attempt)), None)
 
     def checkpoints(self, attempt: int) -> list[tuple[int, bytes]]:
-        """(seq, state of the rules), rising."""
+        """Return (seq, state of the rules), rising."""
         return sorted(self._read_rows("checkpoints", "seq, body", attempt))
 
     def _read_rows(self, table: str, columns: str, attempt: int, order: str = "") -> list[Any]:
-        if table not in self._tables:  # a file from before
+        if table not in self._tables:  # a file of an older version
             return []
         query = f"SELECT {columns} FROM {table} WHERE attempt = ? {order}"
         return self._database.execute(query, (attempt,)).fetchall()
 
     def _chunks(self, attempt: int, rank: int, after: int = -1) -> Iterator[Chunk]:
-        """Read some at a time: while a query is open the write-ahead log only grows, and the reader may be slow."""
+        """Read a few chunks at a time: while a query is open the write-ahead log only grows, and the reader may be
+        slow."""
         query = (
             "SELECT first_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? AND first_seq > ? "
             "ORDER BY first_seq LIMIT ?"
@@ -382,7 +386,7 @@ class History:
         return chunk
 
     def _count(self, packed: int, unpacked: int) -> None:
-        """Raises Damaged where the file unpacks to far more than runs do."""
+        """Raise Damaged where the file unpacks to far more than a run's history does."""
         self._unpackable += MOST_RATIO * packed - unpacked
         if self._unpackable < 0:
             raise Damaged(f"it unpacks to far more than its {self.path.stat().st_size} bytes can be of a run")

@@ -1,4 +1,4 @@
-"""What is recorded of one run: statements for its history, and samples for the chunks of it."""
+"""Record a run: statements for its history, and samples for its chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sentinel.store.layout import RUN, pack_layers
 from sentinel.store.pending_writes import PendingWrites, Whose, Write
 
 STANDING_INCIDENTS = 256
-"""The newest incidents, at some 20 kB each, that a history which takes the place of a damaged one begins with."""
+"""The newest incidents, at some 20 kB each, that a history which replaces a damaged one begins with, at most."""
 _EVENT = """
 INSERT INTO events SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS
     (SELECT 1 FROM events WHERE attempt = ? AND kind = ? AND seq = ? AND body = ?)
@@ -28,9 +28,9 @@ class RunRecords:
         self._pending = pending
         self._numbers = itertools.count()
         self.standing: dict[tuple[str, ...], Write] = {}
-        """Rows that a history which takes the place of a damaged one begins with."""
+        """Rows that a history which replaces a damaged one begins with."""
         self._incidents: dict[tuple[str, str], None] = {}
-        """Those in `standing`, the oldest first."""
+        """Keys of the incidents in `standing`, the oldest first."""
         self.checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of the checkpoints that are in the file."""
         self.newest = (0, -1)
@@ -39,8 +39,8 @@ class RunRecords:
         """Whether a chunk has been filled since the file was thinned."""
 
     def begin_attempt(self, number: int, hello: bytes, began: float | None = None) -> None:
-        """An attempt began, now or in Unix seconds; `hello` as it came over the wire. States of older ones are of no
-        use any more."""
+        """Record that an attempt began, now or at Unix seconds; `hello` as it came over the wire. States of older
+        attempts are no longer needed, and deleted."""
         insert = "INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)"
         row = number, time.time() if began is None else began, hello
         self._stand(("attempt",), Write("ranks", ("attempt", number), insert, row))
@@ -50,12 +50,12 @@ class RunRecords:
             self._write(kind, ("former", table), f"DELETE FROM {table} WHERE attempt < ?", number)
 
     def end_attempt(self, number: int, ended: float | None = None) -> None:
-        """All ranks of an attempt are gone, since now or a moment in Unix seconds."""
+        """Record that all ranks of an attempt are gone, since now or since a time in Unix seconds."""
         at = time.time() if ended is None else ended
         self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", at, number)
 
     def add_rank(self, attempt: int, rank: int, *, process: int, hello: bytes) -> None:
-        """A rank arrived, or came back: the attempt has not ended."""
+        """Record that a rank arrived or came back: the attempt has not ended."""
         self._write("ranks", ("ended", attempt), "UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
         insert = "INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)"
         self._stand(
@@ -63,17 +63,18 @@ class RunRecords:
         )
 
     def record_goodbye(self, attempt: int, rank: int) -> None:
-        """A rank said goodbye."""
+        """Record that a rank said goodbye."""
         update = "UPDATE ranks SET gone = 1 WHERE attempt = ? AND rank = ?"
         self._write("ranks", ("gone", attempt, rank), update, attempt, rank)
 
     def add_layer_table(self, attempt: int, digest: str, body: bytes) -> None:
-        """A layer table, as it came over the wire."""
+        """Record a layer table, as it came over the wire."""
         insert = "INSERT OR IGNORE INTO tables VALUES (?, ?, ?)"
         self._stand(("table", digest), Write("ranks", ("table", attempt, digest), insert, (attempt, digest, body)))
 
     def keep_state(self, attempt: int, seq: int, body: bytes, checkpoints: Sequence[tuple[int, bytes]]) -> None:
-        """What another daemon would go on from, after step `seq`. `checkpoints`: all of them; new ones are added."""
+        """Record the state after step `seq`, from which another daemon would go on. `checkpoints`: all of them; new
+        ones are added to the file."""
         insert = "INSERT OR REPLACE INTO states VALUES (?, ?, ?)"
         self._write("states", ("state", attempt), insert, attempt, seq, body)
         wanted = {(attempt, at): state for at, state in checkpoints}
@@ -86,7 +87,8 @@ class RunRecords:
         self.checkpoints = set(wanted)
 
     def add_step(self, attempt: int, step: RunStep) -> None:
-        """A closed step. Ranks apart only where there are several: of rank 0 alone, the run's values are its own."""
+        """Record a closed step. Ranks are recorded separately only where there are several: with rank 0 alone, the
+        run's values are its own."""
         self.newest = (attempt, step.seq)
         self._append(attempt, RUN, step.seq, step.time, step.run)
         if step.ranks.get(0) != step.run or len(step.ranks) > 1:
@@ -98,20 +100,20 @@ class RunRecords:
             self._write("layers", (attempt, step.seq), insert, attempt, step.seq, body)
 
     def add_reading(self, attempt: int, device: str, seq: int, time: float, values: Mapping[str, float]) -> None:
-        """A GPU or the host as it was read, after step `seq`."""
+        """Record a reading of a GPU or the host after step `seq`."""
         self._append(attempt, device, seq, time, values)
 
     def put_incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
-        """An incident as it is now."""
+        """Record the present form of an incident."""
         self._put_incident("incidents", identity, seq, body)
 
     def put_job_incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
-        """An incident of the job over several nodes as it is now."""
+        """Record the present form of an incident of the job over several nodes."""
         self._put_incident("job_incidents", identity, seq, body)
 
     def _put_incident(self, table: str, identity: str, seq: int, body: dict[str, Any]) -> None:
         key, packed = (table, identity), msgspec.msgpack.encode(body)
-        self.standing.pop(key, None)  # the newest is the last
+        self.standing.pop(key, None)  # so that the newest is the last
         insert = f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)"
         self._stand(key, Write("incidents", key, insert, (identity, seq, packed)))
 
@@ -122,17 +124,18 @@ class RunRecords:
             del self._incidents[oldest], self.standing[oldest]
 
     def add_event(self, attempt: int, seq: int, kind: str, **detail: Any) -> None:
-        """Something that happened once; what a rank tells again, because a daemon was killed, is known already."""
+        """Record something that happened once; what a rank sends again because a daemon was killed is recorded
+        already."""
         body = msgspec.msgpack.encode(detail)
-        key = (next(self._numbers),)  # in order: the statement finds an event that was recorded twice
+        key = (next(self._numbers),)  # in order: the statement recognises an event that was recorded twice
         self._write("events", key, _EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
 
     def mark_spans(self, progress: str) -> None:
-        """How far spans of this run were sent."""
+        """Record how far spans of this run were sent."""
         self._write("events", ("spans",), "INSERT OR REPLACE INTO meta VALUES ('spans', ?)", progress)
 
     def _stand(self, key: tuple[str, ...], write: Write) -> None:
-        """Write what a history cannot do without."""
+        """Write a row that a history must have, and keep it in `standing`."""
         self.standing[key] = write
         self._pending.add(write)
 

@@ -1,4 +1,4 @@
-"""Histories that are to go: bounded in age and in size. A run is a file, so that one goes by unlink.
+"""Delete old histories: they are bounded in age and in size. A run is one file, so it is deleted by unlink.
 
 A history that is open, or was written in the last hour, stays: a killed daemon that is started again goes on with it.
 """
@@ -17,7 +17,7 @@ from sentinel.node import paths
 
 YOUNG_SECONDS = 3600.0
 SIDES = ("", "-wal", "-shm", "-journal")
-"""What SQLite keeps beside a database (sqlite.org/tempfiles.html)."""
+"""Suffixes of a database and of the files that SQLite keeps beside it (sqlite.org/tempfiles.html)."""
 PATTERNS = ("*.sqlite", "*.sqlite.damaged-*")
 
 
@@ -26,7 +26,7 @@ class StoredHistory(msgspec.Struct, frozen=True):
 
     path: Path
     bytes: int
-    """With the files beside it."""
+    """Bytes, including the files beside it."""
     modified: float
     """Unix seconds."""
 
@@ -39,7 +39,7 @@ class Doomed(msgspec.Struct, frozen=True):
 
 
 def list_histories(folder: Path) -> list[StoredHistory]:
-    """The histories in a folder, damaged ones that were moved aside among them, the oldest first."""
+    """Return the histories in a folder, including damaged ones that were moved aside, the oldest first."""
     found = [
         _measure_file(path)
         for pattern in PATTERNS
@@ -50,7 +50,7 @@ def list_histories(folder: Path) -> list[StoredHistory]:
 
 
 def list_kept() -> list[StoredHistory]:
-    """All histories of this node that can be listed, the one last written to at the end."""
+    """Return all histories of this node that can be listed, in order of their last write."""
     found = [one for folder in paths.history_folders() for one in list_histories(folder)]
     return sorted(found, key=lambda one: one.modified)
 
@@ -58,7 +58,8 @@ def list_kept() -> list[StoredHistory]:
 def list_doomed(
     histories: Iterable[StoredHistory], *, max_age: float, max_bytes: float, now: float | None = None
 ) -> list[Doomed]:
-    """Histories older than `max_age` seconds, and the oldest of the rest until at most `max_bytes` remain."""
+    """Return the histories older than `max_age` seconds, and the oldest of the rest that must go so that at most
+    `max_bytes` remain."""
     now = time.time() if now is None else now
     found, rest = list[Doomed](), list[StoredHistory]()
     for one in sorted(histories, key=lambda one: one.modified):
@@ -76,7 +77,7 @@ def list_doomed(
 
 
 def remove(path: Path) -> bool:
-    """Delete a history and its write-ahead files; False if it is open, or cannot be deleted."""
+    """Delete a history and its write-ahead files; return False if it is open, or cannot be deleted."""
     if in_use(path):
         return False
     try:
@@ -88,13 +89,14 @@ def remove(path: Path) -> bool:
 
 
 def prune(folder: Path, *, max_age: float, max_bytes: float) -> list[Doomed]:
-    """Delete what is over the limits in a folder; answers what is gone."""
+    """Delete what is over the limits in a folder; return what was deleted."""
     over = list_doomed(list_histories(folder), max_age=max_age, max_bytes=max_bytes)
     return [one for one in over if remove(one.kept.path)]
 
 
 def in_use(path: Path) -> bool:
-    """Whether a daemon, or a reader, has it open. Only the last one can fold a write-ahead log into its file."""
+    """Return whether a daemon or a reader has it open. Only a process that alone has it open can fold a write-ahead log
+    into its file."""
     try:
         uri = f"{path.absolute().as_uri()}?mode=rw"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=0)) as database:
@@ -103,7 +105,7 @@ def in_use(path: Path) -> bool:
     except sqlite3.OperationalError as error:
         return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
     except sqlite3.DatabaseError:
-        return False  # damaged: it cannot be in use
+        return False  # damaged, so not in use
 
 
 def _measure_file(path: Path) -> StoredHistory | None:
@@ -111,4 +113,4 @@ def _measure_file(path: Path) -> StoredHistory | None:
         beside = [found.stat() for side in SIDES if (found := Path(f"{path}{side}")).exists()]
         return StoredHistory(path, sum(status.st_size for status in beside), max(status.st_mtime for status in beside))
     except (OSError, ValueError):
-        return None  # gone by now
+        return None  # deleted meanwhile

@@ -1,11 +1,11 @@
-"""Raw, then thinned: what is far behind the newest step is kept in part, so that a run of months stays small.
+"""Thin old steps: what is far behind the newest step is kept only in part, so that a run of months stays small.
 
     newest 32,768 steps     whole
     to 1,048,576            of each 32 steps the first, and those with the highest loss, gradient norm and step time
     beyond                  the same, of each 512 steps
 
-A row that stays is a step as it was, never a mean: spikes survive, and so does each step within 200 of an incident.
-NaN is the highest value of all. Of layers one sample in 8 times as many steps stays. Ranks keep the steps that the run
+A row that stays is an original step, never a mean: spikes survive, and so does each step within 200 of an incident. NaN
+counts as the highest value. For layers, one sample in 8 times as many steps stays. Ranks keep the steps that the run
 keeps.
 """
 
@@ -22,10 +22,10 @@ from sentinel.signals import SIGNALS
 from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, pack_chunk, pack_columns, unpack_chunk
 
 LEVELS = ((32_768, 32), (1_048_576, 512))
-"""How far behind the newest step each level begins, and out of how many steps it keeps a few."""
+"""How far behind the newest step each level begins, and the number of steps out of which it keeps a few."""
 _LOUD = tuple(name for name, signal in SIGNALS.items() if signal.keep_highest)
 GROUP = 8
-"""Chunks that are made one at a time: 2,048 raw steps."""
+"""Chunks that are replaced at a time: 2,048 raw steps."""
 AROUND_INCIDENTS = 200
 LAYERS_FACTOR = 8
 
@@ -33,7 +33,7 @@ Row = tuple[int, float, Mapping[str, float]]
 
 
 def thin(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
-    """Thin the oldest stretch that is due, within the caller's transaction; False where none is."""
+    """Thin the oldest stretch that is due, within the caller's transaction; return False where none is due."""
     for level, (behind, every) in enumerate(LEVELS):
         query = (
             "SELECT first_seq, last_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND level = ? "
@@ -52,7 +52,7 @@ def thin(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
 
 
 def thin_rows(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> list[Row]:
-    """The rows that stay, in order."""
+    """Return the rows that stay, in order."""
     buckets: dict[int, list[Row]] = {}
     for row in rows:
         buckets.setdefault(row[0] // every, []).append(row)
@@ -68,7 +68,7 @@ def thin_rows(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> l
 
 
 def pack_rows(rows: Sequence[Row]) -> bytes:
-    """Rows as a chunk."""
+    """Pack rows as a chunk."""
     columns = pack_columns([row[2] for row in rows])
     seqs, times = array("q", [row[0] for row in rows]), array("d", [row[1] for row in rows])
     return pack_chunk(Chunk(seqs.tobytes(), times.tobytes(), columns))
@@ -81,7 +81,7 @@ def _loudness(value: float) -> float:
 def _replace(
     database: sqlite3.Connection, attempt: int, rank: int, level: int, span: tuple[int, int], rows: Sequence[Row]
 ) -> None:
-    """Put rows in the place of a rank's chunks of one level that lie in a span."""
+    """Replace a rank's chunks of one level that lie in a span by rows."""
     database.execute(
         "DELETE FROM chunks WHERE attempt = ? AND rank = ? AND level = ? AND first_seq >= ? AND last_seq <= ?",
         (attempt, rank, level, *span),
@@ -93,8 +93,8 @@ def _replace(
 
 
 def _thin_ranks(database: sqlite3.Connection, attempt: int, level: int, span: tuple[int, int]) -> None:
-    """The ranks keep the steps that the run keeps. Their chunks may begin elsewhere: a chunk that reaches beyond the
-    span waits for the next."""
+    """Thin the ranks to the steps that the run keeps. Their chunks may begin elsewhere: a chunk that reaches beyond the
+    span waits for the next span."""
     query = (
         "SELECT rank, first_seq, body FROM chunks WHERE attempt = ? AND rank != ? AND level = ? AND last_seq <= ? "
         "ORDER BY rank, first_seq"
@@ -126,7 +126,7 @@ def _thin_layers(
 
 
 def _around_incidents(database: sqlite3.Connection, attempt: int) -> list[range]:
-    """Steps that stay for what happened there."""
+    """Return the ranges of steps that are kept because of an incident."""
     found = []
     for (body,) in database.execute("SELECT body FROM incidents"):
         case = msgspec.msgpack.decode(body)

@@ -1,4 +1,4 @@
-"""Writes one run's history."""
+"""Write one run's history."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from sentinel.store.records import RunRecords
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2.0
-"""Between two transactions, each of which wakes a thread: at most so much is missing after kill -9, and the ranks send
-that again."""
+"""Seconds between two transactions, each of which wakes a thread: at most so much is missing after kill -9, and the
+ranks send that again."""
 PATIENCE_SECONDS = 0.25
-"""Longest wait for the disk while an alert has to go out: it is sent even if it cannot be stored. A transaction takes
-some milliseconds."""
+"""Longest wait in seconds for the disk before an alert is sent: it is sent even if it cannot be stored. A transaction
+takes some milliseconds."""
 BUSY_SECONDS = 5.0
-"""For another process that has the file locked, on the writing thread."""
+"""Seconds for which the writing thread waits for another process that has the file locked."""
 SLOW_SECONDS = 5.0
-"""After which a disk that does not answer is reported."""
+"""Seconds after which a disk that does not answer is reported."""
 CLOSING_SECONDS = 5.0
-"""In which a history that cannot be written is tried again before it is closed."""
+"""Seconds in which writing a history that cannot be written is tried again before it is closed."""
 _RETRY_SECONDS = 0.1
 MAGIC = b"SQLite format 3\0"
-"""With which a database begins (sqlite.org/fileformat.html, 1.3)."""
+"""First bytes of a database (sqlite.org/fileformat.html, 1.3)."""
 _PASSING = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -55,43 +55,43 @@ _PASSING_ERRNO = frozenset(
     | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT}
 )
 _UNFIT = (sqlite3.IntegrityError, sqlite3.DataError, OverflowError, ValueError)
-"""What a row raises that no file would take: an integer of 65 bits, half of a surrogate pair."""
+"""Exceptions for a row that no file would take: an integer of 65 bits, half of a surrogate pair."""
 
 
 class Store:
-    """Writes one run's history. Never raises after it was opened: what cannot be written is said in `trouble`.
+    """Writes one run's history. Never raises after it was opened: `trouble` says why something cannot be written.
 
     What `records` takes is queued. Each `flush` writes it in one transaction, on a thread of this history: a disk that
-    does not answer holds up no other history. The write-ahead log with synchronous=NORMAL survives the end of the
-    process, kill -9 too; a power cut may cost the newest transactions.
+    does not answer delays no other history. The write-ahead log with synchronous=NORMAL survives the end of the
+    process, even by kill -9; a power cut may cost the newest transactions.
     """
 
     def __init__(self, path: Path, *, run: str, run_id: str, source: str = "") -> None:
-        """`source`: where it comes from, if not from a daemon that watches.
+        """`source`: where the data come from, if not from a daemon that watches.
 
         Where the file is locked, the disk full or no descriptor left, it is opened at a later flush. Raises ConfigError
-        where there will never be a history at that place.
+        where a history at that place will never be possible.
         """
         self.path = path
         self.bytes = 0
-        """On the disk, as of the last transaction."""
+        """Bytes on the disk, as of the last transaction."""
         self.before_moving: Callable[[], None] = lambda: None
-        """Closes what else of ours has the file open, before it is moved aside."""
+        """Called before the file is moved aside, to close other handles that this process has on it."""
         self.notes: list[str] = []
-        """What is to be said once."""
+        """Notes that are to be reported once."""
         self._trouble = ""
         self._failing_since: float | None = None
-        """By the monotonic clock, when a transaction failed that had succeeded before."""
+        """Monotonic seconds at which a transaction failed after one that succeeded."""
         self._reported: Counter[str] = Counter()
-        """Of `dropped`, what the file says itself."""
+        """The part of `dropped` that is recorded in the file."""
         self._flushes = threading.Lock()
-        """Over the two that follow."""
+        """Lock for `_asked` and `_began`."""
         self._asked: list[Future[None]] = []
-        """Those who wait for a flush that has not begun."""
+        """Futures of callers that wait for a flush that has not begun."""
         self._began: float | None = None
-        """By the monotonic clock, when the writing thread began with its flush; None: there is no such thread."""
+        """Monotonic seconds at which the writing thread began its flush; None: there is no such thread."""
         self._transaction = threading.RLock()
-        """Over the connection: SQLite does not survive that one thread closes what another is in the middle of."""
+        """Lock for the connection: SQLite crashes where one thread closes it while another uses it."""
         self._closed = False
         self._pending = PendingWrites()
         self.records = RunRecords(self._pending)
@@ -101,9 +101,9 @@ class Store:
         self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source}
         self._database: sqlite3.Connection | None = None
         self._descriptor = -1
-        """Of the file, for a look at its head. It is open for as long as the database is: a process that closes any
-        descriptor of a file loses all its locks on it (fcntl(2)), and then the next tool that looks into the history
-        takes itself for the only one and deletes the write-ahead log under us."""
+        """Descriptor of the file, for a look at its head. It is open for as long as the database is: a process that
+        closes any descriptor of a file loses all its locks on it (fcntl(2)), and then the next tool that opens the
+        history takes itself for the only one and deletes the write-ahead log in use."""
         try:
             self._database = self._connect(PATIENCE_SECONDS)
         except (sqlite3.Error, OSError) as error:
@@ -116,7 +116,7 @@ class Store:
 
     @property
     def trouble(self) -> str:
-        """Why the history is not written, in words; empty where it is."""
+        """Why the history is not written, in words; empty while it is written."""
         began = self._began
         if not self._trouble and began is not None and (waited := time.monotonic() - began) > SLOW_SECONDS:
             return _trouble(self.path, TimeoutError(f"no answer from the disk in {waited:.0f} s"))
@@ -124,17 +124,17 @@ class Store:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Rows that were given up, by kind, as the file could not be written for too long."""
+        """Rows that were dropped, by kind, as the file could not be written for too long."""
         return self._pending.dropped
 
     @property
     def is_open(self) -> bool:
-        """Whether the file could be opened, ever since."""
+        """Whether the file has been opened."""
         return self._database is not None
 
     @property
     def owes(self) -> bool:
-        """Whether something waits for a file that cannot be written, and would be missed."""
+        """Whether rows that matter wait for a file that cannot be written."""
         return bool(self.trouble) and self._pending.count(VITAL) > 0
 
     def _connect(self, patience: float) -> sqlite3.Connection:
@@ -153,7 +153,7 @@ class Store:
         return database
 
     def set_aside(self, why: str) -> None:
-        """Move a damaged file away, and begin a new one with what must stand in it. Raises ConfigError."""
+        """Move a damaged file away, and begin a new one with the rows that it must have. Raises ConfigError."""
         self.before_moving()
         self._disconnect()
         aside = f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
@@ -180,7 +180,7 @@ class Store:
         self._database, self._descriptor = None, -1
 
     def _prepare(self, database: sqlite3.Connection) -> None:
-        """Make the tables, or what an older schema lacks of them: all of it, or nothing where that cannot be."""
+        """Create the tables, or what an older schema lacks of them: everything, or nothing where that fails."""
         database.executescript(f"BEGIN IMMEDIATE; {TABLES}")
         for key, value in self._meta.items():
             database.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
@@ -196,8 +196,8 @@ class Store:
         database.execute("COMMIT")
 
     def flush(self, patience: float = PATIENCE_SECONDS) -> None:
-        """Have what is new written in one transaction, and wait for that so many seconds: not at all where a flush that
-        was begun before does not end, or the last one failed."""
+        """Have new rows written in one transaction, and wait for it at most `patience` seconds: not at all where an
+        earlier flush hangs, or the last one failed."""
         began = self._began
         asked = self.begin_flush()
         if not self._trouble and (began is None or time.monotonic() - began < patience):
@@ -205,7 +205,7 @@ class Store:
                 asked.result(patience)
 
     def begin_flush(self) -> Future[None]:
-        """Have what is new written, on a thread of this history's own. What is answered is done once that was tried."""
+        """Have new rows written, on this history's own thread. The returned future is done once that was tried."""
         asked: Future[None] = Future()
         with self._flushes:
             self._asked.append(asked)
@@ -213,7 +213,7 @@ class Store:
                 self._began = time.monotonic()
                 try:
                     threading.Thread(target=self._serve_flushes, name="sentinel-history", daemon=True).start()
-                except RuntimeError as error:  # no thread is left: the next one tries again
+                except RuntimeError as error:  # no thread is left: the next flush tries again
                     self._began, self._asked = None, []
                     self._fail(OSError(errno.EAGAIN, str(error)))
                     asked.set_result(None)
@@ -232,8 +232,8 @@ class Store:
                 one.set_result(None)
 
     def write(self) -> None:
-        """Write what is new in one transaction, however long that takes. Where it cannot be, keep what fits in memory
-        for the next time; of a disk that is nearly full, what happened is written before samples are."""
+        """Write new rows in one transaction, however long that takes. Where that fails, keep what fits in memory for
+        the next time; on a disk that is nearly full, events are written before samples."""
         with self._transaction:
             writes = self._pending.take() if not self._closed else []
             if not writes:
@@ -274,7 +274,7 @@ class Store:
         self.bytes, self._least = self._size(), self.path.stat().st_size
 
     def _give_back(self, error: Exception, writes: list[Write]) -> None:
-        """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
+        """Handle a failed transaction. A damaged file is replaced, and written to at the next flush."""
         self._back_out()
         rest = writes
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
@@ -299,7 +299,8 @@ class Store:
         self._failing_since = self._failing_since or time.monotonic()
 
     def _recover(self) -> None:
-        """The file is written: say so, and what it lacks, where it could not be for a while."""
+        """After a successful transaction, report that the file is written again, and what it lacks, if it could not be
+        for a while."""
         dropped = self._pending.dropped - self._reported
         if self._failing_since is None and not dropped:
             return
@@ -316,7 +317,7 @@ class Store:
         self._trouble, self._failing_since = "", None
 
     def replace_damaged(self, why: str) -> None:
-        """The file cannot be used: another takes its place. Where that fails, it is said in `trouble`."""
+        """Replace a file that cannot be used. Where that fails, `trouble` says so."""
         with self._transaction:
             try:
                 self.set_aside(why)
@@ -325,7 +326,7 @@ class Store:
                 self._failing_since = self._failing_since or time.monotonic()
 
     def _thin(self) -> None:
-        """Thin a stretch of what is far behind, where a chunk has been filled since."""
+        """Thin a stretch of old steps, if a chunk has been filled since the last time."""
         if not self.records.thinning_due or self._unthinnable or self._database is None:
             return
         try:
@@ -333,14 +334,15 @@ class Store:
             self.records.thinning_due = thinning.thin(self._database, *self.records.newest)
             self._database.execute("COMMIT")
         except (sqlite3.Error, zlib.error, msgspec.MsgspecError, ValueError) as error:
-            # The disk is full, or a chunk is damaged: all that was written stays as it is.
+            # The disk is full, or a chunk is damaged: all that was written is left as it is.
             self.records.thinning_due, self._unthinnable = False, not isinstance(error, sqlite3.OperationalError)
             log.warning("%s: is not thinned: %s", self.path, error)
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
 
     def _find_harm(self) -> str:
-        """What is wrong with the file at a glance: SQLite works from its cache, and would not see it for hours."""
+        """Return what is wrong with the file at a glance: SQLite works from its cache, and would not notice for
+        hours."""
         try:
             found = self.path.stat()
             if not os.path.samestat(found, os.fstat(self._descriptor)):
@@ -359,8 +361,8 @@ class Store:
             return self.bytes
 
     def close(self, patience: float = CLOSING_SECONDS) -> None:
-        """Write the rest and fold the write-ahead log into the file, which is then one file. Where it cannot be written
-        it is tried again for `patience` seconds."""
+        """Write the rest and fold the write-ahead log into the file, which is then one file. Where writing fails, it is
+        tried again for `patience` seconds."""
         until = time.monotonic() + patience
         if not self._transaction.acquire(timeout=max(patience, _RETRY_SECONDS)):
             log.error("%s; it is left as it is", self.trouble)
@@ -370,7 +372,7 @@ class Store:
             while self._trouble and time.monotonic() < until:
                 time.sleep(_RETRY_SECONDS)
                 self.write()
-            self.write()  # of a gap that has just ended
+            self.write()  # the record of a gap that has just ended
             if self._database is not None:
                 with contextlib.suppress(sqlite3.Error):  # a reader has it open: the log stays beside the file
                     self._database.execute("PRAGMA journal_mode=DELETE")
@@ -382,8 +384,8 @@ class Store:
             self._transaction.release()
 
     def _give_up_samples(self) -> None:
-        """Write what happened without them, and that they are missing: on a disk that is full this may fit, now that
-        the write-ahead log is gone."""
+        """Write events without samples, and that samples are missing: on a full disk this may fit, now that the
+        write-ahead log is gone."""
         why, kept = self._trouble, list[Write]()
         for write in self._pending.take():
             if write.kind in VITAL:
@@ -404,7 +406,8 @@ class Store:
 
 
 def _is_passing(error: Exception, path: Path) -> bool:
-    """Whether a file may be opened a moment later: it is locked, the disk is full, no descriptor is left."""
+    """Return whether opening a file may succeed a moment later: it is locked, the disk is full, or no descriptor is
+    left."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_CANTOPEN:  # SQLite does not say why, and the file itself must not be opened and closed
         try:
