@@ -1,1 +1,1 @@
-"""The rules that a daemon applies: stock rules and the user's, loaded, and steps as rules see them."""
+"""The rules that a daemon applies, stock rules and the user's, and the conversion of steps for them."""

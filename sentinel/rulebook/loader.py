@@ -1,4 +1,4 @@
-"""The rules that a daemon applies: the stock files, and the user's beside them."""
+"""Load the rules that a daemon applies: the stock files, and the user's beside them."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from sentinel.text import did_you_mean
 from sentinel.wire.evidence import KINDS
 
 ACTIONS = ("evidence", "restart", "rollback", "stacks", "stop", *sorted(entry_points(group="sentinel.actions").names))
-"""What a rule may name under `actions`. Evidence is collected for every incident; a rule says so to be read alone."""
+"""What a rule may name under `actions`. `evidence` changes nothing, as it is collected for every incident; it is
+allowed so that a rule can be read by itself."""
 EVIDENCE = tuple(sorted(KINDS))
 """What a rule may name under `evidence`: what ranks can be asked for."""
 
 
 class Rulebook(msgspec.Struct, frozen=True):
-    """What was loaded, and what was not."""
+    """The rules that were loaded, and notes on files that were not."""
 
     rules: tuple[Rule, ...]
     notes: tuple[str, ...] = ()
-    """Files that could not be used, each with file, line and fix. The others are used all the same."""
+    """Files that could not be used, each with file, line and fix. The other files are used all the same."""
 
 
 class Reloads:
-    """How reading the rule files went."""
+    """The results of reading the rule files."""
 
     def __init__(self) -> None:
         self.mistakes: tuple[str, ...] = ()
-        """Of the last time."""
+        """Mistakes of the last reading."""
         self.succeeded_at = 0.0
         """Unix seconds of the last success; 0 before the first."""
 
     def read(self, mistakes: Sequence[str]) -> None:
-        """The files were read."""
+        """Record that the files were read, with these mistakes."""
         self.mistakes = tuple(mistakes)
         self.succeeded_at = self.succeeded_at if mistakes else time.time()
 
 
 def stock() -> list[tuple[str, str]]:
-    """(file, text) of the rule files that come with Sentinel."""
+    """Return (file, text) of the rule files that come with Sentinel."""
     folder = resources.files("sentinel.rules")
     names = sorted(entry.name for entry in folder.iterdir() if _is_rules(entry.name))
     return [(f"sentinel/rules/{name}", (folder / name).read_text(encoding="utf-8")) for name in names]
 
 
 def files(paths: Iterable[Path]) -> list[Path]:
-    """The rule files that paths name; a folder names all in it. Raises RuleError where there is nothing."""
+    """Return the rule files that paths name; a folder names all in it. Raises RuleError where a path does not exist."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -69,7 +70,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 @functools.cache
 def stock_rules() -> tuple[Rule, ...]:
-    """The stock rules, compiled."""
+    """Return the stock rules, compiled."""
     return tuple(
         rule for file, text in stock() for rule in load_rules(text, file, actions=ACTIONS, evidence=EVIDENCE).rules
     )
@@ -89,7 +90,8 @@ def _why(error: OSError | UnicodeDecodeError) -> str:
 
 
 def load(paths: Iterable[Path] = ()) -> Rulebook:
-    """Stock rules, and the user's: one of the same name replaces the stock one; an override changes it, or disables it.
+    """Load the stock rules and the user's: a user's rule of the same name replaces the stock one; an override changes
+    or disables it.
 
     A bad file becomes a note.
     """
@@ -121,7 +123,7 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
 
 
 def add_action(rules: Iterable[Rule], alerts: Iterable[str], action: str) -> tuple[Rule, ...]:
-    """The rules, of which these have one action more, also where they are downgraded."""
+    """Return the rules, with one action more for those that raise `alerts`, also where they are downgraded."""
     named = frozenset(alerts)
     return tuple(_with_action(rule, action) if rule.name in named else rule for rule in rules)
 
@@ -135,7 +137,8 @@ def _with_action(rule: Rule, action: str) -> Rule:
 
 
 def explain_unknown(rules: Iterable[Rule], alerts: Iterable[str]) -> str:
-    """Which of these alerts no rule raises, and what may have been meant; empty where there is a rule for each."""
+    """Return words for the alerts that no rule raises, with what may have been meant; empty where there is a rule for
+    each."""
     known = sorted(rule.name for rule in rules)
     return "; ".join(f"there is no alert {name!r}{did_you_mean(name, known)}" for name in alerts if name not in known)
 

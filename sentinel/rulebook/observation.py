@@ -1,4 +1,4 @@
-"""A closed step of a run as the rules see it."""
+"""Convert a closed step of a run for the rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.runs.steps import RunStep
 
 
 def observation(step: RunStep) -> Observation:
-    """The numbers of the run, of each rank, and of each layer where they were sampled."""
+    """Return the numbers of the run, of each rank, and of each layer where they were sampled."""
     values: dict[Entity, Mapping[str, float]] = {RUN: step.run}
     for rank, sample in step.ranks.items():
         values[_rank(rank)] = sample
@@ -29,5 +29,5 @@ def _rank(number: int) -> Entity:
 
 @functools.lru_cache(maxsize=64)
 def _entities(names: tuple[str, ...]) -> tuple[Entity, ...]:
-    """Made once, and not at each step."""
+    """Return the entities of these layers, made once and not at each step."""
     return tuple([Entity("layer", name) for name in names])
