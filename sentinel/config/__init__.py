@@ -1,1 +1,1 @@
-"""Settings and receivers, as the user writes them: read, checked, and refused in words."""
+"""Settings and receivers, as the user writes them: read and checked; mistakes are explained in words."""

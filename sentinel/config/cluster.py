@@ -1,4 +1,4 @@
-"""`[cluster]`: where the nodes of a job meet, and the secret that lets a node in."""
+"""`[cluster]`: where the nodes of a job meet, and the secret that admits a node."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sentinel.node import small_files
 from sentinel.node.addresses import MOST_ADDRESSES, split_addresses
 
 SECRET_CHARACTERS = 16
-"""A shorter secret can be guessed by anyone who reaches the port."""
+"""Least characters of a secret. A shorter one can be guessed by anyone who reaches the port."""
 
 
 class TlsFiles(NamedTuple):
-    """In PEM. With them both sides of a connection prove that they have a certificate of this authority."""
+    """TLS files in PEM. With them both sides of a connection prove that they have a certificate of this authority."""
 
     ca: Path
     certificate: Path
@@ -27,26 +27,25 @@ class TlsFiles(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Where the nodes of a job meet, and what lets a node in."""
+    """Where the nodes of a job meet, and what admits a node."""
 
     addresses: tuple[str, ...]
-    """`host:port` of the nodes that may be the coordinator, from node 0 on. None: to be found by the process group's
+    """`host:port` of the nodes that may be the coordinator, from node 0 on. Empty: to be found by the process group's
     store."""
     secret: str
-    """Empty: a certificate is enough."""
+    """The secret; empty: a certificate is enough."""
     tls: TlsFiles | None = None
-    """None: what is said is not encrypted."""
+    """None: messages are not encrypted."""
     is_public: bool = False
-    """Whether the secret came through that store, which everyone can read who reaches it."""
+    """Whether the secret came through that store, where everyone who reaches it can read it."""
     is_found: bool = False
-    """Whether the addresses came through it: one may be taken, or of another network, by the time it is needed."""
+    """Whether the addresses came through it: one may be taken, or on another network, by the time it is needed."""
     routers: tuple[str, ...] = ()
-    """`host:port` of the site's Zenoh routers. Where there are any, all nodes connect to one of them, and none
-    listens."""
+    """`host:port` of the site's Zenoh routers. If there are any, all nodes connect to one of them, and none listens."""
 
     @property
     def takes_orders(self) -> bool:
-        """Whether those who are let in may end, begin and roll back, besides sharing what they see."""
+        """Whether nodes that are admitted may end, begin and roll back, besides sharing what they see."""
         return not self.is_public
 
     @property
@@ -68,19 +67,19 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     over. $SENTINEL_CLUSTER replaces it. Without it the nodes find each other by the process group's store, and nodes 0
     and 1 listen."""
     port: int = 0
-    """Without `address`: on which nodes 0 and 1 listen; 0: any free one."""
+    """Without `address`: the port on which nodes 0 and 1 listen; 0: any free one."""
     routers: tuple[str, ...] = ()
     """In place of `address`: `host:port` of each Zenoh router of the site. All nodes connect to one of them, and none
-    listens. A secret is needed. $SENTINEL_CLUSTER, if it is set, goes before."""
+    listens. A secret is needed. $SENTINEL_CLUSTER, if it is set, takes precedence."""
     secret_file: Path | None = None
     """File with the secret, the same on all nodes; $SENTINEL_CLUSTER_SECRET replaces it."""
     tls_ca: Path | None = None
     """Certificate, in PEM, of the authority that signed those of the nodes and nothing else. With `tls_certificate` and
-    `tls_key` what nodes say is encrypted, and both sides prove who they are; a secret is not needed."""
+    `tls_key` the nodes' messages are encrypted, and both sides prove their identity; a secret is not needed."""
     tls_certificate: Path | None = None
     """This node's certificate, in PEM; host names in it are not checked."""
     tls_key: Path | None = None
-    """Its private key, in PEM, without a password."""
+    """The private key of this node's certificate, in PEM, without a password."""
 
     def __post_init__(self) -> None:
         if self.address:
@@ -105,7 +104,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise ValueError(f"routers: at most {MOST_ADDRESSES}, each once")
 
     def find_meeting(self, environment: Mapping[str, str] = os.environ) -> Meeting | None:
-        """Where to meet; None where it is turned off. Raises ConfigError."""
+        """Return where to meet; None where it is turned off. Raises ConfigError."""
         if not self.enabled:
             return None
         named = environment.get("SENTINEL_CLUSTER", "")

@@ -1,4 +1,4 @@
-"""The settings of what messages link to: `[links]`."""
+"""`[links]`: the settings for the links in messages."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ class LinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     and `{user}` are filled in."""
 
     runbook: str = ""
-    """Where people read the runbook: `#` and the section follow; `{section}` is filled in, where they are pages."""
+    """Address of the runbook: `#` and the section are added; `{section}` is filled in, where sections are separate
+    pages."""
     page: str = ""
-    """Where people reach the live page. It asks for the token, which no message holds."""
+    """Address of the live page. It asks for the token, which no message contains."""
     report: str = ""
-    """Where people find the report of a run, if something puts it there."""
+    """Address of a run's report, if a report is put there."""
 
     def __post_init__(self) -> None:
         for key in self.__struct_fields__:
             check_link(key, getattr(self, key))
 
     def make_section_link(self) -> str:
-        """`runbook` with `{section}` in it; empty where there is none."""
+        """Return `runbook` with `{section}` in it; empty where there is none."""
         if not self.runbook or "{section}" in self.runbook:
             return self.runbook
         return self.runbook.partition("#")[0] + "#{section}"
 
 
 def fill_link(link: str, names: Mapping[str, str]) -> str:
-    """A link with `{name}` replaced by what it stands for, quoted; other braces stay."""
+    """Return a link with `{name}` replaced by its quoted value; other braces stay."""
     return re.sub(r"\{(\w+)\}", lambda place: quote(names[place[1]], safe="") if place[1] in names else place[0], link)
 
 
 def check_link(key: str, link: str) -> None:
-    """Raises ValueError, which does not show the link, where it is none that everybody may read."""
+    """Raise ValueError, which does not show the link, unless it is a link that everyone may read."""
     if link and not (is_http(link) and not urlsplit(link).username and not re.search(r"[<>|\"]", link)):
         raise ValueError(
             f'{key}: no http:// or https:// URL, or one with a user in it; write {key} = "https://host/path"'
@@ -45,7 +46,7 @@ def check_link(key: str, link: str) -> None:
 
 
 def is_http(url: str) -> bool:
-    """Whether this is a URL that can be asked."""
+    """Return whether this is an http or https URL that can be requested."""
     try:
         parts = urlsplit(url)
     except ValueError:

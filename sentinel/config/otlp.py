@@ -1,6 +1,6 @@
-"""The settings of what goes out over OTLP, and the environment variables that OpenTelemetry gives them.
+"""The settings of OTLP export, and the environment variables that OpenTelemetry defines for it.
 
-opentelemetry.io/docs/specs/otel/protocol/exporter has the variables. Nothing is sent because they are set: a settings
+opentelemetry.io/docs/specs/otel/protocol/exporter has the variables. They alone cause nothing to be sent: a settings
 file asks for it, by `[otlp]` or by a receiver.
 """
 
@@ -18,7 +18,7 @@ from sentinel.errors import ConfigError
 Signal = Literal["metrics", "traces", "logs"]
 
 DEFAULT = "http://localhost:4318"
-"""Where the specification has a collector that speaks HTTP."""
+"""Address of a collector that speaks HTTP, by the specification."""
 INSTALL = "pip install 'training-sentinel[otlp]'"
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 
@@ -27,24 +27,25 @@ class OtlpSettings(Endpoint, frozen=True, kw_only=True):
     """`[otlp]`: metrics and spans, pushed to an OpenTelemetry collector."""
 
     signals: tuple[Literal["metrics", "traces"], ...] = ("metrics", "traces")
-    """What is sent. Incidents go to a receiver."""
+    """Signals that are sent. Incidents go to a receiver."""
     interval: Duration = Duration(60)
     timeout: Duration | None = None
-    """For one request, answer included. None: as the environment says, else 10 s."""
+    """Time for one request, including the answer. None: as in the environment, else 10 s."""
 
 
 class Export(NamedTuple):
-    """Where one signal goes, and how."""
+    """Where one signal is sent, and how."""
 
     url: str
     headers: dict[str, str]
     compressed: bool
     timeout: float | None
-    """Seconds that the environment allows; None: it says nothing."""
+    """Seconds that the environment allows; None: it does not say."""
 
 
 def find_export(settings: Endpoint, signal: Signal) -> Export:
-    """Read now: the settings', else what the environment says. Raises ConfigError, which shows no secret."""
+    """Return the export of a signal, read now: from the settings, else from the environment. Raises ConfigError, which
+    shows no secret."""
     variable, compression = _read(signal, "COMPRESSION")
     if compression not in ("", "none", "gzip"):
         raise ConfigError(f"{variable} is {compression!r}; there are: gzip, none")
@@ -61,14 +62,14 @@ def find_export(settings: Endpoint, signal: Signal) -> Export:
 
 
 def read_resource() -> dict[str, str]:
-    """Attributes of who sends, by OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
+    """Return the attributes of the sender, from OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
     named = _read_pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     service = os.environ.get("OTEL_SERVICE_NAME") or named.get("service.name") or "sentinel"
     return {**named, "service.name": service}
 
 
 def _read(signal: Signal, name: str) -> tuple[str, str]:
-    """The variable that holds, and its value: the signal's own before that of all."""
+    """Return the variable that applies, and its value: the signal's own variable precedes the common one."""
     for variable in (f"{_PREFIX}{signal.upper()}_{name}", f"{_PREFIX}{name}"):
         if value := os.environ.get(variable, "").strip():
             return variable, value
@@ -80,7 +81,7 @@ def _read_url(signal: Signal) -> str:
     if url and not is_http(url):
         raise ConfigError(f"{variable} holds no http:// or https:// URL")
     if url and signal.upper() in variable:
-        return url  # as it stands: the specification adds the path to the common one alone
+        return url  # as it stands: the specification adds the path only to the common one
     return f"{(url or DEFAULT).rstrip('/')}/v1/{signal}"
 
 
@@ -100,6 +101,6 @@ def _read_timeout(signal: Signal) -> float | None:
 
 
 def _read_pairs(text: str) -> dict[str, str]:
-    """`key=value,key=value`, percent-encoded (W3C Baggage)."""
+    """Read `key=value,key=value`, percent-encoded (W3C Baggage)."""
     pairs = (pair.partition("=") for pair in text.split(",") if "=" in pair)
     return {unquote(key.strip()): unquote(value.strip()) for key, _, value in pairs}

@@ -1,4 +1,4 @@
-"""How quantities are written in settings and on the command line."""
+"""Read quantities as they are written in settings and on the command line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Size(float):
 
 
 class Rate(str):
-    """So many in so long, written `20 per 1h`."""
+    """A number per time, written `20 per 1h`."""
 
     most: int
     seconds: float
 
 
 def duration(text: str) -> Duration:
-    """Read a duration. Raises ValueError, in words."""
+    """Read a duration. Raises ValueError with a message for people."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no duration; write 90s, 5m, 2h or 1d")
@@ -35,7 +35,7 @@ def duration(text: str) -> Duration:
 
 
 def size(text: str) -> Size:
-    """Read a size. Raises ValueError, in words."""
+    """Read a size. Raises ValueError with a message for people."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no size; write 500MB or 10GB")
@@ -43,7 +43,7 @@ def size(text: str) -> Size:
 
 
 def rate(text: str) -> Rate:
-    """Read a rate. Raises ValueError, in words."""
+    """Read a rate. Raises ValueError with a message for people."""
     found = _RATE.fullmatch(text.strip())
     made = Rate(text)
     try:

@@ -1,4 +1,4 @@
-"""The settings of who gets alerts, and which: `[[receivers]]`, `[[routes]]`, `[heartbeat]`.
+"""`[[receivers]]`, `[[routes]]`, `[heartbeat]`: the settings of which receivers get which alerts.
 
 Secrets are not in them: they name an environment variable or a file, which is read when the secret is used.
 """
@@ -27,32 +27,33 @@ Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 RECEIVER_ENTRY_POINTS = "sentinel.receivers"
 _OWN = "sentinel.notify.receivers"
-"""The package of Sentinel's own receivers, a module each of its type's name. They are above this package, and found by
-their names, as those of other packages are."""
+"""The package of Sentinel's own receivers, with a module for each type, named like it. They are above this package, and
+are found by name, like those of other packages."""
 TOKEN_LENGTH = 20
-"""A part of a URL's path this long is taken for a token. Slack's webhooks end in 24 characters, a UUID has 32."""
+"""Length from which on a part of a URL's path is taken for a token. Slack's webhooks end in 24 characters, a UUID has
+32."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A URL, and a token where one is needed."""
+    """A URL, with a token where one is needed."""
 
     url: str = ""
-    """Where there is no secret in it; else one of the next two."""
+    """The URL, if it contains no secret; else use one of the next two."""
     url_env: str = ""
     url_file: Path | None = None
     token_env: str = ""
-    """Slack's bot token, PagerDuty's routing key, or the bearer token of another; never written out."""
+    """Slack's bot token, PagerDuty's routing key, or another receiver's bearer token; never written out."""
     token_file: Path | None = None
 
     def address(self) -> str:
-        """The URL, read now. Raises ConfigError, which does not show it."""
+        """Return the URL, read now. Raises ConfigError, which does not show it."""
         where, url = self.text("url")
         if not is_http(url):
             raise ConfigError(f"{where} holds no http:// or https:// URL")
         return url
 
     def token(self) -> str:
-        """The token, read now; empty where none is named. Raises ConfigError, which does not show it."""
+        """Return the token, read now; empty where none is named. Raises ConfigError, which does not show it."""
         if not self.has_token:
             return ""
         where, token = self.text("token")
@@ -61,13 +62,13 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return token
 
     def authorization(self) -> dict[str, str]:
-        """The header for the token: `Bearer`, or another scheme where it is written before the token."""
+        """Return the header for the token: `Bearer`, or another scheme that is written before the token."""
         token = self.token()
         return {"Authorization": token if " " in token else f"Bearer {token}"} if token else {}
 
     @property
     def has_token(self) -> bool:
-        """Whether one is named."""
+        """Whether a token is named."""
         return bool(self.token_env or self.token_file)
 
     @property
@@ -76,7 +77,8 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return bool(self.url or self.url_env or self.url_file)
 
     def text(self, what: Literal["url", "token"]) -> tuple[str, str]:
-        """Where it is, in words, and what it is, read now. Raises ConfigError where there is none."""
+        """Return where the URL or token is, in words, and its value, read now. Raises ConfigError where there is
+        none."""
         variable = self.url_env if what == "url" else self.token_env
         file = self.url_file if what == "url" else self.token_file
         if variable:
@@ -101,15 +103,15 @@ class ReceiverSettings(Endpoint, frozen=True, kw_only=True):
     """Letters, digits, `_`, `.`, `-`; at most 40: it becomes a label of metrics."""
     type: str
     channel: str = ""
-    """Slack's, where there is a bot token."""
+    """Slack's channel, where there is a bot token."""
     severities: tuple[Severity, ...] = SEVERITIES
-    """Of the alerts that it gets."""
+    """Severities of the alerts that it gets."""
     rate_limit: Rate | None = None
-    """Of messages. What is over it waits, critical ones first."""
+    """Rate of messages, at most. Further messages wait, critical ones first."""
     timeout: Duration = Duration(10)
-    """For one delivery, answer included."""
+    """Time for one delivery, including the answer."""
     options: dict[str, Any] = {}
-    """For types that another package brings (entry points `sentinel.receivers`)."""
+    """Options for types that another package brings (entry points `sentinel.receivers`)."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
@@ -124,27 +126,28 @@ class Grouping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     interval: Duration = Duration(60)
     """Least time between two messages about one group."""
     repeat: Duration = Duration(4 * 3600)
-    """After this time an alert that still fires is sent again."""
+    """Time after which an alert that still fires is sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverKind:
-    """What there is to know of one type of receivers; `KIND` in its file."""
+    """The properties of one type of receivers; `KIND` in its file."""
 
     make: Callable[[ReceiverSettings], Any] | None
-    """Makes a `sentinel.notify.Receiver`; may raise ImportError. None: the run's own terminal, there is one."""
+    """Makes a `sentinel.notify.Receiver`; may raise ImportError. None: the run's own terminal, of which there is
+    one."""
     find_mistake: Callable[[ReceiverSettings], str] = lambda _: ""
-    """What is wrong with the settings of one, with the fix; empty where nothing is."""
+    """Returns what is wrong with a receiver's settings, with the fix; empty where nothing is."""
     limit: tuple[int, float] | None = None
-    """Messages in seconds that the vendor takes."""
+    """(messages, seconds) that the vendor accepts."""
     grouping: Grouping | None = None
-    """Where it groups by itself, and the settings' grouping does not hold."""
+    """The grouping of a type that groups by itself, where the settings' grouping does not apply."""
     edits: Callable[[ReceiverSettings], bool] = lambda _: False
     """Whether another message about a group edits the first one, without a second notification."""
     secret_url: bool = False
-    """Whether a URL of its holds a secret in any case, and may have another scheme than http."""
+    """Whether its URLs always contain a secret, and may have another scheme than http."""
     install: str = ""
-    """How to get the package that it needs."""
+    """How to install the package that it needs."""
 
 
 class RouteSettings(
@@ -159,10 +162,10 @@ class RouteSettings(
     runs: tuple[str, ...] = ("*",)
     """Names or ids of runs, or patterns."""
     go_on: bool = False
-    """`continue`: whether the routes after it are looked at too."""
+    """`continue`: whether the routes after it are tried too."""
 
     def matches(self, alert: str, severity: str, run: str, run_id: str) -> bool:
-        """Whether it is about this alert."""
+        """Return whether the route matches this alert."""
         return (
             severity in self.severities
             and any(fnmatch.fnmatchcase(alert, pattern) for pattern in self.rules)
@@ -171,14 +174,14 @@ class RouteSettings(
 
 
 class HeartbeatSettings(Endpoint, frozen=True, kw_only=True):
-    """`[heartbeat]`: a dead man's switch somewhere else, which hears at each interval that all is watched."""
+    """`[heartbeat]`: a dead man's switch elsewhere, which is notified at each interval that the daemon works."""
 
     interval: Duration = Duration(60)
     timeout: Duration = Duration(10)
 
 
 def select_receivers(routes: Sequence[RouteSettings], alert: str, severity: str, run: str, run_id: str) -> set[str]:
-    """Names of the receivers that routes give an alert to."""
+    """Return the names of the receivers that routes give an alert to."""
     found = set[str]()
     for route in routes:
         if route.matches(alert, severity, run, run_id):
@@ -189,12 +192,12 @@ def select_receivers(routes: Sequence[RouteSettings], alert: str, severity: str,
 
 
 def list_own_types() -> list[str]:
-    """Types of Sentinel's own receivers."""
+    """Return the types of Sentinel's own receivers."""
     return [module.name for module in pkgutil.iter_modules(importlib.import_module(_OWN).__path__)]
 
 
 def find_kind(name: str) -> ReceiverKind | None:
-    """A type of Sentinel's own; None: of another package, or unknown."""
+    """Return one of Sentinel's own types; None: it belongs to another package, or is unknown."""
     if name not in list_own_types():
         return None
     kind: ReceiverKind = importlib.import_module(f"{_OWN}.{name}").KIND
@@ -202,12 +205,12 @@ def find_kind(name: str) -> ReceiverKind | None:
 
 
 def find_missing_address(receiver: ReceiverSettings) -> str:
-    """The mistake of a receiver that needs a URL, and names none."""
+    """Return the mistake of a receiver that needs a URL and names none; empty where it names one."""
     return "" if receiver.has_address else f"{receiver.type} needs one of url, url_env and url_file, and has none"
 
 
 class Mistake(NamedTuple):
-    """In the table of this name and number, at `key`. Does not show a URL: it may be a secret."""
+    """A mistake in the table of this name and number, at `key`. Does not show a URL: it may be a secret."""
 
     table: str
     number: int
@@ -221,7 +224,7 @@ def mistakes(
     heartbeat: HeartbeatSettings | None,
     otlp: Endpoint | None = None,
 ) -> Iterator[Mistake]:
-    """What the types alone do not say."""
+    """Yield the mistakes that validation by types does not find."""
     others = {entry.name for entry in entry_points(group=RECEIVER_ENTRY_POINTS)}
     kinds = {receiver.type: find_kind(receiver.type) for receiver in receivers}
     for index, receiver in enumerate(receivers):
@@ -284,7 +287,7 @@ def _of_routes(
 
 
 def _secret(url: str) -> bool:
-    """Whether anyone who reads this URL could use it."""
+    """Return whether anyone who reads this URL could use it."""
     parts = urlsplit(url)
     return bool(parts.username or parts.password or parts.query) or any(
         len(part) >= TOKEN_LENGTH for part in parts.path.split("/")

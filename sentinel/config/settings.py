@@ -1,6 +1,6 @@
-"""Settings: a TOML file, as frozen structs.
+"""Read the settings: a TOML file, as frozen structs.
 
-    --config FILE, SENTINEL_CONFIG, attach(config=)    named: must be there
+    --config FILE, SENTINEL_CONFIG, attach(config=)    named: must exist
     $XDG_CONFIG_HOME/sentinel/sentinel.toml            ~/.config where that is unset
     /etc/sentinel/sentinel.toml                        else the defaults
 
@@ -87,10 +87,10 @@ class DaemonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class HistorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[history]`: which runs are kept. A file a run; daemons delete what is over when they start."""
+    """`[history]`: which runs are kept. Each run has a file; daemons delete what is over the limits when they start."""
 
     max_age: Duration = Duration(90 * 86400)
-    """Runs that were last written to longer ago are deleted."""
+    """Runs whose last write is longer ago are deleted."""
     max_size: Size = Size(20e9)
     """Size of all histories of a user together; above it the oldest are deleted."""
 
@@ -111,7 +111,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def path(named: Path | None = None) -> Path | None:
-    """The settings file in force; None: the defaults are. Raises ConfigError where one is named and not there."""
+    """Return the settings file in force; None: there is none, and the defaults apply. Raises ConfigError where one is
+    named and does not exist."""
     if named is None and os.environ.get("SENTINEL_CONFIG"):
         named = Path(os.environ["SENTINEL_CONFIG"])
     if named is not None:
@@ -125,8 +126,8 @@ def path(named: Path | None = None) -> Path | None:
 
 
 def home() -> Path:
-    """The folder of a person's own settings. Raises ConfigError where they have none: in a container a user may have no
-    home, `~` stays as it is, and would be a folder of the working directory."""
+    """Return the folder of a user's own settings. Raises ConfigError where there is none: in a container a user may
+    have no home, so `~` stays as it is and would be a folder in the working directory."""
     found = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "sentinel"
     if not found.is_absolute():
         raise ConfigError(
@@ -136,7 +137,7 @@ def home() -> Path:
 
 
 def own_file() -> Path:
-    """Where a person's own settings belong, be the file there or not. Raises ConfigError as `home` does."""
+    """Return the path of a user's own settings file, whether it exists or not. Raises ConfigError as `home` does."""
     named = os.environ.get("SENTINEL_CONFIG")
     return Path(named) if named else home() / FILE
 
@@ -154,7 +155,7 @@ def load(named: Path | None = None) -> Settings:
 
 
 def parse_settings(text: str, file: Path) -> Settings:
-    """Settings from the text of a file. Raises ConfigError."""
+    """Return the settings in the text of a file. Raises ConfigError."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -187,11 +188,11 @@ _KINDS = {
     "float": "a number",
     "bool": "true or false",
 }
-"""msgspec's names of kinds, in words."""
+"""msgspec's names of kinds -> words for people."""
 
 
 def _describe_error(error: str, text: str, file: Path) -> str:
-    """msgspec's words and path (`$.receivers[1].url`) as ours and a line."""
+    """Translate msgspec's message and path (`$.receivers[1].url`) into Sentinel's words and a line."""
     what, _, where = error.partition(" - at `$")
     table, index, key = re.match(r"(?:\.(\w+))?(?:\[(\d+)\])?(?:\.(\w+))?", where.rstrip("`")).groups()  # type: ignore[union-attr]
     unknown = re.search(r"unknown field `([^`]+)`", what)
@@ -206,7 +207,7 @@ def _describe_error(error: str, text: str, file: Path) -> str:
     missing = re.search(r"missing required field `([^`]+)`", what)
     if missing is not None:
         what = f"{missing[1]} is missing; add {missing[1]} = ..."
-    named = re.match(r"(\w+): ", what)  # by a __post_init__ of ours
+    named = re.match(r"(\w+): ", what)  # from a __post_init__ of these structs
     if named is None and unknown is None and missing is None:
         what = re.sub(r"`([^`]+)`", lambda kinds: " or ".join(_KINDS.get(k, k) for k in kinds[1].split(" | ")), what)
         what = f"{key or table}: {what[:1].lower()}{what[1:]}"
@@ -231,7 +232,8 @@ def _fields(table: str | None) -> tuple[str, ...]:
 
 
 def _line(text: str, table: str, index: int, key: str | None) -> int:
-    """Where a key of a table is written; the table's header where the key is not; tomllib keeps no places."""
+    """Return the line of a key in a table, or of the table's header if the key is not there; tomllib keeps no
+    places."""
     header = re.compile(rf"\s*\[\[?\s*{re.escape(table)}\s*\]\]?")
     at, seen = 1, -1
     for number, line in enumerate(text.splitlines(), start=1):
@@ -250,10 +252,10 @@ def _reason(error: OSError | UnicodeDecodeError) -> str:
     return str(error.strerror) if isinstance(error, OSError) else "not text in UTF-8"
 
 
-if not TYPE_CHECKING:  # to a type checker, any name would be one of this module's
+if not TYPE_CHECKING:  # a type checker would accept any name of this module
 
     def __getattr__(name: str) -> type[msgspec.Struct]:
-        """The names of 0.1, which receivers of other packages may import."""
+        """Return classes by their names of version 0.1, which receivers of other packages may import."""
         renamed = {"Receiver": ReceiverSettings, "Route": RouteSettings}.get(name)
         if renamed is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The settings of trackers that get a run's incidents: `[trackers]`."""
+"""`[trackers]`: the settings of trackers that get a run's incidents."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class TrackerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[trackers]`: where the training process, which has a run open there, marks incidents and sums up."""
+    """`[trackers]`: where the training process, which has a run open there, marks incidents and writes a summary."""
 
     wandb: bool = False
     """Mark incidents in the run that the script has open in Weights & Biases."""
     mlflow: bool = False
-    """In MLflow."""
+    """Mark incidents in the run that is open in MLflow."""
     trackio: bool = False
-    """In Trackio."""
+    """Mark incidents in the run that is open in Trackio."""
     tensorboard: bool = False
-    """In TensorBoard: in a folder inside that of the script's `SummaryWriter`."""
+    """Mark incidents in TensorBoard, in a folder inside that of the script's `SummaryWriter`."""
 
     @property
     def names(self) -> tuple[str, ...]:
