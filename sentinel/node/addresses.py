@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 MOST_ADDRESSES = 16
-"""Of nodes that may be the coordinator."""
+"""Addresses of nodes that may be the coordinator, at most."""
 
 
 def split_addresses(addresses: str, place: str) -> tuple[str, ...]:
-    """Each `host:port` of a list with commas. Raises ValueError that names `place`."""
+    """Return each `host:port` of a list with commas. Raises ValueError that names `place`."""
     found = tuple(address.strip() for address in addresses.split(","))
     for address in found:
         host, _, port = address.rpartition(":")

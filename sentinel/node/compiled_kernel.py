@@ -1,4 +1,4 @@
-"""Where the compiled kernel for statistics of gradients is: for the hooks, which call it, and `sentinel --version`."""
+"""Find the compiled kernel for gradient statistics, for the hooks, which call it, and for `sentinel --version`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 _PLACE = ("hooks", "measure")
 _HERE = Path(__file__).parents[1].joinpath(*_PLACE)
 _SOURCES = ("_onepass.c", "_dlpack.h")
-"""Of the kernel: in a source tree they are beside it, in an installed package they are not."""
+"""Sources of the kernel: in a source tree they are beside it, in an installed package they are not."""
 
 
 def load_kernel() -> tuple[Any, str]:
-    """The compiled kernel, or None and why there is none. Imports no torch.
+    """Return the compiled kernel, or None and why there is none. Imports no torch.
 
     In the root of a clone Python imports the clone's own `sentinel`, however it was installed. Then the kernel of the
-    installed package serves, if it was built from the clone's sources.
+    installed package is used, if it was built from the clone's sources.
     """
     sources = [path for file in _SOURCES if (path := _HERE / file).exists()]
     wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest() if sources else ""

@@ -1,4 +1,4 @@
-"""Which processes use a run's directory, by locks, which the kernel releases when a process is killed.
+"""Find which processes use a run's directory, by locks, which the kernel releases when a process is killed.
 
     daemon.lock    the daemon that serves there, which shares a lock on the directory, too
     run.lock       shared by the ranks that it serves
@@ -6,8 +6,9 @@
     rollback-*     what the ranks of a run agreed on (hooks/rollback/agreement.py): links that point nowhere
     early-*        the record of a rank that ended before the daemon served (sentinel/daemon/ingest/early_records.py)
 
-A directory of ours in which no process holds any of them is a leftover. The next daemon removes it, wherever it lies
-under the runtime root; only files that we put there are ever removed, and the directory only when it is empty then.
+A directory of Sentinel in which no process holds any of these locks is a leftover. The next daemon removes it, wherever
+it lies under the runtime root; only files that Sentinel put there are ever removed, and the directory only if it is
+empty then.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from sentinel.node import paths
 DAEMON, RUN, START = "daemon.lock", "run.lock", "start.lock"
 OURS = frozenset({paths.SOCKET, paths.LOG, paths.STATE, DAEMON, RUN, START})
 AGREEMENT, EARLY = "rollback-", "early-"
-"""All that there may be in a directory that is swept: these, and names that begin so."""
+"""Together with `OURS`, all that a directory may contain that is swept: beginnings of names."""
 
 
 def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
-    """Take a lock, without waiting; the descriptor that holds it until it is closed. None: it is taken.
+    """Take a lock, without waiting; return the descriptor that holds it until it is closed. None: another process has
+    it.
 
-    Raises OSError where it cannot be made.
+    Raises OSError where it cannot be created.
     """
     path = directory / name
     while True:
@@ -48,22 +50,22 @@ def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
 
 
 def live(directory: Path) -> tuple[int, int] | None:
-    """Take the lock of the daemon, and one on the directory: systemd-tmpfiles leaves alone what is in a locked one, and
-    would otherwise remove the locks of a run of ten days (systemd.io/TEMPORARY_DIRECTORIES). None: another lives there.
+    """Take the daemon's lock, and one on the directory; return both descriptors. None: another daemon runs there.
 
-    Raises OSError where they cannot be made.
+    systemd-tmpfiles does not touch the content of a locked directory, and would otherwise remove the locks of a run of
+    ten days (systemd.io/TEMPORARY_DIRECTORIES). Raises OSError where the locks cannot be created.
     """
     lock = hold(directory, DAEMON)
     if lock is None:
         return None
     shelter = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # a file system without locks has no such guest either
+    with contextlib.suppress(OSError):  # a file system without locks has no systemd-tmpfiles either
         fcntl.flock(shelter, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock, shelter
 
 
 def clear(directory: Path) -> bool:
-    """Remove our files in an unused directory, and the directory. False: it is in use, or may be."""
+    """Remove Sentinel's files in an unused directory, and the directory. Returns False if it is in use, or may be."""
     if not _is_leftover(directory):
         return False
     locks: list[int] = []
@@ -85,8 +87,8 @@ def clear(directory: Path) -> bool:
 
 
 def remove(directory: Path, *, whole: bool = True) -> None:
-    """Remove our files in a directory, in use or not; and the directory, if that was all. Not `whole`: only the files
-    by which a daemon is found. What cannot be removed stays: a run must not lose its history to it."""
+    """Remove Sentinel's files in a directory, in use or not; and the directory, if that was all. Not `whole`: only the
+    files by which a daemon is found. What cannot be removed stays: a run must not lose its history because of it."""
     with contextlib.suppress(OSError):
         for name in filter(_is_ours, os.listdir(directory)) if whole else (paths.SOCKET, DAEMON):
             (directory / name).unlink(missing_ok=True)
@@ -104,7 +106,7 @@ def sweep(root: Path) -> list[Path]:
 
 
 def _is_leftover(directory: Path) -> bool:
-    """Whether it may be one: ours, private, and with nothing in it but what we make."""
+    """Return whether it may be a leftover: the user's, private, and with nothing in it but what Sentinel creates."""
     try:
         status, names = directory.lstat(), set(os.listdir(directory))
     except OSError:
@@ -114,12 +116,12 @@ def _is_leftover(directory: Path) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    # A draft is of a state file, where its writer was killed.
+    # A draft of a state file is left where its writer was killed.
     return name in OURS or name.startswith((f".{paths.STATE}.", AGREEMENT, EARLY, f".{EARLY}"))
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the file at this path now."""
+    """Return whether an open file is the one at this path now."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except OSError:

@@ -1,4 +1,4 @@
-"""This machine's address in the network that the job's ranks use."""
+"""Find this machine's address in the network that the job's ranks use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import struct
 _NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _READ_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _ELSEWHERE = ("192.0.2.1", 9)
-"""Of a network that exists in documents alone (RFC 5737): the default route leads there."""
+"""An address in a network that exists only in documents (RFC 5737): the default route leads there."""
 
 
 def find_own_address(store_host: str, store_port: int) -> str:
-    """Of the interface that `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` names, else of that from which the store of
-    the process group is reached. Raises OSError where there is none.
+    """Return the address of the interface that `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` names, else of the one from
+    which the process group's store is reached. Raises OSError where there is none.
 
-    Where this machine's own name means its loopback, as in Debian's /etc/hosts, that of the default route: the other
-    nodes know the name by another address."""
+    Where this machine's own name means its loopback, as in Debian's /etc/hosts, return the address of the default
+    route: the other nodes know the name by another address.
+    """
     for variable in _NAMED_BY:
         if address := _read_interface(os.environ.get(variable, "")):
             return address
@@ -33,20 +34,20 @@ def find_own_address(store_host: str, store_port: int) -> str:
 
 
 def list_listening_addresses(address: str) -> list[str]:
-    """Where to listen for nodes that know this one as `host:port`: there, and, where that host's name means the
-    loopback here, as in Debian's /etc/hosts, at its address in the network of the job's ranks."""
+    """Return where to listen for nodes that know this one as `host:port`: there, and, where that host's name means the
+    loopback here, as in Debian's /etc/hosts, also at its address in the network of the job's ranks."""
     host, _, port = address.rpartition(":")
     try:
         if _names_loopback(host) or not _is_loopback(_find_source(host.strip("[]"), int(port))):
             return [address]
         own = find_own_address(host, int(port))
-    except OSError:  # a name that is not known here, or no network: who listens there says so
+    except OSError:  # a name that is not known here, or no network: listening there will report it
         return [address]
     return [address] if _is_loopback(own) else [address, f"[{own}]:{port}" if ":" in own else f"{own}:{port}"]
 
 
 def find_free_port(host: str) -> int:
-    """Of TCP, now. Raises OSError where there is none, or the address is not of this machine."""
+    """Return a TCP port that is free now. Raises OSError where there is none, or the address is not of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -54,8 +55,8 @@ def find_free_port(host: str) -> int:
 
 
 def _read_interface(named: str) -> str:
-    """IPv4 address of the first interface that fits the names, by NCCL's rules: they are prefixes, `=` before them asks
-    for the whole name. Empty: none does, or the names say which not to take (`^`)."""
+    """Return the IPv4 address of the first interface that fits the names, by NCCL's rules: they are prefixes, `=`
+    before them asks for the whole name. Empty: none fits, or the names say which not to take (`^`)."""
     if not named or named.startswith("^"):
         return ""
     exact, wanted = named.startswith("="), [name.strip() for name in named.lstrip("=").split(",") if name.strip()]
@@ -66,14 +67,14 @@ def _read_interface(named: str) -> str:
         for name in fits:
             try:
                 found = fcntl.ioctl(probe, _READ_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none of IPv4
+            except OSError:  # it has no IPv4 address
                 continue
             return socket.inet_ntoa(found[20:24])
     return ""
 
 
 def _find_source(host: str, port: int) -> str:
-    """From which address packets to another one go out; none is sent."""
+    """Return the address from which packets to another one are sent; none is sent."""
     targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, _, _, _, target = min(targets, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -83,7 +84,7 @@ def _find_source(host: str, port: int) -> str:
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether the loopback is what is meant."""
+    """Return whether a host name means the loopback."""
     return _is_loopback(host.strip("[]")) or host == "localhost"
 
 

@@ -1,6 +1,6 @@
-"""Where things are on a node: sockets, the daemon's log, the history.
+"""Paths on a node: sockets, the daemon's log, the history.
 
-    SENTINEL_ADDRESS=unix:/path            wins
+    SENTINEL_ADDRESS=unix:/path            takes precedence
     /run/sentinel/sentinel.sock            a node's service, root-owned, open to all, runs apart by peer uid
     /tmp/sentinel-$UID/<run id>/           the daemon that `attach` started: sentinel.sock, daemon.log, daemon.json
 
@@ -8,7 +8,8 @@
                                            the first that can be used holds runs/<run id>.sqlite
     $SENTINEL_STATE, /var/lib/sentinel     a service's: <uid>/runs/<run id>.sqlite
 
-A directory of ours is 0700 and our own, checked with lstat: in /tmp anybody may have made it first.
+A directory of Sentinel has mode 0700 and belongs to the user, checked with lstat: in /tmp another user may have created
+it first.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ _NETWORK_FILE_SYSTEMS = frozenset(
         "nfs", "nfs4", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
     }
 )  # fmt: skip
-"""As /proc/mounts calls them. Other FUSE file systems are local, such as those of rootless containers."""
+"""Names as in /proc/mounts. Other FUSE file systems are local, such as those of rootless containers."""
 
 
 def runtime_root() -> Path:
-    """`/tmp/sentinel-$UID`, or `$SENTINEL_RUNTIME`. Not XDG_RUNTIME_DIR: it is unset in containers and under Slurm,
-    and logind deletes it when the last session ends, with the run still going."""
+    """Return `$SENTINEL_RUNTIME`, or `/tmp/sentinel-$UID`. Not XDG_RUNTIME_DIR: it is unset in containers and under
+    Slurm, and logind deletes it when the last session ends, while the run still goes on."""
     return Path(os.environ.get("SENTINEL_RUNTIME") or f"/tmp/sentinel-{os.getuid()}")
 
 
 def run_directory(run_id: str) -> Path:
-    """Where the daemon of one run keeps its socket and its log. Made, owned and checked by `private_directory`."""
+    """Return where the daemon of one run keeps its socket and its log. `private_directory` creates and checks it."""
     return runtime_root() / run_id
 
 
 def address() -> Path | None:
-    """The socket that is already there for us to use: the one named, or a node service's. None: start our own.
+    """Return the existing socket to use: the one named, or a node service's. None: start a daemon.
 
-    Raises ConfigError where SENTINEL_ADDRESS is no `unix:` path.
+    Raises ConfigError where SENTINEL_ADDRESS is not a `unix:` path.
     """
     named = os.environ.get("SENTINEL_ADDRESS")
     if named:
@@ -65,7 +66,7 @@ def address() -> Path | None:
 
 
 def unix_path(named: str, written: str) -> Path:
-    """The path in `unix:/path` or `/path`. Raises ConfigError, which begins with how it was `written`."""
+    """Return the path in `unix:/path` or `/path`. Raises ConfigError, which begins with how it was `written`."""
     scheme, _, path = named.rpartition(":")
     if scheme not in ("", "unix") or not path.startswith("/"):
         raise ConfigError(f"{written}: expected unix:/path/to/the/socket")
@@ -73,7 +74,8 @@ def unix_path(named: str, written: str) -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Make `path` (and its parent, if that is `runtime_root`) 0700 and ours, or check that it is.
+    """Make `path` (and its parent, if that is `runtime_root`) with mode 0700, or check that it is private and the
+    user's.
 
     A directory open to others is closed to them only while it is empty: `--directory /` is a mistake, and is not
     obeyed. Raises ConfigError, with the fix, if it cannot be made, is a link, is in use, or belongs to another user.
@@ -101,9 +103,9 @@ def private_directory(path: Path) -> Path:
 
 
 def restrict(directory: Path, mode: int) -> None:
-    """Give an empty directory this mode. Raises ConfigError where it has another one and is in use."""
+    """Give an empty directory this mode. Raises ConfigError where it has another mode and is in use."""
     occupied = any(directory.iterdir())
-    if occupied and stat.S_IMODE(directory.lstat().st_mode) != mode:  # else another process was quicker
+    if occupied and stat.S_IMODE(directory.lstat().st_mode) != mode:  # otherwise another process was quicker
         raise ConfigError(
             f"{directory}: is open to other users and not empty; its mode is left alone, and it is not used; "
             f"name another directory, or chmod {mode:o} it yourself"
@@ -112,7 +114,7 @@ def restrict(directory: Path, mode: int) -> None:
 
 
 def socket_path(directory: Path) -> Path:
-    """The socket in a run's directory. Raises ConfigError where the path is too long for a Unix socket."""
+    """Return the socket in a run's directory. Raises ConfigError where the path is too long for a Unix socket."""
     path = directory / SOCKET
     if len(os.fsencode(path)) > SUN_PATH:
         raise ConfigError(
@@ -123,7 +125,7 @@ def socket_path(directory: Path) -> Path:
 
 
 def live_sockets() -> Iterator[Path]:
-    """Every socket that a daemon of ours may be serving, the newest first."""
+    """Yield every socket that a daemon of the user or the node may be serving, the newest first."""
     if named := address():
         yield named
     try:
@@ -134,10 +136,10 @@ def live_sockets() -> Iterator[Path]:
 
 
 def state_directory() -> Path:
-    """Where history is kept: the first place that can be written and is local to the node.
+    """Return where history is kept: the first place that can be written and is local to the node.
 
-    SQLite's write-ahead log needs shared memory, which network file systems do not give (sqlite.org/wal.html).
-    Raises ConfigError where none is left.
+    SQLite's write-ahead log needs shared memory, which network file systems do not give (sqlite.org/wal.html). Raises
+    ConfigError where no such place is left.
     """
     tried = []
     for place in state_places():
@@ -156,7 +158,7 @@ def state_directory() -> Path:
 
 
 def service_state() -> Path:
-    """Where a node's service keeps the histories of all users, by uid: `$SENTINEL_STATE`, or /var/lib/sentinel.
+    """Return where a node's service keeps the histories of all users, by uid: `$SENTINEL_STATE`, or /var/lib/sentinel.
 
     Raises ConfigError where it cannot be used.
     """
@@ -171,20 +173,20 @@ def service_state() -> Path:
 
 
 def histories() -> list[Path]:
-    """The history files that there are, in every place that may hold one, the newest first."""
+    """Return the existing history files, in every place that may hold one, the newest first."""
     found = {path for place in state_places() for path in place.glob("runs/*.sqlite")}
     return sorted(found, key=_read_mtime, reverse=True)
 
 
 def history_folders() -> list[Path]:
-    """Where histories are: our own, and for root those of a node's service too."""
+    """Return the folders of histories: the user's own, and for root those of a node's service too."""
     own = {path.parent for path in histories()}
     service = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
     return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in state_places())})
 
 
 def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`, by /proc/self/mounts; empty where that is not known."""
+    """Return the type of the file system that holds `path`, by /proc/self/mounts; empty where that is not known."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_bytes().splitlines()]
     except OSError:
@@ -192,7 +194,7 @@ def file_system(path: Path) -> str:
     resolved = path.resolve()
     best, kind = -1, ""
     for point, name in mounts:
-        # Spaces and the like are octal (fstab(5)); all else is bytes, in whatever encoding.
+        # Spaces and the like are octal (fstab(5)); the rest is bytes, in whatever encoding.
         where = Path(os.fsdecode(point.decode("unicode_escape").encode("latin-1")))
         if (where == resolved or where in resolved.parents) and len(where.parts) >= best:
             best, kind = len(where.parts), name.decode()
@@ -200,7 +202,7 @@ def file_system(path: Path) -> str:
 
 
 def state_places() -> list[Path]:
-    """Where histories may be, the first that can be used."""
+    """Return where histories may be; the first place that can be used is taken."""
     named = os.environ.get("SENTINEL_STATE")
     if named:
         return [Path(named)]

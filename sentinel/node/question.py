@@ -1,4 +1,4 @@
-"""Asks a daemon on this node, over its socket."""
+"""Ask a daemon on this node, over its socket."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sentinel.errors import ConfigError, ProtocolError
 
 
 def ask_daemon(socket_path: Path, what: str, arguments: dict[str, Any] | None = None, *, timeout: float = 5.0) -> Any:
-    """Answer of one daemon. Raises ConfigError where none is there, ProtocolError where one of another version answers,
-    or none within `timeout` seconds."""
+    """Return the answer of one daemon. Raises ConfigError where no daemon is there, ProtocolError where one of another
+    version answers, or none within `timeout` seconds."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)

@@ -1,4 +1,4 @@
-"""Small text files: rules and settings to read, reports and pictures to write."""
+"""Read and write small text files: rules and settings, reports and pictures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from sentinel.errors import ConfigError
 
 LARGEST = 4 * 1024 * 1024
-"""Characters."""
+"""Characters of a file that is read, at most."""
 
 
 def text(path: Path) -> str:
-    """UTF-8. Raises OSError, also where the file does not end, and UnicodeDecodeError."""
+    """Return a file's text in UTF-8. Raises OSError, also where the file is longer than `LARGEST`, and
+    UnicodeDecodeError."""
     with path.open(encoding="utf-8") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -24,7 +25,7 @@ def text(path: Path) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of it, or leave what is there. Raises ConfigError."""
+    """Write the whole text, or leave the existing file. Raises ConfigError."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with draft.open("x", encoding="utf-8", errors="replace") as file:
