@@ -1,1 +1,1 @@
-"""OpenTelemetry's protocol: metrics, log records and spans as its requests. Needs the extra `otlp`."""
+"""OpenTelemetry's protocol: metrics, log records and spans as requests. Needs the extra `otlp`."""

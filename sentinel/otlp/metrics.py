@@ -1,6 +1,6 @@
-"""Metrics as Prometheus would scrape them, as a request of OTLP.
+"""Encode metrics, as Prometheus would scrape them, as an OTLP request.
 
-What Megatron-LM sends too, and means the same by it, has Megatron's name (github.com/NVIDIA/Megatron-LM,
+Metrics that Megatron-LM sends too, with the same meaning, have Megatron's name (github.com/NVIDIA/Megatron-LM,
 megatron/core/telemetry/training_metrics.py).
 """
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 MEGATRON = {name_series(name, "run"): f"megatron.training.{name}" for name in ("loss", "grad_norm", "learning_rate")}
-"""Our series -> Megatron's name. Its histogram of step times is in ms and its memory in GB: those are not ours."""
+"""Sentinel's series -> Megatron's name. Its histogram of step times is in ms and its memory in GB: those differ from
+Sentinel's."""
 
 
 def encode_metrics(families: Iterable[Metric], began: float, now: float) -> ExportMetricsServiceRequest:
-    """A request to /v1/metrics. `began`, `now`: Unix seconds; counters count since the first."""
+    """Return a request to /v1/metrics. `began`, `now`: Unix seconds; counters count since `began`."""
     request = ExportMetricsServiceRequest()
     scope = request.resource_metrics.add(resource=make_resource()).scope_metrics.add(scope=SCOPE)
     for family in families:
@@ -33,7 +34,7 @@ def encode_metrics(families: Iterable[Metric], began: float, now: float) -> Expo
 
 
 def _add_family(scope: ScopeMetrics, family: Metric, began: int, now: int) -> None:
-    """The histogram of layers is none of them: it falls too, which OTLP's may not."""
+    """Add a gauge or counter. The histogram of layers is left out: it can fall, which OTLP's may not."""
     metric = scope.metrics.add(name=MEGATRON.get(family.name, family.name), description=family.documentation)
     if family.type == "counter":
         metric.sum.is_monotonic = True

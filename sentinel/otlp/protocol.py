@@ -1,4 +1,4 @@
-"""What requests of all signals have in common (opentelemetry.io/docs/specs/otlp, 1.5)."""
+"""The common parts of requests for all signals (opentelemetry.io/docs/specs/otlp, 1.5)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sentinel.config.receivers import Endpoint
 
 SCOPE = InstrumentationScope(name="training-sentinel", version=__version__)
 RANK = "dl.rank"
-"""The attribute of nemo-lens (github.com/NVIDIA-NeMo/Lens, src/nemo/lens/semconv.py)."""
+"""The attribute for a rank in nemo-lens (github.com/NVIDIA-NeMo/Lens, src/nemo/lens/semconv.py)."""
 LATEST = 9e9
-"""Unix seconds, in the year 2255: as nanoseconds they fit into 64 bits with a sign."""
+"""Largest Unix seconds, in the year 2255: as nanoseconds they fit into 64 bits with a sign."""
 
 Value = str | bool | int | float
 
@@ -29,7 +29,7 @@ Value = str | bool | int | float
 def make_request(
     settings: Endpoint, signal: Signal, message: Message
 ) -> tuple[str, bytes, dict[str, str], float | None]:
-    """URL, content and headers of a POST, and the environment's time-out in seconds. Raises ConfigError."""
+    """Return URL, content and headers of a POST, and the environment's time-out in seconds. Raises ConfigError."""
     export = find_export(settings, signal)
     content = message.SerializeToString()
     headers = {**export.headers, "Content-Type": "application/x-protobuf"}
@@ -40,14 +40,14 @@ def make_request(
 
 
 def make_resource() -> Resource:
-    """Who sends: this process, and what the environment says of it."""
+    """Return the sender: this process, and what the environment says about it."""
     host = platform.node()
     known = {"host.name": host, "service.instance.id": f"{host}-{os.getpid()}", **read_resource()}
     return Resource(attributes=make_attributes(known))
 
 
 def make_attributes(values: Mapping[str, Value]) -> list[KeyValue]:
-    """As OTLP has them."""
+    """Return attributes in OTLP's form."""
     return [KeyValue(key=name, value=_make_value(value)) for name, value in values.items()]
 
 
@@ -63,17 +63,17 @@ def _make_value(value: Value) -> AnyValue:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Of Unix seconds. The nearest that fits, where a clock is far out."""
+    """Return Unix seconds as nanoseconds; the nearest that fits, where a clock is far off."""
     return 0 if math.isnan(seconds) else round(min(max(seconds, 0.0), LATEST) * 1e9)
 
 
 def trace_id(run_id: str) -> bytes:
-    """Of a run: the same from every daemon and node."""
+    """Return the trace id of a run: the same from every daemon and node."""
     return _hash(run_id, 16)
 
 
 def span_id(*parts: object) -> bytes:
-    """The id of a span of a run: the same if the span is sent again."""
+    """Return the id of a span of a run: the same if the span is sent again."""
     return _hash("\0".join(map(str, parts)), 8)
 
 
