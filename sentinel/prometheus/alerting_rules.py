@@ -1,11 +1,11 @@
-"""Sentinel's rules as Prometheus' alerting rules: what `sentinel rules export prometheus` prints.
+"""Write Sentinel's rules as Prometheus' alerting rules, for `sentinel rules export prometheus`.
 
     sentinel            the rules whose condition has a counterpart in PromQL: judged by Prometheus, at its scrapes
     sentinel-verdicts   one rule for all others: what the daemon found, which sees every step
     sentinel-itself     whether Sentinel works
 
-The second rule covers whatever the first group does not, so that no alert fires twice. What lies between two scrapes
-Prometheus does not see: a translated rule of a run also fires where the daemon's does.
+The second rule covers whatever the first group does not, so that no alert fires twice. Prometheus does not
+see what lies between two scrapes: a translated rule of a run also fires where the daemon's does.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _ITSELF: tuple[tuple[str, str, str, str, str], ...] = (
         "the daemon at {{ $labels.instance }} had a fault of its own: its log has the traceback",
     ),
 )  # fmt: skip
-"""Alert, expression, for, severity, summary."""
+"""(alert, expression, for, severity, summary) of the rules about Sentinel itself."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Long text folded, as people write it."""
+    """Writes long text folded, as people write it."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -76,7 +76,8 @@ _Dumper.add_representer(
 
 
 def alerting_rules(rules: Iterable[Rule], *, as_json: bool = False) -> str:
-    """A rule file of Prometheus, with the rules that are not in it as comments. JSON, which is YAML too, has none."""
+    """Return a rule file of Prometheus, with the untranslated rules listed in comments. JSON, which is YAML too, has no
+    comments."""
     made, left = list[dict[str, Any]](), list[tuple[str, str]]()
     for rule in rules:
         try:
@@ -125,7 +126,7 @@ def _translate_rule(rule: Rule) -> dict[str, Any]:
     for name, text in rule.annotations.items():
         if name == OVER:
             continue
-        with contextlib.suppress(UntranslatableError):  # numbers that only the daemon has
+        with contextlib.suppress(UntranslatableError):  # with numbers that only the daemon has
             found["annotations"][name] = _text(text, scope)
     if rule.runbook:
         found["annotations"]["runbook"] = f"{RUNBOOK}#{rule.runbook}"
@@ -154,7 +155,8 @@ def _own(alert: str, expr: str, held: str, severity: str, summary: str) -> dict[
 
 
 def _text(text: str, scope: Scope) -> str:
-    """An annotation as a template of Prometheus. Raises UntranslatableError where a field is no metric and no word."""
+    """Return an annotation as a template of Prometheus. Raises UntranslatableError where a field is neither a metric
+    nor a word."""
     return _FIELD.sub(lambda found: _field(found, scope), text)
 
 

@@ -1,4 +1,4 @@
-"""What signals are called in Prometheus: the collector writes these names, alerting rules and dashboards read them."""
+"""Names of signals in Prometheus: the collector writes these names, alerting rules and dashboards read them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ PREFIX = "sentinel_"
 
 
 def with_unit(signal: Signal) -> str:
-    """A signal's name as Prometheus wants it, its unit at the end."""
+    """Return a signal's name in Prometheus' form, with its unit at the end."""
     bare = signal.unit == "1" or signal.name.endswith(f"_{signal.unit}")
     return signal.name if bare else f"{signal.name}_{signal.unit}"
 
 
 def of_run(signal: Signal) -> bool:
-    """Whether the run's value of a signal is exported: it comes with a step, and is not part of another signal."""
+    """Return whether the run's value of a signal is exported: it comes with a step, and is not part of another
+    signal."""
     return signal.scope == "rank" and signal.tier != CLOCK and not signal.part_of
 
 
 Scope = Literal["run", "rank", "gpu", "node"]
-"""Of which a series is; of layers none is exported by signal."""
+"""Scopes that a series may have; series of layers are not exported by signal."""
 
 
 def name_series(name: str, scope: Scope) -> str:
-    """The series of a signal, whole as Prometheus has it; empty where there is none."""
+    """Return the full series name of a signal, as in Prometheus; empty where there is none."""
     signal = SIGNALS.get(name)
     if signal is None:
         return ""

@@ -1,8 +1,8 @@
-"""From an expression of the rule language to PromQL, where what Prometheus sees allows it.
+"""Translate an expression of the rule language to PromQL, where what Prometheus sees allows it.
 
 A condition becomes a vector that has a sample for each run (or rank) for which it holds. Prometheus sees the newest
-value at each scrape: what counts samples, looks back on steps or asks how old a value is has no counterpart, and is
-refused with the reason.
+value at each scrape: functions that count samples, look back on steps or ask how old a value is have no counterpart,
+and are refused with the reason.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _OVER_TIME = {"mean": "avg", "min": "min", "max": "max", "sum": "sum", "std": "s
 _ACROSS = {"max": "max", "min": "min", "mean": "avg"}
 _PURE = {"abs": "abs", "log": "ln", "sqrt": "sqrt"}
 _EVERY: Mapping[Scope, str] = {"run": "max without (name, attempt) (sentinel_run_info)", "rank": "sentinel_rank_up"}
-"""One sample a run, or a rank, whatever it reports."""
+"""Scope -> a vector with one sample per run, or per rank, whatever it reports."""
 _LABELS: Mapping[Scope, str] = {"rank": "rank", "gpu": "gpu, UUID", "node": "hostname"}
-"""What `across` takes away."""
+"""Labels that `across` removes."""
 
 
 class UntranslatableError(Exception):
-    """Why there is no PromQL for it, in words."""
+    """Raised where there is no PromQL for an expression; says why."""
 
 
 def condition(text: str, lets: Mapping[str, str], scope: Scope) -> str:
-    """PromQL that has a sample where the condition holds. Raises UntranslatableError."""
+    """Return PromQL that has a sample where the condition holds. Raises UntranslatableError."""
     return _Translator(lets, scope).condition(parse(Text.plain(text)).tree)
 
 
 def series(metric: str, scope: Scope) -> str:
-    """The series of a metric. Raises UntranslatableError where none is exported."""
+    """Return the series of a metric. Raises UntranslatableError where none is exported."""
     found = name_series(metric, scope)
     if not found:
         raise UntranslatableError(f"{metric} of a {scope} is not exported")
@@ -76,7 +76,8 @@ class _Translator:
         raise UntranslatableError(f"{ast.unparse(node)} looks at single steps")
 
     def _negate(self, node: ast.expr) -> str:
-        """A filter has no negation: it is moved inwards. A NaN, which no comparison holds for, is left out here too."""
+        """Negate a condition. A filter has no negation, so it is moved inwards. A NaN, for which no comparison holds,
+        is left out here too."""
         match node:
             case ast.Name() if node.id in self._lets:
                 return self._negate(self._lets[node.id])
@@ -129,7 +130,7 @@ class _Translator:
         return f"{_ACROSS[how]} without ({labels}) ({value})"
 
     def _scope_of(self, operand: ast.expr) -> Scope:
-        """Whose metrics are in an expression. Raises UntranslatableError where they are layers'."""
+        """Return the scope of the metrics in an expression. Raises UntranslatableError for metrics of layers."""
         names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
         found: Scope = "rank"
         for name in names & SIGNALS.keys():
@@ -140,7 +141,8 @@ class _Translator:
         return found
 
     def _window(self, name: str, operand: ast.expr, rest: list[ast.expr]) -> str:
-        """A function of a window of time. A window of samples is one of steps, and Prometheus has one a scrape."""
+        """Translate a function of a window of time. A window of samples counts steps, and Prometheus has one sample per
+        scrape."""
         text = rest[-1].value if rest and isinstance(rest[-1], ast.Constant) else None
         length = seconds(text) if isinstance(text, str) else None
         if length is None:
