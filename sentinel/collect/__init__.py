@@ -1,4 +1,4 @@
-"""What the daemon measures by itself, beside the training processes: GPUs by NVML, the host by psutil."""
+"""What the daemon measures itself, beside the training processes: GPUs by NVML, the host by psutil."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ class Reading(msgspec.Struct, frozen=True):
     """The numbers of one device or host at one moment."""
 
     name: str
-    """UUID of the GPU, as NVML writes it (`GPU-...`); of a host, its name."""
+    """UUID of the GPU, as NVML writes it (`GPU-...`); for a host, its name."""
     time: float
     """Unix seconds."""
     values: dict[str, float]
-    """By signal. What the device or its driver does not offer is not there."""
+    """Signal -> value. What the device or its driver does not offer is absent."""
     processes: dict[int, int] = {}
-    """Of a GPU: pid -> bytes of its memory that the process holds, where the driver says."""
+    """For a GPU: pid -> bytes of its memory that the process holds, where the driver says."""
 
 
 class DeviceFault(msgspec.Struct, frozen=True):
-    """Something that a device reported once."""
+    """A fault that a device reported once."""
 
     name: str
     """UUID of the GPU."""

@@ -1,7 +1,7 @@
-"""One GPU's numbers, by NVML (docs.nvidia.com/deploy/nvml-api).
+"""Read one GPU's numbers by NVML (docs.nvidia.com/deploy/nvml-api).
 
 NVML is not backward compatible over drivers and boards, so each call is optional: a call that a device does not offer
-is made once and never again. Nothing here takes a context on the device or memory from it.
+is made once and never again. Nothing here creates a context on the device or takes memory from it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MILLI, _MEGA = 1e-3, 1e6
 
 
 def _throttle(nvml: Any, reasons: int) -> dict[str, float]:
-    """1 where clocks are held down for this reason. Deliberate settings (application clocks, sync boost) and idleness
-    do not count. Bits: nvml.h, nvmlClocksEventReasons."""
+    """Return 1 for each reason that holds clocks down, else 0. Deliberate settings (application clocks, sync boost) and
+    idleness do not count. Bits: nvml.h, nvmlClocksEventReasons."""
     thermal = nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
     power = nvml.nvmlClocksEventReasonSwPowerCap
-    # HwSlowdown stands beside the thermal or power-brake bit that caused it; alone it is an external signal.
+    # HwSlowdown accompanies the thermal or power-brake bit that caused it; alone it is an external signal.
     hardware = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
     return {
         "gpu_throttled_thermal": float(bool(reasons & thermal)),
@@ -65,7 +65,7 @@ def _reasons(nvml: Any, device: Any) -> dict[str, float]:
 
 
 def _reasons_older(nvml: Any, device: Any) -> dict[str, float]:
-    """The name before driver 535."""
+    """Read the reasons by the call's name before driver 535."""
     return _throttle(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device))
 
 
@@ -93,8 +93,8 @@ def _pcie(nvml: Any, device: Any) -> dict[str, float]:
 
 
 def _links(nvml: Any, device: Any) -> dict[str, float]:
-    """NVLinks that are up, and the errors that they counted. A board has up to 18; the first that is not there ends
-    the list."""
+    """Count the NVLinks that are up, and sum their error counters. A board has up to 18; the first missing one ends the
+    list."""
     up, errors = 0, 0
     counters = (
         nvml.NVML_NVLINK_ERROR_DL_REPLAY,
@@ -135,7 +135,7 @@ _CALLS: tuple[tuple[Call, ...], ...] = (
     (_pcie,),
     (_links,),
 )
-"""Each entry is asked from left to right until one is offered."""
+"""The calls for each kind of number; the first of an entry, from left to right, that the device offers is used."""
 
 
 class NvmlGpu:
@@ -148,7 +148,7 @@ class NvmlGpu:
         self._tells_processes = True
 
     def describe(self, index: int) -> devices.Gpu:
-        """What it is; what its driver does not say is left empty."""
+        """Return a description of the GPU; what its driver does not say is left empty."""
         nvml, device = self.nvml, self.device
         return devices.Gpu(
             index,
@@ -167,7 +167,7 @@ class NvmlGpu:
         return text.decode() if isinstance(text, bytes) else text
 
     def _parts(self) -> tuple[str, ...]:
-        """UUIDs of its MIG devices."""
+        """Return the UUIDs of its MIG devices."""
         nvml, found = self.nvml, []
         try:
             for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(self.device)):
@@ -181,7 +181,8 @@ class NvmlGpu:
         return tuple(found)
 
     def read(self) -> Reading:
-        """All that it offers. Raises NVMLError where the device itself is in trouble (lost, needs a reset)."""
+        """Read all numbers that it offers. Raises NVMLError where the device itself is in trouble (lost, needs a
+        reset)."""
         values: dict[str, float] = {}
         for calls in tuple(self._calls):
             found = self._read_numbers(calls)
@@ -192,7 +193,7 @@ class NvmlGpu:
         return Reading(self.uuid, time.time(), values, self._processes())
 
     def _processes(self) -> dict[int, int]:
-        """pid -> bytes. Empty where the driver does not say, as in most containers."""
+        """Return pid -> bytes. Empty where the driver does not say, as in most containers."""
         if not self._tells_processes:
             return {}
         try:
@@ -203,7 +204,7 @@ class NvmlGpu:
         return {one.pid: int(one.usedGpuMemory) for one in running if one.usedGpuMemory is not None}
 
     def _read_numbers(self, calls: tuple[Call, ...]) -> dict[str, float] | None:
-        """None: it does not offer that, and never will."""
+        """Return the numbers of the first offered call; None: the device offers none of them, and never will."""
         absent = (self.nvml.NVMLError_NotSupported, self.nvml.NVMLError_FunctionNotFound)
         for call in calls:
             try:
@@ -213,5 +214,5 @@ class NvmlGpu:
             except (self.nvml.NVMLError_GpuIsLost, self.nvml.NVMLError_ResetRequired):
                 raise
             except self.nvml.NVMLError:
-                return {}  # busy, or no permission today: asked again
+                return {}  # busy, or no permission now: asked again
         return None

@@ -1,10 +1,10 @@
-"""All GPUs of a node: their numbers, asked side by side with one deadline, and what they report by themselves.
+"""Read all GPUs of a node: their numbers, asked in parallel with one deadline, and the faults that they report.
 
     gpus = Gpus.open()          raises NoGpusError where there is no NVIDIA driver
     gpus.order()                all are asked at once
     gpus.collect(deadline)      the GPUs that answered in time, and what went wrong
 
-An XID is the driver's word that a GPU failed (docs.nvidia.com/deploy/xid-errors). NVML hands them out as events: a
+An XID is the driver's code for a failure of a GPU (docs.nvidia.com/deploy/xid-errors). NVML delivers them as events: a
 thread waits for them, since there is no descriptor that a loop could wait for.
 """
 
@@ -26,18 +26,19 @@ from sentinel.runs import devices as known
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0
-"""A GPU whose driver owes an answer for so long is reported. A read takes milliseconds; 10 s are none that is busy."""
+"""Seconds after which a GPU whose driver owes an answer is reported. A read takes milliseconds; a busy driver never
+takes 10 s."""
 EVENT_WAIT_MS = 1000
-"""How long one wait for an event lasts: as long may the end of the daemon take."""
+"""Milliseconds of one wait for an event: the end of the daemon may take as long."""
 _EVENTS_KEPT = 256
 
 
 class NoGpusError(Exception):
-    """There is no GPU that can be asked; says why."""
+    """Raised where there is no GPU that can be asked; says why."""
 
 
 class Gpus:
-    """The devices of this node. Never waits beyond the deadline that it is given, and never raises."""
+    """The GPUs of this node. Its methods never wait beyond the given deadline, and never raise."""
 
     def __init__(self, nvml: Any, devices: list[NvmlGpu], descriptions: list[known.Gpu]) -> None:
         self._nvml = nvml
@@ -49,15 +50,15 @@ class Gpus:
 
     @classmethod
     def open(cls, nvml: Any = None) -> Gpus:
-        """All devices. `nvml`: the module to ask, instead of pynvml. Raises NoGpusError where there are none, or no
-        driver. May wait for the driver: call it on a thread."""
+        """Open all devices. `nvml`: the module to ask, instead of pynvml. Raises NoGpusError where there are no devices
+        or no driver. May wait for the driver: call it on a thread."""
         try:
             nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
             count = nvml.nvmlDeviceGetCount()
         except ImportError:
             raise NoGpusError("nvidia-ml-py is not installed") from None
-        except Exception as error:  # NVMLError, of the module that is being opened
+        except Exception as error:  # NVMLError, which belongs to the module being opened
             raise NoGpusError(f"NVML: {error}") from None
         devices: list[NvmlGpu] = []
         descriptions: list[known.Gpu] = []
@@ -73,15 +74,15 @@ class Gpus:
         return cls(nvml, devices, descriptions)
 
     def when_faulty(self, tell: Callable[[], None]) -> None:
-        """Call this on the thread that waits for events, at each event, which is then in the next `collect`."""
+        """Call `tell` at each event, on the thread that waits for events; the event is then in the next `collect`."""
         self._events.told = tell
 
     def describe_all(self) -> list[known.Gpu]:
-        """What they are, in NVML's order, which is that of the PCI bus."""
+        """Return their descriptions, in NVML's order, which is that of the PCI bus."""
         return list(self._descriptions)
 
     def silent(self) -> dict[str, float]:
-        """UUID -> for how many seconds an answer has been owed, where one is."""
+        """Return UUID -> for how many seconds an answer has been owed, for those that owe one."""
         now = time.monotonic()
         return {p.name: now - p.silent_since for p in self._patients if p.silent_since is not None}
 
@@ -91,7 +92,7 @@ class Gpus:
             patient.order()
 
     def collect(self, deadline: float) -> tuple[list[Reading], list[DeviceFault]]:
-        """What has been answered by `deadline` (monotonic seconds), and what went wrong since the last call."""
+        """Return the readings that arrived by `deadline` (monotonic seconds), and the faults since the last call."""
         readings, faults = [], self._events.take_faults()
         for patient in self._patients:
             try:
@@ -132,7 +133,7 @@ class Gpus:
 
 
 class _Events:
-    """XIDs, as they come."""
+    """Collects XIDs as they occur."""
 
     def __init__(self, nvml: Any, devices: list[NvmlGpu]) -> None:
         self._nvml = nvml
@@ -151,7 +152,7 @@ class _Events:
     def _register(self, device: NvmlGpu) -> bool:
         try:
             self._nvml.nvmlDeviceRegisterEvents(device.device, self._nvml.nvmlEventTypeXidCriticalError, self._set)
-        except self._nvml.NVMLError as error:  # not under vGPU, MIG, WSL
+        except self._nvml.NVMLError as error:  # as under vGPU, MIG, WSL
             log.info("XIDs of %s are not seen: %s", device.uuid, error)
             return False
         return True
@@ -213,11 +214,11 @@ _XIDS = {
     120: "error of the GPU's system processor",
     140: "unrecovered ECC error",
 }
-"""Meanings, from NVIDIA's catalogue of XID errors (docs.nvidia.com/deploy/xid-errors)."""
+"""XID -> meaning, from NVIDIA's catalogue of XID errors (docs.nvidia.com/deploy/xid-errors)."""
 SOFTWARE_XIDS = frozenset({13, 31, 43, 45, 68, 69})
-"""Most often the program's own doing: not a reason to drain a node."""
+"""XIDs that are most often the program's own fault: not a reason to drain a node."""
 
 
 def xid_meaning(code: int) -> str:
-    """What an XID means, in words."""
+    """Return the meaning of an XID in words."""
     return _XIDS.get(code, "see docs.nvidia.com/deploy/xid-errors")

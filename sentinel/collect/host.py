@@ -1,4 +1,4 @@
-"""The host's numbers, by psutil: what a training process shares with its neighbours."""
+"""Read the host's numbers by psutil: what a training process shares with its neighbours."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sentinel.collect import Reading
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes its largest number, v2 the word `max`, where there is no limit."""
+"""Least limit that counts as none: where there is none, cgroup v1 writes its largest number, and v2 the word `max`."""
 
 
 class Host:
-    """This node. The CPU share is that since the reading before: the first one has none."""
+    """The host of this node. The CPU share counts from the previous reading: the first one has none."""
 
     def __init__(self, cgroup: Path = _CGROUP) -> None:
         self.name = socket.gethostname()
@@ -24,7 +24,7 @@ class Host:
         self._busy: tuple[float, float] | None = None
 
     def read(self) -> Reading:
-        """All of it, in about a millisecond."""
+        """Read all numbers, in about a millisecond."""
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         values = {
             "host_memory_available_bytes": float(memory.available),
@@ -35,10 +35,10 @@ class Host:
         return Reading(self.name, time.time(), values | self._cpu() | self._container())
 
     def _cpu(self) -> dict[str, float]:
-        # psutil.cpu_percent counts from the last call of the same thread, and we are read on any.
+        # psutil.cpu_percent counts from the last call of the same thread, and this is called on any.
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        # Time of guests is in that of their hosts already.
+        # The time of guests is included in that of their hosts.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         since, self._busy = self._busy, (total - idle, total)
         if since is None or total <= since[1]:
@@ -46,8 +46,9 @@ class Host:
         return {"host_cpu_ratio": min(max((total - idle - since[0]) / (total - since[1]), 0.0), 1.0)}
 
     def _container(self) -> dict[str, float]:
-        """Memory of the container, where one is set a limit: its OOM killer knows no other. What is used is the working
-        set, as the kubelet has it: idle file cache counts as used too, and is given back before anything is killed."""
+        """Return the memory of the container, if it has a limit: its OOM killer considers no other. The used memory is
+        the working set, as in the kubelet: the kernel also counts idle file cache as used, and gives it back before it
+        kills anything."""
         for used, limit, stat, cache in (
             ("memory.current", "memory.max", "memory.stat", "inactive_file"),
             (
@@ -75,7 +76,7 @@ def _number(path: Path) -> float | None:
 
 
 def _read_counter(path: Path, name: str) -> float:
-    """A counter of a cgroup's memory.stat; 0 where there is none."""
+    """Return a counter of a cgroup's memory.stat; 0 where there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Calls that may never return, kept from holding anything up.
+"""Make calls that may never return, without letting them block anything else.
 
 A driver that is stuck blocks its caller, uninterruptibly. So each device has its own thread, and a caller waits for it
-until a deadline at most. A device that owes an answer is not asked again until it has given it.
+no longer than until a deadline. A device that owes an answer is not asked again until it has given it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Patient(Generic[T]):
-    """Asks one device, on a daemon thread: a call that never returns does not keep the process from ending either."""
+    """Asks one device, on a daemon thread, so that a call that never returns does not keep the process from ending."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
         self.name = name
@@ -29,7 +29,7 @@ class Patient(Generic[T]):
 
     @property
     def silent_since(self) -> float | None:
-        """Monotonic seconds at which the call began that has not returned; None where none is out."""
+        """Monotonic seconds at which the call began that has not returned; None where no call is running."""
         return self._asked_at
 
     def order(self) -> None:
@@ -44,8 +44,8 @@ class Patient(Generic[T]):
         self._orders.put(True)
 
     def collect(self, deadline: float) -> T | None:
-        """The answer to the order, or None where it is not there by `deadline` (monotonic seconds). An answer is given
-        out once. Raises what the call raised."""
+        """Return the answer to the order, or None where it has not arrived by `deadline` (monotonic seconds). An answer
+        is returned once. Raises what the call raised."""
         if self._asked_at is None or not self._answered.wait(max(deadline - time.monotonic(), 0.0)):
             return None
         self._asked_at = None
@@ -55,7 +55,7 @@ class Patient(Generic[T]):
         return answer
 
     def close(self) -> None:
-        """Let the thread end, once its call returns."""
+        """Let the thread end after its call returns."""
         self._orders.put(False)
 
     def _serve(self) -> None:
