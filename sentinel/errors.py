@@ -1,17 +1,17 @@
-"""What can go wrong, as a tree.
+"""The exceptions of Sentinel, as a tree.
 
     SentinelError                 anything that a person can fix; the command line prints it and exits with 2
       AttachError                 `attach` was given something that it cannot watch
       ConfigError                 a setting, a place on the disk, a permission
         DamageError               a history whose content is not what was written
       RuleError                   a rule file; carries file, line and column
-      ProtocolError               a peer that speaks another version, or nonsense
-      RollbackError               a snapshot or a rollback that cannot be had
+      ProtocolError               a peer that speaks another version, or sends no messages of Sentinel
+      RollbackError               a snapshot or a rollback that is not possible
         StateError                state of the run that cannot be captured whole
       LogError                    a recorded run that cannot be read
     RunStopped(SystemExit)        the run is ended on purpose: the budget of rollbacks is spent, or a rule says `stop`
 
-Texts name what is wrong, where, and the fix. Mistakes of our own are assertions, not these.
+Their texts name what is wrong, where, and the fix. Sentinel's own bugs are assertions, not these.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RuleError(SentinelError):
     def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:
         self.message, self.file, self.line, self.column = message, file, line, column
         self.others: tuple[RuleError, ...] = ()
-        """Further mistakes in the same file, in the order in which they stand there."""
+        """Further mistakes in the same file, in the order of its text."""
         super().__init__(f"{file}:{line}:{column}: {message}" if line else f"{file}: {message}")
 
 

@@ -1,4 +1,4 @@
-"""What a census adds to the diagnosis of creeping memory: the objects that hold it."""
+"""Add what a census found to the diagnosis of creeping memory: the objects that hold it."""
 
 from __future__ import annotations
 

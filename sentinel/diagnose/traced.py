@@ -1,4 +1,4 @@
-"""What a second run of the batch adds to a diagnosis of non-finite values."""
+"""Add what a second run of the batch found to a diagnosis of non-finite values."""
 
 from __future__ import annotations
 

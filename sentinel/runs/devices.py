@@ -1,4 +1,4 @@
-"""What the daemon knows of this node beside the training processes: its GPUs and its host, as they were read last.
+"""This node's devices beside the training processes: its GPUs and its host, as they were read last.
 
 A leaf: `sentinel.collect` reads the devices, the daemon keeps them here, rules, diagnosis, metrics and people see them.
 Ranks are joined to GPUs by UUID, which is the same in CUDA, NVML and DCGM. Device numbers differ: CUDA counts the

@@ -145,7 +145,7 @@ def pack_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[bytes, 
     """Return rows as the columns of a chunk."""
     counts = Counter(itertools.chain.from_iterable(rows))
     whole = list(counts.values()).count(len(rows))
-    # In a fast loop one row of 32 has signals that the others lack, so only such rows are searched for them.
+    # In a fast loop one row of 32 has signals that the others lack: only such rows are searched for these signals.
     more = [(number, row) for number, row in enumerate(rows) if len(row) > whole]
     return {
         name: (array("d", [row[name] for row in rows]).tobytes(), b"") if count == len(rows) else _partly(name, more)

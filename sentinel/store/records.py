@@ -73,8 +73,8 @@ class RunRecords:
         self._stand(("table", digest), Write("ranks", ("table", attempt, digest), insert, (attempt, digest, body)))
 
     def keep_state(self, attempt: int, seq: int, body: bytes, checkpoints: Sequence[tuple[int, bytes]]) -> None:
-        """Record the state after step `seq`, from which another daemon would go on. `checkpoints`: all of them; new
-        ones are added to the file."""
+        """Record the state after step `seq`, from which another daemon would go on. `checkpoints`: all of them; the
+        file is changed where it differs."""
         insert = "INSERT OR REPLACE INTO states VALUES (?, ?, ?)"
         self._write("states", ("state", attempt), insert, attempt, seq, body)
         wanted = {(attempt, at): state for at, state in checkpoints}

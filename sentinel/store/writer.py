@@ -129,7 +129,7 @@ class Store:
 
     @property
     def is_open(self) -> bool:
-        """Whether the file has been opened."""
+        """Whether the file is open."""
         return self._database is not None
 
     @property

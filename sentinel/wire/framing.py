@@ -1,4 +1,4 @@
-"""Frames and what is in them: a 4-byte big-endian length, and one msgpack map whose `type` names the message."""
+"""Encode and decode frames: a 4-byte big-endian length, and one msgpack map whose `type` names the message."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Batch(Message, frozen=True, kw_only=True, tag="batch"):
     columns: Annotated[dict[Name, Column], COLUMNS] = {}
     layers: Annotated[tuple[LayerBlock, ...], BLOCKS] = ()
     dropped: Integer = 0
-    """Number of steps dropped so far, because the queue was full or its reader had gone."""
+    """Number of steps dropped so far, because the queue was full or no process read it."""
     skipped: Integer = 0
     """Number of samples left out so far, because the machine had no memory, descriptor or thread to spare."""
     pace: Pace | None = None

@@ -22,7 +22,7 @@ from sentinel.wire.flight_recorder import Collective, Flight, Lane
 
 _MEDIUM: Confidence = "medium"
 Node = tuple[Key, int, int]
-"""Of a collective: (group, 0, number). Of transfers: (group, sender, receiver), with ranks counted from 1."""
+"""Key of an operation: (group, 0, number) for a collective; (group, sender, receiver) for transfers, ranks from 1."""
 
 
 class WaitGraph:

@@ -214,8 +214,8 @@ class Extreme:
     """The largest of the newest `count` samples. Keeps the samples that no later one exceeds, in falling order.
 
     The first of them is the largest; it leaves when its time comes, and a new sample drops all that are not above it:
-    O(1) per sample, amortised. The smallest is the largest of the negated samples. An infinity stands before the first
-    one, so that no sample drops everything.
+    O(1) per sample, amortised. The smallest is the largest of the negated samples. An infinity, which no sample drops,
+    stands before the first one.
     """
 
     __slots__ = ("_count", "_first", "_leaving", "_needed", "_seen", "_sign", "_values")
