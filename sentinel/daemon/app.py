@@ -1,6 +1,6 @@
 """The daemon: the only module that knows all the others.
 
-Serves the runs that say hello, and is gone when they are gone (`departure.py`). One that stays, such as a node's
+It serves the runs that say hello, and exits when they have ended (`shutdown.py`). A daemon that stays, such as a node's
 service, waits for the next run.
 """
 
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Daemon:
-    """Wires the stations together. `serve` runs until the work is done."""
+    """Connects the parts of the daemon. `serve` runs until the work is done."""
 
     def __init__(
         self,
@@ -71,9 +71,13 @@ class Daemon:
         starter: int | None = None,
         make_assistants: MakeServer | None = None,
     ) -> None:
-        """`load` reads the rule files, now and at each reload; `reread` the settings, at each. `service`: all users are
-        served, for good. `starter`: process that started this daemon for a run; it is not waited for once that has
-        ended. `make_assistants` makes what serves MCP over HTTP; None: nothing does."""
+        """Prepare a daemon; `serve` starts it.
+
+        `load` reads the rule files, now and at each reload; `reread` reads the settings at each reload. `stay`: wait
+        for the next run when all have ended. `service`: serve all users, and stay. `notes`: mistakes in the settings,
+        shown to each rank. `starter`: pid of the process that started this daemon for a run; once it has ended, the
+        daemon waits for no run. `make_assistants` makes the server for MCP over HTTP; None: MCP is not served.
+        """
         book = load(settings)
         for note in book.notes:
             log.error("%s", note)
@@ -119,7 +123,7 @@ class Daemon:
         )
 
     async def serve(self) -> None:
-        """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
+        """Serve until SIGTERM, SIGINT, or the end of the runs. Raises ConfigError if the socket cannot be taken."""
         path = paths.socket_path(self._directory)
         held = locks.live(self._directory)
         if held is None:
@@ -154,9 +158,9 @@ class Daemon:
                 os.close(lock)
 
     async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
-        """A message from a rank or the command line. Of the steps in it a portion is judged at a time."""
+        """Handle a message from a rank or the command line. The steps in it are judged in portions."""
         if self._closing and (self._service or isinstance(message, wire.Hello)):
-            raise ConnectionError("this daemon goes")  # the next daemon gets again what this one does not store
+            raise ConnectionError("this daemon goes")  # ranks send the next daemon again what this one did not store
         self._take(peer, message)
         while peer in self._ranks and self._ranks[peer][0].ingest.behind:
             await asyncio.sleep(0)
@@ -188,7 +192,7 @@ class Daemon:
                     watch.search.take(message)
             elif watch.run.attempt.has(rank):
                 watch.ingest.message(rank, message, now)
-            elif isinstance(message, wire.Goodbye):  # what it still sends of an attempt that is over is let go
+            elif isinstance(message, wire.Goodbye):  # other messages of an attempt that is over are dropped
                 rank.goodbye = message
             self._acknowledgements.handle_message(peer, rank, message)
             if rank.goodbye is not None:
@@ -198,7 +202,7 @@ class Daemon:
             raise ProtocolError(f"{type(message).__name__} before hello")
 
     def drop_peer(self, peer: Peer) -> None:
-        """A connection ended."""
+        """Take note that a connection ended."""
         self._supervision.drop_peer(peer)
         if peer not in self._ranks:
             return
@@ -217,7 +221,7 @@ class Daemon:
         self._shutdown.end_if_done()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
-        """A rank says who it is. Raises ProtocolError where it may not be that."""
+        """Admit a rank that says which rank of which run it is. Raises ProtocolError if it is refused."""
         theirs, hello = hello.identity.run_id, self._tenants.admit_rank(hello, peer.uid)
         self._leave_former(peer, hello.identity)
         self._check_room(hello.identity.run_id, peer.uid)
@@ -229,7 +233,7 @@ class Daemon:
             if opened is None:
                 self._runs.forget(run.run_id)
                 self._tenants.leave(run.run_id)
-                return peer.close()  # it says hello again
+                return peer.close()  # the rank connects and says hello again
             watch, untold = self._begin_run(run, opened, hello, now)
         rank = watch.ingest.hello(hello, now, 0 if hello.ended else peer.pid)
         self._follow_stop_on(watch, hello, now)
@@ -251,18 +255,21 @@ class Daemon:
         self._log_rank(run, hello, peer)
 
     def _leave_former(self, peer: Peer, identity: wire.Identity) -> None:
-        """A connection that says hello once more has another rank, or none, by now; not another run."""
+        """Release the connection's former rank when it says hello again. Raises ProtocolError if it names another run.
+
+        A rank learns its number when it joins its process group, and then says hello with that number.
+        """
         if (known := self._ranks.get(peer)) is None:
             return
         watch, rank = known
         if watch.run.run_id != identity.run_id:
             raise ProtocolError(f"this connection is run {watch.run.run_id}'s: open one for each run")
         if rank.identity.rank != identity.rank:
-            rank.goodbye = wire.Goodbye(reason="detach")  # it joined its group since, and learned which rank it is
+            rank.goodbye = wire.Goodbye(reason="detach")  # it has joined its group since, and learned its rank
             self.drop_peer(peer)
 
     def _follow_stop_on(self, watch: WatchedRun, hello: wire.Hello, now: float) -> None:
-        """What is to stop the run is what the first rank of this node said last: the script may have been changed."""
+        """Take `stop_on` from the first rank of this node's latest hello: the script may have been changed."""
         is_first = hello.identity.rank == min(watch.run.attempt.ranks)
         if hello.stop_on != watch.incidents.stop_on and is_first:
             watch.incidents.stop_on = hello.stop_on
@@ -275,7 +282,7 @@ class Daemon:
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
 
     def _connect_rank(self, peer: Peer, hello: wire.Hello, watch: WatchedRun, rank: Rank) -> None:
-        """The rank lives on in this connection: to be called before the end of its old one is seen."""
+        """Make this the connection of the rank. Call it before the end of the rank's old connection is handled."""
         self._peers[watch.run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
         self._acknowledgements.hello(peer, hello)
@@ -300,7 +307,7 @@ class Daemon:
         )
 
     def _check_room(self, run_id: str, uid: int) -> None:
-        """Raises ProtocolError where a run would be one more than a user may have on a service."""
+        """Raise ProtocolError if the user already has as many runs on a service as one user may have."""
         if self._service and run_id not in self._watches and self._count_runs(uid) >= RUNS:
             self._tenants.leave(run_id)
             raise ProtocolError(
@@ -309,7 +316,7 @@ class Daemon:
             )
 
     def _has_room_for(self, table: wire.LayerTable, watch: WatchedRun) -> bool:
-        """Whether the layers of a run are judged, on a service where those of its user's runs are not too many."""
+        """Whether a run's layers are judged; on a service they are not if its user's runs have too many."""
         if not self._service:
             return True
         uid = self._tenants.uid(watch.run.run_id)
@@ -333,7 +340,7 @@ class Daemon:
             asyncio.get_running_loop().call_soon(self._process_ended, peer.pid, None)
 
     def _catch_up(self, watch: WatchedRun) -> None:
-        """Judge the waiting steps now: there may be no rank left whose next message would cause it."""
+        """Judge the waiting steps now: there may be no rank left whose next message would trigger it."""
         if watch.ingest.behind and watch not in self._catching_up and not self._shutdown.done.is_set():
             self._catching_up[watch] = asyncio.create_task(self._judge(watch))
 
@@ -354,7 +361,10 @@ class Daemon:
     def _begin_run(
         self, run: Run, opened: Opened, hello: wire.Hello, now: float
     ) -> tuple[WatchedRun, list[Transition]]:
-        """A run that this daemon did not know: a new one, or another daemon's."""
+        """Begin to watch a run that is new to this daemon: a new run, or one that another daemon watched.
+
+        Returns it, and the transitions of its rules that another daemon did not report.
+        """
         store = opened.store
         context = RunContext(run, store, PeerLink(run.run_id, self._peers, self._processes))
         watch = self._watches[run.run_id] = WatchedRun(
@@ -388,7 +398,7 @@ class Daemon:
         return watch, untold
 
     def _reload(self) -> tuple[str, ...]:
-        """Read settings and rule files again. Where there is a mistake, all stays as it was. Returns the mistakes."""
+        """Read settings and rule files again, and return the mistakes in them. With a mistake, nothing changes."""
         try:
             settings = self._reread()
         except ConfigError as error:
@@ -408,7 +418,7 @@ class Daemon:
         return book.notes
 
     def _resettle(self, settings: Settings) -> None:
-        """What can be set while it runs. What only the start can set (HTTP, history) stays."""
+        """Apply the settings that can change while the daemon runs. HTTP and history are set at the start only."""
         self._trackers = settings.trackers
         self._deadman.replace(settings.heartbeat)
         self._http_frontend.telemetry.replace(settings.otlp)
@@ -418,7 +428,7 @@ class Daemon:
         return self._http_frontend.unhealthy() or health.reason(self._watches.values(), time.monotonic())
 
     async def _forget(self) -> None:
-        """Let go of runs that have ended, where the daemon stays. Their histories have them."""
+        """Release runs that have ended, if the daemon stays. Their histories keep them."""
         if not self._stay:
             return
         for run_id, watch in list(self._watches.items()):
@@ -440,7 +450,7 @@ class Daemon:
         for watch in self._watches.values():
             watch.ingest.record_exit(pid, status, time.monotonic())
         for peer in [peer for peer in self._ranks if peer.pid == pid]:
-            peer.process_ended()  # its connection ends once it is read to the end
+            peer.process_ended()  # its connection ends once everything that it sent is read
         for watch in self._watches.values():
             watch.ingest.observe_deaths(time.monotonic())
             self._shutdown.tell_supervisor(watch)
@@ -455,7 +465,7 @@ class Daemon:
         return alone or any(watch.restless for watch in self._watches.values())
 
     def _tick(self, now: float) -> None:
-        """Tick all runs; for each user of a service the longest waiting ones first, for `LOOK_SECONDS`."""
+        """Tick all runs, the longest waiting first; on a service, those of one user for `LOOK_SECONDS` at most."""
         spent = defaultdict[int, float](float)
         for watch in sorted(self._watches.values(), key=lambda watch: watch.looked):
             uid = self._tenants.uid(watch.run.run_id)

@@ -1,4 +1,4 @@
-"""Whether the daemon sees what it should: a heartbeat is withheld where it does not."""
+"""Whether the daemon sees what it should: while it does not, its heartbeats are withheld."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from sentinel.daemon.run.watched_run import WatchedRun
 
 SILENT_SECONDS = 120.0
-"""A connected rank without a heartbeat page that sent nothing for so long is not seen."""
+"""A connected rank without a heartbeat page counts as unseen when it has sent nothing for this many seconds."""
 
 
 def reason(watches: Iterable[WatchedRun], now: float) -> str:
-    """Why the daemon is blind; empty where it sees. A run with no connected rank is over: there is nothing to see."""
+    """Return why the daemon is blind, or "" if it sees. A run without connected ranks is over, and is not looked at."""
     for watch in watches:
         live = watch.run.attempt.live
         if not live:

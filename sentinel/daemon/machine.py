@@ -1,8 +1,7 @@
-"""Reads this node's GPUs and host every few seconds, off the event loop, and tells the watched runs.
+"""Reads this node's GPUs and host every few seconds, off the event loop, and hands the values to the watched runs.
 
 NVML is opened once a rank says that it trains on a GPU, and not before: a run on the CPU pays nothing for it. Each GPU
-is asked on a thread of its own, and waited for `WAIT_SECONDS` at most: one that is stuck holds nothing up, and is
-reported.
+is read on a thread of its own, for at most `WAIT_SECONDS`: a GPU that does not answer delays nothing, and is reported.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from sentinel.runs.devices import Devices, Gpu, GpuFault
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 4.0
-"""Between two readings: a GPU fault is reported within 5 s. An event from the driver is read without delay."""
+"""Seconds between two readings: a GPU fault is reported within 5 s. An event of the driver is read without delay."""
 AT_ONCE_SECONDS = 0.5
-"""At least this long between two readings: a GPU that fails reports it again and again."""
+"""Least seconds between two readings: a failing GPU reports its fault again and again."""
 WAIT_SECONDS = 0.5
-"""How long all GPUs together are waited for. A read takes milliseconds; what comes later is taken the next time."""
+"""Seconds to wait for all GPUs together. A read takes milliseconds; a late one is taken at the next reading."""
 OPEN_SECONDS = 60.0
-"""A driver that has not let itself be opened for so long is said not to answer."""
+"""Seconds after which a driver that could not be opened yet is reported as not answering."""
 
 
 class MachineReader:
-    """Reads the GPUs and the host of this node. `opened` gives the GPUs, and may wait for the driver."""
+    """Reads the GPUs and the host of this node. `opened` returns the GPUs, and may wait for the driver."""
 
     def __init__(self, opened: Callable[[], Gpus] = Gpus.open) -> None:
         self.devices = Devices(socket.gethostname())
@@ -48,7 +47,7 @@ class MachineReader:
         self._news = asyncio.Event()
 
     async def serve(self, watches: Mapping[str, WatchedRun]) -> None:
-        """Read and tell, until it is cancelled."""
+        """Read and hand on the values until cancelled."""
         try:
             while True:
                 await self._pause()
@@ -62,7 +61,7 @@ class MachineReader:
             self.close()
 
     async def _pause(self) -> None:
-        """Until the next reading is due, or the driver reports something."""
+        """Wait until the next reading is due, or the driver reports something."""
         if self._gpus is not None:
             self._gpus.when_faulty(functools.partial(_wake, asyncio.get_running_loop(), self._news))
         least = min(AT_ONCE_SECONDS, READ_SECONDS)
@@ -72,7 +71,7 @@ class MachineReader:
         self._news.clear()
 
     async def turn(self, watches: Iterable[WatchedRun]) -> None:
-        """One reading."""
+        """Read once, and hand the values to these runs."""
         watches = list(watches)
         ranks = [rank for watch in watches for rank in watch.run.attempt.live]
         wanted = any(rank.hello.gpus for rank in ranks)
@@ -96,7 +95,7 @@ class MachineReader:
             self._gpus.close()
 
     def _read(self, wanted: bool) -> tuple[Reading, list[Reading], list[DeviceFault]]:
-        """On a thread."""
+        """Return the readings of host and GPUs, and the GPUs' new faults. Runs on a thread."""
         deadline = time.monotonic() + WAIT_SECONDS
         if wanted and self._gpus is None:
             self._open(deadline)
@@ -107,7 +106,7 @@ class MachineReader:
         return host, *self._gpus.collect(deadline)
 
     def _open(self, deadline: float) -> None:
-        """Once: a driver that is not there, or has been refused, does not come while the daemon lives."""
+        """Open the driver, once: a driver that is missing or refuses does not appear while the daemon lives."""
         devices = self.devices
         if devices.trouble and self._opening.silent_since is None:
             return
@@ -140,7 +139,7 @@ class MachineReader:
 
 
 def make_observation(devices: Devices, attempt: Attempt) -> Observation:
-    """What the rules of a run are to know: the host, and the GPUs that its ranks train on."""
+    """Return what the rules of a run judge: the values of the host and of the GPUs that its ranks train on."""
     values: dict[Entity, Mapping[str, float]] = {Entity("node", devices.hostname): devices.host}
     for gpu in devices.find_gpus(uuid for rank in attempt.live for uuid in rank.hello.gpus):
         values[Entity("gpu", str(gpu.index))] = gpu.values
@@ -148,13 +147,13 @@ def make_observation(devices: Devices, attempt: Attempt) -> Observation:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """From another thread."""
+    """Set the event of a loop from another thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon ends
         loop.call_soon_threadsafe(event.set)
 
 
 def _select_faults(devices: Devices, watch: WatchedRun, faults: list[DeviceFault]) -> list[tuple[Gpu, DeviceFault]]:
-    """The faults of the GPUs of a run."""
+    """Return the faults of the GPUs that a run trains on."""
     if not faults:
         return []
     mine = {
@@ -171,7 +170,8 @@ def _xids(faults: list[DeviceFault]) -> dict[str, float]:
 
 
 def _foreign(reading: Reading, processes: set[int]) -> dict[str, float]:
-    """Memory of others. Where none of ours is among them, the pids are those of another namespace and say nothing."""
+    """Return the GPU memory of other processes; nothing if none of ours is listed: then the pids are of another
+    namespace."""
     held = reading.processes
     if not processes & held.keys():
         return {}

@@ -1,7 +1,7 @@
-"""Records judged after the fact: the frames of `SENTINEL_RECORD` files go the way that a live run's go.
+"""Judges records afterwards: the frames of `SENTINEL_RECORD` files take the same path as those of a live run.
 
-The clock is that of the record: each frame arrives when its last step was over, and several ranks' files are merged by
-it. No notice is sent, and nothing is rolled back.
+The clock is that of the record: each frame arrives at the end of its last step, and the files of several ranks are
+merged by that time. No notice is sent, and nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sentinel.store import Store
 
 _READ = 1 << 20
 _FLUSH_EVERY = 100
-"""Frames."""
+"""Frames between two writes of the history."""
 
 
 class Arrival(NamedTuple):
@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
     time: float
     """Unix seconds."""
     file: int
-    """Which of the files."""
+    """Index of the file."""
     message: wire.FromRank
 
 
@@ -48,10 +48,10 @@ def replay_records(
     history: Callable[[Run], Store],
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Case]:
-    """The cases of the runs in these records, in the order in which they fired.
+    """Return the cases of the runs in these records, in the order in which they fired.
 
-    `history` opens the file that a run goes to; `progress` gets the bytes that were read. Raises ConfigError where a
-    file is no record, or of another protocol.
+    `history` opens the file that a run is stored in; `progress` is called with the number of bytes of each read. Raises
+    ConfigError if a file is no record, or has another protocol.
     """
     replay = _Replay(rules, history)
     arrivals = heapq.merge(*(_arrivals(number, path, progress) for number, path in enumerate(paths)), key=_moment)
@@ -100,7 +100,7 @@ class _Replay:
         self._ranks[file] = watch, watch.ingest.hello(hello, self._now)
 
     def end(self) -> None:
-        """The files are at their ends; a rank that said no goodbye was killed there."""
+        """End the runs at the end of the files; a rank that said no goodbye was killed there."""
         for watch, rank in self._ranks.values():
             watch.ingest.drop_rank(rank, self._now)
         for watch in self.watches.values():
@@ -109,7 +109,7 @@ class _Replay:
 
 
 def make_silent_notifier(context: RunContext) -> Notifier:
-    """A notifier without receivers and without a terminal."""
+    """Return a notifier without receivers and without a terminal."""
     pipeline = Pipeline(context.run.name, context.run.run_id, (), outbox=Outbox(None))
     return Notifier(Terminal(context.print_notice, frozenset()), pipeline, Silences(None), context.record_case)
 
@@ -119,7 +119,7 @@ def _moment(arrival: Arrival) -> float:
 
 
 def _arrivals(file: int, path: Path, progress: Callable[[int], None]) -> Iterator[Arrival]:
-    """The messages of one file. What has no time of its own, such as a hello, came when the next that has one did."""
+    """Yield the messages of one file. A message without a time, such as a hello, gets that of the next that has one."""
     now, untimed = 0.0, list[wire.FromRank]()
     for message in _messages(path, progress):
         untimed.append(message)

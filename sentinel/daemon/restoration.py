@@ -1,13 +1,13 @@
-"""A daemon goes on where another one was killed, from the history of the run.
+"""Lets a daemon continue from the history of a run where another daemon was killed.
 
-    the attempt     its ranks, layer tables, last steps; what is waited for is what comes after the last step kept
-    the rules       their state as it was last kept, and the steps since, judged once more
-    incidents       the cases; one that is open stays the one that it is
+    the attempt     its ranks, layer tables, last steps; the next step expected is the one after the last step stored
+    the rules       their state as last stored; the steps since then are judged again
+    incidents       the cases; an open one stays the same incident
     rollbacks       the completed ones, which count against the budget, and a committed one
 
-The state of the rules is used where rules and version are the same. Else the last `RECENT_STEPS` steps are judged
-again: windows are full then, and what is since the start (`first`, `lowest`, `highest`, `warmup`) begins there. What
-was open stays open if it still holds, under its old id, and ends else.
+The stored state of the rules is used if rules and version are the same. Otherwise the last `RECENT_STEPS` steps are
+judged again: windows are full then, and values since the start (`first`, `lowest`, `highest`, `warmup`) begin there. An
+open incident stays open under its old id if its condition still holds, and otherwise ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 def resume(watch: WatchedRun, path: Path, hello: wire.Hello, now: float) -> list[Transition]:
-    """Put a watched run where the history at `path` ends, before it gets its first hello, which is this one.
+    """Restore a watched run from the history at `path`, before its first hello (`hello`) is handled.
 
-    Returns what the rules found since, which was not reported yet. An attempt that is over, or that this rank is not
+    Returns the transitions of the rules that were not reported yet. An attempt that is over, or that this rank is not
     part of, is only counted. Raises ConfigError if the history cannot be read.
     """
     with History(path) as history:
@@ -79,7 +79,7 @@ def _rank(hello: bytes, process: int, gone: bool, now: float) -> Rank:
 
 
 def _valid(history: History, number: int) -> list[RunStep]:
-    """The last steps, but those that a rollback took back."""
+    """Return the last steps without those that a rollback undid."""
     undone = [(to, at) for attempt, to, at in history.rollbacks() if attempt == number]
     steps = history.steps(attempt=number, after=history.last_seq(number) - RECENT_STEPS)
     return [step for step in steps if not any(to < step.seq <= at for to, at in undone)]
@@ -121,7 +121,7 @@ def _state(history: History, number: int) -> tuple[int, SavedState | None]:
 
 
 def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
-    """Judge without a saved state. A known incident that is open at the end goes on; one that is not, ends."""
+    """Judge the steps without a saved state. A known incident that is open at the end goes on; any other ends."""
     incidents, attempt = watch.incidents, watch.run.attempt
     mine = [case for case in incidents.log.present() if not case.of_job]
     last = max((int(case.id.partition(".")[2]) for case in mine), default=0)
@@ -146,7 +146,7 @@ def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
 
 
 def _list_interrupted(watch: WatchedRun, committed: str) -> list[Case]:
-    """Cases whose rollback or stop was asked for, or would have been, and neither committed nor over."""
+    """Return cases whose rollback or stop was requested, or was about to be, and is neither committed nor over."""
     found = []
     for incident in watch.incidents.evaluator.incidents:
         case = watch.incidents.log.find_case(incident)

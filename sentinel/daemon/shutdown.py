@@ -1,7 +1,7 @@
 """The end of the daemon: when it is done, what it sends before it exits, and what it removes.
 
-It goes once every rank said goodbye, or its process is dead, or `LINGER_SECONDS` after a connection broke; but not
-before the supervisor knows how the run ended, and the receivers what happened, each for so long at most.
+It exits once every rank said goodbye or its process is dead, or `LINGER_SECONDS` after a connection broke; but not
+before the supervisor knows how the run ended and the receivers know what happened. Both have a time limit.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from sentinel.store import PATIENCE_SECONDS, Store
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0
-"""How long a rank whose connection broke, but whose process lives, may take to come back."""
+"""Seconds for a rank whose connection broke, but whose process lives, to come back."""
 DELIVERY_SECONDS = 30.0
-"""How long the receivers may take to be told the last, once the run has gone."""
+"""Seconds for the delivery of the last messages to the receivers, once the run has ended."""
 TERMINATED_SECONDS = 5.0
-"""How long the receivers may take when the daemon is asked to exit."""
+"""The same, when the daemon is asked to exit."""
 SUPERVISOR_SECONDS = 5.0
-"""How long the run's supervisor may take to ask how it ended."""
+"""Seconds for the run's supervisor to ask how the run ended."""
 GOODBYE_SECONDS = 1.0
-"""How long the disk may take to keep the last of a rank, where no other run waits for it."""
+"""Seconds for writing a leaving rank's last records to disk, if the daemon does not stay for other runs."""
 KEEPING_SECONDS = 90.0
-"""How long to wait for a history that cannot be written: a backup may lock it for a minute."""
+"""Seconds to wait for a history that cannot be written: a backup may lock it for a minute."""
 SHELVE_SECONDS = 4.0
-"""For which histories are closed, several at a time. One that is not is whole, too, with its write-ahead log beside it,
-and what is not in it the ranks tell the next daemon again."""
+"""Seconds for closing the histories, several at a time. One that is not closed is complete, too, with its write-ahead
+log beside it, and what it lacks the ranks send the next daemon again."""
 FORGET_SECONDS = 60.0
-"""How long a daemon that stays remembers a run with no connected rank."""
+"""Seconds for which a daemon that stays remembers a run with no connected rank."""
 OTHERS_SECONDS = 0.25
-"""How long the first rank waits at its end for the others: less than it waits for the daemon."""
+"""Seconds for which the first rank that ends waits for the others: fewer than it waits for the daemon."""
 _AGAIN_SECONDS = 0.05
-"""Between two looks whether all that a rank said is judged."""
+"""Seconds between two checks whether everything that a rank sent is judged."""
 FIRST_HELLO_SECONDS = 120.0
-"""How long a daemon that `attach` started waits for the first rank."""
+"""Seconds for which a daemon that `attach` started waits for the first rank."""
 
 
 class DaemonShutdown:
@@ -71,20 +71,23 @@ class DaemonShutdown:
         service: Service,
         frontend: HttpFrontend,
     ) -> None:
-        """`watches` and `ranks` are the daemon's own, as they are at each moment. `service`: the daemon."""
+        """`watches` and `ranks` are the daemon's own, live mappings. `service`: the daemon."""
         self._directory, self._watches, self._ranks, self._stay = directory, watches, ranks, stay
         self._processes, self._supervision, self._acknowledgements = processes, supervision, acknowledgements
         self._service, self._frontend = service, frontend
         self._vanished = False
         self.done = asyncio.Event()
-        """The daemon is to go."""
+        """Set when the daemon is to exit."""
         self.served = False
         """Whether a rank ever said hello."""
         self.idle_since = time.monotonic()
-        """When a rank's connection ended last, or the daemon began."""
+        """When a rank's connection last ended, or the daemon began, in monotonic seconds."""
 
     def take_leave(self, peer: Peer, *, last_words: bool) -> None:
-        """A rank said goodbye, or more after it. One that owes evidence of an open incident tells that first."""
+        """Let a rank that said goodbye leave. If it owes evidence of an open incident, it sends that first.
+
+        `last_words`: the message is one after the goodbye.
+        """
         watch, rank = self._ranks[peer]
         if not watch.actions.evidence.is_owed(rank.identity.rank):
             self._part(peer, watch)
@@ -92,9 +95,11 @@ class DaemonShutdown:
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part, peer, watch)
 
     def _part(self, peer: Peer, watch: WatchedRun) -> None:
-        """A rank said goodbye. It waits for the confirmation that all is stored, and would otherwise start another
-        daemon: so our files go first, if it was the last rank. Killed before, we have a successor; after it, nothing is
-        left."""
+        """Confirm a rank's goodbye and close its connection, once everything that it sent is judged.
+
+        The rank waits for the confirmation that all is stored, and starts another daemon if it gets none. So after the
+        last rank our files are removed first: killed before, we have a successor; after it, nothing is left.
+        """
         if peer not in self._ranks:
             return
         if watch.ingest.behind or self._is_early(watch, self._ranks[peer][1]):
@@ -102,7 +107,7 @@ class DaemonShutdown:
             return
         kept, takes_closing = self._acknowledgements.last(peer), self._ranks[peer][1].hello.takes_closing
         if takes_closing:
-            watch.incidents.end_opening(time.monotonic())  # while it is there to be told
+            watch.incidents.end_opening(time.monotonic())  # while the rank is connected and can print it
         self._service.drop_peer(peer)
         if watch.store:
             watch.store.flush(PATIENCE_SECONDS if self._stay else GOODBYE_SECONDS)
@@ -116,7 +121,7 @@ class DaemonShutdown:
 
     @staticmethod
     def _is_early(watch: WatchedRun, rank: Rank) -> bool:
-        """Whether this rank, which prints what the run came to, is the first of several to go: the others say their
+        """Whether this rank, which prints the run's summary, is the first of several to leave: the others send their
         last steps any moment now."""
         goodbye, attempt = rank.goodbye, watch.run.attempt
         if goodbye is None or not rank.hello.takes_closing or len(attempt.live) < 2:
@@ -124,14 +129,14 @@ class DaemonShutdown:
         return attempt.closed_to < goodbye.next_seq - 1 and time.monotonic() - rank.heard < OTHERS_SECONDS
 
     def tell_supervisor(self, watch: WatchedRun) -> None:
-        """Once no rank of the run is left, how it ended."""
+        """Tell the supervisor how the run ended, once no rank of it is left."""
         if self.is_over(watch):
-            # Else a connection's end may come before its process', which is the cause.
+            # Otherwise the end of a connection may be judged before the end of its process, which is the cause.
             watch.ingest.observe_deaths(time.monotonic())
             self._supervision.tell(watch, over=True)
 
     def is_over(self, watch: WatchedRun) -> bool:
-        """Whether no rank of the run is connected, or may come back, and all that they said is judged."""
+        """Whether no rank of the run is connected or may come back, and everything that they sent is judged."""
         if watch.ingest.behind:
             return False
         left = [rank for rank in watch.run.attempt.ranks.values() if rank.state != "gone"]
@@ -145,7 +150,7 @@ class DaemonShutdown:
             self._finish_deliveries()
 
     def end_if_done(self) -> None:
-        """Go where all ranks have gone."""
+        """Begin to exit if all ranks have left."""
         if self._stay or self._ranks or any(watch.ingest.behind for watch in self._watches.values()):
             return
         ranks = [rank for watch in self._watches.values() for rank in watch.run.attempt.ranks.values()]
@@ -154,7 +159,7 @@ class DaemonShutdown:
             self._finish_deliveries()
 
     def _finish_deliveries(self) -> None:
-        """No rank is left: exit once the receivers have everything, or have not answered for long enough."""
+        """Set `done` once the receivers have everything, or their time is up. No rank is left."""
         outlets = [watch.notifier.outlet for watch in self._watches.values()]
         for watch in self._watches.values():
             watch.notifier.tick(watch.incidents.log.cases.values())  # the last evidence may name the cause
@@ -170,8 +175,10 @@ class DaemonShutdown:
             self.done.set()
 
     def vanish(self) -> None:
-        """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere. Once:
-        what is there a moment later is our successor's."""
+        """Remove our files in the directory, and the directory if it was made for this run. The history is elsewhere.
+
+        Does so once: files that are there a moment later are our successor's.
+        """
         if self._vanished:
             return
         self._vanished = True
@@ -180,8 +187,11 @@ class DaemonShutdown:
 
 
 async def close(watches: Collection[WatchedRun], seconds: float) -> None:
-    """Runs are let go of. Their receivers, all at the same time, may take so long to be told the last; what they were
-    not told is left in a file beside the history for the next daemon."""
+    """Release these runs and close their histories.
+
+    Their receivers, all at the same time, have `seconds` for the last messages; undelivered ones are left in a file
+    beside the history for the next daemon.
+    """
     await asyncio.gather(*(watch.membership.close() for watch in watches if watch.membership), return_exceptions=True)
     await asyncio.gather(*(watch.notifier.pipeline.close(seconds) for watch in watches), return_exceptions=True)
     until = time.monotonic() + SHELVE_SECONDS

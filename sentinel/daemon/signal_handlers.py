@@ -1,7 +1,7 @@
 """Signals to the daemon: SIGTERM and SIGINT end it in order, SIGHUP has it read rules and settings again.
 
-A signal that comes while the daemon starts waits until it can be handled: a reload must not end it, and an end must
-leave nothing behind.
+A signal that arrives while the daemon starts waits until it can be handled: a reload must not end the daemon, and its
+end must leave nothing behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def hold_back() -> None:
 
 
 def serve(end: Callable[[], object], reload: Callable[[], object]) -> None:
-    """Handle the signals in the running loop, the waiting ones first."""
+    """Handle the signals in the running loop, beginning with those that wait."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end)
     loop.add_signal_handler(signal.SIGINT, end)

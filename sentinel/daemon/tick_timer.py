@@ -1,7 +1,7 @@
 """When a daemon looks at everything: once a second while all is well, and more often while something is open.
 
-Where batches come, beside one of them: the daemon is awake then, and its code is in the processor's caches, which are
-training's otherwise. A timer of its own has it look where none came in time.
+While batches arrive, it looks right after one of them: the daemon is awake then, and its code is in the processor's
+caches, which belong to training otherwise. A timer triggers the look if no batch arrives in time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 0.25
-"""Between two looks while something is open: an alert, a rollback, a run whose ranks are gone."""
+"""Seconds between two looks while something is open: an alert, a rollback, a run whose ranks are gone."""
 CALM_SECONDS = 0.9
-"""The same while all is well: batches are judged as they come. A little less than they are apart, to be beside each."""
+"""The same while all is well: batches are judged as they arrive. A little less than their distance, to look at each."""
 GRACE_SECONDS = 0.5
-"""By which the timer is late while all is well, so that a batch can be earlier."""
+"""Seconds by which the timer is late while all is well, so that a batch can come first."""
 OVERSLEPT_SECONDS = 5.0
-"""After so long without a look, this process or its machine was stopped. What came meanwhile is read before a rank is
-said not to have answered in time."""
+"""Seconds without a look after which this process or its machine must have been stopped. What arrived meanwhile is read
+before a rank counts as not having answered in time."""
 READ_SECONDS = 0.2
+"""Seconds for reading it."""
 
 
 class TickTimer:
-    """Calls `look` at these times, in the running event loop."""
+    """Calls `look` at the times given above, in the running event loop."""
 
     def __init__(self, look: Callable[[float], None], restless: Callable[[], bool]) -> None:
         """`look` is called with monotonic seconds; `restless`: whether something is open."""
@@ -36,16 +37,16 @@ class TickTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Look, and go on, in the running loop."""
+        """Look now, and from now on, in the running loop."""
         self._turn(time.monotonic())
 
     def tick_if_due(self, now: float) -> None:
-        """Something has come: look if it is time."""
+        """Look if it is time. Called when a message has arrived."""
         if self._timer is not None and not self._reading and now - self._looked >= self._pause:
             self._turn(now)
 
     def stop(self) -> None:
-        """No more looks."""
+        """Stop looking."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,1 +1,1 @@
-"""What is asked of a daemon: the command line's questions, HTTP, metrics, traces."""
+"""How a daemon is asked: the command line's questions, HTTP, metrics, traces."""

@@ -7,9 +7,9 @@
 
     file_sd_configs: [{files: ["<file_sd>/sentinel-*.json"]}]
 
-Both go with the daemon, which holds a lock on each as long as it lives. The kernel takes it back from a daemon that is
-killed: a target without a lock is a leftover, which the next daemon removes. A pid would not say so: it is used
-again, and in the next container it belongs to another process.
+The daemon removes both when it exits, and holds a lock on each while it lives. The kernel releases the locks of a
+killed daemon: a target without a lock is a leftover, which the next daemon removes. A pid would not show that: it is
+reused, and in the next container it belongs to another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Presence:
-    """What a daemon leaves on the node while it serves."""
+    """The files by which a daemon is found while it serves."""
 
     def __init__(self, directory: Path, file_sd: Path | None) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -64,7 +64,7 @@ class Presence:
         self._write(folder / name, [{"targets": [http]}], 0o644)
 
     def withdraw(self) -> None:
-        """Take the files away, those that are still ours: the next daemon of the run may have written its own."""
+        """Remove those files that are still ours: the next daemon of the run may have written its own."""
         self._over = True
         while self._left:
             path, descriptor = self._left.pop()
@@ -74,7 +74,7 @@ class Presence:
             os.close(descriptor)
 
     def _write(self, path: Path, content: object, mode: int) -> None:
-        """Whole or not at all: Prometheus watches the folder and reads what it finds."""
+        """Write a file whole or not at all: Prometheus watches the folder and reads what it finds."""
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -90,7 +90,7 @@ class Presence:
 
 
 def _sweep(folder: Path) -> None:
-    """Take away the targets of daemons that were killed."""
+    """Remove the targets of daemons that were killed."""
     for path in folder.glob("sentinel-*.json"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

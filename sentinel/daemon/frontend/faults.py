@@ -6,12 +6,12 @@ import logging
 
 
 class FaultCounter(logging.Handler):
-    """Put on the root logger: asyncio and the HTTP server report there, too."""
+    """A log handler for the root logger, to which asyncio and the HTTP server report, too."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One more, if it is one."""
+        """Count the record if it has a traceback."""
         self.count += bool(record.exc_info)

@@ -1,6 +1,6 @@
-"""The daemon's front: HTTP and the files that say where it is. Starts after the ingest, and a fault in it stays in it.
+"""HTTP, and the files that say where it is. It starts after the ingest, and its faults do not affect the rest.
 
-Without it, where no port can be had or `[daemon] http = "off"`, everything else goes on.
+Without it, if no port is free or with `[daemon] http = "off"`, everything else works.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 5.0
-"""A daemon whose rules have not turned for so long is not healthy. They turn once a second or so."""
+"""Seconds without a round of the rules after which a daemon is unhealthy. A round takes place about once a second."""
 END_SECONDS = 3.0
+"""Seconds for the server to end."""
 
 
 class HttpFrontend:
-    """Serves HTTP and announces the daemon. Its `turned` is to be called whenever the rules have been through."""
+    """Serves HTTP and announces the daemon. Call its `count_turn` after each round of the rules."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class HttpFrontend:
         self.address = ""
         """Host and port, once it listens."""
         self.trouble = ""
-        """Why there is no HTTP, where there should be."""
+        """Why there is no HTTP although there should be; empty if all is well."""
         self.reloads = Reloads()
         self._settings, self._watches, self._reload = settings, watches, reload
         self._deadman, self._make_assistants = deadman, make_assistants
@@ -96,7 +97,7 @@ class HttpFrontend:
         self._server = http.HttpServer(app)
 
     async def close(self, task: asyncio.Task[None]) -> None:
-        """Take the files away, and stop serving. `task` is that of `serve`, wherever it is by now."""
+        """Remove the files and stop serving. `task` is that of `serve`, in whatever state."""
         self.withdraw()
         if self._server is not None and self._server.started:
             self._server.end()
@@ -106,15 +107,15 @@ class HttpFrontend:
         logging.getLogger().removeHandler(self._faults)
 
     def withdraw(self) -> None:
-        """Take the files away."""
+        """Remove the files."""
         self._presence.withdraw()
 
     def count_turn(self) -> None:
-        """The rules have been through once more."""
+        """Take note of a round of the rules."""
         self._turned = time.monotonic()
 
     def status(self) -> dict[str, Any]:
-        """What `sentinel status` shows of it."""
+        """Return what `sentinel status` shows of HTTP, heartbeats and OTLP."""
         trouble = [*filter(None, [self.trouble]), *self.reloads.mistakes]
         heartbeat = self._deadman.status() if self._deadman is not None else None
         otlp = self.telemetry.status()

@@ -1,6 +1,6 @@
-"""Layers, as far as Prometheus can bear them: how many have which gradient norm, and the few that stand out by name.
+"""Layer metrics for Prometheus, few enough for it: how many layers have which gradient norm, and the extremes by name.
 
-A series a layer would be 25,600 for 64 ranks of 400 layers, 1.8 MB a scrape. All of it is in the history.
+A series per layer would be 25,600 for 64 ranks of 400 layers, 1.8 MB a scrape. The history has all of it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sentinel.engine.expressions.arithmetic import exact_sum
 from sentinel.runs.steps import LayerStats
 
 SHOWN = 10
-"""Layers of a run that are named, in each series."""
+"""Most layers of a run that are named in each metric."""
 NAME_LIMIT = 120
-"""Characters of a layer's name."""
+"""Most characters of a layer's name."""
 COMPARED = 15
-"""Samples before the newest that a layer's growth is measured against."""
+"""Samples before the newest with whose median a layer's newest norm is compared."""
 BOUNDS = tuple(10.0**power for power in range(-8, 5))
 
 Row = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
-"""Name, help, labels, samples."""
+"""A metric: name, help, labels, samples."""
 
 _NORM = "layer_grad_norm"
 
 
 def rows(watches: Iterable[WatchedRun]) -> Iterator[Row]:
-    """Gauges of the layers of each run at its newest step that sampled them."""
+    """Yield gauges of the layers of each run at its newest step that sampled them."""
     newest = [(w, w.run.attempt.recent_layers[-1][1]) for w in watches if w.run.attempt.recent_layers]
     norms = [(w.run.run_id, _column(stats, _NORM)) for w, stats in newest]
     finite = [(run, sorted(v for v in column.values() if math.isfinite(v))) for run, column in norms]
@@ -61,7 +61,7 @@ def rows(watches: Iterable[WatchedRun]) -> Iterator[Row]:
 
 
 def histogram(watches: Iterable[WatchedRun]) -> Metric:
-    """How many layers have which gradient norm, by decades: what a heat map shows."""
+    """Return how many layers have which gradient norm, by decades: the data of a heat map."""
     text = "Layers by gradient norm (L2), unscaled, at the newest sampled step: a gauge, it falls too."
     family = HistogramMetricFamily("sentinel_layers_by_grad_norm", text, labels=("run",))
     for watch in watches:
@@ -84,7 +84,7 @@ def _column(stats: LayerStats, signal: str) -> dict[str, float]:
 
 
 def _growth(watch: WatchedRun, newest: LayerStats) -> dict[str, float]:
-    """Each layer's norm over its median of the samples before; of layers that were there all the time."""
+    """Return each layer's norm divided by its median over the samples before, for layers present in all of them."""
     past = [stats for _, stats in islice(reversed(watch.run.attempt.recent_layers), 1, 1 + COMPARED)]
     columns = [s.stats[_NORM] for s in past if s.names == newest.names and _NORM in s.stats]
     if not columns or _NORM not in newest.stats:
@@ -96,7 +96,7 @@ def _growth(watch: WatchedRun, newest: LayerStats) -> dict[str, float]:
 
 
 def _largest(column: dict[str, float], above: float = -math.inf) -> list[tuple[str, float]]:
-    """The layers with the largest values, a NaN the largest of all. Names that are cut may meet: one stays."""
+    """Return the layers with the largest values, NaN the largest of all. Of cut names that coincide, one stays."""
     chosen = ((name, value) for name, value in column.items() if not value <= above)
     found = nlargest(SHOWN, chosen, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     return list({name[-NAME_LIMIT:]: value for name, value in reversed(found)}.items())[::-1]

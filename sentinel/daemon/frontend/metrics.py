@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: one collector over live state, so that a run that has gone takes its series with it.
+"""The metrics that Prometheus scrapes: one collector over live state, so that the series of a run end with it.
 
-Names begin with `sentinel_` and end in their base unit. The label `run` is the run's id, unique where names are not;
-`rank` is on a handful of gauges; `layer` on a few, limited to ten layers a run: 1,024 ranks x 400 layers would be
+Names begin with `sentinel_` and end in their base unit. The label `run` is the run's id, which is unique, unlike its
+name; `rank` is on a handful of gauges; `layer` on a few, limited to ten layers a run: 1,024 ranks x 400 layers would be
 400,000 series. (Advice: fewer than 10 values a label, think again above 100; prometheus.io/docs/practices/naming and
 .../instrumentation.)
 """
@@ -33,10 +33,10 @@ from sentinel.signals import CLOCK, SIGNALS
 log = logging.getLogger(__name__)
 
 UNSEEN = 16
-"""Things of one rank that are not seen, which have a series each."""
+"""Most series of one rank that name something that Sentinel cannot see there."""
 
 LOGGED = 256
-"""Numbers of one run that its script logs, which have a series each."""
+"""Most numbers logged by the script of one run that have a series each."""
 
 Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float | None]]
@@ -56,8 +56,8 @@ class LiveCollector(Collector):
         self._told: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, each made when it is asked for: of a thousand ranks one takes a millisecond or two, and the
-        daemon looks after its ranks in between. One that fails is logged once and left out, with those after it of the
+        """Yield all families, each made on demand: with a thousand ranks, one takes a millisecond or two, and the
+        daemon serves its ranks in between. A family that fails is logged once and left out, with those after it of the
         same part; the others are served."""
         watches = list(self._watches.values())
         parts = (  # generators: none of them has begun
@@ -210,8 +210,8 @@ def _judgement(watches: list[WatchedRun]) -> Iterator[Metric]:
 
 
 def _jobs(watches: list[WatchedRun]) -> Iterator[Metric]:
-    """Of jobs over several nodes. Every node says whether it hears the coordinator; what is of the whole job, the
-    coordinator says alone, so that a sum over nodes counts it once."""
+    """Yield metrics of jobs over several nodes. Every node says whether it hears the coordinator; values of the whole
+    job come from the coordinator alone, so that a sum over nodes counts them once."""
     jobs = [(w.run.run_id, w.membership.status()) for w in watches if w.membership is not None]
     joined = [((run,), float(job["view"] in ("coordinator", "joined"))) for run, job in jobs]
     what = "1 where this node hears the coordinator of the run's job, or is it; 0: it has a local view only."
@@ -268,7 +268,7 @@ def _notifications(watches: list[WatchedRun]) -> Iterator[Metric]:
 
 
 def _devices(watches: list[WatchedRun]) -> Iterator[Metric]:
-    """The node's GPUs that a run trains on, and its host. Labels are those of dcgm-exporter, to be joined on UUID."""
+    """Yield metrics of the host and of the GPUs that runs train on. Labels are dcgm-exporter's, for joins on UUID."""
     joined = [
         (gpu, watch, rank, watch.run.attempt.devices.hostname)
         for watch in watches

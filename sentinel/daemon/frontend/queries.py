@@ -1,4 +1,4 @@
-"""What the command line asks the daemon, over its socket."""
+"""Answers what the command line asks the daemon over its socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Queries:
-    """Answers the command line's questions. Each sees the runs of its user alone."""
+    """Answers the command line's questions. Each user sees only their own runs."""
 
     def __init__(self, tenants: Tenants, silencing: Silencing, frontend: HttpFrontend) -> None:
         self._tenants, self._silencing, self._frontend = tenants, silencing, frontend
@@ -40,7 +40,7 @@ class Queries:
             case "hang" if any(watch.membership is not None for watch in visible):
                 self._begin(peer, self._survey(visible))
             case "hang":
-                if not query.arguments.get("again"):  # else one who asks waits for the answers to that question
+                if not query.arguments.get("again"):  # otherwise the ranks were asked, and the answers are awaited
                     hang_report.begin_survey(visible, time.monotonic())
                 peer.send(wire.Answer(ok=True, content=hang_report.collect_survey(visible)))
             case "incidents":
@@ -53,12 +53,12 @@ class Queries:
                 peer.send(wire.Answer(ok=False, reason=f"unknown query {other!r}"))
 
     def _begin(self, peer: Peer, question: Coroutine[Any, Any, Any]) -> None:
-        """Answer once this is known."""
+        """Answer the peer once this coroutine has returned."""
         self._tasks.add(task := asyncio.create_task(_send_answer(peer, question)))
         task.add_done_callback(self._tasks.discard)
 
     async def _list_incidents(self, uid: int, watches: list[WatchedRun]) -> list[dict[str, Any]]:
-        """Incidents of the live runs, and of runs whose histories only this daemon can read."""
+        """Return incidents of the live runs, and of runs whose histories only this daemon can read."""
         live, known = views.incidents(watches), {watch.run.run_id for watch in watches}
 
         def find_incidents() -> list[dict[str, Any]]:
@@ -68,14 +68,14 @@ class Queries:
         return await asyncio.to_thread(find_incidents)
 
     async def _survey(self, watches: list[WatchedRun]) -> list[dict[str, Any]]:
-        """Where ranks stand, of a job on all its nodes, once all have said or time is up."""
+        """Return where ranks stand, for a job on all its nodes, once all have answered or time is up."""
         return list(await asyncio.gather(*map(_survey_run, watches)))
 
 
 async def _send_answer(peer: Peer, question: Coroutine[Any, Any, Any]) -> None:
     try:
         peer.send(wire.Answer(ok=True, content=await question))
-    except Exception as error:  # or the question would get no answer
+    except Exception as error:  # without this, the question would get no answer
         log.exception("a question of the command line gets no answer")
         peer.send(wire.Answer(ok=False, reason=f"{type(error).__name__}; the daemon's log says why"))
 
@@ -89,7 +89,7 @@ async def _survey_run(watch: WatchedRun) -> dict[str, Any]:
 
 
 async def _ask_jobs(watches: list[WatchedRun], identity: str) -> list[dict[str, Any]]:
-    """Incidents of the jobs that runs of this node are a part of; with an id, that one alone, with its evidence."""
+    """Return incidents of the jobs that runs of this node belong to; with an id, only that one, with its evidence."""
     joined = [(watch, watch.membership) for watch in watches if watch.membership is not None]
     if identity:
         answers = await asyncio.gather(*(job_views.find_incident(*pair, identity) for pair in joined))
@@ -100,7 +100,7 @@ async def _ask_jobs(watches: list[WatchedRun], identity: str) -> list[dict[str, 
 
 
 def fitting(cases: list[dict[str, Any]], limit: int = wire.FRAME_LIMIT - 4096) -> list[dict[str, Any]]:
-    """The last of them, as many as one answer of `limit` bytes holds. The histories have all."""
+    """Return the last cases, as many as fit into one answer of `limit` bytes. The histories have all."""
     for number in range(len(cases) - 1, -1, -1):
         limit -= len(msgspec.msgpack.encode(cases[number]))
         if limit < 0:

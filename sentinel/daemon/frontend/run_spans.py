@@ -1,13 +1,13 @@
-"""The spans of one run, made of what its history says has happened. Needs the extra `otlp`.
+"""The spans of one run, made from the events in its history. Needs the extra `otlp`.
 
-    sentinel.attempt            a start of the script, until all its ranks are gone
-      sentinel.phase            an evaluation, or what else `monitor.phase` names
+    sentinel.attempt            a start of the script, to the end of its last rank
+      sentinel.phase            an evaluation, or another phase that `monitor.phase` names
       sentinel.snapshot         a snapshot of a rank
-      sentinel.checkpoint       a snapshot that is written to disk
-      sentinel.stall            no progress, until there is some
+      sentinel.checkpoint       a snapshot written to disk
+      sentinel.stall            a time without progress
       sentinel.rollback
 
-A span is made when what it is about has ended. The history keeps how far they were sent: another daemon goes on there.
+A span is made at its end. The history stores up to where spans were sent: the next daemon continues there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sentinel.text import drop_controls
 LIMIT = 512
 """Events that are read at a time: the spans of one request."""
 LINGER_SECONDS = 10.0
-"""After all ranks are gone an attempt may go on for so long: connections break, and are made again."""
+"""Seconds without a rank after which an attempt counts as over: connections break, and are made again."""
 
 _TIMED = {
     "snapshot": "sentinel.snapshot",
@@ -35,7 +35,7 @@ _TIMED = {
     "standstill over": "sentinel.stall",
     "rollback": "sentinel.rollback",
 }
-"""Events that say how long what has just ended took -> names of spans."""
+"""Names of spans by the kind of the event at their end, which says how long they took."""
 
 
 class OpenPhase(NamedTuple):
@@ -48,25 +48,25 @@ class OpenPhase(NamedTuple):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What was made into spans so far."""
+    """Which events spans were made from so far."""
 
     row: int = 0
-    """Of the last event."""
+    """Row of the last event."""
     attempts: int = 0
     """Spans of the attempts below this number were made."""
     phases: tuple[OpenPhase, ...] = ()
     failures: dict[int, str] = {}
-    """How the first process that did not end well ended, by attempt."""
+    """How the first process with an exit status other than 0 ended, in words, by attempt."""
 
 
 def read_progress(history: History) -> Progress:
-    """Where this daemon, or the one before it, was."""
+    """Return how far this daemon, or the one before it, has come."""
     kept = history.span_mark()
     return msgspec.json.decode(kept, type=Progress) if kept else Progress()
 
 
 def make_spans(history: History, progress: Progress, now: float, *, over: bool) -> tuple[list[Span], Progress]:
-    """The next spans, and how far they go. The same progress: there is no more by now. `over`: the run has ended."""
+    """Return the next spans, and the new progress: the same one if there are no more. `over`: the run has ended."""
     made = _Maker(history, progress)
     events = history.events_after(progress.row, LIMIT)
     for row, event in events:
@@ -77,14 +77,14 @@ def make_spans(history: History, progress: Progress, now: float, *, over: bool) 
 
 
 def encode_spans(spans: Iterable[Span]) -> ExportTraceServiceRequest:
-    """A request to /v1/traces."""
+    """Return a request to /v1/traces."""
     request = ExportTraceServiceRequest()
     request.resource_spans.add(resource=make_resource()).scope_spans.add(scope=SCOPE, spans=spans)
     return request
 
 
 class _Maker:
-    """Goes on from a progress."""
+    """Makes spans from the events after a progress."""
 
     def __init__(self, history: History, progress: Progress) -> None:
         self.spans: list[Span] = []
@@ -120,7 +120,7 @@ class _Maker:
             self.attempts = number + 1
 
     def _end_phases(self, ended: float, attempt: int, rank: int | None = None) -> None:
-        """Of one rank, or all."""
+        """End the open phases of one rank, or of all."""
         for phase in [one for one in self.phases if one.attempt == attempt and rank in (None, one.rank)]:
             self.phases.remove(phase)
             attributes: dict[str, Value] = {RANK: phase.rank, "sentinel.phase": drop_controls(phase.name)}
@@ -151,7 +151,7 @@ class _Maker:
                 span_id=parent if whole else part,
                 parent_span_id=b"" if whole else parent,
                 kind=Span.SPAN_KIND_INTERNAL,
-                start_time_unix_nano=nanoseconds(min(began, ended)),  # clocks are set back
+                start_time_unix_nano=nanoseconds(min(began, ended)),  # a clock may be set back
                 end_time_unix_nano=nanoseconds(ended),
                 attributes=make_attributes({**self._known, "sentinel.attempt": attempt, **attributes}),
                 status=Status(code=Status.STATUS_CODE_ERROR, message=error) if error else None,

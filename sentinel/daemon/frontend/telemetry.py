@@ -1,4 +1,4 @@
-"""What goes to an OpenTelemetry collector at each interval (`[otlp]`): metrics, and spans of what has ended."""
+"""Sends metrics, and spans of what has ended, to an OpenTelemetry collector at each interval (`[otlp]`)."""
 
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 10.0
-"""For a request, where neither settings nor environment say; OpenTelemetry's own."""
+"""Seconds for a request, if neither settings nor environment set another: OpenTelemetry's default."""
 FINISH_SECONDS = 5.0
-"""That the last spans of a run may take, once it is gone."""
+"""Seconds for the last spans of a run that has ended."""
 
 
 class _Requests(msgspec.Struct):
-    """Of one signal, and how they went."""
+    """Counts and state of the requests of one signal."""
 
     sent: int = 0
     failed: int = 0
     trouble: str = ""
-    """Why the last one did not arrive."""
+    """Why the last request did not arrive; empty if it did."""
     failures: int = 0
-    """One after the other, up to now."""
+    """Consecutive failures up to now that may be tried again."""
     due: float = 0.0
     """When the collector may be asked again, by the monotonic clock."""
 
 
 class Telemetry(Periodic[OtlpSettings]):
-    """Metrics that a collector did not take are not sent again: the next have newer values. Spans are, by this daemon
-    or, of a run that goes on, by the next one."""
+    """Sends metrics and spans to a collector.
+
+    Metrics that it did not take are not sent again: the next ones have newer values. Spans are, by this daemon or, if
+    the run goes on, by the next one.
+    """
 
     def __init__(
         self,
@@ -58,16 +61,16 @@ class Telemetry(Periodic[OtlpSettings]):
         collect: Callable[[], Iterator[Metric]],
         watches: Mapping[str, WatchedRun],
     ) -> None:
-        """`collect` yields the families, each made when it is asked for. `watches` is as it is at each moment."""
+        """`collect` yields the metric families, each made on demand. `watches` is the daemon's live mapping."""
         super().__init__(settings)
         self._collect, self._watches = collect, watches
         self._began = time.time()
         self._requests: dict[Signal, _Requests] = {"metrics": _Requests(), "traces": _Requests()}
         self._sending = asyncio.Lock()
-        """Held while spans are sent: each is sent once."""
+        """Held while spans are sent, so that each is sent once."""
 
     def status(self) -> dict[str, Any]:
-        """How it went so far, by signal; empty where the settings do not ask for it."""
+        """Return the counts so far, and the last trouble, by signal; empty if the settings ask for none."""
         asked = self.settings.signals if self.settings is not None else ()
         found = {signal: self._requests[signal] for signal in asked}
         return {
@@ -88,7 +91,7 @@ class Telemetry(Periodic[OtlpSettings]):
             log.exception("a push to the OpenTelemetry collector is left out")
 
     async def finish(self, watches: Iterable[WatchedRun]) -> None:
-        """These runs are let go of: send the last of them. Never raises."""
+        """Send the last spans of runs that are released. Never raises."""
         if self.settings is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINISH_SECONDS):
@@ -99,12 +102,12 @@ class Telemetry(Periodic[OtlpSettings]):
         return signal in settings.signals and time.monotonic() >= self._requests[signal].due
 
     async def _send_metrics(self, settings: OtlpSettings) -> None:
-        # Takes 0.1 s, where there is no HTTP.
+        # The import takes 0.1 s if there is no HTTP.
         await asyncio.to_thread(importlib.import_module, "sentinel.daemon.frontend.metrics")
         families = []
         for family in self._collect():
             families.append(family)
-            await asyncio.sleep(0)  # of a thousand ranks a family takes milliseconds, and the daemon serves in between
+            await asyncio.sleep(0)  # with a thousand ranks a family takes milliseconds; the daemon serves in between
         await self._request(settings, "metrics", functools.partial(_encode_metrics, families, self._began))
 
     async def _send_spans(self, watches: Iterable[WatchedRun], settings: OtlpSettings, *, over: bool = False) -> None:
@@ -117,7 +120,7 @@ class Telemetry(Periodic[OtlpSettings]):
                         self._note("traces", f"run {watch.run.name}: {error}")
 
     async def _send_run(self, store: Store, settings: OtlpSettings, *, over: bool) -> None:
-        """All that there is by now."""
+        """Send all spans that can be made by now."""
         progress = None
         while True:
             await asyncio.wrap_future(store.begin_flush())
@@ -130,7 +133,7 @@ class Telemetry(Periodic[OtlpSettings]):
             store.records.mark_spans(msgspec.json.encode(progress).decode())
 
     async def _request(self, settings: OtlpSettings, signal: Signal, encode: Callable[[], Message]) -> bool:
-        """Send once. Whether that is done with: it arrived, or never will."""
+        """Send once; return whether no other try is needed: it arrived, or never will."""
         requests = self._requests[signal]
         delivery = await self.post(functools.partial(_make_request, settings, signal, encode))
         self._note(signal, delivery.detail)
@@ -149,7 +152,10 @@ class Telemetry(Periodic[OtlpSettings]):
 
 @contextlib.contextmanager
 def _needing_package() -> Iterator[None]:
-    """Around imports of what is installed with the extra `otlp`, which take a tenth of a second: on a thread."""
+    """Explain a failed import of the extra `otlp`. Such imports take 0.1 s, and belong on a thread.
+
+    Raises ConfigError that says what to install.
+    """
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a live daemon tells of itself: plain dicts for the command line and HTTP."""
+"""What a live daemon reports of itself: plain dicts for the command line and HTTP."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sentinel.runs.devices import Gpu
 
 
 def status(watches: Iterable[WatchedRun]) -> dict[str, Any]:
-    """The daemon and its runs."""
+    """Return the state of the daemon and its runs."""
     return {"version": __version__, "pid": os.getpid(), "runs": [_run(watch) for watch in watches]}
 
 
 def incidents(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
-    """The cases of all runs that are at hand, in the order in which they fired."""
+    """Return the cases in memory of all these runs, for each run in the order in which they fired."""
     return [case.builtins() for watch in watches for case in watch.incidents.log.cases.values()]
 
 
@@ -65,7 +65,7 @@ def _run(watch: WatchedRun) -> dict[str, Any]:
 
 
 def _disk(watch: WatchedRun) -> dict[str, Any] | None:
-    """What is known of the parts of snapshots that the nodes of a job write; None: its ranks write none."""
+    """Return what is known of the parts of snapshots that a job's nodes write; None: its ranks write none."""
     disk, where = watch.actions.publishing.disk, watch.run.attempt.facts.get("parts_in", "")
     if disk is None or not where:
         return None
@@ -73,13 +73,13 @@ def _disk(watch: WatchedRun) -> dict[str, Any] | None:
 
 
 def _opening(watch: WatchedRun) -> dict[str, Any] | None:
-    """The opening examination; None until it is over."""
+    """Return the opening report; None until the opening is over."""
     report = watch.incidents.opening
     return msgspec.to_builtins(report) | {"text": report.text} if report is not None else None
 
 
 def _gpus(attempt: Attempt) -> dict[str, Any]:
-    """The GPUs that the run trains on; `trouble` says why they are not read."""
+    """Return the GPUs that the run trains on; `trouble` says why they are not read."""
     devices = attempt.devices
     on: dict[str, tuple[Gpu, list[int]]] = {}
     for rank in attempt.live:
@@ -102,7 +102,7 @@ def _gpus(attempt: Attempt) -> dict[str, Any]:
 
 
 def _state(rank: Rank, silent: frozenset[int]) -> str:
-    """`silent`: ranks that the others wait for."""
+    """Return a rank's state in a word. `silent`: ranks that the others wait for."""
     if rank.state != "live":
         return rank.state
     return "stalled" if rank.standing else "silent" if rank.identity.rank in silent else "live"

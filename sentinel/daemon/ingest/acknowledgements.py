@@ -1,8 +1,8 @@
-"""Writes what is new into the histories, beside the loop, and acknowledges it to the ranks; with it, what they cost.
+"""Has histories written outside the event loop, confirms stored frames to the ranks, and tells them what they cost.
 
-A rank need not hold on to what the history has for the next daemon. A frame is stored once everything from it is in the
-file. For a batch these are its steps, which must be closed first. Confirmations are rare: a rank that wakes up takes
-the processor from training.
+A rank need not keep for the next daemon what the history has. A frame is stored once everything from it is in the file.
+For a batch these are its steps, which must be closed first. Confirmations are rare: a rank that wakes up takes the
+processor from training.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sentinel.store import FLUSH_SECONDS, Store
 FRAMES = 8
 """Stored frames after which a rank gets a confirmation: about four seconds of batches."""
 BYTES = 1024 * 1024
-"""Or so many bytes, of layer statistics."""
+"""Bytes of stored frames after which it gets one, with layer statistics."""
 
 
 class Receipt:
-    """What was taken from one connection, and how much of it is confirmed."""
+    """The frames received from one connection, and how many of them are confirmed."""
 
     def __init__(self) -> None:
         self._open: deque[tuple[int, int]] = deque()
@@ -36,7 +36,7 @@ class Receipt:
         self._received = self._told = self._bytes = 0
 
     def take_frame(self, message: wire.FromRank, frame: int, nbytes: int) -> None:
-        """Frame number `frame` of this connection, from 1, was taken in."""
+        """Count frame number `frame` of this connection, from 1, which was taken in."""
         self._received = frame
         self._bytes += nbytes
         if isinstance(message, wire.Batch) and message.stream == 0:
@@ -45,26 +45,26 @@ class Receipt:
                 self._open.append((frame, seqs[-1]))
 
     def count_settled(self, closed_to: int) -> int:
-        """How many frames will be kept once what is queued is in the file, where steps are closed up to here."""
+        """Return how many frames are stored once the queue is written, with steps closed up to `closed_to`."""
         while self._open and self._open[0][1] <= closed_to:
             self._open.popleft()
         return self._open[0][0] - 1 if self._open else self._received
 
     def due(self, frames: int) -> wire.Kept | None:
-        """That these frames are kept, where it is time to say so."""
+        """Return the confirmation that these frames are stored, if it is time to send one."""
         if frames - self._told < FRAMES and self._bytes < BYTES:
             return None
         self._told, self._bytes = frames, 0
         return wire.Kept(frames=frames)
 
     def last(self) -> wire.Kept:
-        """At a goodbye: all of it."""
+        """Return the confirmation of all frames, at a goodbye."""
         return wire.Kept(frames=self._received)
 
 
 class Acknowledgements:
-    """Those of all runs. A disk that does not answer holds nothing up but its own history: each is written by itself,
-    once at a time."""
+    """Writes and confirms for all runs. A disk that does not answer delays only its own history: each is written
+    separately, once at a time."""
 
     def __init__(
         self,
@@ -72,39 +72,39 @@ class Acknowledgements:
         ranks: Mapping[Peer, tuple[WatchedRun, Rank]],
         afterwards: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """`watches` and `ranks` are the daemon's own, as they are at each round; `afterwards` is done after it."""
+        """`watches` and `ranks` are the daemon's own, live mappings; `afterwards` runs after each round."""
         self._watches, self._ranks, self._afterwards = watches, ranks, afterwards
         self._receipts: dict[Peer, Receipt] = {}
         self._accounting = Accounting()
         self._due = 0.0
         self._written: dict[str, asyncio.Task[None]] = {}
-        """What is under way, by run id; afterwards none of it is kept."""
+        """Tasks that write a history at present, by run id."""
         self._round: asyncio.Task[None] | None = None
 
     def hello(self, peer: Peer, hello: wire.Hello) -> None:
-        """A rank said hello on this connection, or said it again."""
+        """Count a hello on this connection, the first or a later one."""
         self._receipts.setdefault(peer, Receipt()).take_frame(hello, peer.frames, peer.nbytes)
 
     def handle_message(self, peer: Peer, rank: Rank, message: wire.FromRank) -> None:
-        """What it says after that."""
+        """Count any later message on this connection."""
         self._receipts[peer].take_frame(message, peer.frames, peer.nbytes)
         self._accounting.count_frame(rank, peer.nbytes)
 
     def last(self, peer: Peer) -> wire.Kept:
-        """The last confirmation, to a rank that said goodbye."""
+        """Return the last confirmation, for a rank that said goodbye."""
         return self._receipts[peer].last()
 
     def drop_peer(self, peer: Peer) -> None:
-        """The connection ended."""
+        """Forget a connection that ended."""
         self._receipts.pop(peer, None)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What is under way."""
+        """The tasks that are running."""
         return [*self._written.values(), *([self._round] if self._round is not None else [])]
 
     def look(self, now: float) -> None:
-        """Have the histories written, where it is time and that is not under way. `now` in monotonic seconds."""
+        """Have the histories written, if it is time and no write of them is running. `now` in monotonic seconds."""
         if now < self._due:
             return
         self._due = now + FLUSH_SECONDS
@@ -120,7 +120,7 @@ class Acknowledgements:
         self._written.pop(run_id, None)
 
     async def _keep(self, watch: WatchedRun, store: Store) -> None:
-        """Write what is new, and tell the ranks that it is."""
+        """Write a history, and confirm to its ranks what is stored."""
         peers = [peer for peer, (theirs, _) in self._ranks.items() if theirs is watch]
         settled = {peer: self._receipts[peer].count_settled(watch.run.attempt.closed_to) for peer in peers}
         await asyncio.wrap_future(store.begin_flush())
@@ -130,7 +130,7 @@ class Acknowledgements:
                 peer.send(kept)
 
     def _account(self) -> None:
-        """Tell the ranks what this daemon costs them."""
+        """Tell the ranks what this daemon costs them, if that has changed."""
         told = self._accounting.turn([rank for _, rank in self._ranks.values()], time.monotonic())
         for peer, (_, rank) in self._ranks.items():
             if rank in told:

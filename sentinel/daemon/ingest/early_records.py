@@ -1,7 +1,7 @@
 """Reads the records of ranks that ended before this daemon served, as a short script does while the daemon starts.
 
-Such a rank leaves the frames that it would have sent in a file in the daemon's directory. They take the same way as a
-live rank's: through the socket, over a connection of the daemon to itself.
+Such a rank leaves the frames that it would have sent in a file in the daemon's directory. They take the same path as
+those of a live rank: through the socket, over a connection of the daemon to itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _CHUNK = 65536
 
 
 class EarlyRecords:
-    """Of one directory."""
+    """Reads the early records in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tasks: dict[Path, asyncio.Task[None]] = {}
 
     def read(self) -> bool:
-        """Begin to read new records. Return whether any is being read."""
+        """Begin to read new records; return whether any is being read."""
         for path in self._directory.glob(f"{locks.EARLY}*"):
             if path not in self._tasks:
                 self._tasks[path] = asyncio.create_task(self._hand_on(path))
@@ -38,7 +38,7 @@ class EarlyRecords:
             try:
                 writer.write(content)
                 writer.write_eof()
-                while await reader.read(_CHUNK):  # up to its end: then all of it is judged and kept
+                while await reader.read(_CHUNK):  # at its end, everything sent is judged and stored
                     pass
             finally:
                 writer.close()

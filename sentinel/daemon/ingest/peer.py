@@ -1,6 +1,6 @@
-"""One connection of the ingest server: what the kernel says of the process at the other end, bytes in, messages out.
+"""One connection of the ingest server: the process at its other end, bytes in, messages out.
 
-The two directions are separate: a process that has ended reads nothing, but what it sent before is still read.
+The two directions are independent: a process that has ended reads nothing, but what it sent before is still read.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from sentinel import wire
 log = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024
-"""Read at a time."""
+"""Most bytes of one read."""
 _BACKLOG_LIMIT = 4 * 1024 * 1024
-"""Bytes that wait for a peer that does not read, before the connection is dropped: it says hello again."""
+"""Bytes queued for a peer that does not read above which its connection is dropped; a rank then says hello again."""
 _DESCRIPTORS = 4
-"""Descriptors that a peer may hand over. The kernel closes the others."""
+"""Most descriptors that a peer may hand over. The kernel closes the others."""
 _FINISH_SECONDS = 5.0
-"""For which a peer may take what was still to be sent at the end."""
+"""Seconds for a peer to read what is queued at the end."""
 _UCRED = struct.Struct("3i")
 _PEER_PIDFD = 77
-"""SO_PEERPIDFD, from Linux 6.5 on (include/uapi/asm-generic/socket.h)."""
+"""The socket option SO_PEERPIDFD, from Linux 6.5 on (include/uapi/asm-generic/socket.h)."""
 
 
 class Peer:
-    """One connection."""
+    """One connection to the daemon's socket."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Takes the connection, and at once hold of the process that made it: later its pid may be another's."""
+        """Take the connection, and at once a pidfd of its process: later the pid may belong to another process."""
         connection.setblocking(False)
         self._socket = connection
         self.pid, self.uid = credentials(connection)
         self._process = open_process(connection, self.pid, self.uid)
         self.frames = self.nbytes = 0
-        """Received so far; bytes of the last one."""
+        """Number of frames received so far; bytes of the last one."""
         self._descriptors: list[int] = []
         self._begun = False
-        """The first bytes are there."""
+        """Whether the first bytes were read."""
         self._out = bytearray()
         self._sent = asyncio.Event()
-        """Nothing is queued."""
+        """Set while nothing is queued."""
         self._sent.set()
         self._deaf = self._closing = self._ended = False
         self._awaited: asyncio.Future[None] | None = None
 
     async def arrival(self) -> bool:
-        """Wait for something to read. False: the connection is closed from this side."""
+        """Wait for something to read. False: this side has closed the connection."""
         loop = asyncio.get_running_loop()
         if not (self._closing or self._ended):
             self._awaited = loop.create_future()
@@ -65,7 +65,7 @@ class Peer:
         return not self._closing
 
     def read(self) -> bytes | None:
-        """What is there; None where nothing is yet, and nothing but b"" at the end."""
+        """Return the bytes that have arrived; None if there are none yet, b"" at the end."""
         try:
             if self._begun:
                 return self._socket.recv(READ_BYTES)
@@ -90,12 +90,12 @@ class Peer:
         self._write()
 
     def process_ended(self) -> None:
-        """Nothing more will come but what is there by now: processes that it forked may hold its socket open."""
+        """Expect no more than what has arrived by now: processes that the ended one forked may hold its socket open."""
         self._ended = True
         self._awake()
 
     def close(self) -> None:
-        """Read no more; what is queued is sent by `finish`."""
+        """Stop reading; what is queued is sent by `finish`."""
         self._closing = True
         self._awake()
 
@@ -110,12 +110,12 @@ class Peer:
             self._release()
 
     def take_process(self) -> int:
-        """A pidfd of the process that opened the connection, the caller's from now on; -1: it is not known."""
+        """Return a pidfd of the process that opened the connection, owned by the caller from now on; -1: unknown."""
         process, self._process = self._process, -1
         return process
 
     def descriptors(self) -> list[int]:
-        """Take the descriptors that came with the first bytes; the caller owns them from now on."""
+        """Return the descriptors that came with the first bytes, owned by the caller from now on."""
         taken, self._descriptors = self._descriptors, []
         return taken
 
@@ -137,7 +137,7 @@ class Peer:
                 del self._out[: self._socket.send(self._out)]
         except BlockingIOError:
             pass
-        except OSError:  # it has gone, which the end of what it sent will say
+        except OSError:  # the peer has gone, which the end of its bytes will show
             self._deaf = True
             self._out.clear()
         loop = asyncio.get_running_loop()
@@ -150,23 +150,23 @@ class Peer:
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end, as the kernel knows it."""
+    """Return (pid, uid) of the process at the other end, as the kernel knows them."""
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, uid
 
 
 def open_process(connection: socket.socket, pid: int, uid: int) -> int:
-    """A pidfd of the process that made the connection; -1 where there is none, as in a container of its own.
+    """Return a pidfd of the process that opened the connection; -1 if there is none, as from another container.
 
-    A kernel that does not hand it out is asked by the pid, which may be another process' by now: that one began later
-    than the moment at which it was asked for, or is another user's.
+    A kernel without SO_PEERPIDFD is asked by the pid, which may belong to another process by now. So the start of the
+    process, and its user, are compared before and after.
     """
     if pid <= 0:
         return -1
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
     except OSError as error:
-        if error.errno != errno.ENOPROTOOPT:  # it has ended
+        if error.errno != errno.ENOPROTOOPT:  # the process has ended
             return -1
     began = _began(pid, uid)
     try:
@@ -180,7 +180,7 @@ def open_process(connection: socket.socket, pid: int, uid: int) -> int:
 
 
 def _began(pid: int, uid: int) -> str:
-    """When a process began, in clock ticks since the boot (proc(5), field 22); "" where it is not this user's."""
+    """Return when a process began, in clock ticks since the boot (proc(5), field 22); "" if it is not this user's."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != uid:
             return ""

@@ -1,4 +1,4 @@
-"""The way to the ranks of one run, over the connections that there are at the moment."""
+"""Sends messages to the ranks of one run, over their present connections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sentinel.daemon.ranks.processes import Processes
 
 
 class PeerLink:
-    """A `RankLink` of the daemon."""
+    """The daemon's `RankLink` for one run."""
 
     def __init__(self, run_id: str, peers: Mapping[tuple[str, int], Peer], processes: Processes) -> None:
-        """`peers`: the daemon's own, by run and rank, as they are at each moment."""
+        """`peers`: the daemon's own live mapping, by run id and rank."""
         self._run_id, self._peers, self._processes = run_id, peers, processes
 
     def send(self, rank: int, message: wire.Message) -> None:
@@ -23,5 +23,5 @@ class PeerLink:
             peer.send(message)
 
     def interrupt(self, process: int, signal: int) -> bool:
-        """Signal the process of a rank; False where that cannot be done."""
+        """Send a signal to the process of a rank; False if that is impossible."""
         return self._processes.interrupt(process, signal)

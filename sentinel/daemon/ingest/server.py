@@ -1,6 +1,6 @@
-"""The ingest server: a Unix socket, one connection a rank or a command line.
+"""The ingest server: a Unix socket with one connection per rank or command line.
 
-Reads frames, checks who is at the other end, and hands decoded messages on. It knows nothing of what they mean.
+It reads frames, checks who is at the other end, and hands on decoded messages. It does not know what they mean.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from sentinel.errors import ConfigError, ProtocolError
 log = logging.getLogger(__name__)
 
 _QUEUE = 1024
-"""Connections that may wait to be taken: all ranks of a large node say hello at once."""
+"""Connections that may wait to be accepted: all ranks of a large node say hello at once."""
 _REFUSAL_SECONDS = 1.0
+"""Seconds to wait when no descriptor is left."""
 _OPENING_SECONDS = 30.0
-"""Seconds in which a peer must say who it is. Every peer begins with that at once."""
+"""Seconds in which a peer must have sent its first frame. Every peer begins with that at once."""
 
 
 class Service(Protocol):
     """What the server hands messages to."""
 
     async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
-        """A message arrived; what takes long is done in portions, between which others are served.
+        """Handle a message; long work is done in portions, between which others are served.
 
-        Raises ProtocolError where it does not fit; the peer is then told and cut off. Raises OSError where this machine
-        cannot serve it for the moment; the peer is cut off, and may come back.
+        Raises ProtocolError if the message does not fit; the peer is then told and disconnected. Raises OSError if this
+        machine cannot serve the peer for the moment; it is disconnected, and may come back.
         """
 
     def drop_peer(self, peer: Peer) -> None:
-        """The connection ended."""
+        """Take note that the connection ended."""
 
 
 class Listener:
-    """The listening socket, and the conversations that it led to."""
+    """The listening socket, and the connections that it accepted."""
 
     def __init__(self, listening: socket.socket, service: Service, shares: Shares, *, everybody: bool) -> None:
         self._socket, self._service, self._shares, self._everybody = listening, service, shares, everybody
@@ -50,7 +51,7 @@ class Listener:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Listen no more. Conversations go on."""
+        """Stop listening. Open connections go on."""
         self._accepting.cancel()
         self._socket.close()
 
@@ -59,15 +60,15 @@ class Listener:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._socket)
-            except OSError as error:  # no descriptor left: those who wait stay in the queue
+            except OSError as error:  # no descriptor left: waiting connections stay in the queue
                 log.error("no connection is taken: %s", error)
                 await asyncio.sleep(_REFUSAL_SECONDS)
                 continue
             peer = Peer(connection)
             conversation = asyncio.create_task(self._converse(peer, self._shares.find_share(peer.uid)))
-            self._conversations.add(conversation)  # otherwise nothing holds it, and it could be collected
+            self._conversations.add(conversation)  # without a reference it could be garbage-collected
             conversation.add_done_callback(self._conversations.discard)
-            await asyncio.sleep(0)  # a queue of a thousand must not hold up those who are connected
+            await asyncio.sleep(0)  # a queue of a thousand must not delay connected peers
 
     async def _converse(self, peer: Peer, share: Share) -> None:
         share.connections += 1
@@ -84,11 +85,11 @@ class Listener:
             log.warning("process %d: %s", peer.pid, error)
             peer.send(wire.Refused(reason=str(error)))
         except TimeoutError:
-            pass  # nothing listened
+            pass  # the peer sent nothing
         except OSError as error:
             log.error("process %d is cut off, and may come back: %s", peer.pid, error)
         except Exception:
-            # A fault of ours in one message must not end the ingest of the others.
+            # A fault of ours in one message must not end the ingest of other connections.
             log.exception("process %d: message not handled", peer.pid)
         finally:
             self._service.drop_peer(peer)
@@ -97,9 +98,9 @@ class Listener:
 
 
 async def serve(path: Path, service: Service, shares: Shares, *, everybody: bool = False) -> Listener:
-    """Listen on a socket of mode 0600 in a directory that is ours; of mode 0666, if all users are served.
+    """Listen on a socket of mode 0600 in a directory that is ours, or of mode 0666 if all users are served.
 
-    Raises ConfigError where it is taken.
+    Raises ConfigError if another daemon listens there, or listening fails.
     """
     if await _alive(path):
         raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
@@ -119,7 +120,7 @@ async def serve(path: Path, service: Service, shares: Shares, *, everybody: bool
 
 
 async def _messages(peer: Peer, share: Share, service: Service) -> None:
-    """Hand on what a peer says, up to the end of the connection."""
+    """Hand on the messages of a peer until the connection ends."""
     frames = wire.Frames(wire.OPENING_LIMIT)
     until = asyncio.get_running_loop().time() + _OPENING_SECONDS
     try:
@@ -154,8 +155,8 @@ async def _hand_on(body: bytes, peer: Peer, service: Service) -> None:
     except ProtocolError:
         if wire.is_known(body):
             raise
-        return  # of a later version of the same protocol
-    await asyncio.sleep(0)  # 16 MB take as long to decode as to look through
+        return  # a message of a later version of the same protocol
+    await asyncio.sleep(0)  # 16 MB take as long to handle as they took to decode
     await service.handle_message(peer, message)
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks are at this moment, for `sentinel hang`: what they have said by now, and whether that is all."""
+"""Where the ranks are at this moment, for `sentinel hang`: what they have answered, and whether all have."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STANDS_SECONDS = 2.0
 
 
 def begin_survey(watches: Iterable[WatchedRun], now: float) -> None:
-    """Have all ranks say where they are; they answer in milliseconds, most of them."""
+    """Ask all ranks where they are; most answer within milliseconds."""
     for watch in watches:
         watch.ingest.stalls.survey(now)
 
 
 def collect_survey(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
-    """One entry a run, with stacks and collectives as far as they are `answered`."""
+    """Return one entry per run; `answered` says whether all of its ranks have answered."""
     return [
         describe(watch.run, watch.run.attempt.ranks, watch.run.attempt.last_seq)
         | {"answered": watch.ingest.stalls.surveyed, "not_asked": []}
@@ -36,8 +36,10 @@ def collect_survey(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
 def describe(
     run: Run, ranks: Mapping[int, Rank], seq: int, unasked: Mapping[int, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Where ranks stand, and why, be they of this node or of all. `seq`: the last step that one of them reported.
-    `unasked`: as in `Evidence`."""
+    """Return where ranks of this node, or of all nodes, stand, and why.
+
+    `seq`: the last step that one of them reported. `unasked`: as in `Evidence`.
+    """
     found = _explain(ranks, seq, unasked)
     return {
         "run": run.name,

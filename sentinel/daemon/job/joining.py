@@ -1,4 +1,4 @@
-"""Whether the nodes of a run's job meet, how they find each other, and what of the run takes part in it."""
+"""Joins the nodes of a run's job: whether they meet, how they find each other, and what they exchange."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from sentinel.errors import ConfigError
 
 
 class RanksAtWork:
-    """Of one run's present attempt: what its ranks do, and what those of other nodes do, for whom these may wait."""
+    """When the ranks of a run worked last: this node's, for other nodes, and theirs, for whom ours may wait."""
 
     def __init__(self, watch: WatchedRun) -> None:
         self._watch = watch
 
     def report(self, now: float) -> WorkReport:
-        """What this node's ranks do."""
+        """Return when this node's ranks worked last, and the longest limit granted to one of them."""
         stalls = self._watch.ingest.stalls
         seconds = max(now - stalls.worked, 0.0) if math.isfinite(stalls.worked) else None
         return WorkReport(seconds=seconds, patience=stalls.patience)
 
     def note(self, moment: float, patience: float) -> None:
-        """What the ranks of other nodes do."""
+        """Take note of the same of the ranks of other nodes: `moment` is monotonic, `patience` in seconds."""
         self._watch.ingest.stalls.note_work_elsewhere(moment, patience)
 
 
 def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, supervision: Supervision) -> None:
-    """Join a run that is new here to the other nodes of its job, if it has any; or have it found out where they
-    meet."""
+    """Join a new run to the other nodes of its job, if it has any, or begin to find out where they meet."""
     identity, meeting = hello.identity, None
     if count_nodes(identity) == 1:
         return
@@ -73,7 +72,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
 
 
 def ask_for_meeting(watch: WatchedRun, hello: wire.Hello) -> None:
-    """Have a rank that says hello find out where the nodes meet, where that is its part."""
+    """Ask a rank that said hello where the nodes meet, if that is its part in the search."""
     if watch.search is not None and (question := watch.search.ask(hello)) is not None:
         watch.context.link.send(hello.identity.rank, question)
 
@@ -86,7 +85,8 @@ def _announce(found: Meeting) -> str:
 
 
 def _tell_unarmed(watch: WatchedRun, identity: wire.Identity, why: str) -> None:
-    """Node 0 does, of a run with a rollback: whichever of its ranks says hello first, as all offer the same."""
+    """Say on node 0 of a run with a rollback why that is not armed, whichever of its ranks says hello first: all offer
+    the same."""
     if identity.node == 0 and any(rank.hello.rollback is not None for rank in watch.run.attempt.ranks.values()):
         watch.context.tell_once(f"rollback is not armed: {why}")
 

@@ -1,8 +1,7 @@
 """A run's part in the rules over the ranks of all nodes of its job.
 
-A node sends digests of its steps and leaves those rules to the coordinator, for as long as it hears it. The
-coordinator judges them, and what they find are cases of its own node's run: they are kept, acted on and told as any
-others.
+A node sends digests of its steps and leaves those rules to the coordinator, as long as it hears it. The coordinator
+judges them, and what they find becomes cases of its own node's run: stored, acted on and reported as any others.
 """
 
 from __future__ import annotations
@@ -29,48 +28,48 @@ from sentinel.wire import Hello, Identity
 
 LEFT_TO_COORDINATOR = "over here: judged by the job's coordinator, over the ranks of all nodes"
 LEFT_SECONDS = 150.0
-"""After which a case ends that an earlier coordinator opened: the next one has found it again by then, as the same
-incident of the job, or it is over. Windows are filled again, and the rarest signal came twice: ranks compare checksums
-once in 60 s where that is cheap (`RARE_SECONDS` of the hooks' governor)."""
+"""Seconds after which a case ends that an earlier coordinator opened: by then the next one has found it again, as the
+same incident of the job, or it is over. Windows are full again, and the rarest signal came twice: ranks compare
+checksums once in 60 s where that is cheap (`RARE_SECONDS` of the hooks' governor)."""
 
 
 class NodeJudge:
-    """Of a node that is not the coordinator."""
+    """The part of a node that is not the coordinator."""
 
     def __init__(self, context: RunContext, incidents: RunIncidents, node: int) -> None:
         self._context, self._incidents, self._node = context, incidents, node
         self._rules: Sequence[Rule] = ()
         self._joined = True
         self._end_former_at: float | None = None
-        """When the cases end that this node opened while it was the coordinator."""
+        """When the cases end that this node opened while it was the coordinator, in monotonic seconds."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
-        """Send the steps of the present attempt."""
+        """Begin to send the steps of the present attempt."""
         self._sender = DigestSender(self._node, self._context.run.attempt.number, ())
         self._rules = ()
         self._follow_rules(0.0)
 
     def take_step(self, step: RunStep, now: float) -> None:
-        """A step was judged here."""
+        """Queue a step that was judged here for the coordinator."""
         self._sender.add(step)
 
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """All ranks went back for these cases. The coordinator learns it from its own ranks."""
+        """End the cases of a former coordinator: all ranks were rolled back. The coordinator learns it from its own."""
         self._incidents.end_former(done)
 
     def asking_for(self, action: str) -> dict[str, int]:
-        """None: the coordinator knows."""
+        """Return no rules: the coordinator knows which ask for the action."""
         return {}
 
     def add_evidence(self, what: str, seq: int) -> None:
-        """Nothing: the cases are the coordinator's."""
+        """Do nothing: the cases are the coordinator's."""
 
     def find_newest(self, signal: str) -> None:
-        """None: the coordinator has the ranks of all nodes."""
+        """Return None: only the coordinator has the ranks of all nodes."""
 
     def list_unconfirmed(self) -> list[NodeStep]:
-        """Steps that no coordinator has."""
+        """Return the steps that no coordinator has."""
         return self._sender.list_unconfirmed()
 
     @property
@@ -79,11 +78,11 @@ class NodeJudge:
         return self._sender.unconfirmed
 
     def make_digest(self, now: float) -> Digest | None:
-        """What is to be sent now, once a second."""
+        """Return what to send now; called once a second."""
         return self._sender.make_digest(now)
 
     def confirm(self, upto: int, now: float) -> None:
-        """The coordinator said which is the last step that it has of this node; -1: it has none."""
+        """Take the coordinator's word that it has the steps of this node up to `upto`; -1: none."""
         self._sender.confirm(upto, now)
         if self._end_former_at is None:
             self._end_former_at = now + LEFT_SECONDS
@@ -93,7 +92,7 @@ class NodeJudge:
                     self._incidents.end_case(case, LEFT_TO_COORDINATOR)
 
     def tick(self, now: float, *, joined: bool) -> None:
-        """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
+        """Follow changes of the rules; called once a second. `joined`: the coordinator is, or was just now, heard."""
         if joined != self._joined or self._rules is not self._incidents.rules:
             self._joined = joined
             self._follow_rules(now)
@@ -107,7 +106,7 @@ class NodeJudge:
 
 
 class CoordinatorJudge:
-    """Of the coordinator."""
+    """The part of the coordinator."""
 
     def __init__(
         self,
@@ -117,8 +116,8 @@ class CoordinatorJudge:
         list_nodes: Callable[[], Iterable[NodeState]],
         earlier: Iterable[NodeStep] = (),
     ) -> None:
-        """`identity`: of any rank here. `list_nodes` gives the other nodes. `earlier`: steps of this node that no
-        coordinator judged."""
+        """`identity`: that of any rank here. `list_nodes` returns the other nodes. `earlier`: steps of this node that
+        no coordinator has judged."""
         self._context, self._incidents = context, incidents
         self._identity, self._list_nodes = identity, list_nodes
         self._rules: Sequence[Rule] = ()
@@ -126,7 +125,7 @@ class CoordinatorJudge:
         self._job.steps.take_own(earlier, time.monotonic())
 
     def begin_attempt(self) -> None:
-        """Judge the present attempt."""
+        """Begin to judge the present attempt."""
         context, incidents = self._context, self._incidents
         self._rules, rules = incidents.rules, select_job_rules(incidents.rules)
         present = [case for case in incidents.log.present() if case.of_job]
@@ -139,51 +138,51 @@ class CoordinatorJudge:
             context, incidents.notifier, incidents.log, self._view_attempt, self._job.steps.nodes
         )
         self._former = {case.alert: case for case in present if case.state == "firing"}
-        """What an earlier coordinator opened."""
+        """Open cases of an earlier coordinator, by alert."""
         self._end_former_at: float | None = None
         self._incidents.leave_rules(frozenset(rule.name for rule in rules), LEFT_TO_COORDINATOR, 0.0)
 
     def take_step(self, step: RunStep, now: float) -> None:
-        """A step was judged here."""
+        """Add a step that was judged on this node."""
         if any(rank.hello.rollback is not None for rank in self._context.run.attempt.ranks.values()):
             self._apply(self._job.be_rewindable(), now)
         self._job.steps.add_own(step, now)
         self.advance(now)
 
     def take_digest(self, digest: Digest, now: float) -> None:
-        """Steps of another node. Raises ProtocolError."""
+        """Add the steps of another node. Raises ProtocolError if they do not fit."""
         if digest.attempt == self._context.run.attempt.number:
             self._job.take(digest, now)
             self.advance(now)
 
     def list_reached(self) -> dict[int, int]:
-        """Node -> the last step that it need not send again."""
+        """Return for each node the last step that it need not send again."""
         return self._job.steps.reached
 
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """All ranks went back for these cases."""
+        """Undo steps and incidents: all ranks were rolled back for these cases."""
         self._incidents.apply_rewind(self._job.rewind(outcome.to, outcome.at), self._log, cases, done)
         self._incidents.end_former(done)
 
     def asking_for(self, action: str) -> dict[str, int]:
-        """The job's rules that are pending or firing and ask for this action, and the first step of their condition."""
+        """Return the job's pending or firing rules that ask for this action, with the first step of their condition."""
         return self._job.asking_for(action)
 
     def add_evidence(self, what: str, seq: int) -> None:
-        """Evidence of this node's ranks came."""
+        """Add evidence that arrived from this node's ranks."""
         self._log.add_evidence(self._job.incidents, what, seq)
 
     def find_newest(self, signal: str) -> float | None:
-        """The newest value of a signal over the ranks of all nodes, if there was one."""
+        """Return the newest value of a signal over the ranks of all nodes, if there was one."""
         return self._job.find_newest(signal)
 
     def advance(self, now: float) -> None:
-        """Judge the steps that closed."""
+        """Judge the steps that have closed."""
         attempt = self._context.run.attempt
         self._apply(self._job.advance(attempt.stages, attempt.step_offset, now), now)
 
     def tick(self, now: float) -> None:
-        """Once a second."""
+        """Follow changes of rules and nodes, and judge what is there; called once a second."""
         if self._rules is not self._incidents.rules:
             self._rules, rules = self._incidents.rules, select_job_rules(self._incidents.rules)
             ended = self._job.replace_rules(rules)
@@ -200,7 +199,7 @@ class CoordinatorJudge:
             self._end_former()
 
     def finish(self, now: float) -> None:
-        """The run is over: judge what is there."""
+        """Judge the steps that are left: the run is over."""
         self._apply(self._job.finish(now), now)
 
     def _apply(self, transitions: Sequence[Transition], now: float) -> None:
@@ -219,7 +218,7 @@ class CoordinatorJudge:
                 self._incidents.end_case(case, "over: not found again by the next coordinator")
 
     def _view_attempt(self) -> Attempt:
-        """The attempt of this node, with the steps and ranks of all nodes."""
+        """Return a copy of this node's attempt with the steps and ranks of all nodes."""
         view = copy.copy(self._context.run.attempt)
         view.recent, view.clock_shift, view.before_alert = self._job.recent, 0.0, {}
         view.ranks = {rank: one for state in self._list_nodes() for rank, one in self._make_ranks(state)} | view.ranks

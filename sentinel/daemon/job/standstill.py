@@ -1,9 +1,9 @@
-"""Where the ranks of all nodes of a job stand, and the cause of an alert that this decides.
+"""Where the ranks of all nodes of a job stand, and the cause of an alert that follows from it.
 
     a Hang fires on a node -> its event -> the coordinator's JobIncident -> JobCauses asks the ranks of all nodes
-        -> the cause, by the analysis that one node has -> the job's incident, and its page
+        -> the cause, by the analysis that a single node uses -> the job's incident, and its page
 
-The page waits for it for at most `HOLD_SECONDS`; what comes later is in the incident, and no news.
+The page waits for the cause for at most `HOLD_SECONDS`; a later cause is added to the incident without a message.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from sentinel.text import format_count
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS, LOOKS = 0.05, 40
-"""The ranks of a node get two seconds to say where they stand."""
+"""Seconds between two looks, and their number: the ranks of a node have two seconds to say where they stand."""
 HOLD_SECONDS = 5.0
-"""For which people are not told, at most: nodes get 3 s to answer (`inquiry.ANSWER_SECONDS`)."""
+"""Most seconds for which the page is held back: nodes have 3 s to answer (`inquiry.ANSWER_SECONDS`)."""
 
 
 class Positions(NamedTuple):
-    """Where ranks stand, as far as their nodes said."""
+    """Where ranks stand, as far as their nodes answered."""
 
     ranks: Mapping[int, Rank]
-    """Copies, that nothing changes."""
+    """Copies of the ranks, which do not change any more."""
     unasked: Mapping[int, str]
-    """As in `Evidence`."""
+    """Ranks that could not be asked, and why, as in `Evidence`."""
     not_asked: list[str]
     """What is missing, in words."""
 
 
 async def survey_ranks(watch: WatchedRun) -> None:
-    """Have this node's ranks say where they stand, until all have, or time is up."""
+    """Ask this node's ranks where they stand, and wait until all have answered or time is up."""
     hang_report.begin_survey([watch], time.monotonic())
     for _ in range(LOOKS):
         if watch.ingest.stalls.surveyed:
@@ -56,7 +56,7 @@ async def survey_ranks(watch: WatchedRun) -> None:
 
 
 async def gather_positions(watch: WatchedRun, membership: Membership) -> Positions:
-    """Have the ranks of all nodes say where they stand."""
+    """Ask the ranks of all nodes where they stand, and return what they answered."""
     _, parts = await asyncio.gather(survey_ranks(watch), membership.inquiry.ask(Question(what="ranks")))
     attempt = watch.run.attempt
     ranks = {number: restore_rank(view_rank(rank)) for number, rank in attempt.ranks.items()}
@@ -74,8 +74,10 @@ async def gather_positions(watch: WatchedRun, membership: Membership) -> Positio
 
 
 def explain_over_nodes(alert: str, stalled: list[int], positions: Positions) -> Finding | None:
-    """The cause of an alert by the positions of all nodes' ranks; None where they say nothing. `stalled`: the ranks
-    that it fired for."""
+    """Return the cause of an alert from the positions of all nodes' ranks; None if they show none.
+
+    `stalled`: the ranks that the alert fired for.
+    """
     if all(rank.flight is None for rank in positions.ranks.values()):
         return None
     explain = find_explanation(alert)
@@ -90,14 +92,14 @@ def explain_over_nodes(alert: str, stalled: list[int], positions: Positions) -> 
 
 
 class JobCauses:
-    """Of one run. Works where its node is the coordinator."""
+    """Finds the causes of a job's incidents, for a run whose node is the coordinator."""
 
     def __init__(self, watch: WatchedRun, membership: Membership) -> None:
         self._watch, self._membership = watch, membership
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
-        """Ask the ranks, and have the incident explained. It is kept from people for a few seconds."""
+        """Ask the ranks, and explain the incident. Its page is held back for a few seconds."""
         if incident.attempt != self._watch.run.attempt.number:  # its ranks are gone
             incidents.explain(incident, None)
             return

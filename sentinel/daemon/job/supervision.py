@@ -14,23 +14,26 @@ from sentinel.diagnose.case import Case
 from sentinel.errors import EXIT_BY_RULE
 
 NOTICES = 64
-"""That wait for one supervisor."""
+"""Most notices that wait for one supervisor."""
 
 
 class Supervision:
-    """By the mark that a job's ranks bear. A supervisor is root's, or of the user whose run it is: another's who got to
-    know the mark neither learns of the run nor takes the supervisor's place."""
+    """The connected supervisors, found by the mark that a job's ranks send.
+
+    A supervisor must belong to root or to the user who owns the run: another user who learned the mark neither gets to
+    know the run nor takes the supervisor's place.
+    """
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
         self._peers: dict[tuple[str, int], tuple[Peer, wire.Supervise]] = {}
         self._told: set[tuple[str, int]] = set()
-        """Marks and attempts of which the last word was said."""
+        """Marks and attempts whose supervisor was told that the run is over."""
         self._notices: dict[str, deque[wire.Notice]] = {}
-        """By mark: what waits for the supervisor, which looks for this daemon now and then."""
+        """Notices that wait for a supervisor, by mark: it looks for this daemon now and then."""
 
     def handle_message(self, peer: Peer, message: wire.Supervise) -> None:
-        """A supervisor asks."""
+        """Take note of a supervisor and what it asks for."""
         self.drop_peer(peer)  # one job a connection
         if message.mark:
             self._peers[message.mark, peer.uid] = peer, message
@@ -40,7 +43,7 @@ class Supervision:
         return bool(mark) and find_mark(watch) == mark
 
     def serves(self, watch: WatchedRun) -> bool:
-        """Whether its supervisor is connected: it may start the job again."""
+        """Whether the run's supervisor is connected: it may start the job again."""
         return self._find_supervisor(watch) is not None
 
     def owes(self, watch: WatchedRun) -> bool:
@@ -49,12 +52,12 @@ class Supervision:
         return bool(mark) and (mark, watch.run.attempt.number) not in self._told
 
     def drop_peer(self, peer: Peer) -> None:
-        """A connection ended, maybe a supervisor's."""
+        """Forget the supervisor of a connection that ended, if it was one."""
         for key in [key for key, (known, _) in self._peers.items() if known is peer]:
             del self._peers[key]
 
     def end_job(self, watch: WatchedRun, case: Case) -> bool:
-        """Have the job of a run ended; False where no supervisor would."""
+        """Have the job of a run ended; False if no supervisor would do it."""
         supervisor = self._find_supervisor(watch)
         if supervisor is None:
             return False
@@ -65,7 +68,7 @@ class Supervision:
         return True
 
     def tell(self, watch: WatchedRun, *, over: bool) -> None:
-        """How the job stands."""
+        """Tell the supervisor how the job stands. `over`: no rank of the run is left."""
         self._print_notices(watch)
         if (supervisor := self._find_supervisor(watch)) is not None:
             supervisor[0].send(standing(watch, _explanation(watch), over=over))
@@ -73,7 +76,7 @@ class Supervision:
                 self._told.add((find_mark(watch), watch.run.attempt.number))
 
     def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
-        """Print on the terminal of a run's supervisor, if it has one; at the latest before the word that it is over."""
+        """Print on the terminal of a run's supervisor, if it has one; at the latest before it learns of the end."""
         if mark := find_mark(watch):
             self._notices.setdefault(mark, deque(maxlen=NOTICES)).append(notice)
             self._print_notices(watch)
@@ -84,17 +87,18 @@ class Supervision:
                 supervisor[0].send(notice)
 
     def find_report(self, watch: WatchedRun) -> wire.JobReport | None:
-        """How the job of a run stands on this node; None where no supervisor says, or one of several would."""
+        """Return how the job of a run stands on this node; None if there is no supervisor, or several."""
         supervisor = self._find_supervisor(watch)
         return supervisor[1].job if supervisor is not None and not _is_shared(watch) else None
 
     def give_order(self, watch: WatchedRun, order: wire.Order) -> None:
-        """To the supervisor of a run, if it is there."""
+        """Send an order to the supervisor of a run, if it is connected."""
         if (supervisor := self._find_supervisor(watch)) is not None:
             supervisor[0].send(order)
 
     def take_report(self, watch: WatchedRun, peer: Peer, report: wire.JobReport) -> None:
-        """How the job stands on this node is news to the others."""
+        """Pass a supervisor's report of the job on to the other nodes; if that is impossible, order it to stop on a
+        fault."""
         if watch.membership is not None and not _is_shared(watch):
             watch.membership.pass_on_report()
         elif report.fault is not None:
@@ -108,7 +112,7 @@ class Supervision:
 
 
 def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: bool = False) -> wire.Standing:
-    """Of a run; `case` explains it."""
+    """Return how the job of a run stands, for its supervisor. `case` explains it."""
     attempt = watch.run.attempt
     left = sorted(attempt.ranks.values(), key=lambda rank: rank.heard)  # others may fail because the first did
     goodbyes = [rank.goodbye for rank in left if rank.goodbye is not None]
@@ -136,12 +140,12 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
 
 
 def find_mark(watch: WatchedRun) -> str:
-    """That of the supervisor of a run, as its ranks say; empty: it has none."""
+    """Return the mark of a run's supervisor, as its ranks send it; empty: it has none."""
     return next((rank.hello.supervisor for rank in watch.run.attempt.ranks.values() if rank.hello.supervisor), "")
 
 
 def _is_shared(watch: WatchedRun) -> bool:
-    """Whether ranks of this node have supervisors of their own."""
+    """Whether the ranks of this node have different supervisors."""
     return len({rank.hello.supervisor for rank in watch.run.attempt.ranks.values()}) > 1
 
 
@@ -155,11 +159,11 @@ def _open(watch: WatchedRun) -> list[Case]:
 
 
 def _explanation(watch: WatchedRun) -> Case | None:
-    """What fired first: the rest may well follow from it."""
+    """Return the case that fired first: the others may well follow from it."""
     return min(_open(watch), key=lambda case: case.time, default=None)
 
 
 def _sign(watch: WatchedRun) -> int | None:
-    """The step of the first sign of a fault that only a rollback fixes."""
+    """Return the first step of an open fault that only a rollback fixes."""
     harmful = {rule.name for rule in watch.incidents.rules if "rollback" in rule.actions}
     return min((case.first_step for case in _open(watch) if case.alert in harmful), default=None)

@@ -8,11 +8,11 @@ from typing import Any
 from sentinel.cluster.membership import Membership
 
 NAMED = 8
-"""Nodes that could not be asked, of which each is named."""
+"""Most nodes that are named."""
 
 
 def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[int] | None = None) -> list[str]:
-    """Nodes that gave no answer, and why, in words. `wanted`: those that were asked; None: all of the job."""
+    """Return which nodes gave no answer, and why, in words. `wanted`: nodes that were asked; None: all of the job."""
     job = membership.status()
     if job["view"] in ("local view", "alone"):
         return [f"the other nodes: {job['absence']}; this is what this node sees alone"]
@@ -23,19 +23,19 @@ def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[in
 
 
 def name_silent(membership: Membership) -> list[str]:
-    """Nodes that the coordinator does not hear: it knows what they had handed in before."""
+    """Return the nodes that the coordinator does not hear, in words: it knows what they had sent before."""
     heard = {node["node"] for node in membership.status()["nodes"] if node["state"] in ("alive", "left")}
     return name_unasked(membership, heard)
 
 
 def find_unasked_ranks(membership: Membership, answered: set[int]) -> dict[int, str]:
-    """Ranks of nodes that gave no answer -> the node, and why, in words; as far as it is known where they are."""
+    """Return ranks of nodes that gave no answer, each with its node and why, in words; as far as nodes are known."""
     missing = _list_missing(membership.status(), answered)
     return {int(rank): _explain_silence(node, known) for node, known in missing if known for rank in known["ranks"]}
 
 
 def _list_missing(job: dict[str, Any], answered: set[int]) -> list[tuple[int, dict[str, Any] | None]]:
-    """The job's nodes that gave no answer, but this one, and what is known of each."""
+    """Return the job's nodes without an answer, except this one, and what is known of each."""
     known = {node["node"]: node for node in job["nodes"]}
     return [(node, known.get(node)) for node in job["members"] if node not in answered and node != job["node"]]
 

@@ -1,7 +1,7 @@
 """The whole job, seen from any of its nodes: what this node answers others, and what it asks them for the command line.
 
-Incidents are the coordinator's; their evidence is on the nodes that have the cases; where ranks stand, each node says
-of its own. All of it is asked when it is wanted, with a deadline, and what could not be asked is named.
+The coordinator has the incidents; their evidence is on the nodes that have the cases; each node knows where its own
+ranks stand. All of it is requested when needed, with a deadline, and what could not be asked is named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sentinel.text import format_count
 
 
 def serve_job(watch: WatchedRun, membership: Membership) -> None:
-    """Have the questions of other nodes answered."""
+    """Answer the questions of other nodes from now on."""
     membership.inquiry.respond = functools.partial(_answer, watch, membership)
 
 
@@ -49,7 +49,7 @@ async def _answer(watch: WatchedRun, membership: Membership, question: Question)
 
 
 async def survey_job(watch: WatchedRun, membership: Membership) -> dict[str, Any]:
-    """Where the ranks of all nodes stand, as `sentinel hang` shows them: judged as if all were on one node."""
+    """Return where the ranks of all nodes stand, for `sentinel hang`: judged as if all were on one node."""
     positions = await gather_positions(watch, membership)
     seq = max((rank.last_seq for rank in positions.ranks.values()), default=-1)
     report = await asyncio.to_thread(hang_report.describe, watch.run, positions.ranks, seq, positions.unasked)
@@ -57,8 +57,10 @@ async def survey_job(watch: WatchedRun, membership: Membership) -> dict[str, Any
 
 
 async def list_incidents(watch: WatchedRun, membership: Membership) -> dict[str, Any]:
-    """The job's incidents, and this node's cases that are in none of them: of a former attempt, or not handed in.
-    `not_asked`: what may be missing, in words."""
+    """Return the job's incidents, and this node's cases that are in none of them: of a former attempt, or not sent in.
+
+    `not_asked` in it: what may be missing, in words.
+    """
     views, unasked = await _ask_incidents(membership, ())
     known = {name for view in views for node, name in view.sources if node == membership.node}
     own = [case for case in watch.incidents.log.cases.values() if case.id not in known]
@@ -67,12 +69,12 @@ async def list_incidents(watch: WatchedRun, membership: Membership) -> dict[str,
 
 
 def _describe(view: IncidentView, node: int) -> dict[str, Any]:
-    """`own`: ids of this node's cases that it is made of, as in its history."""
+    """Return an incident as a dict; `own` in it: ids of this node's cases in it, as in the node's history."""
     return view.case.builtins() | {"own": [name for where, name in view.sources if where == node]}
 
 
 async def find_incident(watch: WatchedRun, membership: Membership, identity: str) -> dict[str, Any]:
-    """One incident of the job, with the evidence of the nodes that it is on."""
+    """Return one incident of the job, with the evidence of its nodes."""
     views, unasked = await _ask_incidents(membership, (identity,))
     cases = [await _add_evidence(watch, membership, view, unasked) for view in views[:1]]
     return {"run": watch.run.name, "run_id": watch.run.run_id, "cases": cases, "not_asked": unasked}
@@ -93,7 +95,7 @@ async def _ask_incidents(membership: Membership, ids: tuple[str, ...]) -> tuple[
 async def _add_evidence(
     watch: WatchedRun, membership: Membership, view: IncidentView, unasked: list[str]
 ) -> dict[str, Any]:
-    """The incident with what its nodes have of it. `unasked` gets the nodes that did not answer."""
+    """Return the incident with the evidence of its nodes. Nodes that did not answer are added to `unasked`."""
     nodes = sorted({node for node, _ in view.sources} - {membership.node})
     ids = {node: tuple(name for where, name in view.sources if where == node) for node in (*nodes, membership.node)}
     answers = await asyncio.gather(

@@ -1,1 +1,1 @@
-"""The processes of the ranks, as the node shows them: heartbeats, deaths, exit statuses, ranks that stand still."""
+"""The processes of the ranks, observed on their node: heartbeats, deaths, exit statuses, ranks that stand still."""

@@ -1,4 +1,4 @@
-"""What the kernel says of the cgroup of a process."""
+"""The cgroup of a process: its files, and whether it is frozen."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 ROOT, PROCESSES = Path("/sys/fs/cgroup"), Path("/proc")
 _FREEZERS = (("", "cgroup.events"), ("freezer", "freezer.state"))
-"""Of cgroup v2 and v1: the controller, the file."""
+"""Controller and file that show a frozen cgroup, of cgroup v2 and v1."""
 _FROZEN = frozenset({"frozen 1", "FROZEN", "FREEZING"})
 
 
 def file_of(process: int, files: Sequence[tuple[str, str]]) -> Path | None:
-    """The first of these files (controller, name) that its cgroup has; in a container that shows no other, the
-    container's."""
+    """Return the first of these files (controller, name) that the process' cgroup has; None if it has none.
+
+    In a container that does not show the cgroup, it is the container's file.
+    """
     try:
         lines = (PROCESSES / str(process) / "cgroup").read_text().splitlines()
     except OSError:
@@ -28,7 +30,7 @@ def file_of(process: int, files: Sequence[tuple[str, str]]) -> Path | None:
 
 
 def is_frozen(process: int) -> bool:
-    """Whether it is paused: a container, or a job that gave way to another (`docker pause`, `scontrol suspend`)."""
+    """Whether the process is paused with its container or its job (`docker pause`, `scontrol suspend`)."""
     file = file_of(process, _FREEZERS)
     try:
         return file is not None and not _FROZEN.isdisjoint(file.read_text().splitlines())

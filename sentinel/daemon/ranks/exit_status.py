@@ -1,9 +1,9 @@
-"""How the process of a rank ended: asked of the kernel.
+"""How the process of a rank ended, read from the kernel.
 
-A process that has ended is a zombie until its parent asks for its exit status; torchrun does ten times a second. Until
-then /proc/<pid>/stat has the status (proc(5), field 52), readable by a process that may trace it. Afterwards the
-pidfd has it, from Linux 6.15 on (PIDFD_GET_INFO, include/uapi/linux/pidfd.h). Whether the kernel killed it for its
-memory is counted by its cgroup (memory.events in v2, memory.oom_control in v1: `oom_kill`).
+A process that has ended is a zombie until its parent asks for its exit status; torchrun asks ten times a second. Until
+then /proc/<pid>/stat has the status (proc(5), field 52), readable by a process that may trace it. Afterwards the pidfd
+has it, from Linux 6.15 on (PIDFD_GET_INFO, include/uapi/linux/pidfd.h). Kills for lack of memory are counted by the
+cgroup of the process (memory.events in v2, memory.oom_control in v1: `oom_kill`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sentinel.daemon.ranks.cgroups import file_of
 from sentinel.runs import Ending
 
 _COUNTERS = (("", "memory.events"), ("memory", "memory.oom_control"))
-"""Of cgroup v2 and v1: the controller, the file."""
+"""Controller and file that count kills for lack of memory, of cgroup v2 and v1."""
 _INFO = struct.Struct("<Q52xi")
 """struct pidfd_info: its mask first, its exit code last."""
 _INFO_EXIT = 1 << 3
@@ -26,18 +26,18 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 
 
 class ExitStatuses:
-    """Those of one attempt's processes."""
+    """Finds out how the processes of one attempt ended."""
 
     def __init__(self) -> None:
         self._kills: dict[int, tuple[Path, int]] = {}
 
     def watch_process(self, process: int) -> None:
-        """A process is there: what its cgroup counts by now is not its own."""
+        """Remember what a new process' cgroup has counted before it: those kills are not its own."""
         if process and (counter := file_of(process, _COUNTERS)) is not None:
             self._kills[process] = counter, _kills(counter)
 
     def explain_ending(self, process: int, status: int | None, now: float) -> Ending:
-        """A process has ended this very moment."""
+        """Return how a process that has ended at this moment ended. `status`: its exit status, if known."""
         counter, before = self._kills.pop(process, (None, 0))
         return Ending(now, status, counter is not None and _kills(counter) > before)
 
@@ -53,8 +53,10 @@ def has_ended(process: int) -> bool:
 
 
 def exit_status(process: int, descriptor: int) -> int | None:
-    """Of a process that has ended, by its pidfd, as `subprocess` has it: a signal is negative. None where its launcher
-    was quicker, on older kernels, and in a container of its own."""
+    """Return the exit status of a process that has ended; a signal is negative, as in `subprocess`.
+
+    `descriptor`: its pidfd. None if its launcher was quicker, on older kernels, and for a process in another container.
+    """
     try:
         state, *_, raw = _stat(process)
         if state in "ZX":

@@ -1,14 +1,14 @@
-"""Whether a rank hangs, by its heartbeat page: judged here, because a process that hangs may hold its own GIL.
+"""Judges from its heartbeat page whether a rank hangs: done here, because a hanging process may hold its own GIL.
 
-    stalled_seconds        in one place without progress, where the loop should make some. 0 beyond the loop, in a
-                           debugger, in a phase that was declared, while the process is stopped, in a checkpoint or a
-                           compiler. It starts over whenever the stack is another: a rank that evaluates moves
-    stall_limit_seconds    how long that may last: ten times what the run itself has shown, within bounds that depend
-                           on what the process does meanwhile, and on whether others wait for it
+    stalled_seconds        time in one place without progress, while the loop should make some. 0 after the loop, in a
+                           debugger, in a declared phase, while the process is stopped, in a checkpoint or a compiler.
+                           It starts over whenever the stack changes: the stack of a rank that evaluates does
+    stall_limit_seconds    how long that may last: ten times the longest gap that the run has shown, within bounds that
+                           depend on what the process does meanwhile, and on whether others wait for it
 
-What takes long with reason has two hours, and counts from then on. What the stack shows is only known where the
-watchdog can look at it. Where the beat itself stands still, the GIL is held, or the whole process starved; then
-its last record counts.
+Work that takes long for a good reason has two hours, and counts after that. What the stack shows is only known while
+the watchdog can look at it. If the beat itself stands still, the GIL is held or the whole process is starved; then its
+last record counts.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ from sentinel.wire.heartbeat_page import (
 )
 
 FLOOR_SECONDS = 60.0
-"""Nothing shorter is a hang. Ten times the step of a large model (6 s), and a cold file system."""
+"""Least stall that counts as a hang: ten times the step of a large model (6 s), and a cold file system."""
 CEILING_SHARE = 0.8
-"""Of the process group's own time-out, which takes the evidence away."""
+"""Highest limit as a share of the process group's own time-out, which destroys the evidence."""
 CEILING_SECONDS = 600.0 * CEILING_SHARE
-"""Where the group's is not known, or longer: NCCL's is 10 minutes (torch.distributed.constants)."""
+"""Highest limit if the group's time-out is unknown or longer: NCCL's is 10 minutes (torch.distributed.constants)."""
 GAP_FACTOR = 10.0
+"""The limit as a multiple of the longest gap that the run has shown and survived."""
 GAP_LEAST = 2.0
-"""The limit is never less than so many times what the run has shown and survived, whatever the ceiling."""
+"""Least limit as a multiple of that gap, whatever the ceiling."""
 ALONE_FLOOR_SECONDS = CEILING_SECONDS
+"""Least limit of a single rank that waits: no other rank waits for it, and no process group's time-out destroys the
+evidence; a checkpoint to slow storage takes minutes, in code that the stack may not reveal."""
 AWAITS_FLOOR_SECONDS = 1800.0
-"""Of a single rank that waits, and of one that waits in a sleep or for a thread, a future or a process. Nobody else
-stands meanwhile, and no process group's time-out takes the evidence away; a checkpoint that goes to slow storage takes
-minutes, in code of which the stack may tell nothing."""
+"""The same for one that waits in a sleep or for a thread, a future or a process."""
 BUSY_FACTOR = 10.0
 BUSY_CEILING_SECONDS = 1800.0
-"""For a thread that computes, in one and the same place: it may be one long call. gloo's own time-out. Not with several
-ranks: a rank that waits in CUDA for the others spins, and looks as if it computed."""
+"""Highest limit of a thread that computes in one and the same place, perhaps in one long call: gloo's time-out. Not
+with several ranks: a rank that waits in CUDA for the others spins, and looks as if it computed."""
 LONG_SECONDS = 7200.0
-"""Granted to checkpoints, compilers, exports; to work that moves on in the loop and is not training's; to a first step
-that computes."""
+"""Seconds granted to checkpoints, compilers and exports, to a loop that does other work than training, and to a first
+step that computes."""
 FIRST_STEPS = 2
-"""The first steps compile, tune and join process groups."""
+"""Number of first steps, which compile, tune and join process groups."""
 MOVING_SECONDS = 2.5
-"""After the stack was last another, it is still said to move: two looks and a half."""
+"""Seconds after a change of the stack for which it counts as moving: two looks and a half."""
 BUSY_SHARE = 0.5
-"""Of one core."""
+"""Least share of one core that a computing thread uses."""
 
 
 def judge_heartbeat(
@@ -71,9 +72,12 @@ def judge_heartbeat(
     alone: bool = True,
     ceiling: float = CEILING_SECONDS,
 ) -> Stall:
-    """`now`: monotonic seconds. `busy`: the training thread computes. `stopped`: by SIGSTOP or a debugger.
-    `resumed`: when it last went on after a stop. `unseen`: seconds since its last sign in which it was not observed;
-    they are not counted. `alone`: the only rank. `ceiling`: of the limit."""
+    """Judge a heartbeat.
+
+    `now`: monotonic seconds. `busy`: the training thread computes. `stopped`: by SIGSTOP or a debugger. `resumed`: when
+    the process last went on after a stop. `unseen`: seconds since its last sign in which it was not observed; they are
+    not counted. `alone`: it is the only rank. `ceiling`: the highest limit, in seconds.
+    """
     quiet = now - heartbeat.progressed
     seconds = max(0.0, now - max(heartbeat.progressed, heartbeat.moved, resumed) - unseen)
     kind = _kind(heartbeat, now, busy)
@@ -114,11 +118,13 @@ def _limit(longest: float, busy: bool, alone: bool, ceiling: float, floor: float
 
 
 class RankHeartbeat:
-    """The heartbeat and the stacks of one rank, as far as it handed them over."""
+    """The heartbeat page and the stacks file of one rank, if it handed them over."""
 
     def __init__(self, descriptors: list[int], process: int, *, alone: bool = True, timeout: float = 0.0) -> None:
-        """Takes the descriptors, and closes those that are no files in memory of ours. `alone`: the only rank;
-        `timeout`: of its process group, in seconds, where there is one."""
+        """Take the descriptors, and close those that are not the two memory files of Sentinel.
+
+        `alone`: it is the only rank. `timeout`: that of its process group, in seconds; 0: unknown.
+        """
         self.stall = Stall()
         self.process, self._alone = process, alone
         self._ceiling = min(CEILING_SHARE * timeout, CEILING_SECONDS) if timeout > 0 else CEILING_SECONDS
@@ -138,12 +144,12 @@ class RankHeartbeat:
 
     @property
     def stacks(self) -> int:
-        """Descriptor of the file that dumps go to; -1: none."""
+        """Descriptor of the file that dumps are written to; -1: none."""
         return self._stacks
 
     def look(self, now: float) -> Stall | None:
-        """Judge this moment; None where nothing can be said: the rank gave no page, or is looked at for the first time,
-        and what its thread does is not known yet."""
+        """Judge the rank now; None if that is impossible: it gave no page, or it has just begun to stand, and whether
+        its thread computes is not known yet."""
         if self._page < 0:
             return None
         page = os.pread(self._page, SIZE, 0)
@@ -161,7 +167,7 @@ class RankHeartbeat:
         if sign != self._sign:
             self._sign, self._unseen = sign, 0.0
         if self._looked is not None and now - self._looked > BEAT_SECONDS:
-            # The container was frozen, and we with it; or we starved. A case that is open stays open.
+            # The container was frozen, and this daemon with it; or it was starved. An open case stays open.
             self._unseen += max(0.0, now - max(self._looked, sign))
         self._looked = now
         busy = self._computes(read, now) if stands else False
@@ -187,7 +193,7 @@ class RankHeartbeat:
         self._page = self._stacks = -1
 
     def _computes(self, heartbeat: Heartbeat, now: float) -> bool | None:
-        """Whether the thread used half a core since this stall was first seen; None for a second from then."""
+        """Whether the thread has used half a core since this stall was first seen; None during its first second."""
         used = self._estimate_cpu(heartbeat)
         if self._cpu is None or self._cpu[0] != heartbeat.progress:
             self._cpu, self._busy = (heartbeat.progress, now, used), None
@@ -196,12 +202,12 @@ class RankHeartbeat:
         return self._busy
 
     def _estimate_cpu(self, heartbeat: Heartbeat) -> float:
-        """Seconds that the thread that trains computed, or would have with a core of its own: by the kernel where that
-        can be asked, else by the page."""
+        """Return the seconds that the training thread computed, or would have computed with a core of its own: from
+        the kernel if it tells them, otherwise from the page."""
         try:
             running, waiting, _ = Path(f"/proc/{self.process}/task/{heartbeat.thread}/schedstat").read_text().split()
             return (int(running) + int(waiting)) * 1e-9
-        except (OSError, ValueError):  # in a container of its own
+        except (OSError, ValueError):  # the rank is in another container
             return heartbeat.cpu
 
     def _is_stopped(self) -> bool:

@@ -1,4 +1,4 @@
-"""The processes of ranks: their deaths are seen immediately, and signals reach exactly the process that was meant."""
+"""The processes of ranks: their deaths are seen immediately, and signals reach exactly the intended process."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from collections.abc import Callable
 from sentinel.daemon.ranks.exit_status import exit_status
 
 MESSAGE_SECONDS = 0.1
-"""Between the end of a process and its report. What its supervisor sent before the signal that ended it is in the
-socket by then, and is to be read first."""
+"""Seconds between the end of a process and its report. What its supervisor sent before the signal that ended it has
+arrived in the socket by then, and must be read first."""
 
 
 class Processes:
-    """By pid, each held by a pidfd: another process that gets its pid one day is not it."""
+    """Processes by pid, each held by a pidfd: a later process with the same pid is not confused with it."""
 
     def __init__(self, ended: Callable[[int, int | None], None]) -> None:
         """`ended` is called with the pid of a process that died, and its exit status if that is known."""
         self._ended = ended
         self._descriptors: dict[int, int] = {}
         self._unreported: dict[int, tuple[asyncio.TimerHandle, int | None]] = {}
-        """Ended processes: when that will be reported, and their exit status."""
+        """Ended processes by pid: the timer of the report, and the exit status."""
         self._peers: set[int] = set()
-        """Pids of processes that opened a connection: of others only a recorded number is known."""
+        """Pids of processes that opened a connection: of others only a stored number is known."""
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._descriptors
 
     def hold(self, pid: int) -> None:
-        """Watch for the death of a process known only by its pid: the one that started this daemon, or a rank of the
-        daemon before it."""
+        """Watch for the death of a process known only by its pid: the starter of this daemon, or a rank of the daemon
+        before it."""
         if pid not in self._descriptors:
             try:
                 self._watch(pid, os.pidfd_open(pid))
-            except ProcessLookupError:  # it was quicker
+            except ProcessLookupError:  # it has ended already
                 asyncio.get_running_loop().call_soon(self._ended, pid, None)
             except OSError:
                 pass
 
     def take(self, pid: int, descriptor: int) -> None:
-        """Learn of the death of the process that a peer's connection came from: forked DataLoader workers keep its
-        socket open for seconds after it. The descriptor is ours from now on, in place of any that is held."""
+        """Watch for the death of the process that opened a connection: forked DataLoader workers keep its socket open
+        for seconds after it. The pidfd `descriptor` is ours from now on, and replaces a former one."""
         loop = asyncio.get_running_loop()
         if (former := self._descriptors.get(pid, -1)) >= 0:
             if has_ended(former):
@@ -56,11 +56,11 @@ class Processes:
         self._watch(pid, descriptor)
 
     def can_interrupt(self, pid: int) -> bool:
-        """Whether a signal would reach the very process that was meant."""
+        """Whether a signal would reach exactly the intended process."""
         return pid in self._peers
 
     def interrupt(self, pid: int, number: int) -> bool:
-        """Send it a signal; False where it cannot be had."""
+        """Send a process a signal; False if that is impossible."""
         if not self.can_interrupt(pid):
             return False
         try:
@@ -70,7 +70,7 @@ class Processes:
         return True
 
     def close(self) -> None:
-        """Let go of all."""
+        """Release all processes."""
         for timer, _ in self._unreported.values():
             timer.cancel()
         self._unreported.clear()
@@ -84,7 +84,7 @@ class Processes:
         asyncio.get_running_loop().add_reader(descriptor, self._read_status, pid)
 
     def _read_status(self, pid: int) -> None:
-        """At once: a moment later its launcher may have asked for it, and it is gone."""
+        """Read the exit status at once: as soon as the launcher has asked for it, it is gone."""
         if pid not in self._unreported:
             loop, descriptor = asyncio.get_running_loop(), self._descriptors[pid]
             loop.remove_reader(descriptor)

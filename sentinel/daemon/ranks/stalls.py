@@ -1,7 +1,7 @@
 """Reads the ranks' heartbeats and asks stalled ones for stacks; also sees ranks whose collectives differ or that died.
 
-What it sees goes to the rules as numbers of the clock: of each rank `stalled_seconds`, `stall_limit_seconds`,
-`collectives_differ` and `rank_lost`.
+The rules get what it sees as signals of each rank, sampled by the daemon's clock: `stalled_seconds`,
+`stall_limit_seconds`, `collectives_differ` and `rank_lost`.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from sentinel.wire.flight_recorder import Flight
 from sentinel.wire.heartbeat_page import Kind, Place, Stall
 
 NOTICEABLE_SECONDS = 1.0
-"""Shorter stalls are steps. The rules are not troubled with them but every `ROUTINE_SECONDS`."""
+"""Longest stall that may be an ordinary step, in seconds. The rules get such stalls only every `ROUTINE_SECONDS`."""
 ROUTINE_SECONDS = 10.0
 DUMP_SECONDS = 5.0
 DUMP_FACTOR = 3.0
-"""A stall over `DUMP_SECONDS` and this many times the longest so far: the stacks are taken, once. A signal interrupts
-what waits in C: it is not sent lightly."""
+"""The stacks are taken, once, in a stall that exceeds `DUMP_SECONDS` and this many times the longest gap so far. A
+signal interrupts calls that wait in C, so it is not sent lightly."""
 COMPARE_SECONDS = 10.0
-"""Between two comparisons of the ranks' collectives while all is well: 0.2 to 2 ms of each sender. One of them comes
-sooner, as soon as a rank stands still for longer than ever before."""
+"""Seconds between two comparisons of the ranks' collectives while all is well; one takes 0.2 to 2 ms of each sender. It
+comes sooner if a rank stands still for longer than ever before."""
 STANDSTILL_SECONDS = 60.0
 STANDSTILL_FACTOR = 10.0
-"""A rank that stands in one place for longer, and for so many times the longest gap that its loop has shown, is said to
-stand still: long before a single process counts as hung, which may take half an hour."""
+"""A rank that stands in one place for longer than both `STANDSTILL_SECONDS` and this many times the longest gap of its
+loop is reported as standing still: long before a single process counts as hung, which may take half an hour."""
 SURVEY_SECONDS = 5.0
-"""How long the answers to `sentinel hang` are kept."""
+"""Seconds for which the answers to `sentinel hang` are kept."""
 ENDING_SECONDS = 1.5
-"""After the last message of a rank whose process ended, to learn how it ended: its connection ends first."""
+"""Seconds after the last message of an ended process to learn how it ended: its connection ends first."""
 WANTED_SECONDS = 60.0
-"""After a signal that ends the job, in which a process that ends is not lost, however it does: launchers and schedulers
-kill after 30 s what has not gone by then."""
+"""Seconds after a signal that ends the job in which a process that ends, in whatever way, is not lost: launchers and
+schedulers kill processes that still live after 30 s."""
 _REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a process that ended by a signal which people and schedulers send on purpose. SIGHUP is none: the
-kernel sends it to what a terminal or an ssh connection leaves behind when it breaks."""
+"""Exit statuses of a process ended by a signal that people and schedulers send on purpose. SIGHUP is not one: the
+kernel sends it to the processes of a terminal or an ssh connection that breaks."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
-"""Kinds of stalls that are granted longer; ranks that wait for such a rank are granted as much."""
+"""Kinds of stalls with a longer limit; ranks that wait for such a rank get the same limit."""
 
 
 class StallDetector:
-    """Of one attempt's ranks: who stands still, where, and who is gone without a goodbye."""
+    """Finds which ranks of an attempt stand still, where, and which are gone without a goodbye."""
 
     def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords) -> None:
         self._attempt, self._incidents = attempt, incidents
         self._heartbeats: dict[int, RankHeartbeat] = {}
         self._stalled: set[int] = set()
         self._undecided = False
-        """A rank stands still, and what it does is not known yet."""
+        """Whether a rank stands still, and what it does is not known yet."""
         self._routine_at = 0.0
         self.stacks = StacksAction(attempt, link, incidents, self)
         self.collectives = Collectives(attempt, link, self)
@@ -65,33 +65,33 @@ class StallDetector:
         self._survey_until = self._compare_at = 0.0
         self._comparing = self._stands = False
         self._records: dict[int, Flight] = {}
-        """What ranks said since they were last asked to be compared."""
+        """Flight records that ranks sent since they were last asked for the comparison."""
         self._progress: dict[int, int] = {}
-        """How far each rank was when it was looked at last."""
+        """Progress of each rank at the last look."""
         self._differing: frozenset[int] = frozenset()
         self._standing = False
-        """A standstill was said, or an alert says it."""
+        """Whether a standstill was reported, by a line or by an alert."""
         self._standstill: tuple[int, float] | None = None
-        """The rank that stands longest, and since when, by the monotonic clock."""
+        """The rank that stands longest, and since when, in monotonic seconds."""
         self._dead: set[int] = set()
         self._exit_statuses = ExitStatuses()
         self._wanted_at = -math.inf
         self._wanted: set[int] = set()
-        """Ranks that ended as they were meant to."""
+        """Ranks whose end was requested."""
         self._excused: dict[int, float] = {}
-        """When a rank last had another one to wait for."""
+        """When a rank last had a working rank to wait for, in monotonic seconds."""
         self.worked, self.patience = -math.inf, 0.0
-        """When one of these ranks was last seen at work; the limit of one that is granted longer."""
+        """When one of these ranks was last seen at work, in monotonic seconds; the longest limit of a slow one."""
         self._worked_elsewhere, self._patience_elsewhere = -math.inf, 0.0
-        """The same of the ranks of other nodes."""
+        """The same for the ranks of other nodes."""
 
     @property
     def restless(self) -> bool:
-        """Whether a rank stands still, or stacks are waited for: the alert is to come within a second of its time."""
+        """Whether a rank stands still, or stacks are awaited: the alert must come within a second of its time."""
         return bool(self._stalled) or self._undecided or self.stacks.waiting
 
     def add_rank(self, rank: Rank, descriptors: list[int]) -> None:
-        """A rank said hello, and handed these over. They are ours now."""
+        """Watch a rank that said hello and handed over these descriptors, which are ours now."""
         self.drop_rank(rank)
         identity = rank.identity
         self._dead.discard(identity.rank)
@@ -105,12 +105,15 @@ class StallDetector:
         )
 
     def note_work_elsewhere(self, moment: float, patience: float) -> None:
-        """When a rank of another node was last seen at work, and the limit of one there that is granted longer."""
+        """Take note of when a rank of another node was last seen at work, and of the longest limit of a slow one."""
         self._worked_elsewhere, self._patience_elsewhere = moment, patience
 
     def drop_rank(self, rank: Rank) -> Observation | None:
-        """A rank's connection ended. Of a rank that stood still, what the rules should know if it left by a goodbye
-        other than an exception's: that it stands no more. Any other stood until its end."""
+        """Forget a rank whose connection ended, and return an observation for the rules, if any.
+
+        It says that a rank which stood still no longer stands, if it left by a goodbye other than an exception's. Any
+        other rank that stood did so until its end.
+        """
         number = rank.identity.rank
         self._records.pop(number, None)
         heartbeat = self._heartbeats.pop(number, None)
@@ -124,13 +127,13 @@ class StallDetector:
         return self._observation([rank]) if has_gone_on else None
 
     def close(self) -> None:
-        """The attempt is over."""
+        """Close all heartbeats: the attempt is over."""
         for heartbeat in self._heartbeats.values():
             heartbeat.close()
         self._heartbeats.clear()
 
     def tick(self, now: float) -> Observation | None:
-        """What the rules should know of this moment, if anything."""
+        """Look at all ranks, and return an observation for the rules, if any."""
         told = []
         for rank in self._judge_ranks(now):
             number, stall = rank.identity.rank, rank.stall
@@ -148,8 +151,10 @@ class StallDetector:
         return self._observation(told) if told else None
 
     def _compare_collectives(self, now: float) -> list[Rank]:
-        """Ranks that began to issue other collectives than the rest, or do so no more. They are asked while all is
-        well; once they stand, each new answer is looked at."""
+        """Return ranks that began to issue other collectives than the rest, or stopped doing so.
+
+        Ranks are asked while all is well; once they stand, each new answer is compared.
+        """
         live = [rank for rank in self._attempt.live if rank.identity.world_size > 1]
         if not live:
             return []
@@ -165,12 +170,12 @@ class StallDetector:
         found = find_desync(self._records, len(live))
         differing = frozenset(found.differing if found is not None else ())
         changed, self._differing = differing ^ self._differing, differing
-        for rank in live if changed else ():  # the case is made of it, and they may have gone on
+        for rank in live if changed else ():  # the case is made from these records, and the ranks may have gone on
             rank.flight = self._records[rank.identity.rank]
         return [rank for rank in live if rank.identity.rank in changed]
 
     def read_flight(self, number: int) -> None:
-        """A rank's collectives are others than before."""
+        """Take a rank's new flight record."""
         flight = self._attempt.ranks[number].flight
         assert flight is not None
         self._records[number], self._comparing = flight, True
@@ -181,8 +186,10 @@ class StallDetector:
         return self._stands and not stood
 
     def record_exit(self, process: int, status: int | None, now: float) -> list[Rank]:
-        """A process has ended this very moment; its connection may last a little longer. Returns its ranks, but those
-        that were detached before."""
+        """Take note of a process that has just ended; its connection may last a little longer.
+
+        Returns its ranks, except those that were detached before.
+        """
         found = [rank for rank in self._attempt.ranks.values() if rank.process == process]
         for rank in found:
             if rank.state != "gone":
@@ -190,31 +197,34 @@ class StallDetector:
         return [rank for rank in found if rank.goodbye is None or rank.goodbye.reason != "detach"]
 
     def take_deaths(self, now: float) -> Observation | None:
-        """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""
+        """Return an observation of ranks whose process has ended without a goodbye since the last call, if any."""
         known = self._dead | self._wanted
         lost = (rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in known)
         found = [rank for rank in lost if rank.ending or (now - rank.heard > ENDING_SECONDS and _has_ended(rank))]
         self._wanted.update(rank.identity.rank for rank in found if self._was_wanted(rank))
         found = [rank for rank in found if rank.identity.rank not in self._wanted]
         self._dead.update(rank.identity.rank for rank in found)
-        # No more than that: where one of them stood still, it never went on.
+        # Only `rank_lost` is reported: a rank that stood still never went on.
         return self._observe({rank.identity.rank: {"rank_lost": 1.0} for rank in found}) if found else None
 
     def want_end(self, now: float) -> None:
-        """The job is about to be sent a signal that ends it."""
+        """Take note that a signal which ends the job is about to be sent."""
         self._wanted_at = now
 
     def _was_wanted(self, rank: Rank) -> bool:
         ending = rank.ending
         if ending is not None and is_ended_on_request(rank, ending.status):
             return True
-        # Where no end was seen, it came at any time since the connection's.
+        # An end that was not seen came at any time since the end of the connection.
         at = ending.time if ending is not None else max(rank.heard + ENDING_SECONDS, self._wanted_at)
         return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
 
     def _judge_ranks(self, now: float) -> list[Rank]:
-        """Ranks that can be judged. A rank that waits for a working rank does not hang: rank 0 may evaluate while the
-        others are in the next collective."""
+        """Judge the ranks, and return those that could be judged.
+
+        A rank that waits for a working rank does not hang: rank 0 may evaluate while the others are in the next
+        collective.
+        """
         found = []
         self._undecided = False
         for number, heartbeat in self._heartbeats.items():
@@ -226,7 +236,7 @@ class StallDetector:
                 rank.stall, rank.heartbeat = stall, heartbeat.heartbeat
                 found.append(rank)
                 if other and stall.seconds > NOTICEABLE_SECONDS:
-                    self._incidents.add_stacks()  # it computes, and a moment later it is known to hold the GIL
+                    self._incidents.add_stacks()  # it seemed to compute, and is now known to hold the GIL
         working = sorted(((_find_last_work(rank, now), rank.identity.rank) for rank in found), reverse=True)[:2]
         self.worked = working[0][0] if working else -math.inf
         self.patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
@@ -242,8 +252,10 @@ class StallDetector:
         return found
 
     def take_standstill(self) -> Rank | None:
-        """The rank to say it of, where the run has begun to stand still: once for each time that it does, and not where
-        the alert is due. A rank that does something is preferred to those that may wait for it in a collective."""
+        """Return the rank to report if the run has begun to stand still, once per standstill; None if the alert is due.
+
+        A rank that does something is preferred to those that may wait for it in a collective.
+        """
         stands = any(rank.standing for rank in self._attempt.live)
         began, self._standing = stands and not self._standing, stands
         if not began:
@@ -253,7 +265,7 @@ class StallDetector:
         return worst if not _is_late(worst) else None
 
     def take_past_standstill(self, now: float) -> tuple[int, float] | None:
-        """(rank, seconds) of a standstill that has just ended: its ranks went on, or are gone."""
+        """Return (rank, seconds) of a standstill that has just ended: its ranks went on, or are gone."""
         stalls = {rank.identity.rank: rank.stall for rank in self._attempt.live if rank.standing or _is_late(rank)}
         if stalls:
             number = max(stalls, key=lambda number: stalls[number].seconds)
@@ -265,26 +277,26 @@ class StallDetector:
         return (past[0], now - past[1]) if past is not None else None
 
     def survey(self, now: float) -> None:
-        """Have all ranks say where they are, for `sentinel hang`."""
+        """Ask all ranks where they are, for `sentinel hang`."""
         self._survey_until, self._provided = now + SURVEY_SECONDS, True
         for rank in self._attempt.live:
-            if rank.stall.quiet < NOTICEABLE_SECONDS:  # what one that stands has said holds until it says more
+            if rank.stall.quiet < NOTICEABLE_SECONDS:  # the dump of a rank that stands holds until a new one arrives
                 rank.dump = ""
             self.stacks.order(rank, now)
             self.ask_collectives(rank, now)
 
     @property
     def surveyed(self) -> bool:
-        """Whether all live ranks have said where they are, or will not."""
+        """Whether all live ranks have said where they are, or will not answer."""
         return not any(self.stacks.waits_for(one) or self.collectives.waits_for(one) for one in self._attempt.live)
 
     def ask_collectives(self, rank: Rank, now: float) -> None:
-        """Ask a rank what it did in collectives, unless it has no others to meet there."""
+        """Ask a rank for its collectives, unless it is the only rank."""
         if rank.identity.world_size > 1:
             self.collectives.order(rank, now)
 
     def _forget(self, now: float) -> None:
-        """What ranks said of a standstill from which they have gone on: it must not explain the next one."""
+        """Forget what ranks said of a standstill from which they have gone on: it must not explain the next one."""
         for rank in self._attempt.live if now >= self._survey_until else ():
             number, progress = rank.identity.rank, rank.heartbeat.progress if rank.heartbeat is not None else 0
             if self._progress.get(number, 0) != progress:
@@ -293,8 +305,8 @@ class StallDetector:
                 self.collectives.forget(rank)
 
     def _provide(self, now: float) -> None:
-        """Have the stacks and collectives of all ranks at hand when an alert fires: a rank that is waited for may be
-        at rest itself. Forget them when they all go on."""
+        """Fetch the stacks and collectives of all ranks before an alert fires: a rank that the others wait for may be
+        at rest itself. Forget them when all go on."""
         unusual = any(map(_unusual, self._attempt.live))
         if now < self._survey_until and not unusual:
             return
@@ -309,7 +321,7 @@ class StallDetector:
         self._provided = unusual
 
     def find_dump_file(self, number: int) -> int:
-        """The descriptor of the file that a rank's stacks are dumped into; -1 where there is none."""
+        """Return the descriptor of the file that a rank's stacks are dumped into; -1 if there is none."""
         heartbeat = self._heartbeats.get(number)
         return heartbeat.stacks if heartbeat is not None else -1
 
@@ -332,8 +344,11 @@ class StallDetector:
 
 
 def is_ended_on_request(rank: Rank, status: int | None) -> bool:
-    """Whether this exit status is that of a run which was asked to end: of its only rank. One of several that ends
-    leaves the others behind, and `sentinel run` announces the signals that it passes on."""
+    """Whether this exit status of a run's only rank means that the run was asked to end.
+
+    If one of several ranks ends, it leaves the others behind; and `sentinel run` announces the signals that it passes
+    on.
+    """
     return status in _REQUESTS and rank.identity.world_size == 1 and not rank.hello.supervisor
 
 
@@ -342,12 +357,12 @@ def _has_ended(rank: Rank) -> bool:
 
 
 def _is_late(rank: Rank) -> bool:
-    """Whether it stands for longer than rules allow."""
+    """Whether the rank stands for longer than its limit."""
     return rank.stall.seconds > rank.stall.limit
 
 
 def _find_last_work(rank: Rank, now: float) -> float:
-    """When the rank last did what may take long, as far as it may still be doing it."""
+    """Return when the rank was last at work that the others wait for, in monotonic seconds; -inf: it is not."""
     beat = rank.heartbeat
     if beat is None or not beat.progress or beat.place == Place.LEFT:
         return -math.inf

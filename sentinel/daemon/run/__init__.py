@@ -1,1 +1,1 @@
-"""One run under watch: what comes in of it, what its rules say of that, and what is done."""
+"""One watched run: what arrives from it, what its rules find in that, and what is done."""

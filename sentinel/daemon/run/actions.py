@@ -1,4 +1,4 @@
-"""The actions of one run: what its rules ask for when they fire, how a rollback ends, what a former daemon left."""
+"""The actions of one run: what its rules ask for when they fire, and rollbacks that an earlier daemon left open."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from sentinel.runs.snapshot_age import SnapshotAge, age_limit
 from sentinel.signals import SIGNALS
 
 _RARE = frozenset(name for name, signal in SIGNALS.items() if signal.tier == 3)
-"""Signals that are sampled so rarely that a rule which waits for the next one has ranks take it."""
+"""Signals that are sampled so rarely that ranks are asked for the next sample if a rule waits for it."""
 
 
 class RunActions:
-    """Carries out actions, and has the ranks sample, hold and write what actions will need."""
+    """Carries out actions, and has the ranks sample signals and keep and write snapshots that actions will need."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class RunActions:
         self._context, self._incidents = context, incidents
         self._factories, self._supervisor = factories, supervisor
         self.pass_on: Callable[[], None] = lambda: None
-        """Called where the coordinator of a job over several nodes is to know more of a rollback."""
+        """Called when the coordinator of a job over several nodes must learn something new about a rollback."""
         self.interrupted: list[Case] = []
-        """Cases whose rollback the daemon before this one had begun, or was about to begin."""
+        """Cases whose rollback the previous daemon had begun, or was about to begin."""
 
     def begin_attempt(self, stacks: StacksAction) -> None:
-        """Make the actions of the present attempt, beside `stacks`."""
+        """Make the actions of the present attempt, in addition to `stacks`."""
         attempt, link, incidents = self._context.run.attempt, self._context.link, self._incidents
         identities = [rank.identity for rank in attempt.ranks.values()]
         self.rollback: RollbackAction | RelayedRollback
@@ -83,10 +83,10 @@ class RunActions:
             self.stop.fired(case, now)
             self._context.record_case(case)
         elif self.rollback.name in names and self.rollback.phase == "idle":
-            self.restart.fired(case, now)  # it could not be done in place
+            self.restart.fired(case, now)  # a rollback in place was not possible
 
     def direct_sampling(self) -> None:
-        """More steps were judged: have ranks sample closely, or withhold snapshots, where rules see signs."""
+        """Have ranks sample closely, or withhold snapshots, if rules see signs in the steps judged by now."""
         evaluator = self._incidents.evaluator
         withheld_by = tuple(self._incidents.find_asking(self.rollback.name) if self.rollback.terms is not None else ())
         if (relay := self.find_relay()) is not None:
@@ -107,7 +107,7 @@ class RunActions:
 
     @property
     def snapshot_age(self) -> SnapshotAge | None:
-        """How old the newest good snapshot is; None where no rollback is armed, or before the first step."""
+        """How old the newest good snapshot is; None if no rollback is armed, and before the first step."""
         judged_to = self._incidents.judged_to
         if self.rollback.terms is None or judged_to < 0:
             return None
@@ -116,7 +116,7 @@ class RunActions:
         return SnapshotAge(newest, max(judged_to - since, 0))
 
     def observe_snapshot_age(self) -> Observation | None:
-        """The age of the newest good snapshot, for the rules."""
+        """Return the age of the newest good snapshot, for the rules."""
         terms, age = self.rollback.terms, self.snapshot_age
         if terms is None or age is None:
             return None
@@ -124,18 +124,18 @@ class RunActions:
         return Observation(seq=self._incidents.judged_to, time=time.time(), values={RUN: values})
 
     def tick(self, now: float) -> None:
-        """Look at time-outs, and whether all ranks sample alike."""
+        """Check time-outs, and whether all ranks have the same spacing."""
         for action in self._actions.values():
             action.tick(now)
         self._spacings.tick(now)
 
     @property
     def restless(self) -> bool:
-        """Whether an action is under way that wants a look several times a second."""
+        """Whether an action is under way that needs a tick several times a second."""
         return self.rollback.phase != "idle" or self.restart.waiting or self.stop.waiting or bool(self.interrupted)
 
     def take_up_interrupted(self, now: float) -> None:
-        """Roll back for those whose rollback was cut short, once the ranks are here."""
+        """Roll back for the cases whose rollback was interrupted, once the ranks are connected."""
         attempt = self._context.run.attempt
         if not self.interrupted or not (attempt.complete or now - attempt.began > ARRIVAL_SECONDS):
             return
@@ -149,29 +149,29 @@ class RunActions:
                 self._context.record_case(case)
 
     def add_supervisor(self, now: float) -> None:
-        """A supervisor has come: what is open and asks for a restart may have been waiting for one."""
+        """Restart for open cases that ask for it: they may have waited for the supervisor that has just connected."""
         for case in self._incidents.list_asking(self.restart.name):
             if case.state == "firing":
                 self.restart.fired(case, now)
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
-        """The rollback for this case ended, or the stop."""
+        """Handle the end of the rollback, or of the stop, for this case."""
         if outcome.ok:
             self.follow_rollback([case], outcome, case.done[-1])
             return
         self._record_outcome(outcome)
         self._context.tell(f"{case.alert}: {case.done[-1]}")
-        if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # else it goes on in another way
+        if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # otherwise the case goes on to that
             self.restart.fired(case, time.monotonic())
         self._incidents.record_action(case)
         self._incidents.preserve()
 
     def find_relay(self) -> RelayedRollback | None:
-        """What passes orders of a job's coordinator on to the ranks of this node."""
+        """Return the rollback action that passes on a job coordinator's orders; None for a run on one node."""
         return self.rollback if isinstance(self.rollback, RelayedRollback) else None
 
     def follow_rollback(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """All ranks went back, or left, of all nodes; `cases` of this node asked for it."""
+        """Handle a rollback or stop that all ranks of all nodes completed; `cases` of this node asked for it."""
         self._record_outcome(outcome)
         if not outcome.stops:
             self.publishing.rewound(outcome.to)
@@ -185,13 +185,13 @@ class RunActions:
         self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
 
     def save_state(self) -> Saved:
-        """What a daemon that takes over has to know of the rollbacks."""
+        """Return what a daemon that takes over must know of the rollbacks."""
         return self.rollback.save_state()
 
     def _asks(self, case: Case, action: str) -> bool:
         return any(one is case for one in self._incidents.list_asking(action))
 
     def _list_good(self) -> set[int]:
-        """What is pending may turn out to be the first sign of a fault."""
+        """Return the good snapshots, older than any pending rule: that may be the first sign of a fault."""
         pending = self._incidents.find_asking(self.rollback.name).values()
         return self.rollback.list_good(min([self._incidents.judged_to, *pending]))

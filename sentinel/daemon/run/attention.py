@@ -1,7 +1,7 @@
-"""What the ranks do while rules are pending or firing: sample every step, and take no snapshots.
+"""Has the ranks sample every step, and take no snapshots, while rules are pending or firing.
 
-Snapshots are withheld by the rules that may roll back, and by no others: an alert on slow data says nothing against the
-weights. Sampling is bounded for each rule, since an alert may stay open for the rest of the run.
+Only rules that may roll back withhold snapshots: an alert on slow data says nothing against the weights. Sampling is
+bounded for each rule, since an alert may stay open for the rest of the run.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from sentinel import wire
 from sentinel.runs import Attempt, RankLink
 
 ATTEND_STEPS = 50
-"""Steps that one message is for."""
+"""Least number of steps that one message is valid for."""
 ATTEND_SECONDS = 1.0
-"""For this long at least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
+"""Least seconds that it is valid for: in a loop of 1 ms steps, 50 of them are over before the next batch arrives."""
 MESSAGES = 10
-"""So many times the steps of a message every step is sampled for one rule: from its first sign to its evidence."""
+"""Most messages' worth of steps that are sampled closely for one rule: from its first sign to its evidence."""
 RECOVERY_STEPS = 10
-"""Steps without a sign of a rule that give one step of sampling back to it."""
+"""Steps without a sign of a rule that restore one step of its sampling."""
 
 
 class Attention:
-    """Of one attempt."""
+    """Directs the ranks of one attempt."""
 
     def __init__(self, attempt: Attempt, link: RankLink) -> None:
         self._attempt, self._link = attempt, link
         self._attending_until = self._withheld_until = self._last = -1
         self._spent: dict[str, int] = {}
-        """Rule -> steps that were sampled for it, less those that it has got back."""
+        """Steps that were sampled closely for each rule, less those that were restored."""
 
     def advance(
         self, seq: int, suspicions: Sequence[str], withheld_by: Sequence[str], rare: Sequence[str] = ()
     ) -> None:
-        """Steps up to `seq` were judged. `suspicions`: rules that want samples; `withheld_by`: those that are about to
-        roll back, or may be; `rare`: the suspicious ones that tier 3 decides."""
+        """Send the ranks what follows from the steps judged up to `seq`.
+
+        `suspicions`: rules that need samples; `withheld_by`: rules that roll back or may do so soon; `rare`: those of
+        the suspicions that tier 3 decides.
+        """
         steps = max(ATTEND_STEPS, math.ceil(ATTEND_SECONDS / max(self._attempt.step_seconds(), 1e-4)))
         self._recover(seq, suspicions)
         limit = MESSAGES * steps

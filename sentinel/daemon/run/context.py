@@ -12,33 +12,33 @@ from sentinel.store import Store
 
 
 class RunContext:
-    """Of one run, for as long as the daemon knows it."""
+    """The shared part of one run, for as long as the daemon knows the run."""
 
     def __init__(self, run: Run, store: Store | None, link: RankLink) -> None:
-        """`store` is None where no history is kept."""
+        """`store` is None if no history is kept."""
         self.run, self.store, self.link = run, store, link
         self.print_beside: Callable[[wire.Notice], None] = lambda notice: None
-        """Prints when no rank can: by the job's supervisor, if there is one."""
+        """Prints when no rank can: through the job's supervisor, if there is one."""
         self._said = set[str]()
 
     def record_event(self, seq: int, kind: str, **detail: Any) -> None:
-        """Put an event of the present attempt into the history."""
+        """Write an event of the present attempt into the history."""
         if self.store:
             self.store.records.add_event(self.run.attempt.number, seq, kind, **detail)
 
     def record_case(self, case: Case) -> None:
-        """Put a case into the history as it is."""
+        """Write a case into the history as it is now."""
         if self.store:
             self.store.records.put_incident(case.id, case.step, case.builtins())
 
     def record_job_incident(self, case: Case, own: Sequence[str]) -> None:
-        """Put an incident of the job over several nodes into the history as it is. `own`: ids of this node's cases that
-        it is made of."""
+        """Write an incident of a job over several nodes into the history as it is now. `own`: ids of this node's cases
+        in it."""
         if self.store:
             self.store.records.put_job_incident(case.id, case.step, case.builtins() | {"own": list(own)})
 
     def print_notice(self, notice: wire.Notice) -> None:
-        """Print on the training terminal, by way of the first rank that is connected."""
+        """Print on the training terminal, through the first rank that is connected."""
         connected = [rank.identity.rank for rank in self.run.attempt.live if not rank.hello.ended]
         if connected:
             self.link.send(min(connected), notice)
@@ -50,7 +50,7 @@ class RunContext:
         self.print_notice(wire.Notice(text=f"[sentinel] {text}"))
 
     def tell_once(self, text: str) -> None:
-        """The same, where this run was not told yet."""
+        """Print one line on the training terminal, unless this run has printed it before."""
         if text not in self._said:
             self._said.add(text)
             self.tell(text)

@@ -1,4 +1,4 @@
-"""The cases of one run, one for each incident: kept in the history first, then told."""
+"""The cases of one run, one for each incident: stored in the history first, then reported."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ log = logging.getLogger(__name__)
 CASES = 1000
 """Cases kept in memory, at some 20 kB each: the open ones, and the newest. The history has all."""
 JOB_PREFIX = "job-"
-"""Of the ids of cases of the job: they are counted apart from those of the node."""
+"""Prefix of the ids of the job's cases, which are counted separately from those of the node."""
 TOLD_AGAIN = 20
-"""Cases whose notices are sent again to a first rank that comes back."""
+"""Most cases whose notices are sent again to a first rank that comes back."""
 
 
 class IncidentLog:
-    """The cases of one run. `cases` are by their ids, in the order in which they were opened."""
+    """The cases of one run: `cases`, by their ids, in the order in which they were opened."""
 
     def __init__(self, context: RunContext, notifier: Notifier) -> None:
         self.cases: dict[str, Case] = {}
         self.fired: Counter[tuple[str, str]] = Counter()
-        """All that there were, by alert and severity."""
+        """Number of all cases so far, by alert and severity."""
         self._context, self._run, self._notifier = context, context.run, notifier
 
     def add(self, found: Iterable[Case]) -> None:
-        """Keep these in memory, and let go of the oldest that are over."""
+        """Keep these cases in memory, and drop the oldest ones that are over."""
         for case in found:
             self.cases[case.id] = case
             self.fired[case.alert, case.severity] += 1
@@ -47,15 +47,15 @@ class IncidentLog:
             del self.cases[identity]
 
     def find_case(self, incident: Incident) -> Case | None:
-        """The case of an incident of the present attempt."""
+        """Return the case of an incident of the present attempt."""
         return self.cases.get(self._identity(incident))
 
     def present(self) -> Iterator[Case]:
-        """Those of the present attempt."""
+        """Return the cases of the present attempt."""
         return (case for case in self.cases.values() if case.attempt == self._run.attempt.number)
 
     def open_case(self, incident: Incident) -> Case:
-        """An alert fired."""
+        """Open a case for an alert that fired."""
         case = cases.open_case(self._run, self._find_attempt(), incident)
         case.id = self._identity(incident)
         self._name_nodes(case)
@@ -67,19 +67,19 @@ class IncidentLog:
         return case
 
     def update_case(self, case: Case, incident: Incident) -> None:
-        """More entities joined, or it is over."""
+        """Update a case whose incident has more members, or is over."""
         cases.update_case(case, incident, self._find_attempt())
         self._name_nodes(case)
 
     def _fold(self, case: Case) -> None:
-        """Find out whether it is a consequence of a known case."""
+        """Find out whether a case is a consequence of a known one."""
         parent = folding.find_parent(case, self.cases.values())
         case.parent = parent.id if parent else ""
         case.problem_id = parent.problem_id if parent else case.id if case.problem else ""
         self._explain(case)
 
     def _explain(self, case: Case) -> None:
-        """What its parent says of it, and what it and the other members of its problem say of each other."""
+        """Explain a case by its parent, and it and the other cases of its problem by each other."""
         if (parent := self.cases.get(case.parent)) is not None:
             case.diagnosis = folding.explain_consequence(case, parent)
         for member in [other for other in self.cases.values() if other is not case and _is_one_problem(other, case)]:
@@ -90,7 +90,7 @@ class IncidentLog:
                 self.record_action(member)
 
     def release_consequences(self, parent: Case) -> None:
-        """An incident is over: the consequence that outlives it is its own, and the parent of the others."""
+        """Release the consequences of an incident that is over: one becomes independent, and parent of the others."""
         successor = folding.find_successor(parent, self.cases.values())
         if successor is None:
             return
@@ -100,7 +100,7 @@ class IncidentLog:
                 self.record_action(case)
 
     def _add_evidence(self, case: Case, incident: Incident) -> None:
-        """Diagnose again. A consequence whose cause is another problem's is none."""
+        """Diagnose a case again. A consequence whose cause turns out to be another problem's is released."""
         was = case.problem
         cases.add_evidence(case, incident, self._find_attempt())
         self._name_nodes(case)
@@ -118,12 +118,12 @@ class IncidentLog:
                 self.record_action(member)
 
     def record_action(self, case: Case) -> None:
-        """An action wrote into a case."""
+        """Store and report a case that an action wrote into."""
         self._context.record_case(case)
         self._notifier.change_case(case)
 
     def add_stacks(self, incidents: Iterable[Incident], action: str) -> None:
-        """A rank's stacks came after the alert that asked for them by `action`."""
+        """Add a rank's stacks that arrived after the alert that asked for them by `action`."""
         for incident in incidents:
             case = self.find_case(incident)
             if case is not None and incident.state == "firing" and action in incident.actions:
@@ -131,7 +131,10 @@ class IncidentLog:
                 self._context.record_case(case)
 
     def add_evidence(self, incidents: Iterable[Incident], what: str, seq: int) -> None:
-        """Evidence of step `seq` came after the alert that wants it; a batch may hold the end of the alert, too."""
+        """Add evidence of step `seq` to cases that want it, and that were not over before that step.
+
+        It arrives after the alert; a batch may hold the end of the alert, too.
+        """
         for incident in incidents:
             case = self.find_case(incident)
             ended = incident.resolved_seq if incident.state != "firing" else None
@@ -141,7 +144,7 @@ class IncidentLog:
                 self.record_action(case)
 
     def explain_unknown(self, incidents: Iterable[Incident]) -> None:
-        """Diagnose again those that fire and whose cause is not known."""
+        """Diagnose firing incidents again whose cause is not known."""
         for incident in incidents:
             case = self.find_case(incident)
             if case is not None and incident.state == "firing" and case.diagnosis.confidence == "none":
@@ -150,7 +153,7 @@ class IncidentLog:
                     self.record_action(case)
 
     def close_former(self) -> None:
-        """Close what an earlier attempt left open: it is no longer judged, and no notice repeats."""
+        """Close the cases that an earlier attempt left open: they are no longer judged, and no notice repeats."""
         number = self._run.attempt.number
         for case in self.cases.values():
             if case.state == "firing" and case.attempt < number:
@@ -165,15 +168,15 @@ class IncidentLog:
             self._notifier.tell_again(case, self.cases.values())
 
     def _identity(self, incident: Incident) -> str:
-        """Short, and unique in the run's history, over attempts too."""
+        """Return the id of an incident's case: short, and unique in the run's history, over attempts too."""
         return f"{self._run.attempt.number}.{incident.id}"
 
     def _find_attempt(self) -> Attempt:
-        """What a case is made of."""
+        """Return the attempt from which cases are made."""
         return self._run.attempt
 
     def _name_nodes(self, case: Case) -> None:
-        """Nothing: all members are on this node."""
+        """Do nothing: all members are on this node."""
 
 
 def _is_one_problem(case: Case, other: Case) -> bool:
@@ -181,7 +184,7 @@ def _is_one_problem(case: Case, other: Case) -> bool:
 
 
 class JobIncidentLog(IncidentLog):
-    """What was judged over the ranks of all nodes, among the cases of the coordinator's node."""
+    """The cases of rules over the ranks of all nodes, stored among those of the coordinator's node."""
 
     def __init__(
         self,
@@ -191,8 +194,8 @@ class JobIncidentLog(IncidentLog):
         find_attempt: Callable[[], Attempt],
         nodes: Mapping[int, int],
     ) -> None:
-        """`log`: that of the node. `find_attempt` gives the attempt with the ranks of all nodes. `nodes`: rank -> the
-        node that it is on."""
+        """`log`: that of the node. `find_attempt` returns the attempt with the ranks of all nodes. `nodes`: the node of
+        each rank."""
         super().__init__(context, notifier)
         self.cases, self.fired = log.cases, log.fired
         self._find, self._nodes = find_attempt, nodes
@@ -204,7 +207,7 @@ class JobIncidentLog(IncidentLog):
         return self._find()
 
     def _name_nodes(self, case: Case) -> None:
-        """Add the node of each rank; if the rule is about the run, of the ranks that the diagnosis names."""
+        """Add the node of each member rank; for a rule on the run, of the ranks that the diagnosis names."""
         case.of_job = True
         blamed = [CaseMember("rank", str(rank), case.first_step, {}) for rank in case.diagnosis.ranks]
         ranks = [member for member in case.members if member.scope == "rank" and member.values] or blamed

@@ -1,4 +1,4 @@
-"""The incidents of one run: steps and measurements go through the rules, and what changes is kept, acted on, told.
+"""The incidents of one run: rules judge steps and measurements, and changes are stored, acted on and reported.
 
 Observation -> Evaluator -> Transition -> Case -> history, then actions, then people
 """
@@ -29,46 +29,46 @@ from sentinel.runs.steps import RunStep
 from sentinel.signals import OPENING_STEPS
 
 PRESERVE_SECONDS = 30.0
-"""Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
+"""Seconds between two writes of the rules' state. A daemon that takes over judges the steps since then again."""
 
 
 class CaseActions(Protocol):
-    """Acts on cases."""
+    """Carries out the actions of cases."""
 
     def fire(self, case: Case, names: Sequence[str], wanted: Sequence[str], now: float) -> None:
         """Do what the rule of a case that fired asks for: actions, by name, and kinds of evidence."""
 
     def save_state(self) -> Saved:
-        """What a daemon that takes over has to know of the rollbacks."""
+        """Return what a daemon that takes over must know of the rollbacks."""
 
 
 class JobJudgement(Protocol):
-    """What a run's incidents have to do with the rules over the ranks of all nodes of its job."""
+    """A run's part in the rules over the ranks of all nodes of its job."""
 
     def begin_attempt(self) -> None:
-        """The run has another attempt."""
+        """Begin the run's new attempt."""
 
     def take_step(self, step: RunStep, now: float) -> None:
-        """A step was judged here."""
+        """Take a step that was judged here."""
 
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """All ranks went back for these cases."""
+        """Follow a rollback of all ranks for these cases. `done`: the rollback in words."""
 
     def asking_for(self, action: str) -> dict[str, int]:
-        """The job's rules that are pending or firing and ask for this action, and the first step of their condition."""
+        """Return the job's pending or firing rules that ask for this action, with the first step of their condition."""
 
     def add_evidence(self, what: str, seq: int) -> None:
-        """Evidence of step `seq` came."""
+        """Add evidence of step `seq`."""
 
     def find_newest(self, signal: str) -> float | None:
-        """The newest value of a signal over the ranks of all nodes; None where this node is not sent them."""
+        """Return the newest value of a signal over the ranks of all nodes; None if this node does not get them."""
 
 
 class RunIncidents:
-    """Judges a run, and sees each of its transitions through. Other parts of the run hand in what they observed."""
+    """Judges a run, and carries through each transition. Other parts of the run hand in what they observed."""
 
     actions: CaseActions
-    """Set where the run is composed, as actions know the incidents, too."""
+    """Set when the run is composed, as actions refer to the incidents, too."""
 
     def __init__(
         self, context: RunContext, notifier: Notifier, rules: Sequence[Rule], stop_on: Sequence[str] = ()
@@ -80,10 +80,10 @@ class RunIncidents:
         self.evaluations = 0
         """Times that a rule was applied to a step."""
         self.job: JobJudgement | None = None
-        """Where the run's job is over several nodes that meet."""
+        """The job's part, if the run's job is over several nodes that meet."""
         self.elsewhere = frozenset[str]()
-        """Rules that the job's coordinator judges. They are judged here, too, with nothing coming of it: the node can
-        take over at any time."""
+        """Rules that the job's coordinator judges. They are judged here, too, without effect: the node can take over at
+        any time."""
         self._preserve_at = 0.0
         self._judged_time = 0.0
 
@@ -93,14 +93,14 @@ class RunIncidents:
         self.clock = Clock(self._context.run.attempt)
         self.judged_to = self.rewound_at = self._first_judged = -1
         self.opening: OpeningReport | None = None
-        """Of the opening examination, once it is over."""
+        """Result of the opening examination, once it is over."""
         self.stages_begun = 0
-        """How many of the announced stages have begun, as the rules' state knows."""
+        """Number of announced stages that have begun for the rules."""
         if self.job is not None:
             self.job.begin_attempt()
 
     def new_evaluator(self, incidents: int = 0) -> Evaluator:
-        """Of the present attempt; `incidents`: how many there were in it."""
+        """Return a new evaluator for the present attempt; `incidents`: how many the attempt has had."""
         attempt = self._context.run.attempt
         # Ranks that do not offer rollback may leave, and a rank that does may be lost and come back.
         offered = any(rank.hello.rollback is not None for rank in attempt.ranks.values())
@@ -113,7 +113,7 @@ class RunIncidents:
         )
 
     def judge(self, step: RunStep, now: float) -> bool:
-        """Apply the rules to a step. False: a rollback took it back, and it is not judged."""
+        """Apply the rules to a step. False: a rollback undid it, and it is not judged."""
         if step.seq <= self.rewound_at:
             return False
         if begun := self.begin_stages(step.seq):
@@ -134,7 +134,7 @@ class RunIncidents:
         return True
 
     def end_opening(self, now: float) -> None:
-        """The opening examination is over, or the run: report its result, once."""
+        """Report the result of the opening examination, once, when it or the run is over."""
         if self.opening is None and self._first_judged >= 0:
             self.finish_pending(now)
             alerts = [case.alert for case in self.log.present()]
@@ -143,25 +143,27 @@ class RunIncidents:
                 judged, self.evaluator.status(), alerts, first=self._first_judged, last=self.judged_to
             )
             self.opening = report
-            self._save_state()  # the next daemon must know what was said
+            self._save_state()  # the next daemon must know what was reported
             if report.checks or report.unseen:
                 self._context.record_event(self.judged_to, "opening", text=report.text)
                 self._context.tell(report.text)
 
     def find_transitions(self, step: RunStep) -> list[Transition]:
-        """Apply the rules to a step that an earlier daemon kept, and leave what they find to the caller."""
+        """Apply the rules to a step that an earlier daemon stored, and return what they find."""
         return [*self.begin_stages(step.seq), *self.evaluator.observe(self._as_rules_see(step))]
 
     def _as_rules_see(self, step: RunStep) -> Observation:
-        """The first step that they see, where it is not the run's first, is that of a run which goes on: they must not
-        take what they see for its start."""
+        """Return a step as the rules see it.
+
+        If the first one they see is not the run's first, it is marked as resumed: they must not take it for the start.
+        """
         seen = self.clock.of_step(step)
         if self.evaluator.began or step.seq == 0:
             return seen
         return msgspec.structs.replace(seen, values={**seen.values, RUN: {**seen.values[RUN], "resumed": 1.0}})
 
     def observe_between(self, observation: Observation | None, now: float) -> None:
-        """Apply the rules to what was measured between two steps, if anything."""
+        """Apply the rules to a measurement between two steps, if there is one."""
         if observation is not None:
             self.apply(self.evaluator.observe_between(self.clock.make_observation(observation)), now)
 
@@ -178,11 +180,11 @@ class RunIncidents:
         return transitions
 
     def finish_pending(self, now: float) -> None:
-        """Decide what is pending: no more steps come, or the rules' state is about to be kept."""
+        """Decide pending transitions: no more steps come, or the rules' state is about to be stored."""
         self.apply(self.evaluator.finish_pending(), now)
 
     def replace_rules(self, rules: Sequence[Rule], now: float) -> None:
-        """Apply these rules from now on. What an unchanged rule has seen, it keeps."""
+        """Apply these rules from now on. An unchanged rule keeps its state."""
         self.rules = add_action(rules, self.stop_on, StopAction.name)
         ended = self.evaluator.replace_rules(self.rules)
         self._note_end(ended, "over: its rule was changed or taken away")
@@ -190,8 +192,8 @@ class RunIncidents:
         self.preserve()  # the state of the former rules fits none of the new ones
 
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
-        """All ranks went back for these cases: judge on from there, and end what the rollback ended. `done`: the same
-        in words."""
+        """Continue judging from the step that all ranks were rolled back to for these cases, and end incidents that the
+        rollback undid. `done`: the rollback in words."""
         self.rewound_at = outcome.at
         self._context.run.attempt.rewind(outcome.to, outcome.at)
         self.apply_rewind(self.evaluator.rewound(outcome.to, outcome.at), self.log, cases, done)
@@ -199,23 +201,23 @@ class RunIncidents:
             self.job.rewind(cases, outcome, done)
 
     def apply_rewind(self, ended: Sequence[Transition], log: IncidentLog, cases: Sequence[Case], done: str) -> None:
-        """See through what a rollback for these cases ended. `log`: as in `apply`."""
+        """Carry through the transitions that a rollback for these cases caused. `log`: as in `apply`."""
         for transition in ended:
             if (other := log.find_case(transition.incident)) is not None and all(other is not c for c in cases):
                 other.done = (done,)
         self.apply(ended, 0.0, log)
 
     def find_asking(self, action: str) -> dict[str, int]:
-        """Rules that are pending or firing and ask for this action, here and over the ranks of all nodes, and the first
-        step of their condition."""
+        """Return the pending or firing rules that ask for this action, of this node and of the job, with the first step
+        of their condition."""
         found = self.evaluator.asking_for(action)
         for rule, seq in (self.job.asking_for(action) if self.job is not None else {}).items():
             found[rule] = min(seq, found.get(rule, seq))
         return found
 
     def leave_rules(self, names: frozenset[str], why: str, now: float) -> None:
-        """From now on the job's coordinator judges these rules, and all others are judged here. `why` is written into
-        the cases here that end by that."""
+        """Leave these rules to the job's coordinator from now on, and judge all others here. `why` is written into the
+        cases that end here because of it."""
         before, self.elsewhere = self.elsewhere, names
         for incident in self.evaluator.incidents if names != before else ():
             case = self.log.find_case(incident)
@@ -225,23 +227,23 @@ class RunIncidents:
                 self.end_case(case, why)
 
     def end_former(self, done: str) -> None:
-        """A rollback ended what is open of the job, too, which no evaluator here follows: an earlier coordinator here
-        opened it. Not what no rollback takes back. `done`: the rollback in words."""
+        """End open cases of the job that a rollback undid, and that no evaluator here follows: this node opened them
+        when it was the coordinator. `done`: the rollback in words."""
         undone = {rule.name for rule in self.rules if rule.undoable}
         for case in self.log.present():
             if case.of_job and case.state == "firing" and case.alert in undone:
                 self.end_case(case, done, "rolled_back")
 
     def end_case(self, case: Case, why: str, state: Literal["resolved", "rolled_back"] = "resolved") -> None:
-        """A case is over that no rule ends."""
+        """End a case that no rule ends."""
         case.state, case.resolved_time = state, time.time()
         case.done = (*(words for words in case.done if words != why), why)
         self._context.record_case(case)
         self.notifier.tell(state, case)
 
     def apply(self, transitions: Sequence[Transition], now: float, log: IncidentLog | None = None) -> None:
-        """See through what the rules found: first kept, then acted on, then told. `log`: where the cases are of what
-        was judged over the ranks of all nodes; else they are this node's."""
+        """Carry through what the rules found: first store it, then act, then report. `log`: the log of the cases, if
+        rules over the ranks of all nodes found it; otherwise this node's."""
         if log is None or log is self.log:
             log = self.log
             transitions = [found for found in transitions if found.incident.rule not in self.elsewhere]
@@ -267,44 +269,44 @@ class RunIncidents:
             self.notifier.tell(event, case, self.log.cases.values())
 
     def list_asking(self, action: str) -> Iterator[Case]:
-        """The cases of the present attempt that ask for this action."""
+        """Return the cases of the present attempt that ask for this action."""
         asking = {rule.name: rule.find_severities(action) for rule in self.rules}
         return (case for case in self.log.present() if case.severity in asking.get(case.alert, ()))
 
     def record_action(self, case: Case) -> None:
-        """More was written into `case.done`."""
+        """Store and report that more was written into `case.done`."""
         self.log.record_action(case)
 
     def add_stacks(self) -> None:
-        """A rank's stacks or collectives came: put them into the cases that asked for them."""
+        """Add a rank's stacks or collectives that have arrived to the cases that asked for them."""
         self.log.add_stacks(self.evaluator.incidents, StacksAction.name)
 
     def add_evidence(self, what: str, seq: int) -> None:
-        """Evidence of step `seq` came: put it into the cases that want it."""
+        """Add evidence of step `seq` that has arrived to the cases that want it."""
         self.log.add_evidence(self.evaluator.incidents, what, seq)
         if self.job is not None:
             self.job.add_evidence(what, seq)
 
     def explain_unknown(self) -> None:
-        """More is known of the machine: diagnose again what had no cause without it."""
+        """Diagnose cases without a cause again, as more is known of the machine."""
         self.log.explain_unknown(self.evaluator.incidents)
 
     def tick(self, now: float) -> None:
-        """Tell people what changed, and keep the state where it is time."""
+        """Report what changed, and store the rules' state if it is time."""
         self.notifier.tick(self.log.cases.values(), self._is_over)
         if now >= self._preserve_at:
             self._preserve_at = now + PRESERVE_SECONDS
             self._save_state()
 
     def _is_over(self, members: Sequence[Case]) -> bool:
-        """Whether a problem does not come back: it has not for long enough, or no rank is left to bring it back."""
+        """Whether a problem is over: it has not come back for long enough, or no rank is left in which it could."""
         attempt = self._context.run.attempt
         former = all(case.attempt < attempt.number for case in members)
         step, time = self.judged_to + attempt.step_offset, self._judged_time + attempt.clock_shift
         return former or not attempt.live or folding.is_over(members, step, time)
 
     def preserve(self) -> None:
-        """Put it into the history now: nothing may be sent that the next daemon would not know."""
+        """Write the state into the history now: nothing may be sent that the next daemon would not know."""
         if self._context.store:
             self._save_state()
             self._context.store.flush()
@@ -313,7 +315,7 @@ class RunIncidents:
         store = self._context.store
         if store is None or self.judged_to < 0:
             return
-        self.finish_pending(time.monotonic())  # what the state has as fired is a case
+        self.finish_pending(time.monotonic())  # so that each incident that has fired in the state has a case
         rules, checkpoints = self.evaluator.save_state()
         state = SavedState(
             digest(self.rules),

@@ -1,4 +1,4 @@
-"""What comes in of one run: messages of its ranks, steps that close, stages, and what the daemon sees from outside.
+"""Takes in what arrives for one run: messages of its ranks, steps that close, stages, and observations from outside.
 
 Batch -> Attempt -> closed RunStep -> history, and `incidents.py`
 """
@@ -29,11 +29,11 @@ from sentinel.signals import OPENING_END
 log = logging.getLogger(__name__)
 
 DEVICES_SECONDS = 15.0
-"""Between two readings of a GPU or the host that the history keeps: Prometheus' usual spacing."""
+"""Seconds between two readings of a GPU or the host that the history keeps: Prometheus' usual interval."""
 
 
 class RunIngest:
-    """Takes in what ranks and devices say. Each step goes through here once, in order."""
+    """Takes in what ranks and devices report. Each step passes here once, in order."""
 
     def __init__(self, context: RunContext, incidents: RunIncidents, actions: RunActions) -> None:
         self._context, self._run, self._store = context, context.run, context.store
@@ -41,26 +41,26 @@ class RunIngest:
         self.portion = math.inf
         """Seconds for which steps are judged at a time; the others wait for the next `advance`."""
         self.behind = False
-        """Whether closed steps wait for that."""
+        """Whether closed steps wait for the next `advance`."""
         self._ending = False
-        """No rank is left, and what follows from that is done once all steps are judged."""
+        """Whether no rank is left, and the attempt is ended once all steps are judged."""
         self._command_status: int | None = None
         self._left_out: tuple[int, ...] = ()
         self._keep_device_at: dict[str, float] = {}
         self._host_signals = frozenset[str]()
-        """What readings of the host have had so far."""
+        """Signals that readings of the host have had so far."""
         self.stalls = StallDetector(self._run.attempt, context.link, incidents)
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
-        """The run has another attempt: everything that belongs to one begins again."""
+        """Begin everything that belongs to an attempt again, for the run's new attempt."""
         self.stalls.close()
         self.stalls = StallDetector(self._run.attempt, self._context.link, self._incidents)
         self._incidents.begin_attempt()
         self._actions.begin_attempt(self.stalls.stacks)
 
     def hello(self, hello: wire.Hello, now: float, process: int = 0) -> Rank:
-        """A rank arrives, or has something else to say. Raises ProtocolError where its attempt is over."""
+        """Take in a rank's hello, its first or a changed one. Raises ProtocolError if its attempt is over."""
         known = self._run.attempt.ranks.get(hello.identity.rank)
         seen_before = known.hello.unseen if known is not None else ()
         judged_before = known.hello.facts.get("judged_as") if known is not None else None
@@ -87,14 +87,14 @@ class RunIngest:
         return rank
 
     def tell_again(self, rank: Rank) -> None:
-        """A rank said hello, and is connected now: it may have missed a verdict, and the first one notices."""
+        """Send a rank that has just connected what it may have missed: a verdict, and the first rank notices."""
         self._actions.rollback.rejoin_rank(rank.identity.rank, rank.hello.promise)
         here = (number for number, known in self._run.attempt.ranks.items() if known.state != "gone")
         if rank.identity.rank == min(here):
             self._incidents.log.tell_again()
 
     def message(self, rank: Rank, message: wire.FromRank, now: float) -> None:
-        """Whatever a rank says after its hello."""
+        """Take in a message that a rank sends after its hello."""
         number, attempt, rollback = rank.identity.rank, self._run.attempt, self._actions.rollback
         match message:
             case wire.Batch():
@@ -138,14 +138,14 @@ class RunIngest:
                 self.stalls.collectives.add_reply(number, message)
             case wire.Goodbye():
                 rank.goodbye, rank.heard = message, now
-                self._incidents.finish_pending(now)  # while it is there to be told
+                self._incidents.finish_pending(now)  # while the rank is connected and can print notices
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
 
     def drop_rank(self, rank: Rank, now: float) -> None:
-        """A rank's connection ended."""
+        """Handle the end of a rank's connection."""
         number, goodbye = rank.identity.rank, rank.goodbye
-        if goodbye is None:  # a rank that hangs has said nothing for long, and lived until now
+        if goodbye is None:  # a hanging rank has sent nothing for long, but lived until now
             rank.heard = rank.ending.time if rank.ending is not None else now
         self._run.attempt.lose(number, goodbye)
         self._incidents.observe_between(self.stalls.drop_rank(rank), now)
@@ -162,7 +162,7 @@ class RunIngest:
         self.advance(now)
 
     def advance(self, now: float) -> None:
-        """Judge the steps that closed, for as long as a portion lasts."""
+        """Judge the steps that have closed, for `portion` seconds at most."""
         judged, self.behind, until = False, False, time.monotonic() + self.portion
         self._incidents.clock.look()
         for step in self._run.attempt.take_closed(now):
@@ -188,14 +188,14 @@ class RunIngest:
     def observe_machine(
         self, devices: Devices, observation: Observation, faults: Sequence[tuple[Gpu, DeviceFault]], now: float
     ) -> None:
-        """GPUs and host were read. `faults`: those of this run's GPUs since the last time."""
+        """Take in a reading of GPUs and host. `faults`: those of this run's GPUs since the last reading."""
         attempt = self._run.attempt
         attempt.devices = devices
         for gpu, fault in faults:
             detail = {"gpu": gpu.index, "uuid": gpu.uuid, "fault": fault.kind, "code": fault.code, "text": fault.text}
             self._context.record_event(attempt.closed_to, "gpu fault", **detail)
         self._incidents.observe_between(observation, now)
-        if devices.host.keys() - self._host_signals:  # its CPU share is known from the second reading on
+        if devices.host.keys() - self._host_signals:  # the host's CPU share is known from the second reading on
             self._host_signals |= devices.host.keys()
             self._incidents.explain_unknown()
         if self._store:
@@ -205,12 +205,12 @@ class RunIngest:
                     self._store.records.add_reading(attempt.number, device, observation.seq, observation.time, values)
 
     def observe_deaths(self, now: float) -> None:
-        """A process may have ended, and with it a rollback: if it was the last one, no further tick comes."""
+        """Handle ended processes, and rollbacks that end with them: after the last process no further tick comes."""
         self._incidents.observe_between(self.stalls.take_deaths(now), now)
         self._actions.rollback.tick(now)
 
     def record_exit(self, process: int, status: int | None, now: float) -> None:
-        """A process has ended; its exit status as `subprocess` has it, None where it is not known."""
+        """Take note of a process that has ended. `status`: its exit status as in `subprocess`; None: unknown."""
         for rank in self.stalls.record_exit(process, status, now):
             if status is not None:
                 self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
@@ -218,8 +218,10 @@ class RunIngest:
                     self._context.record_event(rank.last_seq, "end wanted", signal=-status)
 
     def record_job(self, job: wire.JobReport) -> None:
-        """The job's supervisor says how its command ended, and which nodes it goes on without. It says so more than
-        once."""
+        """Record a supervisor's report: how its command ended, and which nodes the job goes on without.
+
+        The supervisor repeats it; only changes are recorded.
+        """
         if job.status is not None and job.status != self._command_status:
             self._context.record_event(self._run.attempt.last_seq, "command ended", status=job.status)
         if job.members.left_out != self._left_out:
@@ -227,15 +229,17 @@ class RunIngest:
         self._command_status, self._left_out = job.status, job.members.left_out
 
     def announce_end(self, number: int, why: str, now: float) -> None:
-        """The job's supervisor is about to send it this signal: ranks that end by it are not lost, unless it is 0.
-        `why`: the supervisor's own reason; empty: it passes the signal on."""
+        """Take note that the supervisor will send the job signal `number`; if not 0, ranks that end now are not lost.
+
+        `why`: the supervisor's own reason; empty: it passes the signal on.
+        """
         if number:
             self.stalls.want_end(now)
         reason = {"why": why} if why else {}
         self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number, **reason)
 
     def tick(self, now: float) -> None:
-        """Look at steps that wait for a silent rank, at rules that wait for time to pass, and at ranks that stand."""
+        """Check steps that wait for a silent rank, rules that wait for time to pass, and ranks that stand still."""
         self.advance(now)
         self._incidents.apply(self._incidents.evaluator.go_on(), now)
         self._incidents.observe_between(self.stalls.tick(now), now)
@@ -246,8 +250,8 @@ class RunIngest:
         self.observe_deaths(now)
 
     def _say_spacing(self) -> None:
-        """The opening examination is over: what is looked at how often from here on, so that a fault which begins
-        later is not expected to be seen at its very step."""
+        """Print how often each tier is sampled after the opening examination, so that no user expects a later fault to
+        be seen at its very step."""
         ranks = self._run.attempt.ranks
         if ranks and (said := describe_spacing(ranks[min(ranks)].pace.spacing)):
             self._context.tell(f"from here on: {said}")
@@ -276,7 +280,7 @@ class RunIngest:
         self._incidents.preserve()
 
     def _tell_held(self, seq: int) -> None:
-        """Ranks judge by their own losses whether to take a snapshot, and so may hold different ones."""
+        """Tell the ranks of a snapshot that all of them hold: each decides by its own losses whether to take one."""
         attempt = self._run.attempt
         if len(attempt.live) > 1 and attempt.complete and seq in attempt.held:
             for rank in attempt.live:

@@ -1,4 +1,4 @@
-"""How the nodes of a job find each other where no address is set: by the process group's store, which ranks reach.
+"""How the nodes of a job find each other if no address is set: by the process group's store, which ranks can reach.
 
 daemon       -> FindMeeting(port, secret) ->    the first rank of its node
 rank 0       writes node 0's address, node 1's and the secret into the store; the first ranks of other nodes read them
@@ -22,20 +22,21 @@ SET_ADDRESS = "set SENTINEL_CLUSTER (docs/cluster.md)"
 
 
 class MeetingSearch:
-    """Of one run, on one node."""
+    """The search for one run, on one node."""
 
     def __init__(
         self, meeting: Meeting, port: int, join: Callable[[Meeting], None], fail: Callable[[str], None]
     ) -> None:
-        """`meeting`: as far as the settings know it. `join` gets the whole of it; `fail`, why it cannot be known."""
+        """`meeting`: as far as the settings know it. `join` is called with the whole of it; `fail`, with why there is
+        none."""
         self._meeting, self._port, self._join, self._fail = meeting, port, join, fail
         self._nodes = 0
-        """Of the job, as the rank said that was asked last."""
+        """Nodes of the job, according to the rank that was asked last."""
         if not meeting.secret and meeting.tls is None:
             self._meeting = meeting._replace(secret=secrets.token_hex(SECRET_BYTES), is_public=True)
 
     def ask(self, hello: wire.Hello) -> wire.FindMeeting | None:
-        """For a rank that says hello; None: it is not the one to be asked."""
+        """Return the question for a rank that says hello; None: this rank is not asked."""
         if hello.ended or hello.identity.local_rank:
             return None
         self._nodes = count_nodes(hello.identity)  # a later attempt may have fewer
@@ -53,7 +54,7 @@ class MeetingSearch:
         )
 
     def take(self, found: wire.MeetingFound) -> None:
-        """What came of it."""
+        """Take the result of the search, and join or fail."""
         if why := self._find_hindrance(found):
             self._fail(f"the nodes of this job do not find each other: {why}; each is watched alone")
             return

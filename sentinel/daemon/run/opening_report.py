@@ -1,7 +1,7 @@
-"""The result of the opening examination: which rules could judge by a run's first steps, and what fired in them.
+"""The result of the opening examination: which rules could judge a run's first steps, and what fired in them.
 
 A check is a rule with `from_start` that applies to the run. A check without enough samples is not done: the examination
-had reached its limit (hooks/core/opening.py), or the run was over before.
+had reached its limit (hooks/core/opening.py), or the run ended before.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from sentinel.text import format_count
 
 
 class OpeningReport(msgspec.Struct, frozen=True):
-    """Of one attempt."""
+    """The result for one attempt."""
 
     steps: int
-    """That were looked at."""
+    """Number of steps that were judged."""
     unseen: int
-    """Of the first ones, that never reached the daemon."""
+    """Number of first steps that never reached the daemon."""
     checks: int
     missing: tuple[str, ...]
     """Checks that were not done."""
     found: tuple[str, ...]
-    """Alerts that fired in these steps, by whichever rule."""
+    """Alerts that fired in these steps, of any rule."""
 
     @property
     def text(self) -> str:
-        """One line."""
+        """The result in one line."""
         if not self.steps:
             return f"first {OPENING_STEPS} steps: not examined, as the first {self.unseen:,} steps were not seen"
         checks = format_count(self.checks, "check")
@@ -46,7 +46,7 @@ class OpeningReport(msgspec.Struct, frozen=True):
 def make_opening_report(
     rules: Iterable[Rule], statuses: Iterable[RuleStatus], alerts: Sequence[str], *, first: int, last: int
 ) -> OpeningReport:
-    """By the `statuses` of rules and the `alerts` that fired; `first` and `last` step that were judged."""
+    """Return the report from the `statuses` of rules and the `alerts` that fired; `first`, `last`: judged steps."""
     if first >= OPENING_STEPS:
         return OpeningReport(steps=0, unseen=first, checks=0, missing=(), found=())
     checks = {rule.name for rule in rules if rule.from_start}

@@ -1,10 +1,10 @@
-"""Says which snapshots the ranks write to disk: good ones, which all of them hold, every so often.
+"""Decides which snapshots the ranks write to disk: at intervals, good ones that all ranks hold.
 
-A snapshot is good once the run stayed healthy for `margin` steps after it: what is written is what a rollback would go
-back to now, so that a job that is started again does not begin with the fault that ended it.
+A snapshot is good once the run stayed healthy for `margin` steps after it: what is written is what a rollback would
+restore now, so that a job that is started again does not begin with the fault that ended it.
 
-Over several nodes each has its own ranks write, without asking the others: all choose from the same steps, and a
-snapshot counts once all nodes have theirs. So it was good for the signs of every node.
+In a job over several nodes each node has its own ranks write, without asking the others: all choose from the same
+steps, and a snapshot counts once all nodes have their part. So it was good by the signs of every node.
 """
 
 from __future__ import annotations
@@ -21,61 +21,63 @@ from sentinel.daemon.run.context import RunContext
 from sentinel.runs import Attempt
 
 PATIENCE_STEPS = 10_000
-"""Steps after which an answer is no longer waited for: a rank was lost while it wrote."""
+"""Steps after which an answer is no longer expected: a rank was lost while it wrote."""
 
 
 class Publishing:
-    """Of one attempt."""
+    """Directs the writing for one attempt."""
 
     def __init__(self, context: RunContext, disk: NodeDisk | None = None) -> None:
-        """`disk`: where the run has ranks on other nodes."""
+        """`disk`: the snapshot parts on this node's disk, if the run has ranks on other nodes."""
         self._context, self._attempt, self.disk = context, context.run.attempt, disk
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self._asked: wire.Publish | None = None
         self._answers: dict[int, wire.Published] = {}
         self._asked_at = 0
         self._stride = 1
-        """Over nodes: of how many snapshots that are due one is written. A power of two, so that a node on which it
-        takes longer than the others writes some that they do, too."""
+        """With several nodes, one of this many due snapshots is written. A power of two, so that a node where writing
+        takes longer writes some of the snapshots that the others write, too."""
         self._told: set[str] = set()
         self.last = -1
         """Seq of the newest snapshot that was tried."""
         self.written: int | None = None
-        """Seq of the newest snapshot on disk, as far as is known here."""
+        """Seq of the newest snapshot known to be on disk."""
 
     def find_due(self, terms: wire.RollbackTerms | None, closed: int) -> int | None:
-        """Steps up to `closed` were judged: the step from which on a snapshot is worth writing, if the ranks hold one
-        by now; else None."""
+        """Return the seq from which on a snapshot is due for writing; None if the ranks hold none that is.
+
+        `closed`: the last judged step.
+        """
         if terms is None or not terms.disk_every or not self._has_all_ranks() or self._waiting(closed):
             return None
         due = self._find_next(terms.every * terms.disk_every) if self.last >= 0 else 0
         return due if max(self._attempt.held, default=-1) >= due else None
 
     def choose(self, good: Iterable[int], terms: wire.RollbackTerms | None) -> int | None:
-        """The newest of the `good` ones that may be written: over nodes, of those that all nodes choose from."""
+        """Return the newest good snapshot that may be written; with several nodes, of those that all choose from."""
         if self.disk is None or terms is None:
             return max(good, default=None)
         spacing = terms.every * terms.disk_every * self._stride
         return max((seq for seq in good if seq % spacing == 0), default=None)
 
     def order(self, seq: int) -> None:
-        """Have the ranks write the snapshot of this step."""
+        """Tell the ranks to write the snapshot of this step."""
         self._asked, self._answers, self._asked_at = self._message(seq, self._attempt), {}, self._attempt.closed_to
         for rank in self._attempt.live:
             self._context.link.send(rank.identity.rank, self._asked)
 
     def add_part(self, rank: int, answer: wire.Published) -> tuple[int, float, int] | None:
-        """A rank wrote its part, or did not. (seq, seconds, bytes) once all have, and it is on disk."""
+        """Take a rank's answer: it wrote its part, or failed. Returns (seq, seconds, bytes) once all are on disk."""
         if self._asked is None or answer.id != self._asked.id:
             return None
         self._answers[rank] = answer
         failed = next((answer for answer in self._answers.values() if not answer.ok), None)
         if failed is not None:
             self._asked = None
-            for other in self._attempt.live:  # else it waits for that part, and cannot write the next snapshot
+            for other in self._attempt.live:  # otherwise they wait for that part, and cannot write the next snapshot
                 if other.identity.rank not in self._answers:
                     self._context.link.send(other.identity.rank, wire.CancelPublish(id=answer.id))
-            self.last = max(self.last, answer.seq)  # not at every step again
+            self.last = max(self.last, answer.seq)  # so that it is not tried again at every step
             if failed.reason not in self._told:
                 self._told.add(failed.reason)
                 step = answer.seq + self._attempt.step_offset
@@ -92,7 +94,7 @@ class Publishing:
         return answer.seq, max(one.seconds for one in answers), sum(one.nbytes for one in answers)
 
     def rewound(self, to: int) -> None:
-        """The run went back to `to`: what is younger is void, on disk too."""
+        """Discard snapshots younger than `to`, on disk too: the run was rolled back to it."""
         self.last = min(self.last, to)
         if self.written is not None and self.written > to:
             self.written = None
@@ -106,14 +108,14 @@ class Publishing:
         return (self.last // spacing + 1) * spacing
 
     def _set_stride(self, steps: int) -> None:
-        """A snapshot was written within so many steps."""
+        """Set the stride after a snapshot that took this many steps to write."""
         terms = self._attempt.live[0].hello.rollback if self._attempt.live else None
         if terms is not None:
             needed = steps // max(terms.every * terms.disk_every, 1)
             self._stride = 1 << needed.bit_length()
 
     def _has_all_ranks(self) -> bool:
-        """Whether all ranks are here that write together."""
+        """Whether all ranks that write together are connected."""
         live = self._attempt.live
         if self.disk is None or not live:
             return self._attempt.complete

@@ -1,4 +1,4 @@
-"""What the history keeps of a run's judgement, for a daemon that takes over (`restoration.py`)."""
+"""The state of a run's rules and rollbacks in the history, for a daemon that takes over (`restoration.py`)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sentinel.engine import LAYOUT, Rule
 
 
 class SavedState(msgspec.Struct):
-    """What is kept, beside what the history is about."""
+    """The state of a run's rules and rollbacks."""
 
     digest: str
-    """Of the rules that have this state."""
+    """Digest of the rules that have this state."""
     rules: bytes
     rollbacks: Saved
     rewound_at: int
     clock: tuple[float, float] | None = None
     stages: int = 0
-    """How many of the announced stages had begun."""
+    """Number of announced stages that had begun."""
     opening: OpeningReport | None = None
 
 
 def digest(rules: Sequence[Rule]) -> str:
-    """Of the rules' text, the version, and how states are laid out: what a state must fit to."""
+    """Return a digest of the rules' text, the version, and the layout of states: a saved state must match it."""
     parts = [__version__, str(LAYOUT), *(rule.text for rule in rules)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""One spacing for all ranks of a run: the coarsest that any of them wants, from a step on that is ahead of all.
+"""One spacing for all ranks of a run: the coarsest that any of them wants, from a step that is ahead of all.
 
 Each rank's governor says what it would choose for itself (`Pace.wanted`); a rank that is slower, or has more to do,
-wants a coarser one. Sampled at the same steps, ranks can be compared; and none waits for another that samples more.
+wants a coarser spacing. Ranks sampled at the same steps can be compared, and none waits for another that samples more.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from sentinel.runs import Attempt, Rank, RankLink
 from sentinel.signals import TIERS
 
 BETWEEN_SECONDS = 1.0
-"""Between two looks."""
+"""Seconds between two looks."""
 PATIENCE_SECONDS = 10.0
-"""A finer one must have been enough for all ranks this long. A coarser one comes at once: a rank is over the budget."""
+"""Seconds for which a finer spacing must have been enough for all ranks before it is ordered. A coarser one is ordered
+at once: a rank exceeds the budget."""
 LEAD_SECONDS = 1.0
+"""Least time before an order takes effect, so that all ranks have it by then."""
 LEAD_STEPS = 8
-"""How far ahead of the furthest rank an order takes effect, at least: by then all have it."""
+"""The same in steps ahead of the furthest rank."""
 
 
 class Spacings:
-    """Of one attempt. A single rank governs itself."""
+    """Orders the spacing for the ranks of one attempt. A single rank governs itself."""
 
     def __init__(self, attempt: Attempt, link: RankLink) -> None:
         self._attempt, self._link = attempt, link
@@ -33,7 +35,7 @@ class Spacings:
         self._finer_since: float | None = None
 
     def tick(self, now: float) -> None:
-        """Several times a second; `now` in seconds, monotonic."""
+        """Order another spacing if needed; called several times a second, with `now` in monotonic seconds."""
         if now < self._next_look:
             return
         self._next_look = now + BETWEEN_SECONDS
@@ -55,15 +57,15 @@ class Spacings:
         return {tier: max(rank.pace.wanted.get(tier, 1) for rank in ranks) for tier in tiers}
 
     def _is_finer(self, tiers: dict[str, int]) -> bool:
-        """Than what was ordered, in one tier, and coarser in none."""
+        """Whether these spacings are finer than the last order in one tier, and coarser in none."""
         if self.ordered is None:
             return False
         now = self.ordered.tiers
         return tiers != now and all(every <= now.get(tier, 0) for tier, every in tiers.items())
 
     def _astray(self, rank: Rank, tiers: dict[str, int]) -> bool:
-        """Whether a rank goes by another spacing, and no order that it may still be on the way to says otherwise."""
-        # Of the tiers that it has: a rank of another version may know others.
+        """Whether a rank uses another spacing, and has passed the step at which an order changes it."""
+        # Only tiers that the rank has are compared: a rank of another version may know others.
         if all(tiers.get(tier, every) == every for tier, every in rank.pace.spacing.items()):
             return False
         under_way = self.ordered is not None and self.ordered.tiers == tiers and rank.last_seq <= self.ordered.at
@@ -78,8 +80,8 @@ class Spacings:
 
 
 def describe_spacing(spacing: Mapping[str, int]) -> str:
-    """What is looked at how often, in one line: tiers (`Pace.spacing`) by their words. One that is not known here, of a
-    rank of another version, is left out."""
+    """Return in one line how often each tier of a `Pace.spacing` is sampled, in words. Unknown tiers, of a rank of
+    another version, are left out."""
     words = {str(tier): name for tier, name in enumerate(TIERS)}
     return ", ".join(
         f"{words[tier]} at every step" if every == 1 else f"{words[tier]} every {every:,} steps"

@@ -1,4 +1,4 @@
-"""What a run came to, for the line at its end: by its daemon, as far as it has judged it."""
+"""The summary of a run for the line at its end, as far as its daemon has judged it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sentinel.store import Store
 from sentinel.text import join_names, name_lost_steps, name_nodes, name_ranks, name_worst, rank_severity
 
 SHOWN = 3
-"""Incidents of other nodes that are named."""
+"""Most incidents of other nodes that are named."""
 
 
 def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
-    """Of a run; None where no step of its present attempt was judged."""
+    """Return the summary of a run; None if no step of its present attempt was judged."""
     attempt, judged_to = watch.run.attempt, watch.incidents.judged_to
     if judged_to < 0:
         return None
@@ -45,7 +45,7 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
 
 
 def _name_open_elsewhere(watch: WatchedRun) -> str:
-    """Open incidents of the job that this node has no part in, the worst first: they may be why it ended here."""
+    """Return the job's open incidents on other nodes only, the worst first: they may be why the run ended here."""
     found = watch.membership.list_open_elsewhere() if watch.membership is not None else []
     found.sort(key=lambda one: (-rank_severity(one.severity), one.first_step))
     names = [
@@ -55,8 +55,10 @@ def _name_open_elsewhere(watch: WatchedRun) -> str:
 
 
 def _name_unheard(attempt: Attempt) -> str:
-    """Ranks that are connected or lost, where another one ended by an exception: they may be its cause, and are judged
-    after this."""
+    """Return the ranks that said no goodbye, if another rank ended by an exception; otherwise "".
+
+    They are connected or lost, may be the cause of the exception, and are judged later.
+    """
     ends = {number: rank.goodbye for number, rank in attempt.ranks.items()}
     if not any(goodbye is not None and goodbye.reason == "exception" for goodbye in ends.values()):
         return ""
@@ -65,7 +67,7 @@ def _name_unheard(attempt: Attempt) -> str:
 
 
 def _describe_gap(store: Store) -> str:
-    """What the history lacks at the end of the run; of what waits for the disk, nothing is known yet."""
+    """Return what the history lacks at the end of the run; whether rows in the queue get stored is not known yet."""
     if store.trouble:
         return "its history is incomplete: it cannot be written at the moment"
     lost = store.dropped.get("steps", 0)

@@ -1,4 +1,4 @@
-"""One run under watch, of three parts: `ingest` takes in, `incidents` judge, keep and tell, `actions` act.
+"""One watched run, of three parts: `ingest` takes in, `incidents` judge, store and report, `actions` act.
 
 Batch -> RunIngest -> RunIncidents -> RunActions -> ranks
 """
@@ -26,23 +26,23 @@ from sentinel.notify.notifier import Notifier
 from sentinel.store import Store
 
 PIDS = 8
-"""Processes that are named: a launcher ends the others."""
+"""Most processes that are named: a launcher ends the others."""
 TROUBLE_SECONDS = 60.0
-"""Between two reports that the history is not written."""
+"""Seconds between two reports that the history is not written."""
 
 
 class JobSupervision(Protocol):
-    """Knows the supervisors of jobs."""
+    """Reaches the supervisors of jobs."""
 
     def end_job(self, watch: WatchedRun, case: Case) -> bool:
-        """Have the job of a run ended; False where no supervisor would."""
+        """Have the job of a run ended; False if no supervisor would do it."""
 
     def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
         """Print on the terminal of a run's supervisor, if it has one."""
 
 
 class WatchedRun:
-    """Composes the parts of one run, and gives them their time."""
+    """Composes the parts of one run, and ticks them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class WatchedRun:
         supervision: JobSupervision | None = None,
         stop_on: Sequence[str] = (),
     ) -> None:
-        """`actions`: those of other packages, by name; `stop_on`: alerts that stop this run, beside their rules."""
+        """`actions`: those of other packages, by name; `stop_on`: further alerts that stop this run."""
         self.context, self.run, self.store, self.notifier = context, context.run, context.store, notifier
         self._supervision = supervision
         if supervision is not None:
@@ -62,22 +62,24 @@ class WatchedRun:
         self.actions = self.incidents.actions = RunActions(context, self.incidents, actions, self)
         self.ingest = RunIngest(context, self.incidents, self.actions)
         self.membership: Membership | None = None
-        """Of a job over several nodes that meet."""
+        """This node's membership in the job, if that is over several nodes that meet."""
         self.search: MeetingSearch | None = None
-        """Of a job whose nodes find out where they meet."""
+        """The search for the place where the job's nodes meet, if they must find it."""
         self.why_no_history = ""
-        """Why there is no history, where there is none."""
+        """Why there is no history; empty if there is one."""
         self.looked = 0.0
-        """When it was ticked last, in monotonic seconds."""
+        """When the run was last ticked, in monotonic seconds."""
         self.left = 0.0
-        """When a rank left last, by the daemon's clock."""
+        """When a rank last left, in monotonic seconds."""
         self.faulty = False
         """Whether the last tick failed."""
         self._tell_trouble_at = -math.inf
 
     def tick(self, now: float) -> None:
-        """Once a second, and more often while `restless`: steps that wait for a silent rank, time-outs, trouble with
-        the disk."""
+        """Check steps that wait for a silent rank, time-outs, and trouble with the disk.
+
+        Called once a second, and more often while `restless`.
+        """
         self.ingest.tick(now)
         self.actions.tick(now)
         self.incidents.tick(now)
@@ -87,11 +89,11 @@ class WatchedRun:
 
     @property
     def restless(self) -> bool:
-        """Whether something is open that wants a look several times a second."""
+        """Whether something is open that needs a tick several times a second."""
         return self.actions.restless or self.ingest.stalls.restless or self.incidents.evaluator.suspicious
 
     def end_job(self, case: Case) -> bool:
-        """Have the run's job ended because of this case; False where no supervisor would, or it ends by itself."""
+        """Have the run's job ended because of this case; False if no supervisor would do it, or it ends by itself."""
         if self.actions.stop.reason:
             return False
         if self._supervision is not None and self._supervision.end_job(self, case):
@@ -106,7 +108,7 @@ class WatchedRun:
         return False
 
     def _tell_of_history(self, store: Store, now: float) -> None:
-        """That it cannot be written, and that it is again; of a disk that comes and goes, once a minute."""
+        """Print that the history cannot be written, and that it is written again; at most once a minute."""
         if store.trouble and now >= self._tell_trouble_at:
             self._tell_trouble_at = math.inf
             self.context.tell(store.trouble)

@@ -1,1 +1,1 @@
-"""Whose a run is, on a node whose users share a daemon: histories, silences and receivers of each user."""
+"""Ownership of runs on a node whose users share a daemon: histories, silences and receivers of each user."""

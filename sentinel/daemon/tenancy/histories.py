@@ -13,8 +13,8 @@ from sentinel.store import History, Store, is_blank
 log = logging.getLogger(__name__)
 
 PUT_OFF_SECONDS = 60.0
-"""For which a run whose history is there, and cannot be read for a moment, is asked to come back. Begun without it, its
-attempts and incidents would take the place of those that are in the file."""
+"""Seconds for which a run whose history exists but cannot be read at the moment is asked to come back. If the run began
+without it, its attempts and incidents would replace those in the file."""
 
 
 class Opened(NamedTuple):
@@ -22,23 +22,23 @@ class Opened(NamedTuple):
 
     store: Store | None
     begins: int = 0
-    """Number of the attempt that begins, unless a former daemon's goes on."""
+    """Number of the attempt that begins, unless one of a former daemon goes on."""
     resumable: bool = False
-    """A former daemon's may go on."""
+    """Whether an attempt of a former daemon may go on."""
     why_not: str = ""
-    """Why there is no store, where there is none."""
+    """Why there is no store; empty if there is one."""
 
 
 class Histories:
-    """Opens them, and knows which could not be read yet."""
+    """Opens histories, and remembers which could not be read yet."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
         self._put_off: dict[str, float] = {}
-        """Since when, by run id."""
+        """Since when runs are put off, in monotonic seconds, by run id."""
 
     def open(self, run: Run, now: float) -> Opened | None:
-        """The history of a run; None: it cannot be read now, the run is to come back."""
+        """Open the history of a run; None: it cannot be read now, and the run must come back."""
         try:
             store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
         except ConfigError as error:
@@ -61,8 +61,10 @@ class Histories:
 
 
 def _last_attempt(store: Store) -> int:
-    """That is in the file; -1 where none is. Raises ConfigError where it cannot be read, OSError where nobody knows
-    whether it is there."""
+    """Return the number of the last attempt in the file; -1 if there is none.
+
+    Raises ConfigError if the file cannot be read, OSError if it is unknown whether it exists.
+    """
     try:
         if not store.is_open and (store.path.stat().st_size == 0 or is_blank(store.path)):
             return -1

@@ -1,4 +1,4 @@
-"""The receivers of alerts, as the settings have them, and each run's way to them."""
+"""The receivers of alerts that the settings name, and the notifier of each run that sends to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Receivers:
-    """One set of receivers, which all runs share."""
+    """The receivers, which all runs share."""
 
     def __init__(self, settings: Settings, silencing: Silencing, tenants: Tenants) -> None:
         self._settings, self._silencing, self._tenants = settings, silencing, tenants
@@ -31,7 +31,7 @@ class Receivers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def make_notifier(self, context: RunContext) -> Notifier:
-        """The notifier of a run. Its outbox is in the run's history."""
+        """Return a new notifier for a run. Its outbox is in the run's history."""
         run, store = context.run, context.store
         outbox = Outbox(store.path if store else None)
         if store:
@@ -43,7 +43,7 @@ class Receivers:
         return Notifier(terminal, pipeline, self._silencing.find_silences(run.run_id), context.record_case)
 
     def replace(self, settings: Settings, watches: Iterable[WatchedRun]) -> None:
-        """Other receivers, routes and grouping, for the runs that there are, too."""
+        """Replace receivers, routes and grouping, for the present runs, too."""
         former, self._settings = self._routes, settings
         self._routes, self.notes = make_routes(settings)
         for note in self.notes:

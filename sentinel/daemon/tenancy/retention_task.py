@@ -1,4 +1,4 @@
-"""Deletes histories that are over the limits: when a daemon starts, and every hour while it stays."""
+"""Deletes histories that exceed the limits: when a daemon starts, and every hour while it runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from sentinel.store import retention
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 3600.0
+"""Seconds between two rounds."""
 
 
 async def keep_house(tenants: Tenants, limits: HistorySettings) -> None:
-    """Until it is cancelled. Each user's histories have these limits."""
+    """Delete histories over these limits, which hold for each user's histories, until cancelled."""
     while True:
         try:
             await asyncio.to_thread(_prune, tenants, limits)

@@ -1,6 +1,8 @@
-"""Whose silences hold for a run. A daemon of one user reads that user's file. A node's service cannot: only the user's
-environment knows where it is, and root had better not open what a user names. So `sentinel silence` tells the service,
-which knows by the kernel who asks, and keeps a file a user; the silences of root hold for all.
+"""Decides which silences apply to a run.
+
+A daemon of one user reads that user's file. A node's service cannot: only the user's environment says where the file
+is, and root must not open a path that a user names. So `sentinel silence` sends its silences to the service, which
+knows from the kernel who asks, and keeps one file per user; the silences of root apply to all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from sentinel.notify.silences import Silence, Silences
 
 
 class Silencing:
-    """Of one daemon."""
+    """The silences that a daemon knows."""
 
     def __init__(self, tenants: Tenants, *, service: bool) -> None:
         self._tenants, self._service = tenants, service
@@ -28,22 +30,22 @@ class Silencing:
         self._by_user: dict[int, Silences] = {}
 
     def find_silences(self, run_id: str) -> Silences:
-        """The silences that apply to a run."""
+        """Return the silences that apply to a run."""
         owner = self._tenants.owner(run_id)
         if owner is None:
             return self._all
         if owner not in self._by_user:
             try:
                 self._by_user[owner] = Silences(_file(owner), beside=self._all)
-            except ConfigError:  # said by the history, which has no place either
+            except ConfigError:  # the history, which has no place either, reports it
                 return self._all
         self._by_user[owner].refresh()
         return self._by_user[owner]
 
     def answer(self, uid: int, arguments: Mapping[str, Any]) -> wire.Answer:
-        """What a user asks of a service: `{"add": silence}`, `{"end": id}`, or nothing: which hold."""
+        """Answer a user of a service: `{"add": silence}`, `{"end": id}`, or nothing. The answer lists the silences."""
         if not self._service or uid == 0:
-            return wire.Answer(ok=True, content=[])  # reads the file that the command has written
+            return wire.Answer(ok=True, content=[])  # the command wrote the file that this daemon reads
         try:
             return wire.Answer(ok=True, content=msgspec.to_builtins(_apply_command(_file(uid), arguments)))
         except (ConfigError, msgspec.ValidationError) as error:
@@ -71,4 +73,4 @@ def _own() -> Path | None:
     try:
         return silences.file()
     except ConfigError:
-        return None  # said by the history, which has no place either
+        return None  # the history, which has no place either, reports it

@@ -1,6 +1,6 @@
-"""Whose a run is. A node's service serves all users of the node, each of whom sees and touches only runs of their own.
+"""Which user owns a run. A node's service serves all users of the node, each of whom has access to their own runs only.
 
-The kernel says who is at the other end of a connection. Any other daemon serves one user: its own, and root.
+The kernel says which user is at the other end of a connection. Any other daemon serves its own user, and root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sentinel.node import paths
 from sentinel.store import History
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
-"""As `wire.Identity` has it. It becomes the name of a file."""
+"""A valid run id, as in `wire.Identity`. It becomes the name of a file."""
 
 
 class Tenants:
@@ -30,13 +30,14 @@ class Tenants:
     def __init__(self, *, service: bool) -> None:
         self._service = service
         self._owners: dict[str, int] = {}
-        """By run id."""
+        """User ids by run id."""
 
     def admit_rank(self, hello: wire.Hello, uid: int) -> wire.Hello:
-        """The hello of a rank of this user, with the id that its run has here. Raises ProtocolError where it has none.
+        """Return the hello of a rank of this user, with the id that its run has here.
 
-        Ids may be easy to guess, as a scheduler's are: a user who takes another user's id must neither reach that run,
-        nor keep it out. The later of the two is called `ID.UID`, which cannot be chosen as a run id.
+        Ids may be easy to guess, as a scheduler's are: a user who takes another user's id must neither reach that run
+        nor block it. The later of the two is called `ID.UID`, which cannot be chosen as a run id. Raises ProtocolError
+        if the id is not valid.
         """
         run_id = hello.identity.run_id
         if not _RUN_ID.fullmatch(run_id):
@@ -51,31 +52,31 @@ class Tenants:
         return msgspec.structs.replace(hello, identity=msgspec.structs.replace(hello.identity, run_id=apart))
 
     def owner(self, run_id: str) -> int | None:
-        """Whose it is, where several users are served."""
+        """Return the user id of a run's owner; None if the daemon serves one user, or does not know the run."""
         return self._owners.get(run_id)
 
     def uid(self, run_id: str) -> int:
-        """Of the user whose run it is; our own where there is but one."""
+        """Return the user id of a run's owner; our own if the daemon serves one user."""
         return self._owners.get(run_id, os.getuid())
 
     def leave(self, run_id: str) -> None:
-        """The run is over: its id is free."""
+        """Release the id of a run that is over."""
         self._owners.pop(run_id, None)
 
     def visible(self, watches: Iterable[WatchedRun], uid: int) -> list[WatchedRun]:
-        """The runs that this user may see."""
+        """Return the runs that this user may see."""
         if not self._service or uid == 0:
             return list(watches)
         return [watch for watch in watches if self._owners.get(watch.run.run_id) == uid]
 
     def history(self, run_id: str) -> Path:
-        """Where the history of a run goes. Raises ConfigError where there is no place."""
+        """Return the path of a run's history. Raises ConfigError if there is no place for it."""
         if not self._service:
             return paths.state_directory() / "runs" / f"{run_id}.sqlite"
         return self._file(run_id, self._owners[run_id])
 
     def _is_kept(self, run_id: str, uid: int) -> bool:
-        """Whether a daemon before us had it."""
+        """Whether an earlier daemon stored this run of the user."""
         try:
             return self._file(run_id, uid).exists()
         except ConfigError:
@@ -85,7 +86,7 @@ class Tenants:
         return paths.service_state() / str(uid) / "runs" / f"{run_id}.sqlite"
 
     def folders(self) -> list[Path]:
-        """Where the histories of all users are, a folder each. Empty where there is no place."""
+        """Return the folders of the histories, one per user; none if there is no place for them."""
         try:
             if self._service:
                 return sorted(paths.service_state().glob("*/runs"))
@@ -94,7 +95,10 @@ class Tenants:
             return []
 
     def list_ended_incidents(self, uid: int, live: Collection[str]) -> list[dict[str, Any]]:
-        """Incidents in the histories that only a service can read, of a user's runs that are over. Reads files."""
+        """Return the incidents of a user's runs that are over, from histories that only a service can read.
+
+        Reads files. Root gets those of all users. `live`: ids of runs that are not over.
+        """
         if not self._service:
             return []
         found: list[dict[str, Any]] = []
@@ -104,14 +108,14 @@ class Tenants:
                     with History(path) as history:
                         found += history.final_incidents()
                 except ConfigError:
-                    continue  # damaged: it costs that one run
+                    continue  # a damaged history is left out; the others are listed
         return found
 
 
 def service_directory(directory: Path) -> Path:
-    """Make the directory of a service's socket, or check that it is root's and that no other user can write in it.
+    """Make the directory of a service's socket, or check that it is root's; let only root write in it.
 
-    Raises ConfigError, with the fix.
+    Raises ConfigError with the fix.
     """
     if os.getuid() != 0:
         raise ConfigError("--service serves all users of this node, who trust root alone: start it as root")
