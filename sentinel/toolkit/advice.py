@@ -1,4 +1,4 @@
-"""What a tool that looks at a file says of it."""
+"""The advice of tools that examine a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Severity = Literal["critical", "warning", "info"]
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """One thing to know of a snapshot or a checkpoint, and what to do."""
+    """One finding in a snapshot or a checkpoint, and what to do about it."""
 
     severity: Severity
     what: str
@@ -21,5 +21,5 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def sort_advice(given: Iterable[Advice]) -> list[Advice]:
-    """The most severe first."""
+    """Return the advice, the most severe first."""
     return sorted(given, key=lambda advice: -rank_severity(advice.severity))

@@ -1,4 +1,4 @@
-"""Backtests of many recorded runs: files in, would-be alerts out, in several processes."""
+"""Backtests of many recorded runs, in several processes: log files in, the alerts that rules would have raised out."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sentinel.toolkit import logs
 from sentinel.toolkit.logs import LogFile, Recording
 
 CURVE_POINTS = 4000
-"""Points of a metric that come back for a picture: twice the pixels that it has. Extremes are kept."""
+"""Most points of a metric that are returned for a picture: twice its pixels. Extremes are kept."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of each run. Plain data, which other processes make rules of."""
+    """What to apply to each run. Plain data, from which other processes make rules."""
 
     rules: tuple[Path, ...] = ()
-    """Rule files beside the stock ones."""
+    """Rule files in addition to the stock ones."""
     alerts: tuple[str, ...] = ()
-    """Rules to apply; all, where there are none."""
+    """Names of the rules to apply; empty: all."""
     names: Mapping[str, str] = {}
-    """Column -> metric, beyond what `sentinel.naming` knows."""
+    """Metrics by column, beyond what `sentinel.naming` knows."""
     curves: bool = False
-    """Whether to bring metrics along, for a picture."""
+    """Whether to return metrics, for a picture."""
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -44,24 +44,24 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, replayed; or why it could not be."""
+    """The result of one replayed run, or why it could not be replayed."""
 
     run: str
     path: str
     format: str = ""
     rows: int = 0
     columns: dict[str, str] = {}
-    """Metric -> the log's name of it."""
+    """The log's names by metric."""
     rl_columns: tuple[str, ...] = ()
-    """Columns by which the run is judged as reinforcement learning; none where it is not."""
+    """Columns by which the run is recognised as reinforcement learning; empty if it is not."""
     no_loss: tuple[str, ...] = ()
-    """All names in the log, where rules read the loss and none of the names is known as one."""
+    """All names in the log, if rules read the loss and none of the names is known as one."""
     alerts: tuple[Alert, ...] = ()
     rules: tuple[Looked, ...] = ()
     untimed: tuple[str, ...] = ()
-    """Rules that count seconds, in a log that has no times: not applied."""
+    """Rules that count seconds, and are not applied because the log has no times."""
     faults: int = 0
-    """Lines that could not be read."""
+    """Number of lines that could not be read."""
     shown_faults: tuple[str, ...] = ()
     error: str = ""
     curves: dict[str, Curve] = {}
@@ -73,7 +73,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of(terms: Terms) -> tuple[Rule, ...]:
-    """The rules that are asked for. Raises RuleError or ConfigError where a file is wrong or a name is none."""
+    """Return the rules to apply. Raises RuleError or ConfigError for a mistake in a file or an unknown name."""
     stock = loader.stock_rules()
     for path in loader.files(terms.rules):
         loader.read(path, stock)  # a daemon goes on without a bad file; a backtest must report it
@@ -88,7 +88,7 @@ def rules_of(terms: Terms) -> tuple[Rule, ...]:
 
 
 def backtest_logs(found: Sequence[LogFile], terms: Terms, jobs: int) -> Iterator[list[Result]]:
-    """Results of each log, in order. A folder's file that is no log gives none."""
+    """Yield the results of each log, in order. A file in a folder that is no log gives none."""
     if jobs <= 1 or len(found) == 1:
         rules = rules_of(terms)
         yield from (_results(log, rules, terms) for log in found)
@@ -99,7 +99,7 @@ def backtest_logs(found: Sequence[LogFile], terms: Terms, jobs: int) -> Iterator
 
 
 _mine: list[Any] = []
-"""The rules and terms of a worker process: rules are closures, and do not travel."""
+"""The rules and terms of a worker process: rules are closures, which cannot be pickled."""
 
 
 def _start(terms: Terms) -> None:
@@ -154,7 +154,7 @@ def _curves(recording: Recording, names: Mapping[str, str]) -> dict[str, Curve]:
 
 
 def thin_curve(steps: Sequence[int], values: Sequence[float]) -> Curve:
-    """The lowest and the highest value of each stretch, where there are more points than a picture has room for."""
+    """Return a curve of at most some `CURVE_POINTS` points: the lowest and highest value of each piece."""
     stretch = math.ceil(len(values) / (CURVE_POINTS // 2))
     if stretch <= 2:
         return Curve(list(steps), list(values))

@@ -1,4 +1,4 @@
-"""Runs a training command under examination, and brings back what each rank saw."""
+"""Runs a training command under examination, and returns the facts of each rank."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LARGEST = 64 * 1024 * 1024
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """What came back."""
+    """The result of an examination."""
 
     ranks: list[dict[str, Any]]
-    """Facts of each, by rank."""
+    """Facts of each rank, in order."""
     output: str
-    """The end of what it wrote to stderr."""
+    """The end of what the command wrote to stderr."""
     timed_out: bool
 
 
 def examine_command(command: Sequence[str], *, steps: int, seconds: float) -> Examined:
-    """Run `command` for a few optimizer steps. Raises ConfigError where it cannot be started or has no script."""
+    """Run `command` for a few optimizer steps. Raises ConfigError if it cannot be started or has no script."""
     with tempfile.TemporaryDirectory(prefix="sentinel-doctor-") as folder:
         base = Path(folder) / "facts"
         environment = {
@@ -46,7 +46,7 @@ def examine_command(command: Sequence[str], *, steps: int, seconds: float) -> Ex
 
 
 def rewritten(command: Sequence[str]) -> list[str]:
-    """`python train.py` as `python -m sentinel.hooks.examine train.py`; torchrun and accelerate take -m, too."""
+    """Return `python train.py` as `python -m sentinel.hooks.examine train.py`; torchrun and accelerate take -m, too."""
     words = list(command)
     for at, word in enumerate(words):
         if word == "-m" and Path(words[0]).name.startswith("python") and at + 1 < len(words):
@@ -57,7 +57,7 @@ def rewritten(command: Sequence[str]) -> list[str]:
 
 
 def _run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
-    # A file and not a pipe: DataLoader workers that outlive their parent for seconds would hold a pipe open.
+    # A file instead of a pipe: DataLoader workers that outlive their parent for seconds would hold a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         timed_out = _run_until(command, environment, seconds, said)
         said.seek(0)
@@ -82,7 +82,7 @@ def _run_until(command: list[str], environment: dict[str, str], seconds: float, 
         return True
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
         process.wait()
     return False
 

@@ -1,4 +1,4 @@
-"""NVIDIA's driver against the CUDA that torch was built for, by NVML and without a context on any GPU."""
+"""Compares NVIDIA's driver with the CUDA that torch was built for, by NVML and without a context on any GPU."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 
 _MODULE = Path("/proc/driver/nvidia/version")
 _DEADLINE = 5.0
-"""Seconds that NVML gets: a driver that is stuck never answers."""
+"""Seconds to wait for NVML: a driver that is stuck never answers."""
 _LEAST = {11: 450, 12: 525, 13: 580}
-"""Major version of CUDA -> the oldest driver that runs it."""
+"""The oldest driver that runs each major version of CUDA."""
 _FAULTS = {12: "library not found", 18: "mismatch"}
-"""NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_LIB_RM_VERSION_MISMATCH."""
+"""Words for NVML_ERROR_LIBRARY_NOT_FOUND and NVML_ERROR_LIB_RM_VERSION_MISMATCH."""
 _HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that leave no GPU; the last is Slurm's."""
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is."""
+    """The driver of a machine."""
 
     module: str = ""
     """Version of the kernel module; empty: not loaded."""
     cuda: tuple[int, int] | None = None
-    """The newest that its library runs, a compatibility package counted in; None: not known."""
+    """The newest CUDA that its library runs, including a compatibility package; None: unknown."""
     fault: str = ""
-    """Of NVML: `library not found`, `mismatch`, `silent`, or its own words."""
+    """NVML's fault: `library not found`, `mismatch`, `silent`, or its own words."""
 
 
 def driver(nvml: Any = None) -> Driver:
-    """This machine's. `nvml`: pynvml, or what stands in for it."""
+    """Return this machine's driver. `nvml`: pynvml, or a substitute."""
     if not _MODULE.exists():
         return Driver()
     nvml = nvml or importlib.import_module("pynvml")
@@ -55,7 +55,7 @@ def driver(nvml: Any = None) -> Driver:
 
 
 def torch_cuda() -> int:
-    """Major version of CUDA that the installed torch was built for, read from its text; 0: none, or not known."""
+    """Return the major version of CUDA that the installed torch was built for, from its files; 0: none, or unknown."""
     spec = importlib.util.find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         file = Path(place) / "version.py"
@@ -66,7 +66,7 @@ def torch_cuda() -> int:
 
 
 def findings(driver: Driver, cuda: int, variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """`cuda`: see `torch_cuda`."""
+    """Yield the findings on the driver. `cuda`: as `torch_cuda` returns it."""
     if not driver.module:
         return
     if driver.fault and cuda:
@@ -91,6 +91,6 @@ def _cuda(nvml: Any) -> tuple[int, int]:
 
 
 def _version(text: str) -> str:
-    """Of `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...`."""
+    """Return the version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...`."""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     return found[0] if found else "of unknown version"

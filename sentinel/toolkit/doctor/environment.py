@@ -24,7 +24,7 @@ _RENAMED = {
     "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
 }
-"""Old name -> present one. The old ones are still read."""
+"""Present names of variables by their old ones, which are still read."""
 _NOTES = "pytorch.org/docs/stable/torch_nccl_environment_variables.html"
 _CUDA_NOTES = "pytorch.org/docs/stable/notes/cuda.html"
 _NCCL = "docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
@@ -50,29 +50,29 @@ _HEARTBEAT, _DUMP = 480, 15_000
 """Defaults of TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC."""
 _SHARED = 1024**3
 _DOCKER_SHARED = 64 * 1024**2
-"""What a container gets unless --shm-size says otherwise."""
+"""Bytes of /dev/shm in a container without --shm-size."""
 _FILES = 1024
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the findings are made from."""
+    """The facts from which the findings are made."""
 
     variables: Mapping[str, str]
     cores: int
     shared_memory: int
-    """Bytes of /dev/shm; 0: not known."""
+    """Bytes of /dev/shm; 0: unknown."""
     open_files: int
-    """The soft limit."""
+    """The soft limit of open files."""
     torch: str
-    """Version; empty: not installed."""
+    """Version of torch; empty: not installed."""
     cuda: int
     """Major version of CUDA that torch was built for; 0: none."""
     driver: Driver
-    """NVIDIA's."""
+    """NVIDIA's driver."""
 
 
 def machine() -> Machine:
-    """This one."""
+    """Return the facts of this machine."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -94,7 +94,7 @@ def machine() -> Machine:
 
 
 def findings(machine: Machine) -> Iterator[DoctorFinding]:
-    """What is known before anything runs."""
+    """Yield the findings that need no run of the command."""
     yield from _torch(machine)
     yield from drivers.findings(machine.driver, machine.cuda, machine.variables)
     yield from _limits(machine)
@@ -144,7 +144,7 @@ def _allocator(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
 
 
 def _entries(setting: str) -> Iterator[str]:
-    """Split at commas outside of brackets: roundup_power2_divisions:[256:1,512:2]."""
+    """Split a setting at commas outside of brackets, as in roundup_power2_divisions:[256:1,512:2]."""
     depth, start = 0, 0
     for at, character in enumerate(setting):
         depth += (character == "[") - (character == "]")

@@ -1,4 +1,4 @@
-"""What a finding is, and its words (`findings.yaml`)."""
+"""The findings of `sentinel doctor`, and their words (`findings.yaml`)."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A problem that `sentinel doctor` found before the training meets it."""
 
     name: str
-    """Short and stable, for scripts."""
+    """A short, stable name for scripts."""
     severity: str
-    """That of the rule which finds the same mistake in a run. Without one: `critical`: it will not train as it is;
-    `warning`: it costs, or fails under conditions; `info`: good to know."""
+    """The severity of the rule that finds the same mistake in a run. Without one: `critical`: it will not train as it
+    is; `warning`: it costs, or fails under conditions; `info`: good to know."""
     what: str
-    """With the numbers that say so."""
+    """The problem, with the numbers that show it."""
     why: str
     line: str
-    """What to write."""
+    """The line to write instead."""
     source: str
-    """Where it can be read."""
+    """The documentation that says so."""
 
 
 class FindingText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A finding's words. `{names}` in them are filled from the facts."""
+    """The words of a finding. `{names}` in them are replaced by facts."""
 
     what: str
     why: str
     severity: str = ""
-    """Where no rule has it."""
+    """The severity, if no rule has one."""
     line: str = ""
     source: str = ""
     cause: str = ""
-    """`Alert/cause`, where a rule finds the same mistake later: that cause's remedy and source are said."""
+    """`Alert/cause`, if a rule finds the same mistake later: the finding has that cause's remedy and source."""
     alert: str = ""
-    """The alert alone, where the finding has words of its own."""
+    """The alert alone, if the finding has words of its own."""
     downgraded: bool = False
-    """Whether the rule downgrades it."""
+    """Whether the finding has the rule's downgraded severity."""
     name: str = ""
-    """Of the finding, where it depends on the facts."""
+    """The name of the finding, if it depends on the facts."""
 
 
 _CONSEQUENCES = (
@@ -57,18 +57,18 @@ _CONSEQUENCES = (
     ("scaled-step", "loss-not-finite"),
     ("frozen-batch-norm-learns", "frozen-in-optimizer"),
 )
-"""(cause, what follows from it and needs no word of its own)."""
+"""Pairs of a finding and another one that follows from it and is left out."""
 
 
 @functools.cache
 def finding_texts() -> Mapping[str, FindingText]:
-    """Name of the finding, or `name/variant` -> its words."""
+    """Return the words of each finding, by `name` or `name/variant`."""
     text = (resources.files("sentinel.toolkit.doctor") / "findings.yaml").read_text(encoding="utf-8")
     return msgspec.convert(yaml.safe_load(text), dict[str, FindingText])
 
 
 def describe_finding(key: str, **facts: Any) -> DoctorFinding:
-    """The finding `key` of `findings.yaml`, about these facts."""
+    """Return the finding `key` of `findings.yaml` with these facts."""
     text = finding_texts()[key]
     line, source = text.line, text.source
     if text.cause:
@@ -85,14 +85,14 @@ def describe_finding(key: str, **facts: Any) -> DoctorFinding:
 
 
 def _find_severity(text: FindingText) -> str:
-    """That of the rule."""
+    """Return the severity that the finding's rule gives it."""
     alert = text.alert or text.cause.partition("/")[0]
     rule = next(rule for rule in stock_rules() if rule.name == alert)
     return rule.downgrade.severity if text.downgraded and rule.downgrade is not None else rule.severity
 
 
 def sort_findings(found: Iterable[DoctorFinding]) -> list[DoctorFinding]:
-    """The most severe first, each name once, consequences of others left out."""
+    """Return the findings, the most severe first, each name once, and without consequences of others."""
     unique = {finding.name: finding for finding in reversed(list(found))}
     for cause, consequence in _CONSEQUENCES:
         if cause in unique:

@@ -1,4 +1,4 @@
-"""Judges the order of calls of a loop, step by step."""
+"""Judges the calls of a training loop, step by step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 
 _WAIT = 0.3
-"""Share of the time from which waiting for data is told: a third is what more workers give back."""
+"""Share of the time above which waiting for data is reported: more workers give back about a third."""
 _WAIT_SECONDS = 0.005
 _LARGE_INPUT = 64
-"""Root mean square. Raw images (0 to 255) have 85 (MNIST), 116 (Fashion-MNIST), 136 (CIFAR-10), by the means and
-deviations that are published for them; what is normalised has 1. Spectrograms in dB and ages have less than 64."""
+"""Root mean square above which an input counts as not normalised. Raw images (0 to 255) have 85 (MNIST), 116
+(Fashion-MNIST), 136 (CIFAR-10), by their published means and deviations; normalised inputs have 1. Spectrograms in dB
+and ages have less than 64."""
 _SORTED, _CHANGES = 0.1, 20
-"""Label changes, as a share of those by chance, and how many the latter must be. In random order the variance of their
-number is at most half of it (Wald and Wolfowitz, 1940): 2 where there should be 20 is five deviations away."""
+"""Share of the label changes by chance below which labels count as sorted, and least number of the latter. In random
+order the variance of their number is at most half of it (Wald and Wolfowitz, 1940): 2 instead of 20 is five deviations
+away."""
 _WARM = 1e-4
-"""Learning rate from which a Post-LN transformer needs a warm-up; fine-tuning goes below it."""
+"""Learning rate from which a Post-LN transformer needs a warm-up; fine-tuning uses a lower one."""
 
 
 def findings(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
-    """Of what `sentinel.hooks.examine.recorder` saw."""
+    """Yield findings from the facts that `sentinel.hooks.examine.recorder` saw."""
     steps: list[list[str]] = facts["steps"]
     if not steps:
         return

@@ -1,4 +1,4 @@
-"""Judges what is trained, by which optimizer, on which data."""
+"""Judges the model, the optimizer and the data."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 
 _ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "AMSGrad")
 _HIGH_RATE = 0.03
-"""Of an Adam: each weight moves by about as much at each step."""
+"""Learning rate that is high for an Adam: each weight moves by about as much at each step."""
 _NAMES = 4
-"""Of layers or parameters, in a finding."""
+"""Most names of layers or parameters in a finding."""
 _UNUSED_DDP = "; under DDP find_unused_parameters=True"
 _MOST = 0.5
-"""Share of what is to train, from which the rule UnusedParameters does not downgrade."""
+"""Share of the trainable parameters from which on the rule UnusedParameters does not downgrade."""
 _TARGETS = 0.5
-"""Share of the linear layers under which adapters are few."""
+"""Share of the linear layers below which adapters count as few."""
 _DECAY = 0.05
-"""Weight decay from which it matters that norms have it; AdamW's default is 0.01."""
+"""Weight decay from which on it matters that it applies to norms; AdamW's default is 0.01."""
 
 
 def findings(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
-    """Of what `sentinel.hooks.examine.model_facts` saw."""
+    """Yield findings from the facts that `sentinel.hooks.examine.model_facts` saw."""
     for model in facts["models"]:
         yield from _parallel(model)
         yield from _parameters(model)
@@ -133,7 +133,7 @@ def _loaders(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
 
 
 def across(ranks: list[dict[str, Any]]) -> Iterator[DoctorFinding]:
-    """Of the facts of all ranks, held against each other."""
+    """Yield findings from a comparison of the facts of all ranks."""
     batches = [max((loader["batches"] for loader in facts["loaders"].values()), default=0) for facts in ranks]
     if batches and 0 < min(batches) < max(batches):
         few, many = min(batches), max(batches)

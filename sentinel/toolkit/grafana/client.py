@@ -1,7 +1,7 @@
-"""Grafana's HTTP API through grafana-api-sdk, with statuses made into sentences.
+"""Grafana's HTTP API through grafana-api-sdk, with sentences in place of statuses.
 
-The package's own methods raise bare exceptions and lose statuses; its `call_the_api`, which does authentication, TLS
-and transport, is used alone. Documents: grafana.com/docs/grafana/latest/developers/http_api.
+Only the package's `call_the_api` is used, which does authentication, TLS and transport: its other methods raise bare
+exceptions and lose statuses. Documents: grafana.com/docs/grafana/latest/developers/http_api.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sentinel.errors import ConfigError
 from sentinel.node import small_files
 
 OLDEST = (10, 0)
-"""Folders by uid, data sources by uid, schema 39."""
+"""Oldest version that can be used: it has folders by uid, data sources by uid, and schema 39."""
 TIMEOUT_SECONDS = 15.0
 
 
 class Grafana:
-    """One server. Every method raises ConfigError, in words, which hold no token."""
+    """One server. Every method raises ConfigError, whose words hold no token."""
 
     def __init__(self, url: str, token: str) -> None:
         try:
@@ -31,7 +31,7 @@ class Grafana:
         except ImportError:
             raise ConfigError("this needs the extra: pip install 'training-sentinel[grafana]'") from None
         self.url = check_url(url)
-        if not logging.getLogger().handlers:  # the package logs to the root: on a terminal, in the midst of our lines
+        if not logging.getLogger().handlers:  # the package logs to the root logger: on a terminal, between our lines
             logging.getLogger().addHandler(logging.NullHandler())
         self._faults = (httpx.HTTPError, httpx.InvalidURL)
         self._methods = RequestsMethods
@@ -40,7 +40,7 @@ class Grafana:
         )
 
     def version(self) -> str:
-        """Its version; empty where it does not tell. Raises ConfigError where it is too old, or no Grafana."""
+        """Return the server's version; "" if it tells none. Raises ConfigError if it is too old, or no Grafana."""
         status, content = self.ask("GET", "/api/health")
         if status != 200 or not isinstance(content, dict) or "database" not in content:
             raise ConfigError(f"{self.url}: what answers there is no Grafana (/api/health: {status})")
@@ -54,14 +54,14 @@ class Grafana:
         return version
 
     def find(self, path: str, what: str) -> Any | None:
-        """What is at a path; None where there is nothing."""
+        """Return the content of a path; None if there is none. `what`: its name in an error."""
         status, content = self.ask("GET", path)
         if status == 404:
             return None
         return self._accept_answer(status, content, what)
 
     def list_all(self, path: str, what: str) -> list[Any]:
-        """A list that is at a path."""
+        """Return the list at a path. `what`: its name in an error."""
         content = self._call("GET", path, None, with_status=False)
         if not isinstance(content, list):
             self._accept_answer(_status_of(content), content, what)
@@ -69,11 +69,11 @@ class Grafana:
         return content
 
     def put(self, method: str, path: str, body: dict[str, Any], what: str) -> Any:
-        """Write something."""
+        """Write `body` to a path, and return the answer. `what`: its name in an error."""
         return self._accept_answer(*self.ask(method, path, body), what)
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """(status, content) of one call."""
+        """Make one call, and return (status, content)."""
         content = self._call(method, path, body, with_status=True)
         return int(content.get("status", 0)), content
 
@@ -82,7 +82,7 @@ class Grafana:
         try:
             return self._api.call_the_api(path, self._methods[method], text, response_status_code=with_status)
         except self._faults as error:
-            if "API key" in str(error):  # what the package makes of some answers with status 401
+            if "API key" in str(error):  # the package raises this for some answers with status 401
                 raise self._make_unauthorized_error() from None
             why = str(error) or type(error).__name__
             raise ConfigError(f"{self.url}: no Grafana answers there ({why}); see --url") from None
@@ -110,7 +110,7 @@ class Grafana:
 
 
 def check_url(url: str) -> str:
-    """A server's address without the last slash. Raises ConfigError, which does not show it where a secret is in it."""
+    """Return a server's address without the last slash. Raises ConfigError, which shows no password in it."""
     parts = urlsplit(url)
     if parts.username or parts.password:
         raise ConfigError("--url holds a password; leave it out, and set GRAFANA_TOKEN or --token-file")
@@ -120,7 +120,7 @@ def check_url(url: str) -> str:
 
 
 def read_token(file: Path | None, value: str) -> str:
-    """The token, from a file or from the variable's value. Raises ConfigError."""
+    """Return the token from a file, or from the variable's value. Raises ConfigError if there is no valid one."""
     if file is not None:
         try:
             value = small_files.text(file)
@@ -136,7 +136,7 @@ def read_token(file: Path | None, value: str) -> str:
 
 
 def _status_of(content: Any) -> int:
-    """What an answer that should have been a list means: the package gives no status for lists."""
+    """Return the likely status of an answer that should have been a list: for lists the package returns no status."""
     if isinstance(content, dict):
         said = str(content.get("message", "")).lower()
         return 401 if "unauthorized" in said or "api key" in said else 403 if "permission" in said else 500

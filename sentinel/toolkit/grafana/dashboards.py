@@ -1,4 +1,4 @@
-"""The dashboards, in the order in which a person meets them."""
+"""The dashboards, in the order in which a user sees them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DASHBOARDS = (overview.DASHBOARD, layers.DASHBOARD, ranks.DASHBOARD, itself.DASH
 
 
 def files() -> dict[str, str]:
-    """File name -> text, for provisioning."""
+    """Return the text of each dashboard by file name, for provisioning."""
     return {f"{dashboard.uid}.json": text(dashboard.json()) for dashboard in DASHBOARDS}
 
 
 def text(content: dict[str, Any]) -> str:
-    """JSON as it is kept in files."""
+    """Return a dashboard as JSON text, as in its file."""
     return json.dumps(content, indent=2) + "\n"

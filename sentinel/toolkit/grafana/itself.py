@@ -1,4 +1,4 @@
-"""Sentinel itself: what it costs, whether it sees, keeps and tells."""
+"""The dashboard of Sentinel itself: what it costs, and whether it sees, stores and notifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of one run: how their gradients are spread, and which stand out."""
+"""The dashboard of the layers of one run: how their gradient norms are distributed, and which stand out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run: is it well, how fast is it, what happened."""
+"""The dashboard of one run: whether it is healthy, how fast it is, what happened."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Panels and dashboards, and the JSON that Grafana 10 to 13 reads (the classic model, schema version 39).
 
-The model: grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model. A panel's place is not
-written: panels flow from left to right, 24 columns wide, in the order of the list.
+The model: grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model. A panel has no place
+of its own: panels are laid out from left to right, 24 columns wide, in the order of the list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Calm, Bad = "green", "red"
 
 
 class PanelQuery(msgspec.Struct, frozen=True):
-    """One line, or several, of a panel."""
+    """A query that gives one or several lines of a panel."""
 
     expr: str
     """PromQL, with Grafana's variables."""
@@ -31,38 +31,38 @@ class PanelQuery(msgspec.Struct, frozen=True):
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """One panel."""
+    """A panel of a dashboard."""
 
     title: str
     kind: Kind = "timeseries"
     queries: tuple[PanelQuery, ...] = ()
     unit: str = "short"
-    """Grafana's name: `s`, `bytes`, `percentunit`, `short`, ..."""
+    """Grafana's name of the unit: `s`, `bytes`, `percentunit`, `short`, ..."""
     width: int = 8
     height: int = HEIGHT
     description: str = ""
     logarithmic: bool = False
     stacked: bool = False
     least: float | None = None
-    """Where the axis begins."""
+    """Least value of the axis."""
     limits: tuple[tuple[str, float | None], ...] = ()
-    """Colours, and the values from which they hold; the first has none."""
+    """Colours, and the values from which on they apply; the first has none."""
     hidden: tuple[str, ...] = ()
-    """Of a table: labels that are not shown."""
+    """Labels that a table does not show."""
 
 
 class Dashboard(msgspec.Struct, frozen=True, kw_only=True):
-    """One dashboard."""
+    """A dashboard and its panels."""
 
     uid: str
     title: str
     description: str
     panels: tuple[Panel, ...]
     by_run: bool = True
-    """Whether a run is chosen."""
+    """Whether it shows one run, which the user chooses."""
 
     def json(self) -> dict[str, Any]:
-        """As Grafana wants it."""
+        """Return the dashboard in Grafana's model."""
         return {
             "uid": self.uid, "title": self.title, "description": self.description, "tags": [TAG],
             "schemaVersion": SCHEMA_VERSION, "editable": True, "graphTooltip": 1, "refresh": "10s",
@@ -78,12 +78,12 @@ class Dashboard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_queries(*pairs: tuple[str, str]) -> tuple[PanelQuery, ...]:
-    """Queries of (expression, legend)."""
+    """Return queries from pairs of (expression, legend)."""
     return tuple(PanelQuery(*pair) for pair in pairs)
 
 
 def row(title: str) -> Panel:
-    """A headline over the panels that follow."""
+    """Return a headline over the panels that follow."""
     return Panel(title=title, kind="row", width=COLUMNS, height=1)
 
 
@@ -95,7 +95,7 @@ def number(
     description: str = "",
     limits: tuple[tuple[str, float | None], ...] = (),
 ) -> Panel:
-    """One figure, the newest, with its past behind it."""
+    """Return a panel that shows the newest value as a number, in front of its past."""
     return Panel(
         title=title,
         kind="stat",
@@ -109,7 +109,7 @@ def number(
 
 
 def alarming(*, above: float) -> tuple[tuple[str, float | None], ...]:
-    """Green, and red from a value on."""
+    """Return limits: green, and red from a value on."""
     return ((Calm, None), (Bad, above))
 
 
@@ -228,6 +228,6 @@ def _options(panel: Panel) -> dict[str, Any]:
 
 
 def _table_columns(panel: Panel) -> list[dict[str, Any]]:
-    """Labels as columns, without those of the scrape."""
+    """Return the transformation that makes labels columns, without those of the scrape."""
     excluded = dict.fromkeys(("Time", "__name__", "instance", "job", *panel.hidden), True)
     return [{"id": "organize", "options": {"excludeByName": excluded, "indexByName": {}, "renameByName": {}}}]

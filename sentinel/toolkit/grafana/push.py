@@ -1,6 +1,6 @@
-"""Puts a data source, a folder, the dashboards and annotations at incidents onto a Grafana server.
+"""Uploads a data source, a folder, the dashboards and annotations of incidents to a Grafana server.
 
-What is there already and is the same stays as it is: a second push writes nothing.
+What is there already and has not changed is left alone: a second push writes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCE_UID, SOURCE_NAME = "sentinel-prometheus", "Sentinel's Prometheus"
 FOLDER_UID, FOLDER_TITLE = "sentinel", "Sentinel"
 ANNOTATIONS_LIMIT = 5000
 TEXT_LIMIT = 2000
-"""Characters of an annotation: it is shown in a box beside the line."""
+"""Most characters of an annotation: it is shown in a box beside the line."""
 THEIRS = ("id", "version", "iteration")
 """Keys of a dashboard that the server sets."""
 
@@ -29,7 +29,7 @@ Done = Literal["created", "updated", "unchanged"]
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """What became, or would become, of one thing."""
+    """What was done, or would be done, with one thing."""
 
     what: str
     name: str
@@ -39,8 +39,11 @@ class Pushed(msgspec.Struct, frozen=True):
 def push(
     grafana: Grafana, incidents: Iterable[dict[str, Any]], *, prometheus: str = "", dry_run: bool = False
 ) -> Iterator[Pushed]:
-    """Push all, one after the other. `prometheus`: its address as Grafana reaches it; empty: the data source stays as
-    it is. Raises ConfigError at the first thing that the server does not take."""
+    """Push everything, one thing after the other.
+
+    `prometheus`: the address at which Grafana reaches it; empty: the data source is left alone. Raises ConfigError at
+    the first thing that the server refuses.
+    """
     grafana.version()
     put = _nothing if dry_run else grafana.put
     if prometheus:
@@ -55,7 +58,7 @@ Put = Callable[[str, str, dict[str, Any], str], Any]
 
 
 def _nothing(method: str, path: str, body: dict[str, Any], what: str) -> None:
-    """A dry run."""
+    """Write nothing, in a dry run."""
 
 
 def _data_source(grafana: Grafana, put: Put, url: str) -> Pushed:
@@ -90,7 +93,7 @@ def _dashboard(grafana: Grafana, put: Put, dashboard: Dashboard) -> Pushed:
         same = {key: value for key, value in theirs.items() if key not in THEIRS} == content
         if same and there.get("meta", {}).get("folderUid") == FOLDER_UID:
             return Pushed("dashboard", dashboard.title, "unchanged")
-        content["version"] = theirs.get("version", 0)  # 412 where somebody saves it between our two calls
+        content["version"] = theirs.get("version", 0)  # status 412 if another user saves it between our two calls
     body = {
         "dashboard": {"id": theirs.get("id"), **content}, "folderUid": FOLDER_UID, "message": "sentinel grafana push",
         "overwrite": False,
@@ -119,7 +122,7 @@ def _annotations(grafana: Grafana, put: Put, incidents: Sequence[dict[str, Any]]
 
 
 def _annotation(incident: dict[str, Any]) -> dict[str, Any]:
-    """An incident as an annotation: a region from when it fired to its end. Its last tag is its identity."""
+    """Return an incident as an annotation: a region from when it fired to its end. The last tag identifies it."""
     began, ended = incident["time"], incident.get("resolved_time") or incident["time"]
     lines = [f"{incident['alert']} ({incident['severity']}, {in_words(incident['state'])}): {incident['summary']}"]
     diagnosis = incident.get("diagnosis") or {}

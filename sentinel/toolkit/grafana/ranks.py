@@ -1,4 +1,4 @@
-"""Ranks and GPUs of one run: who is slow, who is full, what the hardware says."""
+"""The dashboard of ranks and GPUs of one run: which are slow, which are full, what the hardware reports."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from sentinel.toolkit.grafana.panels import Dashboard, Panel, alarming, make_que
 
 _RUN = '{run="$run"}'
 _GPU = ' * on (UUID) group_left (run, rank) max by (UUID, run, rank) (sentinel_rank_gpu_info{run="$run"})'
-"""Puts run and rank to what is known of a GPU, also to dcgm-exporter's series: it has the same UUID."""
+"""Adds run and rank to series of a GPU, also to dcgm-exporter's: they have the same UUID."""
 _NODE = ' * on (instance) group_left max by (instance) (sentinel_rank_info{run="$run"})'
-"""Puts a node to the ranks that its daemon watches: a container's rank may call its host by another name."""
+"""Selects the nodes whose daemons watch ranks of the run: a container's rank may know its host by another name."""
 _BEHIND = f"max by (run) (sentinel_step{_RUN}) - on (run) group_right sentinel_step{_RUN}"
 _SLOWER = f"sentinel_step_seconds{_RUN} / on (run) group_left avg by (run) (sentinel_step_seconds{_RUN})"
 

@@ -1,9 +1,9 @@
-"""Recorded runs of any origin: a log file in, rows of metrics out.
+"""Reads recorded runs of any origin: a log file in, rows of metrics out.
 
-    path -> found -> read -> Recording -> chosen (which column is which metric) -> observations -> the rules
+    path -> find_logs -> read -> Recording -> choose_columns (which column is which metric) -> observations -> the rules
 
-One file a format; each says whether a file is of its format by what is in it, and reads it. What cannot be read of a
-log is counted and quoted (`Recording.faults`), and fatal only where nothing is left.
+One module per format; each recognises files of its format by their content, and reads them. Unreadable lines of a log
+are counted and quoted (`Recording.faults`), and are an error only if nothing else is left.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ FORMATS = tuple(reader.NAME for reader in (history, trackio, mlflow, *_READERS))
 
 
 def read(path: Path) -> list[Recording]:
-    """The runs in a file; in a folder of event files or of a run of MLflow, one. Raises LogError, with the file and
-    what is wrong."""
+    """Return the runs in a file; or the one in a folder of event files or of an MLflow run.
+
+    Raises LogError, with the file and what is wrong.
+    """
     if path.is_dir():
         return [(mlflow if mlflow.is_run(path) else tensorboard).read(path).check()]
     first = head(path)

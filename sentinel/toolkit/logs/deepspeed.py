@@ -1,13 +1,13 @@
-"""What DeepSpeed prints: its progress, its pipeline engine's losses, and the steps that its loss scaler withholds.
+"""Reads DeepSpeed's output: its progress, its pipeline engine's losses, and the steps that its loss scaler withholds.
 
     [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=2, lr=[0.0001], mom=[(0.9, 0.999)]
     steps: 10 loss: 2.3456 iter time (s): 1.234 samples/sec: 6.5
     [INFO] [loss_scaler.py:183:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536,
 
-A withheld step is printed without its number: it is taken for the first step after the last line that has one, and
-those that only the progress counts for the last ones before it. The steps between were applied, and have rows that say
-so: rules count steps. Other lines of progress are the script's own, and are not read. The line of step 0, which the
-engine prints when it is made, is no progress: the Trainer's own lines may be all that follows.
+A withheld step is printed without its number: it is taken to be the first step after the last line with a number.
+Withheld steps that only the progress counts are taken to be the last ones before it. The steps between were applied,
+and get rows that say so: rules count steps. Other lines of progress are the script's own, and are not read. The line of
+step 0, which the engine prints at its creation, is no progress: only the Trainer's own lines may follow.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _PIPELINE = re.compile(rf"\bsteps: (\d+) loss: {_NUMBER}(?: iter time \(s\): {_N
 _OVERFLOW = re.compile(rf"OVERFLOW! Rank 0 Skipping step\. Attempted loss scale: {_NUMBER}")
 _ANY = re.compile("|".join(pattern.pattern for pattern in (_PROGRESS, _PIPELINE, _OVERFLOW)))
 FILLED_STEPS = 10_000
-"""Between two lines of progress. With more between them the run went on from another place."""
+"""Most steps between two lines of progress. With more between them, the run continued from another place."""
 _STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+\]")
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether one of its lines is in it."""
+    """Whether the file has a line of DeepSpeed."""
     return b"\0" not in head and matches(path, _ANY)
 
 
 def read(path: Path) -> Recording:
-    """A row a line that tells of a step, and one a step that is known to have been applied."""
+    """Return one row for each line about a step, and for each step that is known to have been applied."""
     recording, skips, last = Recording(path, NAME), _Skips(), 0
     for _, raw in lines(path):
         line = plain(raw)
@@ -48,7 +48,7 @@ def read(path: Path) -> Recording:
         if found := _PROGRESS.search(line):
             step = int(found[1])
             for each, skipped in skips.take_all(step, int(found[2])):
-                if each >= last:  # the engine of pipelines may have told of the step before
+                if each >= last:  # the pipeline engine may have printed the step before
                     recording.add(each, time, {"step_skipped": skipped})
             recording.add(step, time, _numbers(learning_rate=found[3]))
             last = 0
@@ -59,20 +59,20 @@ def read(path: Path) -> Recording:
 
 
 class _Skips:
-    """Withheld steps are told twice: each when it happens, where logging lets it through, and all in the progress."""
+    """Numbers withheld steps, which are printed twice: each as it happens, if logged, and all in the progress."""
 
     def __init__(self) -> None:
         self._step, self._count = 0, 0
-        """The last step of which it is known whether it was withheld, and how many were by then."""
+        """The last step known to have been withheld or applied, and how many were withheld by then."""
 
     def take_one(self) -> int:
-        """The step after the last one was withheld; its number."""
+        """Count the step after the last one as withheld, and return its number."""
         self._step, self._count = self._step + 1, self._count + 1
         return self._step
 
     def take_all(self, step: int, count: int) -> Iterator[tuple[int, float]]:
-        """So many were withheld by that step: (step, 1 or 0) of those since the last one that is known, or of this one
-        alone where none is."""
+        """Take the progress: `count` steps were withheld by `step`. Yields (step, 1 if withheld or 0) of the steps
+        since the last known one, or of this one alone if none is known."""
         since, untold = self._step, max(count - self._count, 0)
         if not 0 < since <= step <= since + FILLED_STEPS:
             since = step - 1

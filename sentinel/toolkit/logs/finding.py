@@ -1,4 +1,4 @@
-"""From what a person types to the logs that it means, each with the name of its run."""
+"""Finds the logs that names on the command line refer to, each with the name of its run."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from sentinel.errors import LogError
 from sentinel.toolkit.logs import mlflow
 
 ENDINGS = (".sqlite", ".db", ".wandb", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".log", ".txt", ".out", ".err")
-"""What is looked at in a folder, gzipped or not. A file that is named may be called anything."""
+"""Endings of files that are read in a folder, gzipped or not. A file that the user names may have any ending."""
 
 _COMMON = frozenset({"metrics", "trainer_state", "train", "log", "logs", "output", "stdout", "history", "loss"})
-"""Names of files that tell no run from another."""
+"""Common names of files, which do not distinguish runs."""
 
 
 class LogFile(NamedTuple):
-    """A file, or a folder of event files or of a run of MLflow."""
+    """A log: a file, or a folder of event files or of an MLflow run."""
 
     path: Path
     run: str
     named: bool
-    """By the user, and not just found in a folder, where other things lie too."""
+    """Whether the user named it, rather than a folder in which it was found among other files."""
 
 
 def find_logs(names: Iterable[str]) -> list[LogFile]:
-    """The logs in files, in folders with all that is in them, and under patterns. Raises LogError where nothing is.
+    """Return the logs in these files, in folders and all folders in them, and under patterns.
 
-    A folder of TensorBoard event files is one run, and so is one of MLflow. Of a run of W&B its own file is taken, and
-    not what lies beside it. Of the Trainer's checkpoints, each of which holds the whole history so far, only the last
-    is taken.
+    A folder of TensorBoard event files is one run, and so is one of MLflow. Of a W&B run its own file is taken, and not
+    the files beside it. Of the Trainer's checkpoints, each of which holds the whole history so far, only the last is
+    taken. Raises LogError if a name leads to nothing.
     """
     logs: dict[Path, bool] = {}
     for name in names:
@@ -72,7 +72,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _has_own_folder(file: Path) -> bool:
-    """Whether a file of W&B is where that put it: `run-ID.wandb` in a folder `[offline-]run-TIME-ID`."""
+    """Whether a W&B file is in its original place: `run-ID.wandb` in a folder `[offline-]run-TIME-ID`."""
     return file.absolute().parent.name.endswith(file.stem.removeprefix("run"))
 
 
@@ -86,7 +86,7 @@ def _trainer(state: Path) -> Path:
 
 
 def _runs(paths: list[Path]) -> dict[Path, str]:
-    """A name for each: as many folders before the file's name as it takes to tell them apart."""
+    """Return a name for each log: the file's name after as many folders as needed to distinguish them."""
     depth = {path: 2 if _stem(path) in _COMMON else 1 for path in paths}
     while True:
         names = {path: "/".join((*path.absolute().parts[:-1], _stem(path))[-depth[path] :]) for path in paths}

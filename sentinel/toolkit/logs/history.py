@@ -1,4 +1,4 @@
-"""Our own history of a run: what a daemon judged, with ranks and layers, and the rollbacks between."""
+"""Reads Sentinel's history of a run: the steps that a daemon judged, with ranks, layers and the rollbacks between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "Sentinel's history"
 
 
 class LoggedAttempt(Recording):
-    """One attempt of a run. Metrics have their own names already."""
+    """One attempt of a run. Its columns have the names of metrics already."""
 
     def __init__(self, path: Path, history: History, number: int, *, alone: bool) -> None:
         super().__init__(path, NAME)
@@ -35,11 +35,11 @@ class LoggedAttempt(Recording):
 
     @property
     def rl_columns(self) -> tuple[str, ...]:
-        """None by name: as what the run was judged is a column of its own."""
+        """No columns: a column of its own says whether the run was judged as reinforcement learning."""
         return ()
 
     def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound | Staged]:
-        """The steps as they were judged."""
+        """Yield the steps as they were judged."""
         with History(self.path) as history:
             between = sorted(self._list_between(history), key=lambda found: found[0])
             for step in history.steps(attempt=self._number):
@@ -48,7 +48,7 @@ class LoggedAttempt(Recording):
                 yield observation(step)
 
     def _list_between(self, history: History) -> Iterator[tuple[int, Rewound | Staged]]:
-        """What happened between steps, each with the first step after it."""
+        """Yield rollbacks and stages between steps, each with the first step after it."""
         for attempt, to, at in history.rollbacks():
             if attempt == self._number:
                 yield at + 1, Rewound(to, at, self.step_offset)
@@ -58,12 +58,12 @@ class LoggedAttempt(Recording):
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether it is a SQLite database."""
+    """Whether the file is a SQLite database."""
     return head.startswith(b"SQLite format 3\0")
 
 
 def read(path: Path) -> list[Recording]:
-    """A recording an attempt that has steps. Raises LogError where it is no history that this version reads."""
+    """Return a recording for each attempt with steps. Raises LogError if this version cannot read the history."""
     try:
         with History(path) as history:
             numbers = [number for number, _, _ in history.attempts() if history.last_seq(number) >= 0]

@@ -1,6 +1,6 @@
-"""JSON lines: an object a row, as `json.dumps` writes them, W&B exports them and most home-made loggers do.
+"""Reads JSON lines: one object per row, as `json.dumps`, exports of W&B and most home-made loggers write them.
 
-NaN and Infinity are no JSON, and are read all the same: bare, as Python writes them, or as strings.
+NaN and Infinity are not JSON, but are read, too: bare, as Python writes them, or as strings.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _decoder = msgspec.json.Decoder()
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether its first line that is not blank is an object, whole."""
+    """Whether the first line that is not blank is a complete object."""
     first, _, rest = head.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")
     try:
         return first.startswith(b"{") and isinstance(parse_json(first.decode()), dict)
     except ValueError:
-        # One bad line must not make a log of objects something else; an object over several lines is.
+        # A log of objects is recognised despite a bad first line; an object over several lines is not such a log.
         return bool(rest) and first.startswith(b'{"') and rest.lstrip().startswith(b'{"')
 
 
 def parse_json(text: str) -> object:
-    """JSON, with Python's NaN and Infinity. Raises ValueError."""
+    """Return the value of JSON text, which may have Python's NaN and Infinity. Raises ValueError."""
     try:
         return _decoder.decode(text)
     except msgspec.DecodeError:
@@ -40,7 +40,7 @@ def parse_json(text: str) -> object:
 
 
 def read(path: Path) -> Recording:
-    """All rows."""
+    """Return all rows of a file."""
     recording = Recording(path, NAME)
     for count, line in lines(path):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""What training loops print: lines of text in which names stand before numbers.
+"""Reads what training loops print: lines of text in which names stand before numbers.
 
     iter 10: loss 3.2412, time 120.31ms, mfu 17.20%                                       nanoGPT
     step   10/18865 | loss 9.5 (+1.2z)| norm 15.4 (-0.1z)| lr 8.6e-07 | 1553.26 ms        llm.c
@@ -10,9 +10,9 @@
     {'loss': 2.31, 'learning_rate': 1e-05, 'epoch': 0.1}                                  the Trainer's progress
     | loss          | 2.31     |                            a table a step: guided-diffusion, by Baselines' logger
 
-A line counts that names a loss, or a step; of other lines (settings, progress of a download) nothing is taken. A line
-without a step belongs to the step before it where losses have steps of their own, and is the next step where they have
-none. Names are in lower case. Of several ranks' lines those of rank 0 are read, where a line names its rank.
+Lines that name a loss or a step are read; other lines (settings, progress of a download) are ignored. A line without a
+step belongs to the step before it if losses have steps of their own, and otherwise is the next step. Names are in lower
+case. If lines name their rank, those of rank 0 are read.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from sentinel.toolkit.logs.text import HEAD_LINES, lines, plain, seconds
 NAME = "text with names and numbers"
 
 LEAST_ROWS = 2
-"""Rows with a loss that make a text a log: one may be a sentence of a README."""
+"""Least rows with a loss in a log: a single one may be a sentence of a README."""
 
 _WORD = r"(?<![\w/@.\-])[A-Za-z_][\w/@.\-]*+"
 _NUMBER = r"[-+]?(?:(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan\b|inf(?:inity)?\b)"
 _PAIR = re.compile(
     rf"({_WORD}(?: {_WORD}){{0,3}})\s*[:=\s]\s*(?:tensor\(|\[)?\s*({_NUMBER})(?!\d|[:.\-]\d)(ms\b)?", re.IGNORECASE
 )
-"""No date, no duration of hours and minutes, no version: what goes on after a colon, a dash or a second dot."""
+"""A name and its number. Dates, durations of hours and minutes, and versions do not match: they go on after a colon, a
+dash or a second dot."""
 _BLOCK = re.compile(rf"^\s+(\S[^=]*?)\s*=\s*({_NUMBER})\s*$", re.IGNORECASE)
-"""A line of a block: its name may be of any words."""
+"""A line of a block: its name may have any words."""
 _CELLS = re.compile(rf"^\s*+\|\s*+([^|\s][^|]*+)\|\s*+({_NUMBER})\s*+\|\s*+$", re.IGNORECASE)
-"""A row of a table with a name and its number. Rows of text, such as headings, may stand between them."""
+"""A row of a table with a name and its number. Rows of text, such as headings, may stand between such rows."""
 _MLLOG = re.compile(r'"key": "(\w+)", "value":')
 _QUOTES = str.maketrans("'\"", "  ")
 _STAMP = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
@@ -50,13 +51,13 @@ _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR)\b")
 _OTHER_RANK = re.compile(r"\[(?:rank|default)\s?[1-9]", re.IGNORECASE)
 _LIKELY = re.compile(r"loss|nll|\bstep|\biter|num_updates", re.IGNORECASE)
 _LENGTHS = frozenset({"time", "dt"})
-"""Names of a step's length, where milliseconds follow."""
+"""Names of a step's duration, if milliseconds follow."""
 _STEPS = (*rows.STEPS, "step_num", "samples_count")
-"""Keys of a step: MLPerf's last, which counts samples where it counts no steps."""
+"""Keys of a step; the last is MLPerf's, which counts samples if it counts no steps."""
 
 
 class _Line(NamedTuple):
-    """What one line tells."""
+    """The step, time and values in one line."""
 
     step: int | None
     time: float | None
@@ -74,7 +75,7 @@ class _Line(NamedTuple):
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether two of its lines name a loss."""
+    """Whether two lines of the file name a loss."""
     if b"\0" in head:
         return False
     found = (line for line in _parse_lines(path, HEAD_LINES) if line.tells_loss)
@@ -82,7 +83,8 @@ def recognise(path: Path, head: bytes) -> bool:
 
 
 def read(path: Path) -> Recording:
-    """A row a step at which a loss is told, with what else is told of that step; or a row a line with a loss."""
+    """Return a row for each step with a loss, with the step's other values; or, without steps, for each line with a
+    loss."""
     recording, stepped = Recording(path, NAME), _losses_have_steps(path)
     opened, time, last = None, None, None
     for line in _parse_lines(path):
@@ -99,8 +101,10 @@ def read(path: Path) -> Recording:
 
 
 def _losses_have_steps(path: Path) -> bool:
-    """Whether lines with a loss name a step, or stand in the block of one that does. A third is enough: lines of an
-    evaluation, or with a part of the loss, often name none."""
+    """Whether lines with a loss name a step, or stand in the block of a line that does.
+
+    A third of them is enough: lines of an evaluation, or with a part of the loss, often name none.
+    """
     balance, in_step = 0, False
     for line in _parse_lines(path):
         in_step = line.step is not None or (line.block and in_step)
@@ -110,10 +114,10 @@ def _losses_have_steps(path: Path) -> bool:
 
 
 def _parse_lines(path: Path, most: int | None = None) -> Iterator[_Line]:
-    """Each line that tells of a step or a loss, and those of a block after it."""
+    """Yield each line with a step or a loss, and the lines of a block after it."""
     in_block, table = False, dict[str, float]()
     for _, text in islice(lines(path), most):
-        for part in plain(text).split("\r"):  # bars of progress are drawn over each other
+        for part in plain(text).split("\r"):  # progress bars overwrite each other
             if cells := _CELLS.match(part):
                 table[_name(cells[1])] = float(cells[2].replace(",", ""))
                 continue
@@ -168,7 +172,7 @@ def _pairs(text: str) -> dict[str, float]:
 
 
 def _name(words: str) -> str:
-    """In lower case; of a step only the word that says so: `training step`, `root Iteration`."""
+    """Return a name in lower case; of a step's name (`training step`, `root Iteration`) only the word for the step."""
     name = " ".join(words.lower().split())
     last = name.rpartition(" ")[2]
     joined = name.replace(" ", "_")

@@ -1,14 +1,13 @@
-"""What Megatron-LM prints, and its kin (Megatron-DeepSpeed, GPT-NeoX, Primus): fields between bars.
+"""Reads the output of Megatron-LM and relatives (Megatron-DeepSpeed, GPT-NeoX, Primus): fields between bars.
 
      [2024-05-01 12:00:00] iteration   100/ 500000 | consumed samples: 102400 |
      elapsed time per iteration (ms): 1234.5 | learning rate: 1.5E-04 |
      lm loss: 6.1E+00 | loss scale: 65536.0 | grad norm: 1.2 |
      number of skipped iterations:   0 | number of nan iterations:   0 |
 
-Traps: a loss that is NaN is left out of the line, which only counts it; while steps are skipped the gradient norm is
-that of the last step that was not. So a line without a loss that counts NaN steps has a loss of NaN here, and a line
-whose steps were all skipped has no gradient norm. A line of several iterations counts as skipped where most of them
-were.
+Traps: a NaN loss is left out of the line, which only counts it; while steps are skipped, the gradient norm is that of
+the last step that was not. So a line without a loss that counts NaN steps has a loss of NaN here, and a line whose
+steps were all skipped has no gradient norm. A line of several iterations counts as skipped if most of them were.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _SKIPPED, _NAN = "number of skipped iterations", "number of nan iterations"
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether there is a line of an iteration in it."""
+    """Whether the file has a line of an iteration."""
     return b"\0" not in head and matches(path, _LINE)
 
 
 def read(path: Path) -> Recording:
-    """A row a logged iteration."""
+    """Return a row for each logged iteration."""
     recording, last = Recording(path, NAME), 0
     for count, raw in lines(path):
         line = plain(raw)

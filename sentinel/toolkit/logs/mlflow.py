@@ -1,8 +1,8 @@
-"""MLflow's file store: the folder of a run (`mlruns/EXPERIMENT/RUN/`), read without the package.
+"""Reads MLflow's file store: the folder of a run (`mlruns/EXPERIMENT/RUN/`), without the package.
 
 `metrics/KEY` has a line for each value: Unix milliseconds, value, step. A key with slashes is a file in folders.
-`meta.yaml` has the name of the run. Each metric has steps of its own; when those of the one with most values go back,
-the run was resumed, and what was logged from then on is of the new pass.
+`meta.yaml` has the name of the run. Each metric has steps of its own; when those of the metric with most values go
+back, the run was resumed, and later values belong to the new pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "MLflow"
 
 META, _METRICS = "meta.yaml", "metrics"
 _SYSTEM = "system"
-"""Folder of what MLflow measures itself, whose steps are counts of its own."""
+"""Folder of MLflow's own measurements, whose steps are counts of its own."""
 
 
 class _Value(NamedTuple):
@@ -33,12 +33,12 @@ class _Value(NamedTuple):
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is the folder of a run."""
+    """Whether a folder is that of an MLflow run."""
     return (folder / META).is_file() and (folder / _METRICS).is_dir()
 
 
 def read(path: Path) -> Recording:
-    """All metrics of one run. Raises LogError where a file cannot be read."""
+    """Return all metrics of one run. Raises LogError if a file cannot be read."""
     recording = Recording(path, NAME)
     recording.run = _find_name(path / META)
     folder = path / _METRICS

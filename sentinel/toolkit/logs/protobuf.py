@@ -1,4 +1,4 @@
-"""As much of the protocol buffers wire format as an event file needs: fields of a message, read in place.
+"""The part of the protocol buffers wire format that event files need: fields of a message, read in place.
 
 Source: protobuf.dev/programming-guides/encoding.
 """
@@ -12,7 +12,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """(field number, wire type, value): an int for a varint, else the bytes. Raises ValueError where it is cut off."""
+    """Yield (field number, wire type, value): an int for a varint, otherwise bytes. Raises ValueError if cut off."""
     at, end = 0, len(message)
     while at < end:
         key = message[at]
@@ -25,7 +25,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
             yield number, kind, value
             continue
         if kind == BYTES:
-            if at < end and message[at] < 0x80:  # most are: a call each would cost as much again
+            if at < end and message[at] < 0x80:  # most lengths are; a call for each would double the time
                 length, at = message[at], at + 1
             else:
                 length, at = varint(message, at)
@@ -40,7 +40,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
 
 
 def varint(message: bytes, at: int) -> tuple[int, int]:
-    """(value, where the next thing begins)."""
+    """Return (value, where the next field begins). Raises ValueError if the number is cut off."""
     value = shift = 0
     while True:
         if at >= len(message) or shift > 63:
@@ -54,15 +54,15 @@ def varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def decode_signed(value: int) -> int:
-    """An int64, which is encoded as its two's complement."""
+    """Return an int64 from its encoding, the two's complement."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def doubles(body: bytes) -> tuple[float, ...]:
-    """Packed float64."""
+    """Return the values of packed float64."""
     return struct.unpack(f"<{len(body) // 8}d", body[: len(body) // 8 * 8])
 
 
 def floats(body: bytes) -> tuple[float, ...]:
-    """Packed float32."""
+    """Return the values of packed float32."""
     return struct.unpack(f"<{len(body) // 4}f", body[: len(body) // 4 * 4])

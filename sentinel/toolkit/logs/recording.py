@@ -1,4 +1,4 @@
-"""A recorded run: rows as they were logged, and what the rules are fed of them."""
+"""A recorded run: rows as they were logged, and the observations that rules get from them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from sentinel.errors import LogError
 from sentinel.naming import find_rl_columns
 
 RANK = Entity("rank", "0")
-"""A log that tells no ranks apart is replayed as a single process's: its numbers are the run's and rank 0's."""
+"""The only rank of a log that does not distinguish ranks: its numbers are the run's and rank 0's."""
 
 SHOWN_FAULTS = 3
-"""Bad lines that are quoted; the others are counted."""
+"""Most bad lines that are quoted; the others are counted."""
 
 WITHHELD_ROWS = 16
-"""Norms in a row that are not finite and may be of steps that a scaler withheld: as many halvings as its search for the
-first scale takes (docs/detection.md)."""
+"""Most consecutive non-finite norms that may come from steps that a scaler withheld: the number of halvings in its
+search for the first scale (docs/detection.md)."""
 
 EXPLODED = 100.0
-"""Times the median of a log's norms, from which on a gradient overflows by itself, and not for the scaler's search: two
-recorded explosions come to 1e8 times and more beside their infinite rows."""
+"""Multiple of the median of a log's norms above which a gradient overflows by itself, and not because of the scaler's
+search: two recorded explosions reach 1e8 times and more beside their infinite rows."""
 
 RESTART_LIMIT = 100
-"""Times that steps may go back. Beyond, they are no steps of a run but of an epoch, a chunk, a worker."""
+"""How often steps may go back. Above it, they are not steps of a run but of an epoch, a chunk, a worker."""
 
 
 def number(value: object) -> float | None:
-    """A logged value as a number, in any of the spellings of NaN and infinity; None where it is none."""
+    """Return a logged value as a number, also in any spelling of NaN and infinity; None if it is none."""
     if isinstance(value, float):
         return value
     if isinstance(value, int | str):
@@ -47,7 +47,7 @@ def number(value: object) -> float | None:
 
 @dataclass(slots=True)
 class BadLines:
-    """What of a log could not be read."""
+    """The lines of a log that could not be read."""
 
     path: Path
     count: int = 0
@@ -55,7 +55,7 @@ class BadLines:
     """The first few, as `file:line: what is wrong`."""
 
     def add(self, line: int, message: str) -> None:
-        """Note a bad line, counted from 1."""
+        """Count a bad line. `line`: its number from 1."""
         self.count += 1
         if self.count <= SHOWN_FAULTS:
             self.shown.append(f"{self.path}:{line}: {message}")
@@ -69,7 +69,7 @@ class LogColumn:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def put(self, row: int, value: float) -> None:
-        """Take a value; of two for one row the later counts."""
+        """Add a value; a second one for a row replaces the first."""
         if self.rows and self.rows[-1] == row:
             self.values[-1] = value
         else:
@@ -78,14 +78,14 @@ class LogColumn:
 
 
 class Recording:
-    """One run as a log has it: columns over rows."""
+    """One run as it was logged: columns over rows."""
 
     def __init__(self, path: Path, format: str) -> None:
         self.path, self.format = path, format
         self.run = ""
-        """Where the log says it."""
+        """Name of the run, if the log has it."""
         self.step_offset = 0
-        """What makes the logged step of the first seq."""
+        """What to add to a seq to get the logged step, before any rewind."""
         self.columns: dict[str, LogColumn] = {}
         self.faults = BadLines(path)
         self._steps, self._times = array("q"), array("d")
@@ -95,21 +95,21 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns, in the order in which they came."""
+        """Names of the columns, in the order in which they first appear."""
         return list(self.columns)
 
     @property
     def rl_columns(self) -> tuple[str, ...]:
-        """The columns by which it is a log of reinforcement learning; none where it is not."""
+        """The columns by which the log is recognised as reinforcement learning; empty if it is not."""
         return find_rl_columns(self.names)
 
     @property
     def timed(self) -> bool:
-        """Whether the log tells when its rows were written."""
+        """Whether the log says when its rows were written."""
         return any(not math.isnan(time) for time in self._times)
 
     def add(self, step: int | None, time: float | None, values: Mapping[str, float]) -> None:
-        """Take a row. One of the same step as the row before belongs to it; one without a step is the next step."""
+        """Add a row. If it has the step of the row before, it is joined to it; without a step, it is the next step."""
         if step is None:
             step = self._steps[-1] + 1 if self._steps else 0
         if not self._steps or step != self._steps[-1]:
@@ -123,24 +123,24 @@ class Recording:
             column.put(row, value)
 
     def check(self) -> Recording:
-        """Itself. Raises LogError where there is nothing in it."""
+        """Return the recording itself. Raises LogError if it is empty."""
         if not self.columns:
             because = f": {self.faults.shown[0]}" if self.faults.shown else ""
             raise LogError(f"{self.path}: no row of numbers in it, read as {self.format}{because}")
         return self
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of a column, as logged."""
+        """Return (steps, values) of a column, as logged."""
         column = self.columns[name]
         return [self._steps[row] for row in column.rows], list(column.values)
 
     def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound | Staged]:
-        """What the rules see: metric -> column in, steps out, with a `Rewound` where the log was resumed further back.
+        """Yield what the rules see, with a `Rewound` where the log was resumed further back.
 
-        The seq of an observation is the logged step, as long as it rises. Where a log does not tell which steps a
-        scaler withheld, a norm that is not finite is left out if the norms around it are healthy: no weight took it
-        in. So is a rate of 0 in a log that rounds its rates. Where `rl_columns` has any, the first row says so, and the
-        first one after a `Rewound`.
+        `chosen`: the column of each metric. The seq of an observation is the logged step, as long as it rises. If a log
+        does not say which steps a scaler withheld, a non-finite norm is left out if the norms around it are healthy: it
+        did not reach the weights. So is a rate of 0 in a log that rounds its rates. If there are `rl_columns`, the
+        first row, and the first after a `Rewound`, says so.
         """
         mark = {"reinforcement_learning": 1.0} if self.rl_columns else {}
         columns = {metric: self.columns[name] for metric, name in chosen.items()}
@@ -175,7 +175,7 @@ class Recording:
             if not math.isfinite(norm):
                 held.append((row, norm))
                 continue
-            resumed = bool(held) and self._steps[row] <= self._steps[held[-1][0]]  # its weights are older ones
+            resumed = bool(held) and self._steps[row] <= self._steps[held[-1][0]]  # then its weights are older
             for each in held if resumed or len(held) > WITHHELD_ROWS or max(before, norm) > limit else ():
                 kept.put(*each)
             held.clear()
@@ -185,13 +185,13 @@ class Recording:
         return kept
 
     def _lasting(self, kept: list[int]) -> list[int]:
-        """Steps of the rows that count; the rows' numbers where the logged steps start over all the time."""
+        """Return the steps of the rows that count; the rows' numbers if the logged steps start over all the time."""
         steps = [self._steps[row] for row in kept]
         restarts = sum(later <= earlier for earlier, later in pairwise(steps))
         return kept if restarts > RESTART_LIMIT or (restarts and self._starts_with_epochs(kept, steps)) else steps
 
     def _starts_with_epochs(self, kept: list[int], steps: list[int]) -> bool:
-        """Whether the count of steps begins again exactly where that of epochs rises."""
+        """Whether the steps start over exactly where the epoch rises."""
         epoch = self.columns.get("epoch")
         if epoch is None:
             return False
@@ -204,8 +204,11 @@ class Recording:
 
 
 def _leave_rounded_out(rates: LogColumn) -> LogColumn:
-    """The rates without zeros, where a zero may be a rate under the last digit: all are multiples of the smallest, one
-    unit of a decimal place, and the highest is ten times that or more."""
+    """Return the rates without zeros, if a zero may be a rate below the last digit of the log.
+
+    That is so if all rates are multiples of the smallest, which is one unit of a decimal place, and the highest is at
+    least ten times that.
+    """
     positive = {rate for rate in rates.values if 0 < rate < math.inf}
     unit = min(positive, default=0.0)
     is_digit = unit > 0 and math.isclose(math.log10(unit), round(math.log10(unit)), abs_tol=1e-9)
@@ -219,7 +222,7 @@ def _leave_rounded_out(rates: LogColumn) -> LogColumn:
 
 
 class _Trail:
-    """Gives a logged step its seq, which never falls: what a resumed log writes again is new, after a rewind."""
+    """Gives a logged step its seq, which never falls: steps that a resumed log repeats are new, after a rewind."""
 
     def __init__(self) -> None:
         self._steps, self._seqs = array("q"), array("q")
@@ -229,7 +232,7 @@ class _Trail:
         return len(self._steps)
 
     def went_back(self, step: int) -> Rewound | None:
-        """The rewind, where this step is not after the one before."""
+        """Return the rewind, if this step is not after the one before."""
         if not self._steps or step > self._steps[-1]:
             return None
         keep = bisect_left(self._steps, step)
@@ -239,7 +242,7 @@ class _Trail:
         return Rewound(to, self._last, -self._shift)
 
     def take(self, step: int) -> int:
-        """The seq of a step."""
+        """Add a step, and return its seq."""
         self._last = step + self._shift
         self._steps.append(step)
         self._seqs.append(self._last)
@@ -247,14 +250,14 @@ class _Trail:
 
 
 class _Clock:
-    """When a row was: as the log says; or by the duration of its steps; or, for want of both, a second a step."""
+    """The time of a row: the log's; or from the durations of its steps; or, without both, one second per step."""
 
     def __init__(self, times: array[float], step_seconds: LogColumn | None) -> None:
         self._times, self._counts = times, step_seconds is not None
         self._now, self._seq = 0.0, 0
 
     def read_time(self, row: int, seq: int, values: Mapping[str, float]) -> float:
-        """Seconds; never falls."""
+        """Return the time of a row in seconds; it never falls."""
         logged = self._times[row]
         if not math.isnan(logged):
             self._now = max(self._now, logged)

@@ -1,4 +1,4 @@
-"""What a logged row says of itself: its step and its time, under the names that trainers give them."""
+"""The step and the time of a logged row, by the names that trainers give them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ STEPS = (
     "step", "global_step", "_step", "iteration", "iter", "trainer/global_step", "steps", "num_updates", "num_steps",
     "train/step", "train_step", "update", "batch",
 )  # fmt: skip
-"""Keys of a step, the best first (Lightning, Hugging Face, W&B, Megatron, detectron2, fairseq)."""
+"""Keys of a step, the preferred ones first (Lightning, Hugging Face, W&B, Megatron, detectron2, fairseq)."""
 
 TIMES = ("t", "time", "timestamp", "_timestamp", "wall_time", "created_at", "datetime", "date")
-"""Keys of a time. A number is one if it is a Unix time: detectron2's `time` is the length of a step."""
+"""Keys of a time. A number counts only if it is a Unix time: detectron2's `time` is the duration of a step."""
 
 EARLIEST = 1e9
-"""Unix seconds: September 2001. What is less is a duration."""
+"""Earliest time in Unix seconds, September 2001. A smaller number is a duration."""
 
 STEP_LIMIT = 2**53
-"""Steps are counted exactly below it."""
+"""Limit below which floats count steps exactly."""
 
 NESTING_LIMIT = 3
 
 
 def flat(row: Mapping[str, object], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, object]]:
-    """`{"train": {"loss": 2}}` as `train/loss`."""
+    """Yield the values of nested objects, with names such as `train/loss` for `{"train": {"loss": 2}}`."""
     for key, value in row.items():
         if isinstance(value, dict) and depth < NESTING_LIMIT:
             yield from flat(value, f"{prefix}{key}/", depth + 1)
@@ -36,7 +36,7 @@ def flat(row: Mapping[str, object], prefix: str = "", depth: int = 1) -> Iterato
 
 
 def take(recording: Recording, line: int, row: Mapping[str, object]) -> None:
-    """Put a row of any keys into a recording; what is no number is passed over."""
+    """Add a row with any keys to a recording; values that are not numbers are ignored."""
     values: dict[str, float] = {}
     for key, value in flat(row):
         found = number(value)

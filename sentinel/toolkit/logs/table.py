@@ -1,6 +1,6 @@
-"""Comma-, tab- or semicolon-separated values with a header: Lightning's metrics.csv, exports of W&B and TensorBoard.
+"""Reads comma-, tab- or semicolon-separated values with a header: Lightning's metrics.csv, W&B's and TensorBoard's CSV.
 
-Lightning writes a row for the training metrics of a step, another one for its validation metrics, and leaves the other
+Lightning writes one row for the training metrics of a step and another for its validation metrics, and leaves the other
 cells empty: rows of one step are joined, and an empty cell is no sample.
 """
 
@@ -31,7 +31,7 @@ def recognise(path: Path, head: bytes) -> bool:
 
 
 def read(path: Path) -> Recording:
-    """All rows."""
+    """Return all rows of a file."""
     recording = Recording(path, NAME)
     header: list[str] = []
     textual: set[str] = set()
@@ -39,7 +39,7 @@ def read(path: Path) -> Recording:
         if not header:
             header = cells
         elif cells == header:
-            continue  # a run that was started again wrote it again
+            continue  # a run that was started again wrote the header again
         elif len(cells) != len(header):
             recording.faults.add(count, f"{len(cells)} cells, and the header has {len(header)}")
         else:
@@ -60,7 +60,8 @@ def _delimiter(header: str) -> str:
 
 
 def _row(recording: Recording, line: int, cells: dict[str, str], textual: set[str]) -> dict[str, object]:
-    """The cells that say something. A word in a column of numbers is a fault; a column that began with one is text."""
+    """Return the cells that are not empty. A word in a column of numbers is a fault; a column that begins with one is
+    text."""
     row: dict[str, object] = {}
     for name, cell in cells.items():
         if cell.lower() in _EMPTY:

@@ -1,9 +1,9 @@
-"""TensorBoard event files (`events.out.tfevents.*`): scalars, read without TensorFlow or TensorBoard.
+"""Reads the scalars of TensorBoard event files (`events.out.tfevents.*`), without TensorFlow or TensorBoard.
 
-A file is a row of records: length (uint64), masked CRC-32C of the length (uint32), an Event message, masked CRC-32C of
-the message. The messages are in tensorflow/core/util/event.proto, framework/summary.proto and framework/tensor.proto;
-the framing in tensorflow/core/lib/io/record_writer.h. `torch.utils.tensorboard` writes scalars as `simple_value`,
-TensorFlow 2 as tensors of one element.
+A file is a sequence of records: length (uint64), masked CRC-32C of the length (uint32), an Event message, masked
+CRC-32C of the message. The messages are defined in tensorflow/core/util/event.proto, framework/summary.proto and
+framework/tensor.proto; the framing in tensorflow/core/lib/io/record_writer.h. `torch.utils.tensorboard` writes scalars
+as `simple_value`, TensorFlow 2 as tensors of one element.
 
 A run is a folder: each start of the run writes another file into it.
 """
@@ -25,21 +25,21 @@ from sentinel.toolkit.logs.text import open_log
 NAME = "TensorBoard"
 
 CHECKED_BYTES = 4096
-"""A record that is longer holds pictures, histograms or the graph; its scalars, if any, are read unchecked: CRC-32C of
-a megabyte takes Python a tenth of a second."""
+"""Most bytes of a record whose checksum is verified. A longer one holds pictures, histograms or the graph; its scalars,
+if any, are read unchecked: CRC-32C of a megabyte takes Python a tenth of a second."""
 
 RECORD_LIMIT = 1 << 30
 _OTHER_AXIS = (" vs samples", " vs tokens", " vs steps")
-"""Ends of the tags that Megatron logs a second time, over something that is no step."""
+"""Ends of tags that Megatron logs a second time, over something other than the step."""
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether it begins with a record's length and the checksum of it."""
+    """Whether the file begins with a record's length and its checksum."""
     return len(head) >= 12 and struct.unpack_from("<I", head, 8)[0] == compute_masked_crc(head[:8])
 
 
 def read(path: Path) -> Recording:
-    """All scalars of one file, or of all event files of a folder."""
+    """Return all scalars of one file, or of all event files of a folder."""
     recording = Recording(path, NAME)
     for file in sorted(path.glob("*tfevents*"), key=_began) if path.is_dir() else [path]:
         rows: dict[int, tuple[float, dict[str, float]]] = {}
@@ -51,7 +51,7 @@ def read(path: Path) -> Recording:
 
 
 def _began(path: Path) -> tuple[float, str]:
-    """The time in the first event of a file: names need not sort."""
+    """Return the time in the first event of a file, and its name: names need not sort by time."""
     with path.open("rb") as file:
         for _, body in _records(file, None):
             return next((doubles(value)[0] for key, _, value in fields(body) if key == 1 and isinstance(value, bytes)),
@@ -72,7 +72,7 @@ def _scalars(path: Path, recording: Recording) -> Iterator[tuple[int, float, dic
 
 
 def _records(file: BinaryIO | gzip.GzipFile, recording: Recording | None) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, body). Ends at a record that is cut off, as the last one of a run that was killed is."""
+    """Yield (number from 1, body). Ends at a record that is cut off, as the last record of a killed run is."""
     count = 0
     while len(header := file.read(12)) == 12:
         count += 1
@@ -92,7 +92,7 @@ def _records(file: BinaryIO | gzip.GzipFile, recording: Recording | None) -> Ite
 
 
 def _event(body: bytes) -> tuple[int, float, dict[str, float]]:
-    """Event: 1 wall_time, 2 step, 5 summary."""
+    """Return (step, time, values) of an Event, whose fields are 1 wall_time, 2 step, 5 summary."""
     step, time, values = 0, math.nan, dict[str, float]()
     for key, kind, value in fields(body):
         if key == 1 and kind == FIXED64 and isinstance(value, bytes):
@@ -107,7 +107,7 @@ def _event(body: bytes) -> tuple[int, float, dict[str, float]]:
 
 
 def _value(body: bytes) -> dict[str, float]:
-    """Summary.Value: 1 tag, 2 simple_value, 8 tensor. Nothing where it is no scalar."""
+    """Return the scalar of a Summary.Value, if it is one; its fields are 1 tag, 2 simple_value, 8 tensor."""
     tag, number = "", None
     for key, kind, value in fields(body):
         if key == 1 and isinstance(value, bytes):
@@ -120,7 +120,10 @@ def _value(body: bytes) -> dict[str, float]:
 
 
 def _tensor(body: bytes) -> float | None:
-    """TensorProto of one float32 (1) or float64 (2): 1 dtype, 2 shape, 4 tensor_content, 5 float_val, 6 double_val."""
+    """Return the value of a TensorProto with one float32 (dtype 1) or float64 (dtype 2); None for any other.
+
+    Its fields are 1 dtype, 2 shape, 4 tensor_content, 5 float_val, 6 double_val.
+    """
     dtype, found = 0, None
     content = b""
     for key, kind, value in fields(body):
@@ -136,7 +139,7 @@ def _tensor(body: bytes) -> float | None:
 
 
 def compute_masked_crc(body: bytes) -> int:
-    """CRC-32C (Castagnoli), rotated and shifted: a file may hold checksums of its own."""
+    """Return the masked CRC-32C (Castagnoli): rotated and shifted, as the data may hold checksums itself."""
     crc = 0xFFFFFFFF
     for byte in body:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -153,4 +156,4 @@ def _entry(byte: int) -> int:
 _TABLE = [_entry(byte) for byte in range(256)]
 
 _crc_of_length = functools.lru_cache(1024)(compute_masked_crc)
-"""A file has few lengths, and each many times."""
+"""The checksum of a length, cached: a file has few different lengths, each many times."""

@@ -1,4 +1,4 @@
-"""Log files as lines and bytes: plain or gzipped, whatever the encoding makes of them."""
+"""Reads log files as lines and bytes: plain or gzipped, in any encoding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sentinel.errors import LogError
 
 HEAD_BYTES = 1 << 16
 HEAD_LINES = 200_000
-"""Lines in which a trainer's own output must begin: launchers and NCCL write much before it."""
+"""Lines within which a trainer's own output must begin: launchers and NCCL write much before it."""
 LONGEST_LINE = 1 << 24
-"""Bytes. A few kB of an archive can be a line of gigabytes."""
+"""Most bytes of a line. A few kB of an archive can be a line of gigabytes."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line without its end). Raises LogError where the file cannot be read.
+    """Yield (number from 1, line without its end). Raises LogError if the file cannot be read.
 
-    A gzipped file that was cut off ends where it was cut, as those of killed jobs do.
+    A gzipped file that was cut off, as of a killed job, ends where it was cut.
     """
     count = 0
     try:
@@ -43,12 +43,12 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def plain(line: str) -> str:
-    """A line of a terminal without its colours."""
+    """Return a line of a terminal without its colours."""
     return _COLOURS.sub("", line) if "\x1b" in line else line
 
 
 def head(path: Path) -> bytes:
-    """The first bytes of the content. Raises LogError where the file cannot be read."""
+    """Return the first `HEAD_BYTES` of the content at most. Raises LogError if the file cannot be read."""
     try:
         with open_log(path) as file:
             return file.read1(HEAD_BYTES)
@@ -57,19 +57,19 @@ def head(path: Path) -> bytes:
 
 
 def open_log(path: Path) -> BufferedReader | gzip.GzipFile:
-    """Its content, unpacked where it is gzipped, whatever its name. Raises OSError."""
+    """Open a log, and unpack it if it is gzipped, whatever its name. Raises OSError."""
     with path.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
     return gzip.open(path) if gzipped else path.open("rb")
 
 
 def matches(path: Path, pattern: re.Pattern[str]) -> bool:
-    """Whether a pattern is found before the log is too far in."""
+    """Whether a pattern is found in the first `HEAD_LINES` lines."""
     return any(pattern.search(line) for _, line in islice(lines(path), HEAD_LINES))
 
 
 def seconds(text: str) -> float | None:
-    """ISO 8601 as Unix seconds (local time where it names no zone); None where it is none."""
+    """Return an ISO 8601 time as Unix seconds (local time if it names no zone); None if it is not one."""
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""Trackio's database of a project (`PROJECT.db`, SQLite): each of its runs is one here, read without the package.
+"""Reads the runs in Trackio's database of a project (`PROJECT.db`, SQLite), without the package.
 
-Table `metrics`: a row for each call of `trackio.log`, with the step, the time in ISO 8601 at which a batch of rows was
-written, and the metrics in JSON, where NaN and infinity are strings.
+Table `metrics` has a row for each call of `trackio.log`, with the step, the time in ISO 8601 at which a batch of rows
+was written, and the metrics in JSON, in which NaN and infinity are strings.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _COLUMNS = {"id", "run_id", "run_name", "timestamp", "step", "metrics"}
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether it is a SQLite database with such a table."""
+    """Whether the file is a SQLite database with such a table."""
     if not head.startswith(b"SQLite format 3\0"):
         return False
     try:
         with contextlib.closing(_open(path)) as database:
             return {name for (name,) in database.execute("SELECT name FROM pragma_table_info('metrics')")} >= _COLUMNS
-    except (sqlite3.Error, UnicodeDecodeError):  # of a damaged name
+    except (sqlite3.Error, UnicodeDecodeError):  # the latter for a damaged name
         return False
 
 
 def read(path: Path) -> list[Recording]:
-    """A recording for each run, in the order in which they began. Raises LogError where there is none to read."""
+    """Return a recording for each run, in the order in which they began. Raises LogError if none can be read."""
     found = dict[str, Recording]()
     try:
         with contextlib.closing(_open(path)) as database:

@@ -1,8 +1,8 @@
-"""`trainer_state.json` of the Hugging Face Trainer; or its `log_history` alone, or any other list of rows.
+"""Reads `trainer_state.json` of the Hugging Face Trainer, or its `log_history` alone, or any other list of rows.
 
-The Trainer masks a loss that is NaN: it logs 0.0, and gives it away by a gradient norm that is NaN. Both are taken as
-they are; NonFiniteGradient is about the second. It logs the infinite norm of a step that a scaler withheld, too, but
-not that it was withheld: `Recording.observations` knows it by the norms after it.
+The Trainer masks a NaN loss: it logs 0.0, and only the gradient norm is NaN. Both are taken as they are; the rule
+NonFiniteGradient finds the second. It also logs the infinite norm of a step that a scaler withheld, but not that it was
+withheld: `Recording.observations` concludes that from the norms after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HISTORY = "log_history"
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether it is one JSON document that holds rows."""
+    """Whether the file is one JSON document that holds rows."""
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if not start.startswith(b"[") and not (start.startswith(b"{") and b'"log_history"' in head):
         return False
@@ -31,7 +31,7 @@ def recognise(path: Path, head: bytes) -> bool:
 
 
 def read(path: Path) -> Recording:
-    """All rows. Raises LogError where the document is cut off."""
+    """Return all rows of a document. Raises LogError if it is not JSON, such as one that is cut off."""
     recording = Recording(path, NAME)
     try:
         history = _history(path) or []

@@ -1,8 +1,8 @@
-"""Weights & Biases' own files of a run (`run-ID.wandb`, offline or not), read without the package.
+"""Reads Weights & Biases' own files of a run (`run-ID.wandb`, offline or not), without the package.
 
 A file is 7 bytes of header, then LevelDB's log format (google/leveldb, doc/log_format.md): blocks of 32 KiB with
-pieces of records, each after a checksum (CRC-32, of the type and the piece), a length and a type. A record is a
-message of wandb/proto/wandb_internal.proto; read are the rows (`history`) and the name (`run`).
+pieces of records, each after a checksum (CRC-32 of the type and the piece), a length and a type. A record is a message
+of wandb/proto/wandb_internal.proto; the rows (`history`) and the name (`run`) are read.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ NAME = "W&B"
 _HEADER, _MAGIC = 7, b":W&B"
 _BLOCK = 32 * 1024
 _PIECE = struct.Struct("<IHB")
-"""Checksum, length, type."""
+"""Header of a piece: checksum, length, type."""
 _WHOLE, _FIRST, _LAST = 1, 2, 4
-"""Types of pieces; 3 is between first and last."""
+"""Types of pieces; type 3 is between first and last."""
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether it begins as such a file does."""
+    """Whether the file begins with W&B's magic bytes."""
     return head.startswith(_MAGIC)
 
 
 def read(path: Path) -> Recording:
-    """All rows that were committed. Raises LogError where the file cannot be read."""
+    """Return all rows that were committed. Raises LogError if the file cannot be read."""
     recording = Recording(path, NAME)
     try:
         with open_log(path) as file:
@@ -52,8 +52,8 @@ def read(path: Path) -> Recording:
 
 
 def _records(file: BinaryIO | gzip.GzipFile, recording: Recording) -> Iterator[bytes]:
-    """Ends at a record that is cut off, as the last one of a run that was killed is. What follows damage in a block is
-    left out with it."""
+    """Yield the records. Ends at one that is cut off, as the last record of a killed run is. The rest of a damaged
+    block is left out."""
     record, block, number = b"", file.read(_BLOCK)[_HEADER:], 0
     while block:
         number += 1
@@ -75,17 +75,17 @@ def _records(file: BinaryIO | gzip.GzipFile, recording: Recording) -> Iterator[b
 
 
 def _take(recording: Recording, count: int, record: bytes) -> None:
-    """Record: 2 history, 17 run."""
+    """Add a record, whose fields are 2 history, 17 run."""
     for key, _, value in fields(record):
         if key == 2 and isinstance(value, bytes):
             rows.take(recording, count, _row(value))
         elif key == 17 and isinstance(value, bytes):
             found = {number: text for number, _, text in fields(value) if isinstance(text, bytes)}
-            recording.run = found.get(8, found.get(1, b"")).decode()  # display_name, else run_id
+            recording.run = found.get(8, found.get(1, b"")).decode()  # display_name, otherwise run_id
 
 
 def _row(history: bytes) -> dict[str, object]:
-    """HistoryRecord: 1 item; HistoryItem: 1 key, 2 nested_key (repeated), 16 value_json."""
+    """Return the row of a HistoryRecord: 1 item; its HistoryItem: 1 key, 2 nested_key (repeated), 16 value_json."""
     row = dict[str, object]()
     for key, _, item in fields(history):
         if key == 1 and isinstance(item, bytes):

@@ -1,4 +1,4 @@
-"""What a snapshot says, and what to do."""
+"""The findings in snapshots of the allocator, and what to do about them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sentinel.toolkit.memory.stacks import Growth, place
 from sentinel.toolkit.memory.timeline import TimelineMoment, before, peaks
 
 TORN = 0.2
-"""Share of the reserved memory in free pieces from which it is a finding: that of the rule Fragmentation."""
+"""Least share of the reserved memory in free pieces that is a finding: the limit of the rule Fragmentation."""
 _LEAST = 64 * 1024**2
-"""Bytes under which nothing is worth a finding."""
+"""Least bytes that are worth a finding."""
 _ROUNDED = 0.1
 _WAITING = 0.1
 
 
 def findings(snapshots: list[AllocatorSnapshot], growth: list[Growth]) -> list[Advice]:
-    """Of the last snapshot, and of what grew up to it; the severest first."""
+    """Return the findings in the last snapshot, and on what grew up to it, the most severe first."""
     last = snapshots[-1]
     held = peaks(last)
     found = [

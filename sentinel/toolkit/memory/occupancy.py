@@ -16,17 +16,17 @@ class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     """Freed, but in use on another stream (record_stream)."""
     pieces: int
-    """Free, in segments that also hold something: no other allocation size and no other process can have them back."""
+    """Free, in segments that also hold something: no other allocation size and no other process can use them."""
     whole: int
-    """Free, in segments that hold nothing: empty_cache() returns them."""
+    """Free, in segments that hold nothing: empty_cache() returns them to the driver."""
     rounding: int
-    """Of live: more than was asked for."""
+    """Live, beyond what was requested."""
     private: int
-    """Reserved by pools of their own (CUDA graphs)."""
+    """Reserved by private pools (CUDA graphs)."""
     largest_free: int
     segments: int
     expandable: bool
-    """Any segment is."""
+    """Whether any segment is expandable."""
 
     @property
     def fragmentation(self) -> float:
@@ -35,7 +35,7 @@ class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def occupancies(snapshot: AllocatorSnapshot) -> list[Occupancy]:
-    """One a GPU that has reserved anything."""
+    """Return the occupancy of each GPU that has reserved anything."""
     devices = sorted({segment.device for segment in snapshot.segments})
     return [_occupancy(device, [s for s in snapshot.segments if s.device == device]) for device in devices]
 
@@ -64,7 +64,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def picture(segments: list[Segment], width: int) -> list[tuple[Segment, str]]:
-    """A line a segment: how full each `1/width` of it is; those with most free memory in pieces first."""
+    """Return a line for each segment in use: how full each `1/width` of it is; those with most free memory first."""
     torn = [segment for segment in segments if any(block.state != "free" for block in segment.blocks)]
     torn.sort(key=lambda segment: sum(b.size for b in segment.blocks if b.state == "free"), reverse=True)
     return [(segment, _bar(segment, width)) for segment in torn]

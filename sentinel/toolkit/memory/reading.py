@@ -1,8 +1,8 @@
-"""Reads what torch.cuda.memory._dump_snapshot wrote. The file may be from anybody.
+"""Reads what torch.cuda.memory._dump_snapshot wrote. The file may come from anyone.
 
 A snapshot is a pickle of dicts, lists, tuples, strings and numbers. Every opcode that would import a name is refused,
-so nothing in it is called. A file can't make much more of itself than it is: the address space is limited while it is
-read, and entries are counted against its size, because a list may hold itself a million times for two bytes each.
+so nothing in it is called. A file cannot expand much beyond its size: the address space is limited while it is read,
+and entries are counted against its size, because a list may hold itself a million times for two bytes each.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sentinel import safe_pickle
 from sentinel.errors import ConfigError
 
 LARGEST = 2 * 1024**3
-"""Bytes of a snapshot that is read."""
+"""Most bytes of a snapshot that is read."""
 _DEEPEST = 64
-"""Frames of a stack that are kept."""
+"""Most frames of a stack that are kept."""
 _ARCHIVES = {b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _STATES = {"active_allocated": "live", "active_awaiting_free": "waiting", "active_pending_free": "waiting"}
 
 Stack = tuple[str, ...]
-"""`file:line function`, innermost first."""
+"""The frames of a stack as `file:line function`, innermost first."""
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -33,22 +33,22 @@ class Block(msgspec.Struct, frozen=True):
 
     size: int
     requested: int
-    """Bytes that were asked for: less than size, by rounding."""
+    """Bytes that were requested: less than size, which is rounded up."""
     state: str
     """`live`, `waiting` (freed, but another stream may still use it) or `free`."""
     stack: Stack
-    """Where it was allocated; empty where no history was recorded."""
+    """Where it was allocated; empty if no history was recorded."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Memory of one cudaMalloc."""
+    """The memory of one cudaMalloc."""
 
     device: int
     address: int
     size: int
     large: bool
     private: bool
-    """Of a pool of its own: a CUDA graph's."""
+    """Whether it belongs to a private pool, such as a CUDA graph's."""
     expandable: bool
     stream: int
     blocks: tuple[Block, ...]
@@ -63,7 +63,7 @@ class OomEvent(msgspec.Struct, frozen=True):
     """Bytes that the driver still had."""
     stack: Stack
     entry: int
-    """Where in the history of its GPU."""
+    """Index in the history of its GPU."""
 
 
 class AllocatorEvent(NamedTuple):
@@ -75,20 +75,21 @@ class AllocatorEvent(NamedTuple):
 
 
 class AllocatorSnapshot(msgspec.Struct, frozen=True):
-    """One file."""
+    """The content of one snapshot file."""
 
     file: str
     segments: tuple[Segment, ...]
     failures: tuple[OomEvent, ...]
     recorded: bool
-    """Stacks were recorded."""
+    """Whether stacks were recorded."""
     settings: dict[str, Any]
     histories: Mapping[int, list[AllocatorEvent]]
-    """What the allocator did, by GPU, in order, as far back as it was recorded."""
+    """What the allocator did on each GPU, in order, as far back as it was recorded."""
 
 
 def read(path: Path) -> AllocatorSnapshot:
-    """A snapshot. Raises ConfigError: no file, too large, an archive, no snapshot, or one that would run code."""
+    """Read a snapshot. Raises ConfigError for no file, a too large one, an archive, no snapshot, or one that would run
+    code."""
     content = _bytes(path)
     with safe_pickle.limit_memory(len(content)):
         unpickled = safe_pickle.load_pickle(path, content, "a snapshot of the allocator")
@@ -117,7 +118,7 @@ def _bytes(path: Path) -> bytes:
 
 
 class _Reading:
-    """Turns the unpickled content into structs, and counts what it has seen."""
+    """Turns the unpickled content into structs, and counts its entries."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._budget = path, size
@@ -184,7 +185,7 @@ class _Reading:
         frames = holder.get("frames")
         if not frames:
             return ()
-        # Blocks of one stack share its list, in the file and so in memory, where it lives as long as this reading does.
+        # Blocks of one stack share its list in the file, and so in memory, where it lives as long as this reading.
         if id(frames) not in self._stacks:
             self._stacks[id(frames)] = self._name_frames(self._each(frames)[:_DEEPEST])
         return self._stacks[id(frames)]
@@ -206,7 +207,7 @@ def _natural(value: Any) -> int:
 
 
 def _text(value: Any) -> str:
-    """A name without what a terminal would obey."""
+    """Return a name without control characters, which a terminal would obey."""
     if not isinstance(value, str):
         raise TypeError(f"a text was expected, not {type(value).__name__}")
     return "".join(character for character in value[:300] if character.isprintable())

@@ -1,4 +1,4 @@
-"""Who holds memory, by the stack that allocated it, and whose share grows."""
+"""Which code holds memory, by the stack that allocated it, and whose share grows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _LIBRARIES = ("site-packages/torch/", "dist-packages/torch/", "torch/csrc", "??"
 
 
 _UNWINDING = ("unwind::unwind", "CapturedTraceback::gather", "gather_with_cpp", "CachingAllocator")
-"""Frames of C++ that every allocation has: who records the stack, and who gives the memory."""
+"""C++ frames that every allocation has: they record the stack, and provide the memory."""
 _ALLOCATING = ("StorageImpl", "Storage::", "at::detail::empty", "at::native::empty", "at::empty", "at::_ops::empty")
-"""Those that many have: an empty tensor is made."""
+"""C++ frames that many allocations have: they make an empty tensor."""
 _CATEGORIES = (
     ("torch::autograd::Engine", "gradients (autograd engine)"),
     ("c10d::", "collectives (c10d)"),
     ("torch::inductor", "compiled graph (inductor)"),
     ("torch::jit", "TorchScript"),
 )
-"""What a thread does that has no frame of Python, by a frame of C++ in its stack."""
+"""What a thread without Python frames does, by a C++ frame in its stack."""
 
 
 class StackHolder(msgspec.Struct, frozen=True):
-    """All live blocks of one stack."""
+    """The live blocks of one stack."""
 
     bytes: int
     blocks: int
@@ -39,10 +39,10 @@ class StackHolder(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """One stack over several snapshots."""
+    """The live blocks of one stack in several snapshots."""
 
     bytes: tuple[int, ...]
-    """Live, in each of them."""
+    """Live bytes in each snapshot."""
     blocks: tuple[int, ...]
     stack: Stack
 
@@ -53,14 +53,14 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 def place(stack: Stack) -> str:
-    """Where in the user's code; empty where no stack was recorded."""
+    """Return the innermost frame of user code, otherwise of torch; empty if no stack was recorded."""
     python = [frame for frame in stack if frame.split(":")[0].endswith(".py")]
     own = [frame for frame in python if not any(library in frame for library in _LIBRARIES)]
     return (own or python or [_native(stack)])[0]
 
 
 def select_telling(stack: Stack) -> Stack:
-    """The frames that tell something, innermost first: those of Python, or of C++ what is not every allocation's."""
+    """Return the informative frames, innermost first: Python's, or those of C++ that not every allocation has."""
     python = tuple(frame for frame in stack if frame.split(":")[0].endswith(".py"))
     beyond = tuple(frame for frame in stack if not any(name in frame for name in _UNWINDING))
     telling = tuple(frame for frame in beyond if not any(name in frame for name in _ALLOCATING))
@@ -68,7 +68,7 @@ def select_telling(stack: Stack) -> Stack:
 
 
 def _native(stack: Stack) -> str:
-    """Of a stack of C++ alone: what its thread does, and the function that does it."""
+    """Return, for a stack of C++ frames only, what its thread does, and the function that does it."""
     telling = [_function(frame) for frame in select_telling(stack)]
     category = next((words for name, words in _CATEGORIES if any(name in frame for frame in stack)), "")
     first = next((name for name in telling if "Backward" in name), next(iter(telling), ""))
@@ -76,21 +76,21 @@ def _native(stack: Stack) -> str:
 
 
 def _function(frame: str) -> str:
-    """`file:line name(arguments)` without arguments, and without a place where C++ has none."""
+    """Return `file:line name(arguments)` without the arguments, and without an unknown place."""
     where, _, name = frame.partition(" ")
     name = name.replace("(anonymous namespace)", "anonymous").partition("(")[0]
     return name if where.startswith("??") else f"{where} {name}"
 
 
 def holders(snapshot: AllocatorSnapshot) -> list[StackHolder]:
-    """The largest first."""
+    """Return the live blocks of each stack, the largest first."""
     return sorted(
         (StackHolder(size, count, stack) for stack, (size, count) in _live(snapshot).items()), reverse=True, key=_key
     )
 
 
 def growing(snapshots: list[AllocatorSnapshot]) -> list[Growth]:
-    """Stacks whose live blocks never got fewer and grew in all: the one that grew most first."""
+    """Return the stacks whose live blocks never decreased, and increased overall; the one that grew most first."""
     live = [_live(snapshot) for snapshot in snapshots]
     found = []
     for stack in {stack for each in live for stack in each if stack}:

@@ -1,7 +1,7 @@
 """What each GPU held at an earlier moment: the snapshot's segments, and its recorded history undone entry by entry.
 
-A snapshot is mostly taken between two steps, when most memory is free. How torn it is tells little then: free pieces
-may all be in use at the peak, which is what decides whether the run fits.
+A snapshot is mostly taken between two steps, when most memory is free. Its fragmentation means little then: all free
+pieces may be in use at the peak, which decides whether the run fits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import msgspec
 from sentinel.toolkit.memory.reading import AllocatorEvent, AllocatorSnapshot, Segment
 
 _ROUNDING = 512
-"""Bytes: the allocator's smallest piece. The history has what was asked for."""
+"""Bytes to a multiple of which the allocator rounds. The history has the bytes that were requested."""
 _STEPS = 20_000_000
-"""Of undoing, at most: a history that needs more is left alone."""
+"""Most operations for undoing a history: one that needs more is not undone."""
 _MAPPED, _UNMAPPED = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 
 
@@ -26,7 +26,7 @@ class TimelineMoment(msgspec.Struct, frozen=True, kw_only=True):
     device: int
     entry: int
     entries: int
-    """That the history has."""
+    """Number of entries of the history."""
     reserved: int
     live: int
     pieces: int
@@ -42,7 +42,7 @@ class TimelineMoment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def peaks(snapshot: AllocatorSnapshot) -> dict[int, TimelineMoment]:
-    """The moment at which each GPU held most, as far as its history goes back. None of those without a history."""
+    """Return the moment at which each GPU held most, as far back as its history goes; GPUs without one are left out."""
     found = {}
     for device, changes in snapshot.histories.items():
         if any(change.action == "alloc" for change in changes):
@@ -53,13 +53,13 @@ def peaks(snapshot: AllocatorSnapshot) -> dict[int, TimelineMoment]:
 
 
 def before(snapshot: AllocatorSnapshot, device: int, entry: int) -> TimelineMoment | None:
-    """What a GPU held when this entry of its history was written; None where that would take too long to find."""
+    """Return what a GPU held when this entry of its history was written; None if finding it would take too long."""
     mapped = sum(change.action in _MAPPED for change in snapshot.histories[device])
     return _moment(snapshot, device, entry) if mapped * len(snapshot.segments) < _STEPS else None
 
 
 def _freeing(changes: Sequence[AllocatorEvent]) -> str:
-    """What says that memory can be used again; a history may be recorded without it."""
+    """Return the action after which memory can be used again; a history may lack `free_completed`."""
     return "free_completed" if any(change.action == "free_completed" for change in changes) else "free_requested"
 
 
@@ -103,7 +103,7 @@ def _moment(snapshot: AllocatorSnapshot, device: int, entry: int) -> TimelineMom
 
 
 def _list_held(segment: Segment) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of what is in use."""
+    """Yield (address, bytes) of the blocks that are in use."""
     at = segment.address
     for block in segment.blocks:
         if block.state != "free":
@@ -112,7 +112,7 @@ def _list_held(segment: Segment) -> Iterator[tuple[int, int]]:
 
 
 def _cut(segments: dict[int, int], address: int, size: int) -> None:
-    """Take memory out of the segments: of an expandable one it may be a part."""
+    """Remove memory from the segments; it may be a part of an expandable one."""
     if segments.get(address) == size:
         del segments[address]
         return
@@ -127,7 +127,7 @@ def _cut(segments: dict[int, int], address: int, size: int) -> None:
 
 
 def _gaps(segments: dict[int, int], live: dict[int, int]) -> Iterator[tuple[int, bool]]:
-    """(bytes, whether its segment holds nothing) of each free stretch."""
+    """Yield (bytes, whether its segment is empty) of each free range."""
     used = sorted(live.items())
     starts = [address for address, _ in used]
     for start, length in segments.items():

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as the sizes of a transformer. Read as data: nothing is imported or downloaded."""
+"""Reads a Hugging Face config.json as the sizes of a transformer. It is data: nothing is imported or downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sentinel.errors import ConfigError
 from sentinel.toolkit.plan.transformer import Transformer
 
 _LIMIT = 4 * 1024 * 1024
-"""Bytes. Configs are a few kB; a larger file is something else."""
+"""Most characters of a config. Configs are a few kB; a larger file is something else."""
 
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -42,14 +42,15 @@ _UNTIED = {
     "gptj",
     "falcon",
 }
-"""Where the file is silent: the defaults of those classes in transformers (some write only what differs from them)."""
+"""Model types whose embeddings are not tied if the file does not say: the defaults of their classes in transformers
+(some files have only what differs from these)."""
 _BERTS = {"bert", "roberta", "camembert", "electra"}
 
 
 def read(path: Path) -> tuple[str, Transformer]:
-    """(name, sizes) of a config.json. Raises ConfigError."""
+    """Return (name, sizes) of a config.json. Raises ConfigError."""
     content = _content(path)
-    if isinstance(content.get("text_config"), dict):  # a model of several modes: the text's part is what is large
+    if isinstance(content.get("text_config"), dict):  # a multimodal model: the text part is the large one
         content = {**content, **content["text_config"]}
     sizes = {ours: _size(path, content, theirs) for ours, theirs in _NAMES.items()}
     missing = [_NAMES[ours][0] for ours in _REQUIRED if not sizes[ours]]

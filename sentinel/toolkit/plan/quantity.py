@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them."""
+"""Reads and writes sizes and counts as people write them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST = 1e18
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "80GB", "24 GiB", "8e10". Raises ConfigError."""
+    """Return the bytes of "80GB", "24 GiB", "8e10". Raises ConfigError."""
     return _parse_quantity(text, _BYTES, "a size, such as 80GB or 24GiB")
 
 
 def parse_count(text: str) -> int:
-    """The number in "7.5e9", "7.5B", "350M". Raises ConfigError."""
+    """Return the number in "7.5e9", "7.5B", "350M". Raises ConfigError."""
     return _parse_quantity(text, _COUNTS, "a number, such as 7.5e9, 7.5B or 350M")
 
 
@@ -37,7 +37,7 @@ def _parse_quantity(text: str, units: dict[str, int], wanted: str) -> int:
 
 
 def readable_count(number: float) -> str:
-    """Three digits: 7.5 B, 350 M."""
+    """Return a count with three digits: 7.5 B, 350 M."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * unit:
             return f"{number / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""Which strategies fit, the fastest first."""
+"""Ranks strategies: which fit, the fastest first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _QLORA = (
 def rank_strategies(
     subject: Subject, setup: Setup, *, checkpointing: bool | None = None, micro_batch: int = 0
 ) -> list[Candidate]:
-    """One candidate a strategy, those that fit first, the fastest of them first. None and 0: the plan chooses."""
+    """Return one candidate per strategy, those that fit first, the fastest of them first.
+
+    `checkpointing` None and `micro_batch` 0: the plan chooses.
+    """
     found = [
         _best(subject, setup, kind, change, checkpointing, micro_batch)
         for subject, setup, kind, change in _offers(subject, setup)
@@ -36,7 +39,7 @@ def rank_strategies(
 
 
 def _offers(subject: Subject, setup: Setup) -> list[tuple[Subject, Setup, StrategyKind, str]]:
-    """Simplest first: among equally fast ones the simplest leads."""
+    """Return the strategies to try, the simplest first: of equally fast ones the simplest ranks first."""
     kinds = KINDS if setup.gpus > 1 else ALONE
     offers = [(subject, setup, kind, "") for kind in kinds]
     whole = [kind for kind in kinds if not kind.offloads and len(kind.shards) in (0, 3)]
@@ -57,7 +60,7 @@ def _offers(subject: Subject, setup: Setup) -> list[tuple[Subject, Setup, Strate
 def _best(
     subject: Subject, setup: Setup, kind: StrategyKind, change: str, checkpointing: bool | None, micro_batch: int
 ) -> Candidate:
-    """The fastest that fits; where none does, the smallest."""
+    """Return the fastest candidate that fits; if none does, the smallest."""
     known = subject.plain is not None and subject.checkpointed is not None
     ways = [False, True] if checkpointing is None and known else [bool(checkpointing) and known]
     sizes = [micro_batch] if micro_batch else _halvings(setup.batch) if known else [setup.batch]
@@ -80,7 +83,7 @@ def _halvings(batch: int) -> list[int]:
 
 
 def advice(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[str]:
-    """What no row of the table says."""
+    """Return advice that no row of the table shows."""
     said = list(subject.notes)
     best = candidates[0]
     states = best.per_gpu.parameters + best.per_gpu.gradients + best.per_gpu.optimizer

@@ -1,4 +1,4 @@
-"""Bytes that a parameter costs, by precision and optimizer, and what a GPU holds."""
+"""The bytes per parameter, by precision and optimizer, and the memory and speed of GPUs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
-    """How weights, gradients and activations are stored. Bytes an element."""
+    """How weights, gradients and activations are stored, in bytes per element."""
 
     name: str
     weight: int
     gradient: int
     master: int
-    """Of a float32 copy of a trained weight; 0: there is none."""
+    """Bytes of the float32 copy of a trained weight; 0: there is none."""
     activation: int
     state: int
-    """Of an element of the optimizer's state."""
+    """Bytes per element of the optimizer's state."""
     source: str
 
 
@@ -36,23 +36,23 @@ PRECISIONS = {
         source="everything in bfloat16, the optimizer's state too: small updates are rounded away",
     ),
 }  # fmt: skip
-"""In PyTorch's FSDP2 with MixedPrecisionPolicy(param_dtype=bfloat16) the shards are float32: `amp`'s bytes, and the
-16 bytes a parameter in all that `mixed` has, too."""
+"""Precisions by name. In PyTorch's FSDP2 with MixedPrecisionPolicy(param_dtype=bfloat16) the shards are float32:
+`amp`'s bytes, in all 16 bytes per parameter, as with `mixed`."""
 
 
 class Optimizer(msgspec.Struct, frozen=True, kw_only=True):
-    """What an optimizer keeps of each trained parameter."""
+    """What an optimizer keeps for each trained parameter."""
 
     name: str
     states: int
-    """State tensors of the parameter's shape."""
+    """Number of state tensors of the parameter's shape."""
     eight_bit: bool = False
     temporaries: int = 0
-    """Copies of the largest tensor that a step which takes one tensor after the other holds, as on a CPU."""
+    """Copies of the largest tensor that a step holds if it updates one tensor after the other, as on a CPU."""
     source: str
 
     def bytes_per_parameter(self, precision: Precision) -> float:
-        """Of state, the master copy not counted."""
+        """Return the bytes of state per parameter, without the master copy."""
         if self.eight_bit:
             return self.states * (1 + 4 / _BLOCK)
         return float(self.states * precision.state)
@@ -75,17 +75,17 @@ OPTIMIZERS = {
 
 
 NF4_BYTES = 0.5 + (8 / 64 + 32 / (64 * 256)) / 8
-"""Of a parameter in 4-bit NormalFloat: 4 bits, and of the quantisation constants 8 bits a block of 64 and 32 bits for
-each 256 of these (QLoRA, arXiv 2305.14314, section 3, 'Double Quantization': 0.127 bits)."""
+"""Bytes of a parameter in 4-bit NormalFloat: 4 bits, and the quantisation constants: 8 bits per block of 64, and 32
+bits per 256 of these (QLoRA, arXiv 2305.14314, section 3, 'Double Quantization': 0.127 bits)."""
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, by its data sheet."""
+    """A GPU according to its data sheet."""
 
     memory: int
-    """Bytes."""
+    """Bytes of memory."""
     flops: float
-    """Dense 16-bit matrix products, operations a second."""
+    """Operations per second in dense 16-bit matrix products."""
 
 
 CARDS = {
@@ -101,7 +101,7 @@ CARDS = {
     "t4": Card(memory=16 * 10**9, flops=65e12),
     "v100": Card(memory=32 * 10**9, flops=125e12),
 }
-"""From the vendors' data sheets, without sparsity."""
+"""GPUs by name, from the vendors' data sheets, without sparsity."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,15 +113,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     optimizer: Optimizer
     batch: int = 1
-    """Samples of one GPU in one optimizer step."""
+    """Samples per GPU in one optimizer step."""
     flops: float = CARDS["h100"].flops
     link: float = 50e9
-    """Bytes a second between GPUs, each way, of one GPU: 400 Gbit/s InfiniBand."""
+    """Bytes per second between GPUs, each way, per GPU: 400 Gbit/s InfiniBand."""
     host_link: float = 25e9
-    """Bytes a second between a GPU and its host: what PCIe 4.0 x16 reaches."""
+    """Bytes per second between a GPU and its host: what PCIe 4.0 x16 reaches."""
     share: float = 0.9
-    """Of the memory that a plan may use: the CUDA context, NCCL's buffers, workspaces and fragments have the rest."""
+    """Share of the memory that a plan may use: CUDA context, NCCL's buffers, workspaces and fragments need the rest."""
     target: str = "cuda"
-    """`cpu`: the optimizer steps one tensor after the other, and holds temporaries of the largest."""
+    """`cpu`: the optimizer updates one tensor after the other, and holds temporaries of the largest."""
     lora: float | None = None
     """Share of the parameters that adapters would add; None: not offered."""

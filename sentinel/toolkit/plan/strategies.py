@@ -1,4 +1,4 @@
-"""What lies on each GPU, and what travels, under one way to spread a model."""
+"""What a strategy of spreading a model stores on each GPU, and what it sends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class StrategyKind(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     shards: frozenset[str] = frozenset()
-    """Of `parameters`, `gradients`, `optimizer`: what every GPU holds only its part of."""
+    """Which of `parameters`, `gradients`, `optimizer` are sharded: each GPU holds only its part."""
     offloads: frozenset[str] = frozenset()
-    """Of the same: what lies in the host's memory."""
+    """Which of the same are in the host's memory."""
     source: str = _ZERO
     line: str
-    """What to write."""
+    """The line of code or configuration to write."""
 
     def parts(self, what: str, gpus: int) -> int:
-        """Into how many parts it is cut."""
+        """Return into how many parts this is sharded."""
         return gpus if what in self.shards else 1
 
 
@@ -76,19 +76,19 @@ ALONE = (
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one GPU at the peak of a step; the total is the sum."""
+    """Bytes on one GPU at the peak of a step, and their sum."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    """All that the peak holds beyond the others: where gradients are not there yet, they are taken off."""
+    """Everything at the peak beyond the others; gradients that do not exist yet at the peak are subtracted."""
     gathered: float
     total: float
 
 
 class MemoryLine(msgspec.Struct, frozen=True):
-    """Where a figure is from."""
+    """A figure with its formula and source."""
 
     what: str
     bytes: float
@@ -97,24 +97,24 @@ class MemoryLine(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy, worked out."""
+    """One strategy and its costs."""
 
     strategy: str
     changes_training: bool = False
-    """Another optimizer or fewer trained parameters: offered, but after those that leave the training as it is."""
+    """Whether it has another optimizer or fewer trained parameters: ranked after those that do not change training."""
     per_gpu: MemoryEstimate
     host: float
     """Bytes in the host's memory for each GPU."""
     communication: float
     """Bytes that a GPU sends in a step."""
     headroom: float
-    """Bytes that are left of the share of the GPU's memory that a plan may use; negative: does not fit."""
+    """Bytes left of the share of the GPU's memory that a plan may use; negative: it does not fit."""
     fits: bool
     micro_batch: int
     accumulation: int
     checkpointing: bool
     seconds: float
-    """An estimate of a step, for the ranking; what is not known of it is left out."""
+    """Estimated seconds of a step, for the ranking; unknown parts are left out."""
     formulas: tuple[MemoryLine, ...]
     line: str
 
@@ -122,7 +122,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 def work_out(
     subject: Subject, setup: Setup, kind: StrategyKind, *, micro_batch: int, checkpointing: bool, change: str = ""
 ) -> Candidate:
-    """One strategy with one micro-batch."""
+    """Return the costs of one strategy with one micro-batch size. `change`: what it changes in the training."""
     accumulation = -(-setup.batch // micro_batch)
     lines = [*_states(subject, setup, kind)]
     lines.append(_count_gathered(subject, setup, kind))
@@ -183,9 +183,11 @@ def _state(
 
 
 def _count_gathered(subject: Subject, setup: Setup, kind: StrategyKind) -> MemoryLine:
-    """FSDP2 holds the root's parameters from forward to backward, and of the units the present one and the next.
+    """Return the bytes of gathered parameters.
 
-    What is stored in NF4 is made into 16 bits for each product, one matrix at a time."""
+    FSDP2 holds the root's parameters from forward to backward, and those of the present and the next unit. Parameters
+    in NF4 are converted to 16 bits for each product, one matrix at a time.
+    """
     if subject.quantised:
         words = "the matrices are not known"
         if subject.largest_linear:
@@ -259,7 +261,7 @@ def _host(subject: Subject, setup: Setup, kind: StrategyKind) -> float:
         "gradients": subject.trainable * precision.gradient,
         "optimizer": subject.trainable * state,
     }
-    # DeepSpeed brings the gradients of offloaded optimizers to the host, whether they are named or not.
+    # DeepSpeed moves the gradients of offloaded optimizers to the host, too, whether configured or not.
     moved = kind.offloads | ({"gradients"} if kind.offloads else set())
     return sum(sizes[what] / kind.parts(what, setup.gpus) for what in moved)
 
@@ -267,15 +269,15 @@ def _host(subject: Subject, setup: Setup, kind: StrategyKind) -> float:
 _EFFICIENCY = 0.4
 """Share of the data sheet's operations that large models reach in training (PaLM, arXiv 2204.02311, table 3: 46 %)."""
 _HOST_ADAM = 10e9
-"""Bytes a second of one GPU's share of a host's memory: what an optimizer on the CPU works at."""
+"""Bytes per second at which an optimizer on the CPU updates one GPU's share of a host's memory."""
 _SMALLER_BATCH = 0.02
-"""Of the time, for each halving of the micro-batch: kernels get less work each. Assumed, to break ties."""
+"""Share of the time added for each halving of the micro-batch: each kernel gets less work. Assumed, to break ties."""
 
 
 def _seconds(
     subject: Subject, setup: Setup, kind: StrategyKind, sent: float, accumulation: int, checkpointing: bool
 ) -> float:
-    """Compute and communication overlap; what goes over the host's link and its Adam does not."""
+    """Return the seconds of a step. Compute and communication overlap; the host's link and its Adam do not."""
     forward = 2.0 * subject.parameters * subject.tokens * setup.batch
     backward = forward * (1 + subject.trainable / max(1, subject.parameters))
     again = forward if checkpointing else 0.0

@@ -1,4 +1,4 @@
-"""What is trained."""
+"""The model to be trained, as a plan needs to know it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A moment of a step."""
+    """The memory at a moment of a step."""
 
     activations: float
     """Bytes beyond weights, gradients and optimizer, for one sample."""
     gradients: float
-    """Share of the gradients that are there already, 0 to 1."""
+    """Share of the gradients that exist already, 0 to 1."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,9 +23,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
     def surplus(self, samples: int, gradients: float, *, kept: bool) -> float:
-        """Bytes at the step's peak beyond weights, optimizer and all of `gradients`.
+        """Return the bytes at the step's peak beyond weights, optimizer and all of `gradients`.
 
-        `kept`: the gradients of earlier micro-batches are there from the start.
+        `kept`: the gradients of earlier micro-batches exist from the start.
         """
         return max(
             point.activations * samples + (0.0 if kept else gradients * (point.gradients - 1)) for point in self.points
@@ -41,20 +41,20 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int = 0
     """Bytes of buffers: running statistics, rotary tables."""
     unit: int = 0
-    """Parameters of the largest part that FSDP gathers at once; 0: not known."""
+    """Parameters of the largest part that FSDP gathers at once; 0: unknown."""
     rest: int = 0
     """Parameters outside the repeated units: embeddings and the head. FSDP gathers them as the root."""
     largest: int = 0
-    """Parameters of the largest tensor; 0: not known."""
+    """Parameters of the largest tensor; 0: unknown."""
     linear: int = 0
-    """Parameters of the matrices of linear layers in the repeated units; 0: not known."""
+    """Parameters of the matrices of linear layers in the repeated units; 0: unknown."""
     largest_linear: int = 0
-    """Of the largest of these; 0: not known."""
+    """Parameters of the largest of these; 0: unknown."""
     quantised: int = 0
-    """Parameters that are stored in NF4."""
+    """Number of parameters stored in NF4."""
     tokens: int = 0
-    """Of one sample, for the time that computing takes; 0: not known."""
+    """Tokens of one sample, for the time of computing; 0: unknown."""
     plain: Profile | None = None
     checkpointed: Profile | None = None
-    """With each repeated unit checkpointed."""
+    """The profile with each repeated unit checkpointed."""
     notes: tuple[str, ...] = ()

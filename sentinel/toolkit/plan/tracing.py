@@ -1,6 +1,6 @@
-"""A module as a subject: one forward and backward on fake tensors, its memory accounted tensor by tensor.
+"""Traces a module as a subject: one forward and backward on fake tensors, with the memory of each tensor counted.
 
-Fake tensors have shape, type and device, and no bytes: a model of 70 B parameters is traced on a laptop.
+Fake tensors have shape, type and device, but no bytes: a model of 70 B parameters can be traced on a laptop.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SOURCE = "one step on fake tensors, each operation's storages counted"
 
 
 _CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward}
-"""They copy their operands into the layout of oneDNN or cuDNN while they run."""
+"""Operations that copy their operands into the layout of oneDNN or cuDNN while they run."""
 
 
 class TensorAccounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that operations made and that are still held."""
+    """Counts the bytes of the storages that operations made and that are still held."""
 
     def __init__(self, known: list[Tensor], moment: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,9 +62,10 @@ class TensorAccounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def subject(build: Callable[[], Any], name: str, precision: Precision, *, inputs: tuple[Tensor, ...] = ()) -> Subject:
-    """A builder's model, with the profile of a step. Raises ConfigError in words where it cannot be traced.
+    """Return a builder's model as a subject, with the profile of a step.
 
-    `build` returns a module, or (module, inputs): a tuple or a dict of tensors, the batch first.
+    `build` returns a module, or (module, inputs): a tuple or a dict of tensors, the batch first. Raises ConfigError
+    with the reason if it cannot be traced.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         with _default_type(precision):
@@ -79,7 +80,7 @@ def _size(values: list[Any]) -> int:
 
 
 def load(target: str) -> Callable[[], Any]:
-    """`my.module:build_model` as a callable. The working directory is searched first, as `python -m` does."""
+    """Return `my.module:build_model` as a callable. The working directory is searched first, as with `python -m`."""
     module, _, attribute = target.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{target!r}: write it as my.module:build_model")
@@ -111,7 +112,7 @@ def _build_model(build: Callable[[], Any], name: str) -> tuple[nn.Module, Any]:
 
 @contextlib.contextmanager
 def _default_type(precision: Precision) -> Iterator[None]:
-    """What the builder makes without naming a type has the precision's."""
+    """Set the precision's type as the default of tensors for the builder."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if precision.weight == 2 else torch.float32)
     try:
@@ -152,7 +153,7 @@ def _trace_model(model: nn.Module, given: Any, name: str, precision: Precision) 
 
 
 def list_repeated(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the model: of the lists of equal modules in it, the one with most parameters."""
+    """Return the blocks of the model: of its lists of modules of one class, the one with most parameters."""
     found: list[list[nn.Module]] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -168,7 +169,7 @@ def _checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
     from torch.utils.checkpoint import checkpoint
 
     def wrap_forward(forward: Any) -> Any:
-        # Without the state of random numbers: fake ones have none, and its 5 kB are not worth a special case.
+        # Without the random state: fake tensors have none, and its 5 kB are not worth a special case.
         return lambda *a, **k: checkpoint(forward, *a, use_reentrant=False, preserve_rng_state=False, **k)
 
     for block in blocks:
@@ -225,7 +226,7 @@ def _forward(model: nn.Module, given: Any) -> Any:
 
 
 def _loss(output: Any) -> Tensor:
-    """The output's loss, or itself where it is a scalar; else its sum, which asks for the same gradients."""
+    """Return the output's loss, or the output if it is a scalar; otherwise its sum, which needs the same gradients."""
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -241,6 +242,6 @@ def _batch(given: Any) -> int:
 
 
 def _tokens(given: Any) -> int:
-    """Positions of a sample of integers (tokens), or 1: for the time that computing takes."""
+    """Return the length of a sample of integers (tokens), or 1; used for the time of computing."""
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2]
     return tensors[0].shape[1] if tensors else 1

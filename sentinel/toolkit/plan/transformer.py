@@ -1,6 +1,6 @@
-"""Activations of a transformer, by formula: what PyTorch's autograd keeps of each operation.
+"""The activations of a transformer, by formula: what PyTorch's autograd keeps of each operation.
 
-With GELU, dropout and attention that is not fused it comes to the s b h (34 + 5 a s / h) bytes a layer in 16 bit of
+With GELU, dropout and attention that is not fused, it is the s b h (34 + 5 a s / h) bytes per layer in 16 bit of
 Korthikanti et al. (arXiv 2205.05198, equation 2); here also for fused attention, grouped keys,
 gated feed-forward and the loss.
 """
@@ -16,40 +16,40 @@ _SOURCE = "arXiv 2205.05198, section 4.1, term by term for what is configured"
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that decide."""
+    """The sizes of a transformer that determine its memory."""
 
     layers: int
     hidden: int
     heads: int
     vocabulary: int
     kv_heads: int = 0
-    """0: as many as heads."""
+    """Number of key heads; 0: as many as heads."""
     head_size: int = 0
-    """0: hidden / heads."""
+    """Width of a head; 0: hidden / heads."""
     feed_forward: int = 0
-    """0: four times hidden, or 8/3 of it where it is gated."""
+    """Width of the feed-forward; 0: four times hidden, or 8/3 of it if gated."""
     gated: bool = False
-    """Three matrices (SwiGLU) instead of two."""
+    """Whether the feed-forward has three matrices (SwiGLU) instead of two."""
     elementary_gelu: bool = False
-    """GELU's tanh form in elementary operations (`gelu_new`), which keeps three more tensors."""
+    """Whether GELU's tanh form is made of elementary operations (`gelu_new`), which keep three more tensors."""
     rms: bool = False
-    """RMSNorm in elementary operations, as Hugging Face writes it, instead of a fused LayerNorm."""
+    """Whether norms are RMSNorm in elementary operations, as in Hugging Face's code, instead of a fused LayerNorm."""
     bias: bool = True
     dropout: bool = False
     fused_attention: bool = True
-    """scaled_dot_product_attention: the s x s matrix is never stored."""
+    """Whether attention is scaled_dot_product_attention, which never stores the s x s matrix."""
     on_cpu: bool = False
-    """Dropout's masks are then as wide as what they mask, and attention with dropout is not fused."""
+    """Whether it runs on a CPU: masks of dropout are as wide as what they mask, attention with dropout is not fused."""
     tied: bool = True
-    """The head's matrix is the embedding's."""
+    """Whether the head's matrix is the embedding's."""
     positions: int = 0
     """Learned position embeddings; 0: none."""
     extra: int = 0
-    """Parameters outside all this: token types, a pooler, a dense head."""
+    """Other parameters: token types, a pooler, a dense head."""
     head_dense: bool = False
-    """A dense layer, GELU and norm before the head, as BERT's."""
+    """Whether there is a dense layer, GELU and norm before the head, as in BERT."""
     experts: int = 0
-    """Feed-forwards of a mixture; 0: one. Their routing is counted as one expert a token at a time."""
+    """Feed-forwards of a mixture; 0: one. Activations are counted as if each token went to one expert."""
 
     @property
     def queries(self) -> int:
@@ -75,7 +75,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_parameters(self) -> int:
-        """Of one block."""
+        """Parameters of one block."""
         h, q, k, f = self.hidden, self.queries, self.keys, self.inner
         biases = q + 2 * k + h + (f + h) * max(1, self.experts) if self.bias else 0
         norms = 2 * h * (1 if self.rms else 2)
@@ -83,23 +83,23 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rest(self) -> int:
-        """Embeddings, head and final norm."""
+        """Parameters outside the blocks: embeddings, head and final norm."""
         h, v = self.hidden, self.vocabulary
         return v * h * (1 if self.tied else 2) + self.positions * h + h * (1 if self.rms else 2) + self.extra
 
     @property
     def parameters(self) -> int:
-        """All."""
+        """All parameters."""
         return self.layers * self.layer_parameters + self.rest
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA adapters on all linear layers of the blocks (arXiv 2106.09685, section 4.1)."""
+        """Return the parameters of LoRA adapters on all linear layers of the blocks (arXiv 2106.09685, section 4.1)."""
         h, q, k, f = self.hidden, self.queries, self.keys, self.inner
         feed = (3 if self.gated else 2) * (h + f) * max(1, self.experts)
         return self.layers * rank * ((h + q) + 2 * (h + k) + (q + h) + feed)
 
     def layer_bytes(self, sequence: int, e: int) -> float:
-        """Saved by one block for one sample; `e` bytes an element."""
+        """Return the bytes that one block saves for one sample, with `e` bytes per element."""
         h, q, k, f, s = self.hidden, self.queries, self.keys, self.inner, sequence
         wide = max(e, 4)
         norm = (wide + (e if e < 4 else 0)) * h + (e * h if e == 4 else 0) if self.rms else e * h
@@ -111,7 +111,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return float(s * (2 * norm + inputs + attention + feed + masks))
 
     def _scores(self, sequence: int, e: int) -> float:
-        """Of one token: the softmax's result, its mask and the product, or only a sum of exponentials a head."""
+        """Return the bytes of attention scores of one token: the softmax's result, its mask and the product; if fused,
+        only a sum of exponentials per head."""
         if self.on_cpu and self.dropout:
             return self.heads * sequence * 3.0 * e
         if self.fused_attention:
@@ -119,23 +120,23 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return self.heads * sequence * (2.0 * e + 1 if self.dropout else e)
 
     def _head_bytes(self, sequence: int, e: int) -> float:
-        """Logits and what cross-entropy in float32 needs at the start of backward."""
+        """Return the bytes of the logits and of what cross-entropy in float32 needs at the start of backward."""
         extra = 4 * e * self.hidden if self.head_dense else 0
         norm = 2 * e * self.hidden
         return float(sequence * (self.vocabulary * (12 if e == 4 else 14) + extra + norm + e * self.hidden))
 
     def _working(self, sequence: int, e: int) -> float:
-        """Gradients of activations that one block's backward holds at once."""
+        """Return the bytes of the activations' gradients that one block's backward holds at once."""
         widest = self.inner * (3 if self.gated else 2)
         scores = 0 if self.fused_attention and not (self.on_cpu and self.dropout) else 2 * self.heads * sequence
         return float(sequence * e * (self.hidden * 2 + max(widest, self.queries * 3, scores)))
 
     def profile(self, sequence: int, e: int, *, checkpointed: bool) -> Profile:
-        """Of one sample, with `e` bytes an element."""
+        """Return the profile of one sample, with `e` bytes per element."""
         layer, head = self.layer_bytes(sequence, e), self._head_bytes(sequence, e)
         kept = e * self.hidden * sequence if checkpointed else layer
         saved = self.layers * kept
-        # While logits are there no gradient is; later the head's, largest of all, is.
+        # While logits exist, no gradient does; later the head's, the largest of all, does.
         first = (self.rest if self.tied else self.rest / 2) / self.parameters
         last = 1 - (self.layer_parameters + (0 if self.tied else self.rest / 2)) / self.parameters
         block = (layer if checkpointed else 0.0) + self._working(sequence, e)
@@ -149,7 +150,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return Profile(points=points, formula=formula, source=source)
 
     def subject(self, name: str, sequence: int, precision: Precision) -> Subject:
-        """As a plan needs it. `sequence` 0: no activations."""
+        """Return the subject of a plan. `sequence` 0: no activations."""
         profiles: list[Profile | None] = [None, None]
         if sequence:
             e = precision.activation

@@ -1,4 +1,4 @@
-"""Files that a job left: which kind each is, whose it is, and what it says. They may be from anybody.
+"""Reads the files that a job left: the kind of each, its rank, and what it says. They may come from anyone.
 
 Pickles are read without importing a name; nothing is unpacked beyond a limit; links are not followed out of a folder.
 """
@@ -24,7 +24,7 @@ from sentinel.wire.flight_recorder import Flight, flight_of
 
 FILES = 10_000
 LARGEST = 256 * 1024**2
-"""Bytes of one file, unpacked."""
+"""Most bytes of one file, unpacked."""
 _RANK = re.compile(r"(?:rank[_-]?|(?<!slurm)(?<!job)[_-]|/)(\d{1,6})(?:\.\w+)*$")
 _FOLDER = re.compile(r"^(?:rank[_-]?)?(\d{1,6})$")
 
@@ -35,9 +35,9 @@ class Remains(msgspec.Struct):
     flights: dict[int, Flight] = {}
     log: JobLog = msgspec.field(default_factory=JobLog)
     unread: list[str] = []
-    """Files that say nothing, and why."""
+    """Files that could not be used, and why."""
     lines: int = 0
-    """Of the logs that were read."""
+    """Number of lines of the logs that were read."""
 
     @property
     def said(self) -> dict[int, Said]:
@@ -46,13 +46,13 @@ class Remains(msgspec.Struct):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that left anything."""
+        """The ranks of which anything is known."""
         ended = {one.rank for one in self.log.exits if one.rank is not None}
         return sorted(self.flights.keys() | self.said.keys() | self.log.ranks | ended)
 
 
 def remains(paths: Iterable[Path]) -> Remains:
-    """Read files and folders. Raises ConfigError where there is none, or nothing in them is of a rank."""
+    """Read files and folders. Raises ConfigError if there is none, or nothing in them is about a rank."""
     found = Remains()
     for path in _files(paths):
         try:
@@ -121,7 +121,7 @@ def _json(content: bytes) -> dict[str, Any] | None:
 
 
 def _rank_of(path: Path) -> int | None:
-    """By its name (`nccl_trace_rank_3`), or its folder's (torchrun: `attempt_0/3/error.json`)."""
+    """Return the rank in a file's name (`nccl_trace_rank_3`), or its folder's (torchrun: `attempt_0/3/error.json`)."""
     if (named := _RANK.search(f"/{path.name}")) is not None:
         return int(named[1])
     folder = _FOLDER.match(path.parent.name)
@@ -142,7 +142,7 @@ def _take_flight(found: Remains, path: Path, dump: Any, rank: int | None) -> Non
 
 
 def _take_error(found: Remains, parsed: dict[str, Any], rank: int | None) -> None:
-    """torchrun's error file: `message` is a dict of `message` and `extraInfo`, or a string."""
+    """Take the failure in torchrun's error file: `message` is a dict of `message` and `extraInfo`, or a string."""
     message = parsed.get("message")
     words = message.get("message", "") if isinstance(message, dict) else message
     if rank is None or not isinstance(words, str) or not words:

@@ -1,7 +1,7 @@
-"""Which rank of a job failed first, from logs alone: what launchers say of exits first, then the ranks' own exceptions,
-and the end of waiting for another rank never.
+"""Finds which rank of a job failed first, from logs alone.
 
-Where only such ends are there, nobody is named for one: it is not known, and what is lacking is said.
+What launchers say of exits counts most, then the ranks' own exceptions. A rank that only stopped waiting for another
+one is never named. If there are only such ranks, the cause is not known, and the finding says what is missing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _SIGNALS = {
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A rank, or a process of which no rank is known, that failed by itself."""
+    """A rank, or a process of an unknown rank, that failed by itself."""
 
     rank: int | None
     who: str
     failure: Failure | None = None
     exit: Exit | None = None
     said_first: bool = False
-    """Its launcher says that it was the first."""
+    """Whether its launcher says that it was the first."""
 
     @property
     def order(self) -> tuple[bool, str, float, int]:
-        """Who comes first: whom a launcher names, then by time where it is known, then by line."""
+        """The key by which the first failure sorts first: named by a launcher, then by time if known, then by line."""
         time = self.failure.time if self.failure is not None else 0.0
         line = self.failure.order if self.failure is not None else self.exit.order if self.exit is not None else 0
         return not self.said_first, self.exit.time if self.said_first and self.exit else "", time, line
@@ -57,7 +57,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 def explain_first_failure(log: JobLog) -> Finding:
-    """The first failure, or that it is not known, and why."""
+    """Return the first failure, or that it is not known, and why."""
     if (mismatch := _mismatch(log)) is not None:
         return mismatch
     failed = sorted(_list_failed(log), key=lambda one: one.order)
@@ -69,7 +69,7 @@ def explain_first_failure(log: JobLog) -> Finding:
 
 
 def _list_failed(log: JobLog) -> Iterable[Failed]:
-    """All that failed by themselves."""
+    """Yield the ranks and processes that failed by themselves."""
     exits = _exits(log)
     for rank, one in exits.items():
         own = [] if rank not in log.said else log.said[rank].failures
@@ -97,7 +97,7 @@ def _list_failed(log: JobLog) -> Iterable[Failed]:
 
 
 def _exits(log: JobLog) -> dict[int, Exit]:
-    """By rank. A footer's root cause says more than another launcher's line of the same rank."""
+    """Return exits by rank. A footer's root cause is preferred to another launcher's line on the same rank."""
     found: dict[int, Exit] = {}
     for one in sorted(log.exits, key=lambda one: (not one.first, one.time, one.order)):
         if one.rank is not None:
@@ -106,13 +106,13 @@ def _exits(log: JobLog) -> dict[int, Exit]:
 
 
 def _find_unplaced(log: JobLog, one: Exit) -> Failure | None:
-    """The one exception without a rank that can be this rank's: older torch writes no ranks before them."""
+    """Return the only exception without a rank, if it can be this rank's: older torch writes no rank before lines."""
     alike = [failure for _, failure in log.unplaced if not failure.secondary]
     return alike[0] if one.first and len({failure.error for failure in alike}) == 1 else None
 
 
 def _has_aborted_waiting(log: JobLog, one: Exit) -> bool:
-    """SIGABRT of a rank while some process says that it gave up waiting: as likely its own words."""
+    """Whether a rank probably aborted because it gave up waiting: it got SIGABRT, and some process says so."""
     return one.status in (-6, 1, 134) and any(failure.secondary for _, failure in log.unplaced)
 
 
@@ -141,7 +141,8 @@ def _explain(failed: list[Failed], log: JobLog) -> Finding:
 
 
 def _confidence(first: Failed, others: list[Failed], alike: list[Failed], log: JobLog) -> Confidence:
-    """High where a launcher names it and it has words of its own, or is ended by a signal, and no other failed."""
+    """Return the confidence: high if a launcher names the rank, which has an exception of its own or was ended by a
+    signal, and no other failed differently."""
     if first.rank is None or log.job:
         return "low"
     alone = len(others) == len(alike)
@@ -168,7 +169,7 @@ def _only_secondary(log: JobLog, rank: int) -> bool:
 
 
 def _mismatch(log: JobLog) -> Finding | None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL names both; gloo's sizes name nobody."""
+    """Return mismatched collectives: TORCH_DISTRIBUTED_DEBUG=DETAIL names both ranks; gloo's sizes name none."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for rank, one in sorted(log.fingerprints.items()):
         kinds.setdefault((one.op, one.shape), []).append(rank)
@@ -194,7 +195,7 @@ def _places(log: JobLog) -> list[str]:
 
 
 def _not_known(log: JobLog) -> Finding:
-    """Only ends of waiting, or nothing at all."""
+    """Return what can be said if ranks only stopped waiting, or nothing is known."""
     waited = sorted(rank for rank in log.said if log.said[rank].failures or log.said[rank].flight)
     facts = [f"rank {rank}: {log.said[rank].failures[0]}" for rank in waited[:_SHOWN] if log.said[rank].failures]
     if log.barrier:
@@ -226,7 +227,7 @@ def _not_known(log: JobLog) -> Finding:
 
 
 def find_remedy(failure: Failure | None, exited: Exit | None = None, log: JobLog | None = None) -> str:
-    """What to do about a failure."""
+    """Return what to do about a failure."""
     if failure is None:
         number = 0 if exited is None else -exited.status if exited.status < 0 else max(exited.status - 128, 0)
         if number == 9 and log is not None and log.out_of_memory:

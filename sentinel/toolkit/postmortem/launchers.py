@@ -1,4 +1,4 @@
-"""How ranks ended, as their launchers tell it: torchrun's footer, srun, mp.spawn, Lightning, DeepSpeed.
+"""Reads what launchers write about the end of ranks: torchrun's footer, srun, mp.spawn, Lightning, DeepSpeed.
 
 Sources of the formats: torch/distributed/elastic/multiprocessing/errors/__init__.py (torch 2.13),
 lightning/fabric/strategies/launchers/subprocess_script.py, deepspeed/launcher/launch.py,
@@ -14,7 +14,7 @@ import signal
 import msgspec
 
 _ENTRY = re.compile(r"^\[\d+\]:\s*$")
-"""Of torchrun's footer: an index, and no rank."""
+"""An entry in torchrun's footer: its number is an index, not a rank."""
 _FIELD = re.compile(r"^ {0,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
 _WORDS = re.compile(r"^ {2}([A-Za-z_][\w.]*(?:: .*)?)$")
 _AGENT = re.compile(r"failed \(exitcode: (-?\d{1,9})\) local_rank: \d+ \(pid: \d+\)")
@@ -29,7 +29,7 @@ _WORDS_OF_TASKS = {
     "Floating point exception": -8, "Illegal instruction": -4,
 }  # fmt: skip
 _ENDED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
-"""How launchers end the others when one has failed."""
+"""Statuses of ranks that a launcher ended because another one had failed."""
 _MOST_TASKS = 100_000
 
 
@@ -37,20 +37,20 @@ class Exit(msgspec.Struct, kw_only=True):
     """The end of a rank's process."""
 
     rank: int | None
-    """None: its launcher does not say."""
+    """The rank; None: its launcher does not say."""
     status: int
     """Exit status; negative: the signal."""
     first: bool = False
-    """Its launcher says that it was the first to fail, of those on its node."""
+    """Whether its launcher says that it was the first on its node to fail."""
     error: str = ""
-    """What it raised, where the launcher says."""
+    """The exception that it raised, if the launcher says so."""
     time: str = ""
     order: int = 0
     launcher: str = "torchrun"
 
     @property
     def by_launcher(self) -> bool:
-        """Whether it was ended because another one had failed."""
+        """Whether its launcher ended it because another one had failed."""
         return not self.first and self.status in _ENDED
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Exit(msgspec.Struct, kw_only=True):
 
 
 def describe_status(status: int) -> str:
-    """`ended by signal 9 (SIGKILL)`, `exited with status 3`."""
+    """Return a status in words, such as `was ended by signal 9 (SIGKILL)` or `exited with status 3`."""
     number = -status if status < 0 else status - 128 if 128 < status < 128 + 65 else 0
     if number:
         try:
@@ -69,21 +69,21 @@ def describe_status(status: int) -> str:
 
 
 class Launchers:
-    """Follows a log's lines, each without its prefix, for what launchers say."""
+    """Collects what launchers say in a log, from its lines without their prefixes."""
 
     def __init__(self) -> None:
         self.exits: list[Exit] = []
         self.job = ""
-        """Why the whole job was ended, where the scheduler says."""
+        """Why the whole job was ended, if the scheduler says so."""
         self.out_of_memory = False
-        """The kernel ended processes because memory ran out, says the scheduler."""
+        """Whether the scheduler says that the kernel ended processes because memory ran out."""
         self.elastic = False
-        """torchrun has written into it: tasks of srun are nodes then, and no ranks."""
+        """Whether torchrun has written into the log: then tasks of srun are nodes, not ranks."""
         self._entry: Exit | None = None
         self._inside = self._root = False
 
     def feed(self, text: str, rank: int | None, order: int) -> bool:
-        """Whether it was a launcher's line, which says nothing of a rank by itself."""
+        """Take a line; return whether it was a launcher's, and not a rank's own."""
         if self._footer(text, order):
             return True
         if (agent := _AGENT.search(text)) is not None:
@@ -98,7 +98,7 @@ class Launchers:
         elif (child := _CHILD.match(text)) is not None:
             self._add(Exit(rank=rank, status=int(child[1]), first=True, order=order, launcher="Lightning"))
         elif (ended := _DEEPSPEED.search(text)) is not None:
-            # The command in that line is the last rank's, whichever failed.
+            # The command in that line is that of the last rank, whichever rank failed.
             self._add(Exit(rank=None, status=int(ended[1]), first=True, order=order, launcher="DeepSpeed"))
         elif (job := _JOB.search(text)) is not None:
             self.job = job[1].strip().lower()
@@ -126,7 +126,7 @@ class Launchers:
                     self._add(Exit(rank=task, status=status, first=first_hand, order=order, launcher="srun"))
 
     def _footer(self, text: str, order: int) -> bool:
-        """torchrun's: from `Failures:` to the line of `=` below the root cause."""
+        """Take a line of torchrun's footer, from `Failures:` to the line of `=` below the root cause."""
         if text.startswith(("Root Cause (first observed failure):", "Failures:")) and len(text) < 60:
             self._inside, self._root, self.elastic = True, text.startswith("Root"), True
             self._entry = None

@@ -1,13 +1,13 @@
-"""Whose line of a log it is: what launchers, collectors and torch write before it.
+"""Finds whose a line of a log is, from the prefixes that launchers, collectors and torch write before it.
 
-[rank7]: text                     torch >= 2.2, wherever it stands near the beginning; after any of the others
+[rank7]: text                     torch >= 2.2, anywhere near the beginning; after any of the others
 [default7]:text   [7]:text        torchrun --tee, --role: the local rank
 7: text                           srun --label, the task
 [1,7]<stderr>:text                mpirun --tag-output
 (RayTrainWorker pid=12, ip=..)    Ray: a process; [rank=7, world_size=..] on one of its lines says which rank
 [pod/job-worker-3/pytorch] text   kubectl logs --prefix: a pod, which may have several ranks
 worker-1  | text                  docker compose: a container
-2024-02-21T09:30:56.1Z stderr F   time stamps of container runtimes, GitHub, determined: nobody's
+2024-02-21T09:30:56.1Z stderr F   time stamps of container runtimes, GitHub, determined: they name no rank
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _REPEATED = re.compile(r"(?:\x1b\[\d+m)* ?\[repeated \d+x across cluster\].*$")
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line without what stands before it."""
+    """A line without its prefixes, and what these say."""
 
     text: str
     rank: int | None = None
-    """Whose it is, as it says itself."""
+    """The rank that the line names as its own."""
     task: int | None = None
-    """Of which task or local process: a rank, where each task is one."""
+    """The task or local process that wrote it: a rank, if each task is one."""
     source: str = ""
-    """Of which process, pod or container."""
+    """The process, pod or container that wrote it."""
     says: int | None = None
-    """The rank of its source, where it says that."""
+    """The rank of its source, if the text says it."""
 
 
 def split_prefix(line: str) -> LogLine:
-    """Take what stands before a line apart."""
+    """Split a line into its text and its prefixes."""
     rank = task = None
     source, text = "", _REPEATED.sub("", line)
-    for _ in range(4):  # one after the other, in any order
+    for _ in range(4):  # several prefixes, in any order
         before = text
         text = _STREAM.sub("", _TIME.sub("", text, count=1), count=1)
         for pattern in _SOURCES:

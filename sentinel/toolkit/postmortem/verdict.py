@@ -1,4 +1,4 @@
-"""Which rank is missing in which collective, and how it ended: from what a job left behind."""
+"""Finds which rank is missing in which collective, and how it ended, from what a job left behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sentinel.wire.flight_recorder import Flight
 
 _SHOWN = 8
 WORLD = 1 << 20
-"""Ranks; a damaged file may name any number."""
+"""Most ranks: a damaged file may name any number."""
 
 
 def verdict(found: Remains) -> Finding:
-    """The cause, with what says so; no cause where all groups are complete."""
+    """Return the cause with its evidence; no cause if all groups are complete."""
     flights = _flights(found)
     groups = [group for flight in flights.values() for group in flight.groups.values()]
     world = min(max([*found.ranks, *(rank for group in groups for rank in group.ranks)], default=0) + 1, WORLD)
@@ -38,7 +38,7 @@ def verdict(found: Remains) -> Finding:
     missing = [_lack(sorted(set(silent)))] if silent else []
     if stand.kind in ("missing", "silent") and not reasons:
         missing.append("why: no exception of theirs is here")
-    if stand.kind == "silent" and reasons:  # they left words, if no record
+    if stand.kind == "silent" and reasons:  # the ranks left exceptions, though no flight record
         stand = msgspec.structs.replace(stand, culprits=tuple(reasons), confidence="high", doubts=())
     return explain_standstill(stand, reasons, missing, past=True)
 
@@ -54,7 +54,7 @@ def _lack(silent: list[int]) -> str:
 
 
 def _apart(mismatch: Wait | None, log: JobLog, flights: Mapping[int, Flight], world: int) -> Finding:
-    """No rank waits in a collective, as far as is known."""
+    """Return the cause if no rank is known to wait in a collective."""
     if mismatch is not None:
         return explain_standstill(Standstill("mismatch", (), "high", mismatch), {}, past=True)
     failed = log.exits or log.unplaced or log.job or list(failures_of(log.said))
@@ -69,7 +69,7 @@ def _apart(mismatch: Wait | None, log: JobLog, flights: Mapping[int, Flight], wo
 
 
 def _flights(found: Remains) -> dict[int, Flight]:
-    """Dumps say more than what a watchdog printed."""
+    """Return flight records by rank: dumps, which say more, otherwise what watchdogs printed."""
     printed = {
         rank: msgspec.structs.replace(said.flight, whole=False)
         for rank, said in found.said.items()
@@ -79,7 +79,7 @@ def _flights(found: Remains) -> dict[int, Flight]:
 
 
 def _list_complete(flights: Mapping[int, Flight]) -> tuple[str, ...]:
-    """One line a group: how many collectives are over, on which ranks."""
+    """Return one line per group: how many collectives are complete, on which ranks."""
     complete: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
     for rank in sorted(flights):
         for group in flights[rank].groups.values():

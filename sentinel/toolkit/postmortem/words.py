@@ -1,4 +1,4 @@
-"""Logs of several ranks, as launchers mix them: what timed out, which exceptions there were, how the ranks ended."""
+"""Reads logs in which launchers mix the lines of ranks: what timed out, which exceptions occurred, how ranks ended."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _STATUS = re.compile(
     r"\[PG (?:ID )?(\d{1,9})(?: PG GUID [^\s(]*\(?(\w*)\)?)? Rank (\d{1,6})\].*?last enqueued (?:NCCL )?work: "
     r"(-?\d{1,18}), last completed (?:NCCL )?work: (-?\d{1,18})"
 )
-"""torch 2.2 to 2.5 say `NCCL work` and, before 2.4, no GUID."""
+"""A watchdog's line on a group's work. torch 2.2 to 2.5 write `NCCL work` and, before 2.4, no GUID."""
 _THREAD = re.compile(r"^Exception in thread (.+?):?$")
 _SPAWNED = re.compile(r"^-- Process (\d{1,6}) terminated with the following error:")
 _BEGIN = re.compile(r"^\s*(?:Original )?Traceback \(most recent call last\)")
 _ABORTED = re.compile(r"^\s*what\(\): +(.+)$")
-"""What an uncaught C++ exception prints: the process ends by SIGABRT."""
+"""The line that an uncaught C++ exception prints: the process ends by SIGABRT."""
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _LOGGED = re.compile(r"^(?:\[[EWIF]\d|\[[EWIF] |terminate called)")
 _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+)(?:, in (.*))?$')
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*)(?:: ?(.*))?$")
-"""The last line of a traceback: the only one that is not indented."""
+"""The last line of a traceback: the only line that is not indented."""
 _LIBRARY = re.compile(r"/(?:site-packages|dist-packages|lib/python3[^/]*)/|^<frozen ")
 _SENTENCE = re.compile(r"\.\s")
 _LONGEST = 2000
-"""Characters of an exception's words that are kept: a mismatch of collectives names both ranks' in 900."""
+"""Most characters of an exception's message that are kept: a mismatch of collectives names both ranks' in 900."""
 _CONTINUED = 4
-"""Lines after the first of an exception's words that are read."""
+"""Most lines of an exception's message after the first that are read."""
 _LAUNCHERS_OWN = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "SystemExit")
-"""What launchers raise because a rank failed."""
+"""Exceptions that launchers raise because a rank failed."""
 _OTHERS_FAULT = re.compile(
     r"closed by (?:remote )?peer|reset by peer|Broken pipe|remote process exited|ncclRemoteError|"
     r"NCCL communicator (?:was|has been) aborted|reached monitoredBarrier, but received errors|"
@@ -64,17 +64,17 @@ class Failure(msgspec.Struct, frozen=True):
     """An exception in a log."""
 
     error: str
-    """Its type and its words."""
+    """Its type and its message."""
     place: str = ""
     """`file:line in function` of the innermost frame of user code, otherwise the innermost."""
     thread: str = ""
-    """Of which thread it was the end; empty: of the main thread, or it was printed."""
+    """The thread that it ended; empty: the main thread, or it was only printed."""
     order: int = 0
-    """Which line it ends at: the first of all ranks comes first."""
+    """Number of the line at which it ends: the first of all ranks comes first."""
     time: float = 0.0
-    """Unix seconds, where an error file says it."""
+    """Unix seconds, if an error file has them."""
     library: bool = False
-    """No frame is the user's own."""
+    """Whether no frame is the user's own."""
     before: str = ""
     """The exception during which it was raised."""
 
@@ -83,23 +83,23 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def brief(self) -> str:
-        """With the first sentence of its words."""
+        """The failure in words, with only the first sentence of its message."""
         return self.describe(_SENTENCE.split(self.error, maxsplit=1)[0][:400])
 
     def describe(self, error: str) -> str:
-        """In words, with the error's given ones."""
+        """Return the failure in words, with `error` as its message."""
         who = f"its thread {self.thread} ended with " if self.thread else "it raised "
         after = f" (after {self.before})" if self.before else ""
         return f"{who}{error}{after}" + (f", at {self.place}" if self.place else "")
 
     @property
     def others_fault(self) -> bool:
-        """Whether its words say that another rank failed first."""
+        """Whether its message says that another rank failed first."""
         return _OTHERS_FAULT.search(self.error) is not None
 
     @property
     def waited(self) -> bool:
-        """Whether its words say that it gave up waiting for another process."""
+        """Whether its message says that it gave up waiting for another process."""
         return "DataLoader" not in self.error and _WAITED.search(self.error) is not None
 
     @property
@@ -112,12 +112,12 @@ class Said(msgspec.Struct):
     """What one rank's lines say."""
 
     flight: Flight | None = None
-    """As its watchdog printed it, when it gave up."""
+    """The flight record that its watchdog printed when it gave up."""
     failures: list[Failure] = []
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """A collective as a rank ran it, told by TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """A collective that a rank ran, printed by TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
     op: str
     shape: str = ""
@@ -132,22 +132,22 @@ class JobLog(msgspec.Struct):
 
     said: dict[int, Said] = {}
     unplaced: list[tuple[str, Failure]] = []
-    """(process, failure) of which no rank is known."""
+    """Pairs (process, failure) whose rank is not known."""
     exits: list[Exit] = []
     barrier: dict[int, int] = {}
-    """Rank that did not pass a monitored barrier -> rank that said so."""
+    """Ranks that did not pass a monitored barrier, each with the rank that said so."""
     fingerprints: dict[int, Fingerprint] = {}
     noticed: set[int] = set()
-    """Ranks that say in any line that another one failed, or did not come."""
+    """Ranks with a line that says that another one failed, or did not come."""
     sizes: tuple[int, int] | None = None
-    """(bytes that a rank received, bytes it expected): gloo's words for collectives that do not match."""
+    """(bytes that a rank received, bytes it expected), as gloo reports collectives that do not match."""
     ranks: set[int] = set()
-    """Ranks of which there is any line."""
+    """Ranks with any line."""
     job: str = ""
     out_of_memory: bool = False
 
     def add(self, other: JobLog, start: int) -> None:
-        """What another file says, whose lines come after `start`."""
+        """Add what another file says, whose lines come after `start`."""
         for rank, each in other.said.items():
             known = self.said.setdefault(rank, Said())
             known.flight = known.flight or each.flight
@@ -169,7 +169,7 @@ def _later(failure: Failure, start: int) -> Failure:
 
 
 def read_log(lines: Iterable[str], rank: int | None = None) -> JobLog:
-    """`rank`: whose the file is by its name, where its lines do not say; None: nobody's."""
+    """Read a log. `rank`: the rank in the file's name, for lines that name none; None: there is none."""
     split = [split_prefix(line.rstrip("\n")) for line in lines]
     launchers, log = Launchers(), JobLog()
     own = [not launchers.feed(line.text, line.rank, order) for order, line in enumerate(split)]
@@ -200,7 +200,7 @@ def read_log(lines: Iterable[str], rank: int | None = None) -> JobLog:
 
 
 class _Whose:
-    """Ranks of sources and tasks, as far as a log tells."""
+    """The ranks of sources and tasks, as far as a log names them."""
 
     def __init__(self, lines: list[LogLine], rank: int | None, *, elastic: bool) -> None:
         named: dict[str, set[int]] = {}
@@ -214,7 +214,7 @@ class _Whose:
         self._rank = None if several or elastic else rank
 
     def find(self, line: LogLine) -> int | str:
-        """A rank, or a name of what is not known to be one."""
+        """Return the rank of a line, or the name of its source if the rank is not known."""
         if line.rank is not None:
             return line.rank
         if line.source in self._sources:
@@ -237,7 +237,7 @@ def _keep(log: JobLog, key: int | str, failure: Failure) -> None:
 
 
 def _add_named(log: JobLog, text: str, key: int | str) -> None:
-    """Ranks that another rank's words name."""
+    """Add what a line says about other ranks: barriers, sizes, fingerprints."""
     if (barrier := _BARRIER.search(text)) is not None:
         teller = key if isinstance(key, int) else -1
         log.barrier |= {int(each): teller for each in re.findall(r"\d{1,6}", barrier[1])}
@@ -267,7 +267,7 @@ def _read_timeout(match: re.Match[str]) -> Flight:
 
 
 def _describe_flight(flight: Flight, match: re.Match[str]) -> Flight:
-    """With the group's own name: the line after the time-out says it."""
+    """Return the flight record with the group's own name, which the line after the time-out has."""
     [one] = flight.collectives
     if int(match[4]) < one.seq or int(match[5]) >= one.seq:
         return flight
@@ -276,19 +276,19 @@ def _describe_flight(flight: Flight, match: re.Match[str]) -> Flight:
 
 
 class _Traceback:
-    """Follows the lines of one rank, or of one process, through tracebacks."""
+    """Finds tracebacks in the lines of one rank, or of one process."""
 
     def __init__(self, *, alone: bool) -> None:
-        """`alone`: no other rank's lines are among these."""
+        """`alone`: the lines are of one rank only."""
         self._thread, self._frames, self._inside = "", list[str](), False
         self._most = _CONTINUED if alone else 0
         self._found: Failure | None = None
-        """The last exception; what follows may belong to its words, or be raised during it."""
+        """The last exception; the lines after it may belong to its message, or to one raised during it."""
         self._left = 0
         self._before = ""
 
     def feed(self, line: str, order: int) -> Iterator[Failure]:
-        """The exceptions that this line completes."""
+        """Yield the exceptions that this line completes."""
         if (thread := _THREAD.match(line)) is not None:
             yield from self.finish()
             self._thread = thread[1]
@@ -328,13 +328,13 @@ class _Traceback:
             self._thread, self._inside, self._left, self._before = "", False, self._most, ""
 
     def finish(self) -> Iterator[Failure]:
-        """What was found last, whole."""
+        """Yield the last exception, which is complete now."""
         if self._found is not None:
             yield self._found
             self._found, self._before = None, ""
 
 
 def failures_of(found: dict[int, Said]) -> Iterator[tuple[int, Failure]]:
-    """(rank, failure) that are no mere end of waiting, the first first."""
+    """Yield (rank, failure) of failures other than the end of waiting for a rank, in their order."""
     real = [(rank, each) for rank, one in found.items() for each in one.failures if not each.secondary]
     return iter(sorted(real, key=lambda pair: pair[1].order))

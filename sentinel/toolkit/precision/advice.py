@@ -1,4 +1,4 @@
-"""Findings from what a checkpoint holds."""
+"""Findings in the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sentinel.toolkit.advice import Advice, sort_advice
 from sentinel.toolkit.precision.magnitudes import FLOAT16, Magnitudes, best_scale, together
 
 _VANISHED = 0.01
-"""Share of gradients that become zero from which it is a finding."""
+"""Least share of gradients that become zero which is a finding."""
 _LOST = 0.5
-"""Share of updates that a bfloat16 weight would not feel from which it is a finding: that of the rule LostUpdates."""
+"""Least share of updates too small for a bfloat16 weight which is a finding: the limit of the rule LostUpdates."""
 _NAMES = 5
 
 
@@ -24,13 +24,13 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     weights: Magnitudes
     gradients: Magnitudes | None = None
-    """Of typical gradients: the root of Adam's second moment. None: no optimizer state."""
+    """Magnitudes of typical gradients: the root of Adam's second moment. None: no optimizer state."""
     lost: float | None = None
-    """Share of elements whose next update is under 2^-9 of them."""
+    """Share of elements whose next update is less than 2^-9 of them."""
 
 
 def findings(tensors: list[Tensor]) -> list[Advice]:
-    """The findings about these tensors, the most severe first."""
+    """Return the findings in these tensors, the most severe first."""
     return sort_advice(_findings(tensors))
 
 

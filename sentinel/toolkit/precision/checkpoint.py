@@ -1,4 +1,4 @@
-"""A checkpoint file as magnitudes: torch's own format, read without running what is in it, and safetensors."""
+"""Reads a checkpoint file as magnitudes: torch's own format, without running code in it, and safetensors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SAFE = {
 
 
 def read(path: Path) -> list[advice.Tensor]:
-    """The floating-point tensors of a checkpoint, with typical gradients and updates where Adam's state is in it.
+    """Return the floating-point tensors of a checkpoint, with typical gradients and updates if it has Adam's state.
 
-    Raises ConfigError: no such file, none that is known, a damaged one, or one that would run code.
+    Raises ConfigError for no file, an unknown format, a damaged file, or one that would run code.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
@@ -56,7 +56,7 @@ def _torch(path: Path) -> Any:
             raise ConfigError(f"{path}: says that it holds more than it does: not a checkpoint")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise whatever they happen to spell
+    except Exception as error:  # damaged bytes can raise anything
         first = str(error).strip().splitlines()[:1]
         raise ConfigError(
             f"{path}: not a checkpoint that can be read without running what is in it "
@@ -106,7 +106,7 @@ def _weights(content: Any) -> dict[str, Tensor]:
 
 
 def _states(content: Any, weights: list[Tensor]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Position of a weight -> Adam's state of it. Optimizers number what they hold in the model's order."""
+    """Yield (position of a weight, Adam's state of it). Optimizers number their parameters in the model's order."""
     found = (
         next((content[key] for key in _OPTIMIZER_KEYS if key in content), None) if isinstance(content, dict) else None
     )

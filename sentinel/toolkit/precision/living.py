@@ -1,4 +1,4 @@
-"""A run's history as findings: what its hooks sampled of gradients and updates."""
+"""Findings in a run's history, from the gradients and updates that its hooks sampled."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sentinel.toolkit.advice import Advice
 from sentinel.toolkit.precision.magnitudes import FLOAT16
 
 _WINDOW = 20
-"""Samples that are looked at, from the end."""
+"""Number of last samples that are examined."""
 _VANISHED, _LOST = 0.01, 0.5
 _TINY = 0.5
-"""Share of a layer's gradient under float16's smallest normal number from which the layer belongs in float32."""
+"""Share of a layer's gradient below float16's smallest normal number from which on the layer belongs in float32."""
 _SKIPPED = 0.01
-"""Share of steps that a GradScaler withholds; in a healthy run it is one in its growth_interval of 2000."""
+"""Share of withheld steps from which on it is a finding; a healthy run has one per growth_interval of 2000 steps."""
 _HEADROOM = 4
-"""Powers of two under float16's largest, as for a checkpoint: gradients are not the same at every step."""
+"""Powers of two to stay below float16's largest, as for a checkpoint: gradients vary from step to step."""
 _NAMES = 5
 
 
@@ -33,13 +33,14 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step: int
     shares: dict[str, float]
-    """What, in words -> share of gradient elements."""
+    """Shares of gradient elements, by what they are, in words."""
     lost: list[tuple[str, float]]
-    """Layer -> share of elements that the last sampled step left as they were, the worst first."""
+    """Layers with the share of elements that the last sampled step did not change, the worst first."""
     largest: list[tuple[str, float]]
-    """Layer -> largest magnitude of its gradient in the samples that are looked at, the worst first."""
+    """Layers with the largest magnitude of their gradient in the examined samples, the worst first."""
     tiny: list[tuple[str, float]]
-    """Layer -> share of its gradient that is subnormal or zero in float16 with the scale in use, the worst first."""
+    """Layers with the share of their gradient that is subnormal or zero in float16 with the scale in use, the worst
+    first."""
     scale: float | None
     """The loss scale in use; None: there is none."""
     skipped: float
@@ -48,7 +49,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit(history: History) -> Audit:
-    """Audit a run's last attempt. Raises ConfigError where the hooks sampled nothing of it."""
+    """Audit a run's last attempt. Raises ConfigError if the hooks have sampled no magnitudes of it."""
     attempt = max((number for number, _, _ in history.attempts()), default=0)
 
     def last(signal: str) -> float:
@@ -77,7 +78,7 @@ def audit(history: History) -> Audit:
 
 
 def _newest(samples: Sequence[LayerStats], stat: str) -> list[tuple[str, float]]:
-    """(layer, value) of the last sample that has any, the highest first."""
+    """Return (layer, value) of the last sample with any value, the highest first."""
     for layers in reversed(samples):
         rows = [(name, values.get(stat, math.nan)) for name, values in layers.items()]
         rows = [(name, value) for name, value in rows if math.isfinite(value)]
@@ -117,7 +118,10 @@ def _overflowing(skipped: float, scale: float, largest: Sequence[tuple[str, floa
 
 
 def _vanishing(under: dict[int, float], scale: float, highest: int, tiny: Sequence[str]) -> Iterator[Advice]:
-    """Elements are unscaled: with a scale of 2^k in use, float16 drops those under 2^(-25-k)."""
+    """Yield the finding on gradients that become zero.
+
+    Their elements are unscaled: with a scale of 2^k in use, float16 drops those below 2^(-25-k).
+    """
     if not under:
         return
     used = round(math.log2(scale)) if scale > 0 else 0

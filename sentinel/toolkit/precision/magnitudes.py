@@ -1,4 +1,4 @@
-"""Counts of numbers by their power of two, and what each format makes of them. Pure arithmetic."""
+"""Counts of numbers by their power of two, and which of them each format can hold. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Format(msgspec.Struct, frozen=True):
 
     name: str
     overflow: int
-    """Numbers of this power of two and over become infinite (but for float16's last 16 below 2^16)."""
+    """Numbers of this power of two and above become infinite (in float16, also the last 16 below 2^16)."""
     normal: int
     """Smallest power of two with full precision."""
     zero: int
-    """Numbers under this power of two become zero: half of the smallest subnormal."""
+    """Numbers below this power of two become zero: half of the smallest subnormal."""
 
 
 FLOAT16 = Format("float16", 16, -14, -25)
@@ -29,7 +29,7 @@ class Magnitudes(msgspec.Struct, frozen=True, kw_only=True):
     """How many numbers of one tensor, or of several together, have which power of two."""
 
     counts: Mapping[int, int]
-    """floor(log2(|x|)) -> how many; zeros are not among them."""
+    """Number of nonzero finite numbers by floor(log2(|x|))."""
     zeros: int = 0
     nonfinite: int = 0
 
@@ -40,26 +40,26 @@ class Magnitudes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """How many numbers there are, zeros and those that are not finite too."""
+        """How many numbers there are, including zeros and non-finite ones."""
         return self.nonzero + self.zeros + self.nonfinite
 
     @property
     def highest(self) -> int:
-        """The largest power of two; -1074 where there is none."""
+        """The largest power of two; -1074 if there is none."""
         return max(self.counts, default=-1074)
 
     def share_under(self, power: int, scale: int = 0) -> float:
-        """Share of the numbers other than zero that are under 2^power once multiplied by 2^scale."""
+        """Return the share of the nonzero finite numbers that are below 2^power after multiplication by 2^scale."""
         few = sum(count for exponent, count in self.counts.items() if exponent + scale < power)
         return few / self.nonzero if self.nonzero else 0.0
 
     def share_over(self, power: int) -> float:
-        """Share of the numbers other than zero that are 2^power or more."""
+        """Return the share of the nonzero finite numbers that are 2^power or more."""
         return 1.0 - self.share_under(power) if self.nonzero else 0.0
 
 
 def together(several: list[Magnitudes]) -> Magnitudes:
-    """The magnitudes of several tensors as one."""
+    """Return the magnitudes of several tensors together."""
     counts: dict[int, int] = {}
     for one in several:
         for exponent, count in one.counts.items():
@@ -70,13 +70,13 @@ def together(several: list[Magnitudes]) -> Magnitudes:
 
 
 SCALES = range(0, 33)
-"""Powers of two that a loss scale may be."""
+"""Exponents of the loss scales to choose from, powers of two."""
 _HEADROOM = 4
-"""Powers of two that a scaled gradient stays under float16's largest: gradients are not the same at every step."""
+"""Powers of two that a scaled gradient stays below float16's largest: gradients vary from step to step."""
 
 
 def best_scale(gradients: Magnitudes) -> int:
-    """The power of two that loses fewest gradients in float16; of those that lose none the smallest."""
+    """Return the exponent of the loss scale that loses fewest gradients in float16; of equal ones the smallest."""
     highest = FLOAT16.overflow - _HEADROOM - 1
     usable = [scale for scale in SCALES if gradients.highest + scale <= highest] or [0]
     return min(usable, key=lambda scale: (round(gradients.share_under(FLOAT16.zero, scale), 4), scale))
