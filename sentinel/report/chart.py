@@ -1,5 +1,7 @@
-"""Curves as SVG: inside a page, or as a still picture. Colours are names of CSS variables, so that the page decides on
-light and dark."""
+"""Draws curves as SVG: inside a page, or as a still picture.
+
+Colours are names of CSS variables, so that the page decides on light and dark.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from sentinel.web.charts import STYLE
 WIDTH, HEIGHT = 920, 204
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
 _LETTER = 8
-"""Width of a letter of a title or a number, at most."""
+"""Greatest width of a letter of a title or a number."""
 _LINE = 12
-"""Between two lines of text: two are above the curves."""
+"""Distance of two lines of text: two are above the curves."""
 _WORDS = 140
-"""Letters of a line of words below a picture's title."""
+"""Most letters of a line of words below a picture's title."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -31,7 +33,7 @@ class Mark(msgspec.Struct, frozen=True):
 
     step: float
     label: str
-    """On a page the number of the incident in the list below; in a picture words."""
+    """On a page the number of the incident in the list below; in a picture, words."""
     severity: str
     title: str = ""
     linked: bool = True
@@ -39,7 +41,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Band(msgspec.Struct, frozen=True):
-    """A stretch of steps behind the curves."""
+    """A range of steps shaded behind the curves."""
 
     first: float
     last: float
@@ -51,15 +53,15 @@ class Drawn(msgspec.Struct, frozen=True):
 
     line: ChartLine
     label: str
-    """Empty: it is not in the legend."""
+    """Its name in the legend; empty: it is not there."""
     style: int
-    """Colour and dashes."""
+    """Number of its style: colour and dashes."""
     weight: str = ""
-    """`faint` or `bold`."""
+    """`faint` or `bold`; empty: neither."""
 
 
 class Plot(msgspec.Struct, frozen=True):
-    """Curves over `span` of steps; logarithmic where the values span two decades or more."""
+    """Curves over a `span` of steps; the y-axis is logarithmic if the values span two decades or more."""
 
     title: str
     unit: str
@@ -72,7 +74,7 @@ class Plot(msgspec.Struct, frozen=True):
 
 
 def chart(plot: Plot) -> str:
-    """A figure for a page, with a legend of several lines; empty without a finite value."""
+    """Return a figure for a page, with a legend if it has several lines; "" without a finite value."""
     scale = fit_scale(plot)
     if scale is None:
         return ""
@@ -90,7 +92,7 @@ def chart(plot: Plot) -> str:
 
 
 def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
-    """An SVG file: `title` and `words`, the plots below each other, and one legend of all their lines."""
+    """Return an SVG file: `title` and `words`, the plots below each other, and one legend of all their lines."""
     texts = [
         f'<text x="{LEFT}" y="{26 + 17 * row}" class="{"said" if row else "headline"}">{escape(line)}</text>'
         for row, line in enumerate([title, *textwrap.wrap(words, _WORDS)])
@@ -114,7 +116,7 @@ def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
 
 
 def fit_scale(plot: Plot) -> AxisScale | None:
-    """Of its y-axis; None without a finite value."""
+    """Return the scale of a plot's y-axis; None without a finite value."""
     ends = [
         end(stretch)
         for drawn in plot.lines
@@ -139,23 +141,23 @@ class _Steps(msgspec.Struct, frozen=True):
     first: float
     last: float
     right: int
-    """Where `last` is, on the x-axis."""
+    """The x of step `last`."""
 
     def x(self, step: float) -> float:
         share = (step - self.first) / ((self.last - self.first) or 1)
         return LEFT + share * (self.right - LEFT)
 
     def pixel(self, step: float) -> int:
-        """Whole pixels from the left end."""
+        """Return the whole pixels from the left end to a step."""
         return int((step - self.first) * (self.right - LEFT) // ((self.last - self.first) or 1))
 
 
 _FARTHEST = 1e307
-"""Ends of a scale: no float holds how far apart larger ones are."""
+"""Largest end of a scale: no float can hold the distance of larger ones."""
 
 
 class AxisScale(msgspec.Struct, frozen=True):
-    """A y-axis, of powers of ten where it is logarithmic."""
+    """The scale of a y-axis; if it is logarithmic, its ends are powers of ten."""
 
     low: float
     high: float
@@ -191,7 +193,7 @@ def _round_ticks(low: float, high: float) -> list[float]:
 
 
 def readable(value: float, unit: str) -> str:
-    """A tick's words."""
+    """Return the label of a tick."""
     if unit == "bytes":
         for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
             if abs(value) >= size:
@@ -223,7 +225,7 @@ def _frame(plot: Plot, scale: AxisScale, axis: _Steps) -> str:
 
 
 def caption(plot: Plot) -> str:
-    """Its title, with the unit where that is not said with each value."""
+    """Return a plot's title, with its unit if the ticks do not show it."""
     return plot.title if plot.unit in ("1", "ratio", "bytes", "seconds") else f"{plot.title} ({plot.unit})"
 
 
@@ -232,8 +234,10 @@ def _write_title(plot: Plot, scale: AxisScale) -> str:
 
 
 def _curve(drawn: Drawn, scale: AxisScale, axis: _Steps, bands: Sequence[Band]) -> str:
-    """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps. Where steps
-    that were rolled back are no longer known, there is no line: nothing was measured on its way."""
+    """Return the path of a line, of any number of steps: at most the lowest and the highest value of each pixel.
+
+    Across steps that were rolled back and are no longer known there is no line: nothing is known there.
+    """
     pieces: list[list[str]] = [[]]
     edges = [(axis.x(band.first), axis.x(band.last)) for band in bands]
     before = math.inf
@@ -256,7 +260,7 @@ def _name_classes(drawn: Drawn) -> str:
 
 
 def _pixels(line: ChartLine, axis: _Steps) -> Iterator[tuple[int, Sequence[float]]]:
-    """(x, values of the steps there), in the order of the line. Another attempt may go back."""
+    """Yield (x, values of the steps there), in the order of the line. At another attempt, x may go back."""
     steps = line.steps
     falls = compress(count(1), map(lt, islice(steps, 1, None), steps))
     for begin, end in pairwise([0, *falls, len(steps)]):
@@ -269,14 +273,14 @@ def _pixels(line: ChartLine, axis: _Steps) -> Iterator[tuple[int, Sequence[float
 
 
 def _stretches(values: Sequence[float]) -> Iterable[tuple[bool, Sequence[float]]]:
-    """(finite, values) of stretches that are, or are not."""
+    """Return (finite, values) of each run of values that are all finite, or all not."""
     if math.isfinite(sum(values)):
         return [(True, values)]
     return [(finite, list(stretch)) for finite, stretch in groupby(values, math.isfinite)]
 
 
 def _draw_gaps(drawn: Drawn, axis: _Steps) -> str:
-    """Steps whose value is no number, at the top: a gap would look like a run that ended."""
+    """Return crosses at the top for steps whose value is not finite: a gap would look like the end of the run."""
     if math.isfinite(sum(drawn.line.values)):
         return ""
     pixels = {x for x, values in _pixels(drawn.line, axis) if not all(finite for finite, _ in _stretches(values))}
@@ -285,7 +289,7 @@ def _draw_gaps(drawn: Drawn, axis: _Steps) -> str:
 
 
 def _marks(marks: Sequence[Mark], axis: _Steps, title: float) -> Iterator[str]:
-    """Labels that would lie on each other, or on the title, which ends at `title`, stand below each other."""
+    """Yield the marks. Labels that would overlap each other, or the title, which ends at `title`, are placed lower."""
     ends = [title]
     for mark in sorted(marks, key=lambda mark: mark.step):
         x, half = axis.x(mark.step), _LETTER * len(mark.label) / 2

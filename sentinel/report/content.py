@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from its history."""
+"""The content of a report on a run, read from its history."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SHOWN = (
     ("memory", ("rss_bytes", "memory_allocated_bytes", "memory_reserved_bytes")),
     ("update / weight ratio", ("update_ratio",)),
 )
-"""Charts of a run: title and signals, each shown where it was seen."""
+"""Charts of a run: title and signals, of which those that were sampled are shown."""
 _DEVICE_SIGNALS = ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_temperature_celsius", "gpu_power_watts")
 _LOGGED = 12
-"""Charts of what the script or its trainer logs, at most."""
+"""Most charts of numbers that the script or its trainer logs."""
 _LAYERS = 60
-"""Of the heat map, at most."""
+"""Most layers of the heat map."""
 
 
 class ChartLine(msgspec.Struct, frozen=True):
-    """One signal over steps. A demo's may be over seconds."""
+    """One signal over steps; in a demo, it may be over seconds."""
 
     name: str
     steps: Sequence[float]
@@ -42,7 +42,7 @@ class ChartLine(msgspec.Struct, frozen=True):
 
 
 class ReportPanel(msgspec.Struct, frozen=True):
-    """One chart: lines of one unit."""
+    """One chart: lines with the same unit."""
 
     title: str
     unit: str
@@ -57,7 +57,7 @@ class Undone(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A run."""
+    """The content of a report on one run."""
 
     run: str
     run_id: str
@@ -73,20 +73,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     heat: Heat | None
     ranks: tuple[RankRow, ...]
     matrix: Heat | None = None
-    """Of ranks: how long each took for itself."""
+    """Each rank's own time over steps."""
     devices: tuple[tuple[str, dict[str, float]], ...]
     """(GPU or node, highest reading of each of its signals)."""
     final_loss: float
-    """Median of the last 20."""
+    """Median of the last 20 losses."""
     goodput: float = math.nan
-    """As `measure_goodput` has it; NaN: not known."""
+    """The result of `measure_goodput`; NaN: unknown."""
     job: tuple[str, ...] = ()
-    """Of a job over several nodes: its nodes, and what of them is not in the report, in words."""
+    """The nodes of a job over several, and what the report lacks of them, in words."""
 
 
 def report(history: History, *, over: bool = False) -> Report:
-    """The whole of a run, over all its attempts. `over`: nobody watches it any more, and what fires there fired until
-    its end."""
+    """Return the report on a run, over all its attempts.
+
+    `over`: no daemon watches it any more, and incidents that fire in its history fired until its end.
+    """
     attempts = history.attempts()
     numbers = [number for number, _, _ in attempts] or [0]
     offsets = {number: history.step_offset(number) for number in numbers}
@@ -125,9 +127,11 @@ def report(history: History, *, over: bool = False) -> Report:
 def measure_goodput(
     first: int, last: int, rollbacks: Iterable[Undone], step_seconds: Sequence[float], seconds: float
 ) -> float:
-    """Share of the `seconds` of a run that its steps which stand take at the median time of a step; NaN where that is
-    not known. They are those from `first` to `last` that no rollback undid. The rest went into the start, evaluations,
-    checkpoints, stalls, restarts, and steps that were undone or done again."""
+    """Return the share of a run's `seconds` that its valid steps take at the median time of a step; NaN if unknown.
+
+    Valid steps are those from `first` to `last` that no rollback undid. The rest went into the start, evaluations,
+    checkpoints, stalls, restarts, and steps that were undone or done again.
+    """
     steps, covered = last - first + 1, first - 1
     for undone in sorted(rollbacks, key=lambda one: one.to):
         begin, end = max(undone.to, covered), min(undone.at, last)
@@ -137,19 +141,19 @@ def measure_goodput(
 
 
 def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Titles and signals of the charts of what is not Sentinel's own, in the order in which it was logged."""
+    """Return titles and signals of the charts of logged numbers, in the order in which they were first logged."""
     return [(name, (name,)) for name in dict.fromkeys(names) if name not in SIGNALS][:_LOGGED]
 
 
 def find_unit(signal: str) -> str:
-    """Unit of a signal; a bare number's where it is not Sentinel's own."""
+    """Return the unit of a signal; "1" for one that is not Sentinel's own."""
     return SIGNALS[signal].unit if signal in SIGNALS else "1"
 
 
 def panels_of(
     kept: Sequence[tuple[int, Mapping[str, Series]]], titles: Iterable[tuple[str, Sequence[str]]]
 ) -> tuple[ReportPanel, ...]:
-    """The charts that something was seen of. `kept`: (step of seq 0, series) of each attempt."""
+    """Return the charts for which there are samples. `kept`: (step of seq 0, series) of each attempt."""
     return tuple(filter(None, (_panel(kept, title, names) for title, names in titles)))
 
 
@@ -173,7 +177,7 @@ def _rollbacks(history: History, offsets: Mapping[int, int]) -> tuple[Undone, ..
 
 
 def _list_undone(history: History, offsets: Mapping[int, int]) -> Iterator[Undone]:
-    """Rollbacks, without the steps that a later attempt did again."""
+    """Yield the rollbacks, without the steps that a later attempt did again."""
     for attempt, to, at in history.rollbacks():
         again = min((offset for number, offset in offsets.items() if number > attempt), default=math.inf)
         offset = offsets.get(attempt, 0)
@@ -181,7 +185,7 @@ def _list_undone(history: History, offsets: Mapping[int, int]) -> Iterator[Undon
 
 
 def heat_of(samples: Sequence[tuple[int, LayerStats]], offset: int) -> Heat | None:
-    """The layers whose gradient norm moved most, in the model's order. A column is the worst of the samples in it."""
+    """Return the layers whose gradient norm changed most, in the model's order. A cell is the worst sample in it."""
     if len(samples) < 2:
         return None
     width = -(-len(samples) // COLUMNS)
@@ -208,7 +212,7 @@ def _worse(one: float | None, other: float) -> float:
 def _spread(row: list[float | None]) -> float:
     values = [value for value in row if value is not None]
     if not all(map(math.isfinite, values)):
-        return math.inf  # the first to be shown
+        return math.inf  # such layers are shown first
     finite = [value for value in values if value > 0]
     return math.log(max(finite) / min(finite)) if finite else 0.0
 

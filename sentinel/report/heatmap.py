@@ -1,4 +1,4 @@
-"""Heat maps as inline SVG: rows down, steps across. Lightness is the logarithm of the number."""
+"""Draws heat maps as inline SVG: rows down, steps across. Lightness is the logarithm of the number."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sentinel.report.ranks import Heat
 _CELL = 13
 _LABELS = 230
 _STOPS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
-"""Viridis: rises in lightness, so it reads without colour."""
+"""Viridis, which rises in lightness, so that it can be read without colour."""
 _LEVELS = 40
 _NARROWEST = 0.3
-"""Decades that the colours span at least, a factor of two: the jitter of rows that are alike is no picture."""
+"""Least decades that the colours span, a factor of two: the jitter of similar rows should not show."""
 _BROKEN = -1
 
 
 def heat_map(heat: Heat, label: str) -> str:
-    """`label`: what is shown, for screen readers. Crosses mark values that are not finite."""
+    """Return a heat map as a figure. `label`: what it shows, for screen readers. Crosses mark non-finite values."""
     finite = [math.log10(v) for row in heat.values for v in row if v is not None and math.isfinite(v) and v > 0]
     low = min(finite, default=0.0)
     high = max(max(finite, default=1.0), low + _NARROWEST)
@@ -52,7 +52,7 @@ def _key(low: float, high: float, unit: str, broken: bool) -> str:
 
 
 def _shapes(row: Sequence[float | None], y: int, low: float, high: float) -> Iterator[tuple[int, str]]:
-    """(level, outline) of the cells of a row; neighbours of one level are one."""
+    """Yield (level, outline) of the cells of a row; neighbours of one level are joined."""
     width = (WIDTH - _LABELS - RIGHT) / len(row)
     at = 0
     for level, cells in groupby(_level(value, low, high) for value in row):

@@ -1,4 +1,4 @@
-"""A chart as numbers in a page, which `sentinel/web/charts.js` draws: values on hover, zoom, smoothing."""
+"""Writes a chart as numbers into a page, which `sentinel/web/charts.js` draws: values on hover, zoom, smoothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sentinel.report.markup import escape
 from sentinel.text import spell_controls
 
 POINTS = 2048
-"""Of a line, at most: of more, the lowest and the highest of each stretch, as no screen shows more."""
+"""Most points of a line: of more, the lowest and the highest of each piece are kept, as no screen shows more."""
 
 
 def figure(plot: Plot, zoom: tuple[float, float] | None = None) -> str:
-    """A figure; empty without a finite value. `zoom`: from and to which step it has as many points as in the rest."""
+    """Return a figure; "" without a finite value. `zoom`: first and last of steps that have `POINTS` by themselves."""
     scale = fit_scale(plot)
     if scale is None:
         return ""
@@ -37,7 +37,7 @@ def figure(plot: Plot, zoom: tuple[float, float] | None = None) -> str:
 
 
 def grid(span: tuple[float, float], marks: Sequence[Mark], bands: Sequence[Band]) -> str:
-    """What all charts share, as an attribute of the element around them."""
+    """Return what all charts share, as an attribute of the element around them."""
     content = {
         "span": span,
         "marks": [
@@ -60,7 +60,7 @@ def _attribute(content: Any) -> str:
 
 
 def _lines(drawn: Drawn, low: float, high: float) -> Iterator[dict[str, Any]]:
-    """The line; what an earlier attempt did from where a later one began again is a line of its own, and fainter."""
+    """Yield the line; steps that a later attempt did again are a fainter line of their own."""
     steps, values = drawn.line.steps, drawn.line.values
     falls = compress(count(1), map(le, islice(steps, 1, None), steps))
     edges = list(pairwise([0, *falls, len(steps)]))
@@ -80,7 +80,7 @@ def _lines(drawn: Drawn, low: float, high: float) -> Iterator[dict[str, Any]]:
 
 
 def _thin(values: Sequence[float], begin: int, end: int) -> Iterator[int]:
-    """Places of about `POINTS` values: of each stretch the lowest, the highest, and one that is not finite."""
+    """Yield the indices of about `POINTS` values: of each piece the lowest, the highest, and one non-finite value."""
     if end - begin <= POINTS:
         yield from range(begin, end)
         return

@@ -1,4 +1,4 @@
-"""A live run as a report: from the daemon's memory, which holds its last 2,048 steps."""
+"""Makes a report on a live run from the daemon's memory, which holds its last 2,048 steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from sentinel.store import Series
 
 _RANK_STEPS = 256
 _RANK_VALUES = 16_384
-"""Steps that a rank's medians are of, at most, and steps of all ranks together."""
+"""Most steps for the medians of all ranks together; `_RANK_STEPS` is the limit for one rank."""
 
 
 def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> Report:
-    """Of the steps that are remembered. `undone`: (to, at) of rollbacks, as seqs. Reads live state. The goodput is not
-    known of a run that was started again: what it did before is in its history."""
+    """Return a report on the steps in memory. Reads live state.
+
+    `undone`: (to, at) of rollbacks, as seqs. The goodput of a run that was started again is unknown: what it did before
+    is only in its history.
+    """
     attempt = run.attempt
     steps, offset = list(attempt.recent), attempt.step_offset
     titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
@@ -55,7 +58,7 @@ def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[
 
 
 def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:
-    """Series of each rank, of as many of the last steps as a daemon with many ranks has time for."""
+    """Return the series of each rank, of as many of the last steps as a daemon with many ranks has time for."""
     numbers = sorted({rank for step in steps[-1:] for rank in step.ranks})
     recent = steps[-max(16, min(_RANK_STEPS, _RANK_VALUES // max(1, len(numbers)))) :]
     rows = {
@@ -67,7 +70,7 @@ def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:
 def _list_series(
     rows: list[tuple[int, float, Mapping[str, float]]], names: Iterable[str]
 ) -> Iterator[tuple[str, Series]]:
-    """Of (seq, time, values) a series a name that is seen."""
+    """Yield a series for each name that occurs in rows of (seq, time, values)."""
     for name in names:
         seen = [(seq, time, values[name]) for seq, time, values in rows if name in values]
         if seen:

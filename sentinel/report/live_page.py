@@ -16,11 +16,11 @@ from sentinel.runs import RANK_MARKS
 from sentinel.text import format_count, name_ranks
 
 _APART = frozenset({"firing", "pending", "nonfinite"})
-"""States of which each entity is shown."""
+"""States in which each entity has a row of its own."""
 
 
 def fragment(report: Report, status: Mapping[str, Any]) -> str:
-    """HTML of one run. `status`: the run's, as the API has it."""
+    """Return the HTML of one run. `status`: the run's part of the API's status."""
     shown = {
         "curves": "".join(charts([report])),
         "incidents": incidents(report, False),
@@ -37,14 +37,14 @@ def fragment(report: Report, status: Mapping[str, Any]) -> str:
 
 
 def whole(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> str:
-    """HTML of all that histories have of a run, or of two side by side. `zoom`: steps that are looked at closely."""
+    """Return the HTML of a run's whole history, or of two side by side. `zoom`: steps shown in more detail."""
     names = " against ".join(report.run for report in tell_apart(reports))
     heading = "<h1>Runs side by side</h1>" if len(reports) > 1 else ""
     return f"<header data-title='{escape(names)}'>{heading}</header>{body(tell_apart(reports), zoom)}"
 
 
 def trouble(error: ConfigError) -> str:
-    """HTML in the place of what cannot be read."""
+    """Return HTML that replaces what cannot be read."""
     return f"<p class='alarm'>{escape(str(error))}</p>"
 
 
@@ -53,11 +53,11 @@ def _nothing(title: str, why: str) -> str:
 
 
 def _nodes(job: Mapping[str, Any] | None) -> str:
-    """The nodes of the run's job; those that are not heard first."""
+    """Return the table of the job's nodes, silent ones first."""
     if job is None:
         return ""
     stale = job["view"] in ("local view", "alone")
-    absence = escape(job.get("absence") or "the coordinator is not heard")  # an earlier version says no more
+    absence = escape(job.get("absence") or "the coordinator is not heard")  # an earlier version has no `absence`
     missing = job["expected"] - len(job["nodes"])
     notes = [f"{absence[0].upper()}{absence[1:]}: what other nodes do is not known."] if stale else []
     notes += [f"{missing} of {format_count(job['expected'], 'node')} not heard yet."] if missing > 0 else []
@@ -70,7 +70,7 @@ def _nodes(job: Mapping[str, Any] | None) -> str:
 
 
 def _node(node: Mapping[str, Any], job: Mapping[str, Any], unknown: bool) -> str:
-    """`unknown`: this is what it was when it was heard last."""
+    """Return the row of a node. `unknown`: it shows the state in which the node was last heard."""
     state = f"silent for {node['silent_seconds']:.0f} s" if node["state"] == "silent" else str(node["state"])
     ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else ""
     count = job.get("blame", {}).get(str(node["node"]), 0)
@@ -81,8 +81,10 @@ def _node(node: Mapping[str, Any], job: Mapping[str, Any], unknown: bool) -> str
 
 
 def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A letter a rank, so that it reads without colour, and a line a node. Of a run that is read from its history no
-    rank is connected."""
+    """Return the states of ranks: one letter per rank, readable without colour, and one line per node.
+
+    Empty for a run read from its history, which has no connected ranks.
+    """
     if not ranks:
         return ""
     nodes = itertools.groupby(ranks, lambda rank: (rank.get("node", 0), rank.get("hostname", "")))
@@ -104,12 +106,13 @@ def _letters(ranks: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
-    """What needs a look row by row; of the rest, those of a rule that stand alike in one."""
+    """Return the table of rules: a row per entity for those in `_APART`; otherwise entities in the same state share a
+    row."""
     if not rules:
         return _nothing("Rules", "They are judged while the run goes on.")
     alike: dict[tuple[int, str, str, Any], list[Mapping[str, Any]]] = {}
     for rule in rules:
-        order = STATES.index(rule["state"]) if rule["state"] in STATES else len(STATES)  # a daemon of another version
+        order = STATES.index(rule["state"]) if rule["state"] in STATES else len(STATES)  # from another version's daemon
         apart = rule["entity"][1] if rule["state"] in _APART else None
         alike.setdefault((order, rule["rule"], rule["entity"][0], apart), []).append(rule)
     cells = "".join(
@@ -130,7 +133,7 @@ def _entities(rules: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _values(rules: Sequence[Mapping[str, Any]]) -> str:
-    """The first four, of several rules from the lowest to the highest."""
+    """Return the first four values in words; for several entities, from the lowest to the highest."""
     if rules[0]["lacking"]:
         return "no " + ", ".join(rules[0]["lacking"])
     said = []

@@ -1,4 +1,4 @@
-"""Text from a run, made fit for HTML and SVG."""
+"""Escapes text from a run for HTML and SVG."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from sentinel.text import spell_controls
 
 
 def escape(text: str, quote: bool = True) -> str:
-    """As `html.escape`; and what a terminal or a browser obeys (ESC, marks that turn the direction of what follows) is
-    spelled out."""
+    """Escape as `html.escape` does, and spell out characters that a terminal or a browser obeys (ESC, marks that change
+    the direction of text)."""
     return html.escape(spell_controls(text), quote)

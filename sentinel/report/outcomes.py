@@ -1,4 +1,4 @@
-"""The outcome of a run, in one row: of a live run by its daemon's status, of an ended one by its history."""
+"""The outcome of a run in one row: of a live run from its daemon's status, of an ended one from its history."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sentinel.supervise.telling import ending, signal_name
 from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, name_lost_steps, name_worst
 
 LOSS_STEPS = 64
-"""The last of a run, in which its loss is looked for."""
+"""Last steps of a run in which its loss is searched."""
 FAILED = "failed"
 _SUPERVISOR = -1
-"""Among the ranks' numbers: `sentinel run`."""
+"""Stands for `sentinel run` among the ranks' numbers."""
 
 
 class _Ended(msgspec.Struct):
-    """What is relied upon of the event of a process that ended."""
+    """The required fields of the event of a process that ended."""
 
     status: int
 
 
 class _Wanted(msgspec.Struct):
-    """What is relied upon of the event of an end that was announced."""
+    """The required fields of the event of an announced end."""
 
     signal: int = 0
     why: str = ""
@@ -41,15 +41,15 @@ class _Outcome(NamedTuple):
     """`running`, `stalled`, `ended`, `stopped`, `failed` or `unknown`."""
     words: str
     status: int | None = None
-    """The exit status as `subprocess` has it, a signal negative; None: not known."""
+    """The exit status as in `subprocess`, a signal negative; None: unknown."""
     is_supervisors: bool = False
-    """Whether `sentinel run` ended it: the status is that of its own signal."""
+    """Whether `sentinel run` ended it: the status is that of its signal."""
 
 
 def describe_run(
     kept: History, stored: StoredHistory, cases: Sequence[dict[str, Any]], live: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A row of `sentinel last --json`. `live`: the run in a daemon's status, where one watches it."""
+    """Return a row of `sentinel last --json`. `live`: the run in a daemon's status, if a daemon watches it."""
     attempts = kept.attempts()
     number = attempts[-1][0] if attempts else 0
     began, seconds = kept.lifetime(over=live is None)
@@ -72,8 +72,7 @@ def describe_run(
 
 
 def _find_worst(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The incident that the worst problem began with; its severity is that of the problem, and `grew` where its own is
-    less."""
+    """Return the first incident of the worst problem, with the problem's severity; `grew` in it: its own is less."""
     worst = folding.find_worst(list_severities(cases))
     origin = next(case for case in cases if case["id"] == worst.id)
     own = {key: origin[key] for key in ("id", "alert", "state", "step")}
@@ -81,12 +80,12 @@ def _find_worst(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_severities(cases: Iterable[Mapping[str, Any]]) -> Iterator[folding.IncidentSeverity]:
-    """Of incidents as a history has them; those from before there were problems have no parent."""
+    """Return the severities of a history's incidents; those stored before there were problems have no parent."""
     return (folding.IncidentSeverity(case["id"], case.get("parent", ""), case["severity"]) for case in cases)
 
 
 def list_going_on(runs: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Run id -> status, of those of which a rank may take another step: a daemon stays for a moment after the last."""
+    """Return by id the runs of which a rank may still take a step: a daemon stays for a moment after the last step."""
     return {run["run_id"]: run for run in runs if any(rank["state"] != "gone" for rank in run["ranks"])}
 
 
@@ -96,7 +95,7 @@ def _find_loss(kept: History, attempt: int, last: int) -> float | None:
 
 
 def _find_snapshot(kept: History, attempt: int) -> int | None:
-    """The user's step of the newest snapshot on disk that no rollback made void."""
+    """Return the user's step of the newest snapshot on disk that no rollback discarded."""
     newest: int | None = None
     for event in kept.events():
         if event.attempt != attempt:
@@ -109,7 +108,7 @@ def _find_snapshot(kept: History, attempt: int) -> int | None:
 
 
 def _count_lost(kept: History) -> int:
-    """Steps that the history lacks, at most: it could not be written for too long, on a disk that was full, say."""
+    """Return the most steps that the history lacks, as it could not be written for too long, on a full disk, say."""
     return sum(event.detail.get("dropped", {}).get("steps", 0) for event in kept.events("history gap"))
 
 
@@ -121,7 +120,7 @@ def _describe_live(live: dict[str, Any]) -> _Outcome:
 
 
 def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -> _Outcome:
-    """The outcome of a run that is no longer watched: by what its ranks said at their end, and what was seen of it."""
+    """Return the outcome of a run that is no longer watched, from its ranks' last words and what else was seen."""
     ends, wanted = dict[int, dict[str, Any]](), 0
     statuses, of_command = dict[int, int](), None
     for event in kept.events():
@@ -154,15 +153,18 @@ def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) 
 
 
 def _combine_statuses(statuses: dict[int, int], ranks: int) -> int | None:
-    """Of the ranks' processes, in order of time: the first that is not 0; 0 where all have it."""
+    """Return the first exit status, in order of time, that is not 0; 0 if all ranks have it, otherwise None."""
     return next(filter(None, statuses.values()), 0 if len(statuses) == ranks > 0 else None)
 
 
 def _judge_ends(
     ends: dict[int, dict[str, Any]], ranks: int, status: int | None, asked: _Outcome | None, lost: str
 ) -> _Outcome:
-    """`ends`: by rank, in order of time, that by `sentinel run` among them. `asked`: the outcome by the signal from
-    outside that was to end the run, if there was one. `lost`: why a rank was, as its alert says."""
+    """Return the outcome that follows from the ends of the ranks.
+
+    `ends`: by rank, in order of time, including that by `sentinel run`. `asked`: the outcome if a signal from outside
+    ended the run, if there was one. `lost`: why a rank was lost, according to its alert.
+    """
     for end in ends.values():  # the others may have ended because of the first
         if end["kind"] == "end wanted":
             return _Outcome(FAILED, f"ended by sentinel run: {end['why']}", is_supervisors=True)
@@ -197,14 +199,14 @@ def name_took(row: dict[str, Any]) -> str:
 
 
 def _measure_live(live: dict[str, Any]) -> tuple[float, float] | None:
-    """When a live run began, and the seconds since: its history may not have that yet, or not at all. None: its daemon,
-    of an earlier version, does not say."""
+    """Return when a live run began, and the seconds since: its history may lack that. None: its daemon, of an earlier
+    version, does not say it."""
     began = live.get("began")
     return (began, max(time.time() - began, 0.0)) if began else None
 
 
 def describe_unkept(live: dict[str, Any]) -> dict[str, Any]:
-    """The row of a live run of which no history is kept: what its daemon says now."""
+    """Return the row of a live run without a history, from what its daemon says now."""
     outcome = _describe_live(live)
     began, seconds = _measure_live(live) or (None, None)
     return {

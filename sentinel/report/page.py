@@ -1,4 +1,4 @@
-"""The page: HTML that needs nothing but itself. Everything that comes from a run is escaped."""
+"""The HTML of a report, which needs no other files. Everything that comes from a run is escaped."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _FACTS = (
 _STYLES = 5
 _SHOWN_CASES = 50
 _RANKS = 64
-"""Of more, the table of medians is folded; the matrix above it has those that differ most."""
+"""Number of ranks above which the table of medians is folded; the matrix above it has those that differ most."""
 GOODPUT = "time in steps that count"
-"""What the goodput is called."""
+"""Name of the goodput on the page."""
 TITLES = {
     GOODPUT: " title='Of all the time since the first attach, what the steps that count take at the median time of a "
     "step. The rest: start, evaluations, checkpoints, stalls, restarts, steps that were undone or done again.'"
 }
-"""Attributes that say what a figure is, where its name does not."""
+"""HTML attributes with the explanation of a figure whose name needs one."""
 CHART_WIDTH = 480
-"""Units of a chart's width: two or three stand beside each other, and their words can be read on a phone."""
+"""Width of a chart in SVG units: two or three fit beside each other, and their words can be read on a phone."""
 
 
 def page(reports: Sequence[Report], version: str) -> str:
-    """One run, or two side by side."""
+    """Return the HTML file of one run, or of two side by side."""
     reports = tell_apart(reports)
     title = " against ".join(report.run for report in reports)
     scripts = [library.read_library(), library.SCRIPT, _DRAW] if library.is_present() else []
@@ -66,14 +66,14 @@ def page(reports: Sequence[Report], version: str) -> str:
 
 
 def _write_policy(scripts: Sequence[str]) -> str:
-    """These scripts and no others, wherever they stand: what comes from a run is none of them."""
+    """Return a policy that allows these scripts, by their hashes, and no others: none can come from a run."""
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
 
 
 def tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
-    """Runs of one name, as the runs of one script are, by number: the table has their ids."""
+    """Number runs of the same name, as runs of one script are; the table has their ids."""
     names = [report.run for report in reports]
     if len(set(names)) == len(names):
         return reports
@@ -81,7 +81,7 @@ def tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
 
 
 def body(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> str:
-    """What it says, without the frame. `zoom`: the steps that are looked at closely."""
+    """Return the content without the frame. `zoom`: steps shown in more detail."""
     first = reports[0]
     parts = [
         summary(reports),
@@ -96,7 +96,7 @@ def body(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> 
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """A table: a column a run."""
+    """Return the summary table, with a column per run."""
     rows: list[tuple[str, list[str]]] = [
         ("id", [report.run_id for report in reports]),
         ("began", [format_moment(report.began) for report in reports]),
@@ -121,7 +121,7 @@ def summary(reports: Sequence[Report]) -> str:
 
 
 def charts(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> list[str]:
-    """The curves, with the incidents of the first."""
+    """Return the curves, with the incidents of the first run. `zoom`: steps shown in more detail."""
     span = (min(report.first for report in reports), max(report.last for report in reports))
     titles = list(dict.fromkeys(panel.title for report in reports for panel in report.panels))
     marks = [mark for report in reports[:1] for mark in _marks(report)]
@@ -150,7 +150,7 @@ def charts(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -
 
 
 def _list_drawn(reports: Sequence[Report], panels: Sequence[ReportPanel | None]) -> list[Drawn]:
-    """Of two runs only what both mean by the chart, each in its own colour and dash."""
+    """Return the lines of a chart: all of one run; of two, only the first of each, in its own colour and dash."""
     if len(reports) == 1:
         return [
             Drawn(line, line.name, at % _STYLES) for panel in panels if panel for at, line in enumerate(panel.lines)
@@ -170,7 +170,7 @@ def _marks(report: Report) -> list[Mark]:
 
 
 def _list_shown(report: Report) -> list[tuple[int, dict[str, Any]]]:
-    """(number, case) of the newest incidents, in the order in which they fired. The first of all is number 1."""
+    """Return (number, case) of the newest incidents, in the order in which they fired. The run's first is number 1."""
     return [*enumerate(report.incidents, 1)][-_SHOWN_CASES:]
 
 
@@ -180,8 +180,10 @@ def is_shown(report: Report, number: int) -> bool:
 
 
 def incidents(report: Report, several: bool, marked: bool = True) -> str:
-    """Their cases, the newest first, each with its consequences. `several`: with the run's name. `marked`: they are on
-    the curves, which lead here."""
+    """Return the cases, the newest first, each with its consequences.
+
+    `several`: the headline has the run's name. `marked`: they are marked on the curves, which link to them.
+    """
     title = f"Incidents of {report.run}" if several else "Incidents"
     if not report.incidents:
         return f"<h2>{escape(title)}</h2><p>None.</p>"
@@ -248,7 +250,7 @@ def _describe_end(case: dict[str, Any]) -> str:
 
 
 def _describe_time(case: Mapping[str, Any]) -> str:
-    """By the clock, and for how long."""
+    """Return when a case fired, by the clock, and for how long."""
     fired, resolved = float(case["time"]), case.get("resolved_time")
     if not fired:
         return ""
@@ -259,7 +261,7 @@ def _describe_time(case: Mapping[str, Any]) -> str:
 
 
 def layers(report: Report) -> str:
-    """The heat map."""
+    """Return the heat map of layers; "" if there is none."""
     if report.heat is None:
         return ""
     hidden = f" {report.heat.hidden} layers that moved less are left out." if report.heat.hidden else ""
@@ -270,7 +272,7 @@ def layers(report: Report) -> str:
 
 
 def ranks(report: Report) -> str:
-    """A row a rank, where there are several."""
+    """Return the matrix and the medians of ranks, if there are several."""
     if len(report.ranks) < 2:
         return ""
     head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step time</th><th>data wait</th><th>resident set</th></tr>"
@@ -285,7 +287,7 @@ def ranks(report: Report) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """How long each rank took for itself."""
+    """Return the heat map of each rank's own time; "" if there is none."""
     if report.matrix is None:
         return ""
     hidden = f" {report.matrix.hidden} ranks that differ less are left out." if report.matrix.hidden else ""
@@ -306,7 +308,7 @@ def _rank(row: RankRow) -> str:
 
 
 def devices(report: Report, when: str = "highest") -> str:
-    """A row a signal, a column a device."""
+    """Return the table of devices: a row per signal, a column per device."""
     if not report.devices:
         return ""
     names = "".join(f"<th>{escape(name)}</th>" for name, _ in report.devices)
@@ -328,7 +330,7 @@ def _reading(signal: str, values: Mapping[str, float]) -> str:
 
 
 def facts(reports: Sequence[Report]) -> str:
-    """What the runs said of themselves, a column each; with two, what differs is bold."""
+    """Return the table of the runs' facts, with a column per run; with two, differences are bold."""
     rows = []
     for name in _FACTS:
         said = [_plain(report.facts.get(name)) for report in reports]
@@ -364,7 +366,7 @@ def _step_time(report: Report) -> str:
 
 
 def list_step_times(report: Report) -> Sequence[float]:
-    """Seconds of the steps that are shown."""
+    """Return the seconds of the steps that are shown."""
     return next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
 
 
@@ -376,7 +378,7 @@ def _unit(value: float, unit: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Four digits."""
+    """Return a number with four digits."""
     return f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 

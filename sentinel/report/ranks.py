@@ -1,4 +1,4 @@
-"""Ranks beside each other: a row of medians each, and over steps how long each took for itself."""
+"""Comparison of ranks: a row of medians each, and each rank's own time over steps."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 from sentinel.store import Series
 
 NAMES = ("loss", "step_seconds", "data_seconds", "backward_seconds", "rss_bytes")
-"""Signals that are needed of each rank."""
+"""Signals of each rank that are needed."""
 COLUMNS = 120
-"""Of a heat map, at most."""
+"""Most columns of a heat map."""
 _ROWS = 64
 """Most ranks of the matrix: the ones furthest from the rest."""
 _SAMPLES = 4096
-"""That the median of a long run is of, at least."""
+"""Least number of samples for the median of a long run."""
 
 Columns = Mapping[str, Series]
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """One rank: medians over its steps; NaN where it was not seen."""
+    """The medians of one rank over its steps; NaN for a signal without samples."""
 
     rank: int
     steps: int
@@ -35,19 +35,19 @@ class RankRow(msgspec.Struct, frozen=True):
 
 
 class Heat(msgspec.Struct, frozen=True):
-    """One number over rows and steps; None where there is none."""
+    """A number over rows and steps; None in cells without one."""
 
     rows: tuple[str, ...]
     steps: tuple[int, ...]
-    """The first of each column."""
+    """The first step of each column."""
     values: tuple[tuple[float | None, ...], ...]
     hidden: int
-    """Rows that are left out."""
+    """Number of rows that are left out."""
     unit: str = "1"
 
 
 def rows(ranks: Mapping[int, Columns]) -> tuple[RankRow, ...]:
-    """One for each rank that took a step."""
+    """Return the medians of each rank that took a step."""
     return tuple(_row(rank, columns) for rank, columns in sorted(ranks.items()) if columns)
 
 
@@ -60,8 +60,11 @@ def _row(rank: int, columns: Columns) -> RankRow:
 
 
 def matrix(ranks: Mapping[int, Columns], offset: int) -> Heat | None:
-    """A row a rank: the mean over a column's steps of the rank's own time, which is the step less its backward passes.
-    In those all wait for the slowest, so that the whole step takes every rank equally long."""
+    """Return each rank's own time, as the mean over the steps of a column.
+
+    A rank's own time is that of the step minus its backward passes: in those all wait for the slowest, so that the
+    whole step takes every rank equally long.
+    """
     timed = {rank: columns for rank, columns in sorted(ranks.items()) if "step_seconds" in columns}
     if len(timed) < 2:
         return None
@@ -91,7 +94,7 @@ def _own_times(columns: Columns, edges: range) -> tuple[float | None, ...]:
 
 
 def _sums(series: Series, edges: range) -> list[tuple[float, int]]:
-    """(sum, number of values) between each edge and the next."""
+    """Return (sum, number of values) between each edge and the next."""
     at = [bisect_left(series.seqs, edge) for edge in edges] + [len(series.seqs)]
     return [(sum(series.values[a:b]), b - a) for a, b in pairwise(at)]
 
@@ -101,11 +104,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def spread_median(values: Sequence[float]) -> float:
-    """Of a long run of every n-th step."""
+    """Return the median of the finite values; of a long run, of every n-th step."""
     return median(values[:: max(1, len(values) // _SAMPLES)])
 
 
 def median(values: Sequence[float]) -> float:
-    """The median of the finite values; NaN if there is none."""
+    """Return the median of the finite values; NaN if there is none."""
     finite = sorted(value for value in values if math.isfinite(value))
     return finite[len(finite) // 2] if finite else math.nan

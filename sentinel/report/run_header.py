@@ -19,11 +19,11 @@ from sentinel.text import UNRESOLVED, format_count, format_duration, format_mome
 
 _OPEN = ("firing", UNRESOLVED)
 _RECENT = 20
-"""Steps that the speed now is of."""
+"""Number of last steps from which the present speed is taken."""
 
 
 def run_header(report: Report, status: Mapping[str, Any]) -> str:
-    """HTML. `status`: the run's, as the API has it; of a run that is read from its history without ranks."""
+    """Return HTML. `status`: the run's part of the API's status; for a run read from its history, without ranks."""
     state, said = _describe_state(report, status["ranks"])
     cases = [case for case in report.incidents if case["state"] in _OPEN]
     total = report.facts.get("total_steps")
@@ -54,7 +54,7 @@ def run_header(report: Report, status: Mapping[str, Any]) -> str:
 
 
 def _describe_state(report: Report, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """(word, words)."""
+    """Return the state of a run as one word, and in words."""
     states = {str(rank["state"]) for rank in ranks}
     if states <= {"gone"}:
         return "ended", f"ended at {_format_end(report)}"
@@ -72,7 +72,7 @@ def _describe_state(report: Report, ranks: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def _format_end(report: Report) -> str:
-    """The time of day; of another day with its date."""
+    """Return the time of day of a run's end; with the date if it was another day."""
     end = datetime.datetime.fromtimestamp(report.began + report.seconds)
     return f"{end:%H:%M:%S}" if end.date() == datetime.date.today() else format_moment(end.timestamp())
 
@@ -82,7 +82,7 @@ def _find_loss(report: Report, status: Mapping[str, Any]) -> float:
 
 
 def _format_speed(report: Report, state: str) -> str:
-    """Of the last steps, or of all of a run that has ended."""
+    """Return the steps per second, of the last steps, or of all steps of a run that has ended."""
     if state == "stalled":
         return "0"
     values = list_step_times(report)
@@ -92,7 +92,7 @@ def _format_speed(report: Report, state: str) -> str:
 
 
 def _format_rest(report: Report, steps: int) -> str:
-    """How long these steps take at the speed of the last ones."""
+    """Return how long this many steps take at the speed of the last ones."""
     seconds = median(list_step_times(report)[-_RECENT:]) * max(steps, 0)
     return format_duration(seconds) if math.isfinite(seconds) else "-"
 

@@ -15,7 +15,8 @@ _COLUMNS = ("", "run", "state", "step", "loss", "incidents", "began", "took")
 
 
 def run_list(rows: Sequence[dict[str, Any]], hidden: int, damaged: Sequence[str]) -> str:
-    """HTML. `rows`: as `sentinel last --json` has them. `hidden`: older runs that are left out."""
+    """Return HTML. `rows`: as in `sentinel last --json`. `hidden`: number of older runs that are left out. `damaged`:
+    why histories could not be read."""
     live = sum(row["state"] in _LIVE for row in rows)
     ordered = sorted(rows, key=lambda row: (row["state"] in _LIVE, row["began"] or 0.0), reverse=True)
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)

@@ -1,4 +1,4 @@
-"""All runs of this user, for the page, from their histories: what HTTP needs of runs that no daemon watches here."""
+"""Serves the page with this user's runs from their histories: those that this process' daemon does not watch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 LISTED = 200
-"""Runs of the list, the newest."""
+"""Most runs in the list, the newest ones."""
 PATIENCE_SECONDS = 1.0
-"""For the daemon of another run."""
+"""Seconds to wait for the daemon of another run."""
 _OF_ANOTHER = (
     "<p class='muted' data-stored>Another daemon watches this run. Its history is read every ten seconds; "
     "<code>sentinel page RUN</code> prints the address of the daemon's own page.</p>"
@@ -32,8 +32,10 @@ _OF_ANOTHER = (
 
 
 class StoredRuns:
-    """The histories of this node, each read when it is asked for. `file`: one more, wherever it is. `watched`: ids of
-    runs that this process watches."""
+    """The histories of this node, each read on request.
+
+    `file`: another history, in any place. `watched`: ids of runs that this process watches.
+    """
 
     def __init__(self, file: Path | None = None, watched: Collection[str] = ()) -> None:
         self._file, self._watched = file, watched
@@ -41,7 +43,7 @@ class StoredRuns:
         """Rows of runs that have ended, as long as their files do not change."""
 
     def find_path(self, run_id: str) -> Path:
-        """The history of the run. Raises ConfigError."""
+        """Return the path of a run's history. Raises ConfigError if there is none."""
         if self._file is not None:
             with History(self._file) as history:
                 if history.run_id == run_id:
@@ -52,7 +54,7 @@ class StoredRuns:
         raise ConfigError(f"no run of the id {run_id} is watched or kept on this node")
 
     def make_list(self, watched: Iterable[dict[str, Any]]) -> str:
-        """HTML. `watched`: status of the runs that are known to be live; other daemons are asked for theirs."""
+        """Return the list of runs as HTML. `watched`: status of runs known to be live; other daemons are asked."""
         live = list_going_on([*_find_live().values(), *watched])
         kept = list_kept()
         rows, damaged = list[dict[str, Any]](), list[str]()
@@ -130,7 +132,7 @@ class StoredRuns:
 
 
 def _find_live() -> dict[str, dict[str, Any]]:
-    """Status, by run id, of the runs that this user's daemons watch. A daemon that does not answer soon is left out."""
+    """Return by id the status of the runs that this user's daemons watch; slow daemons are left out."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths.live_sockets():
         try:
@@ -142,7 +144,7 @@ def _find_live() -> dict[str, dict[str, Any]]:
 
 
 def _status(content: Report) -> dict[str, Any]:
-    """What is kept of a daemon's `status` of a run that has ended; nobody is connected."""
+    """Return the status of an ended run as a daemon would give it: no rank is connected."""
     values = {line.name: line.values[-1] for panel in content.panels for line in panel.lines}
     return {
         "run": content.run,
