@@ -1,1 +1,1 @@
-"""HTTP: metrics, health, reload, the API."""
+"""The HTTP server: metrics, health, reload, the API, the page."""

@@ -1,7 +1,7 @@
 """MCP over HTTP: `/mcp` of the daemon, behind its token, for assistants that are not on this machine.
 
-The tools are those of `sentinel mcp` without --allow-write, on threads of their own. Each request stands alone: there
-are no sessions that somebody could leave open.
+The tools are those of `sentinel mcp` without --allow-write, on threads of their own. Each request is independent: there
+are no sessions that a client could leave open.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MakeServer = Callable[[], "MCPServer"]
 
 
 class Assistants:
-    """The endpoint. Its server is made at the first request: the SDK takes a second to import."""
+    """The endpoint `/mcp`. Its server is made at the first request: the SDK takes a second to import."""
 
     def __init__(self, make_server: MakeServer) -> None:
         self._make_server = make_server
@@ -44,7 +44,7 @@ class Assistants:
         from mcp.server.transport_security import TransportSecuritySettings
 
         server = await asyncio.to_thread(self._make_server)
-        # The Host header is checked before it comes here.
+        # The middleware of the daemon has checked the Host header already.
         security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
         app = server.streamable_http_app(json_response=True, stateless_http=True, transport_security=security)
         ready = asyncio.Event()
@@ -54,7 +54,7 @@ class Assistants:
 
 
 async def _serve(manager: StreamableHTTPSessionManager, ready: asyncio.Event) -> None:
-    """What answers requests, until the daemon ends."""
+    """Run the session manager, which answers requests, until cancelled."""
     async with manager.run():
         ready.set()
         await asyncio.Event().wait()

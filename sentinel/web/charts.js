@@ -1,10 +1,10 @@
 'use strict';
-// Interactive charts, on the page and in a report. A figure holds its numbers as `data-plot`, the grid around it what all of
-// its charts share as `data-grid`: the span of steps, incidents, steps that were rolled back.
+// Interactive charts, on the page and in a report. A figure holds its numbers as `data-plot`; the grid around it holds
+// what all of its charts share as `data-grid`: the span of steps, incidents, steps that were rolled back.
 //
-// What is behind the # of the address: the token of a page, then what is seen and how, so that a copied address or a
+// After the # of the address comes the token of a page, then what is shown and how, so that a copied address or a
 // reload shows the same: `run=gpt-7&steps=100..200&smooth=50&log=loss`.
-// Other scripts see the names in the next line and no others.
+// Other scripts see only the names in the next line.
 const {address, drawCharts, isThinned} = (() => {
 const address = {
   token: '',
@@ -17,7 +17,7 @@ const address = {
   write(seen) {
     return '#' + [this.token, seen.toString()].filter(Boolean).join('&');
   },
-  // One entry of the browser's history, whatever is changed in how a run is seen.
+  // Replaces the entry in the browser's history: changes in how a run is shown make no new entries.
   keep() {
     const behind = this.write(this.seen);
     history.replaceState(null, '', behind === '#' ? location.pathname + location.search : behind);
@@ -30,24 +30,24 @@ const address = {
   },
 };
 address.read();
-const LOG_TICKS = 6;  // powers of ten with a line, at most
-const NEAR = 16;  // pixels: a value that was sampled so far before the pointer is shown
-const MARK_ROWS = 5, MARK_ROOM = 16;  // numbers of incidents stand below each other where they would touch
+const LOG_TICKS = 6;  // most powers of ten with a line
+const NEAR = 16;  // pixels before the pointer within which a sampled value is shown
+const MARK_ROWS = 5, MARK_ROOM = 16;  // rows and pixels per row of incident numbers that would touch otherwise
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3], [1, 3]];
 const charts = new Map();  // place and title -> {plot, grid, figure, u, raw}
 const tools = document.getElementById('tools');
-let pointer = null;  // {u, x}: the chart that is pointed at, and where
+let pointer = null;  // {u, x}: the chart under the pointer, and the place
 let pointed = null;  // the step there, which all charts show
 
-// Ends of a log scale: the next number that is as round as they are far apart.
+// Ends of a log scale: the next round numbers; the further apart the ends, the rounder.
 function roundOut(low, high) {
   const size = value => 10 ** Math.floor(Math.log10(Math.min(value, Math.max(high - low, value / 1000))));
   const [from, to] = [Math.floor(low / size(low)) * size(low), Math.ceil(high / size(high)) * size(high)];
   return [from, to > from ? to : 10 * from];
 }
 
-// Where a log scale has lines and numbers: at powers of ten, between few of them also at 2 and 5 times, and within less than
-// one at even distances, as on a linear scale.
+// Ticks of a log scale: at powers of ten, between few of these also at 2 and 5 times, and within less than one decade
+// at even distances, as on a linear scale.
 function ticksOf(low, high) {
   const decades = Math.log10(high / low), step = Math.max(1, Math.ceil(decades / LOG_TICKS)), most = decades > 3 ? [1] : [1, 2, 5];
   const found = [];
@@ -60,7 +60,7 @@ function ticksOf(low, high) {
   return Array.from({length: last - first + 1}, (_, n) => Number(((first + n) * apart).toPrecision(12)));
 }
 
-// From and to which step is drawn. A zoom into steps that a run has not is none.
+// First and last step to draw. A zoom into steps that a run does not have is ignored.
 function viewOf(grid) {
   const [first, last] = (address.seen.get('steps') ?? '').split('..').map(Number);
   return first < last && first < grid.span[1] && last > grid.span[0] ? [first, last] : [grid.span[0], Math.max(grid.span[1], grid.span[0] + 1)];
@@ -87,14 +87,14 @@ function readable(value, unit, digits = 4) {
   return ((shown && (Math.abs(shown) >= 1e6 || Math.abs(shown) < 1e-3) ? shown.toExponential() : shown) + ' ' + name).trim();
 }
 
-// Of an axis, in as many digits as tell them apart.
+// The numbers of an axis, with as many digits as needed to distinguish them.
 function numbersAt(places, unit) {
   const largest = Math.max(...places.map(Math.abs)), apart = places[1] - places[0];
   const digits = apart > 0 ? Math.ceil(Math.log10(largest / apart)) + 1 : 4;
   return places.map(y => readable(y, unit, Math.min(Math.max(digits, 4), 12)));
 }
 
-// A mean that forgets: after `steps` steps a value weighs a third, however often it was sampled.
+// An exponential mean: after `steps` steps the weight of a value is about a third, however often it was sampled.
 function smoothed(xs, ys, steps) {
   let mean = 0, weight = 0, before = null;
   return ys.map((y, i) => {
@@ -119,7 +119,7 @@ function align(plot) {
   return tables.length > 1 ? uPlot.join(tables) : tables[0];
 }
 
-// What is drawn: of each line its values and, if wanted, their mean.
+// What is drawn: the values of each line and, if smoothing is on, their mean.
 function tableOf(chart) {
   const [xs, ...lines] = chart.raw, steps = Number(address.seen.get('smooth'));
   const drawable = isLogarithmic(chart.plot) ? y => y <= 0 ? null : y : y => y;
@@ -138,7 +138,7 @@ function point(to) {
   pointed = to && Math.round(to.u.posToVal(to.x - to.u.over.getBoundingClientRect().left, 'x'));
 }
 
-// The place of the newest sample of a line up to a step; null without one.
+// The index of the newest sample of a line up to a step; null without one.
 function sampleAt(chart, nth, step) {
   const xs = chart.raw[0], ys = chart.raw[nth];
   let at = xs.length - 1;
@@ -146,7 +146,7 @@ function sampleAt(chart, nth, step) {
   return at < 0 ? null : at;
 }
 
-// Of a line at the step that is pointed at, on whichever chart; else the newest that is drawn.
+// The value of a line at the step under the pointer, on whichever chart; otherwise the newest value that is drawn.
 function valueAt(chart, nth, at) {
   if (pointed === null) at = sampleAt(chart, nth, viewOf(chart.grid)[1]);
   const y = at === null ? undefined : chart.raw[nth][at];
@@ -169,7 +169,7 @@ function seriesOf(chart) {
   })];
 }
 
-// No line over steps that were rolled back and are no longer known: nothing was measured on its way.
+// No line across steps that were rolled back and are no longer known: nothing is known there.
 function addGaps(chart, u, nth, gaps) {
   const [xs, ys] = [u.data[0], u.data[nth]];
   for (const [first, last] of chart.grid.bands)
@@ -217,7 +217,7 @@ function startPan(u, event) {
   document.addEventListener('mousemove', move);
   document.addEventListener('mouseup', () => {
     document.removeEventListener('mousemove', move);
-    address.keep();  // once: browsers refuse an address that changes at every frame
+    address.keep();  // only at the end: browsers refuse an address that changes at every frame
   }, {once: true});
 }
 
@@ -233,7 +233,7 @@ function drawBands(chart, u) {
   ctx.restore();
 }
 
-// Steps whose value is no number, as crosses at the top: a gap would look like a run that ended.
+// Steps whose value is not finite, as crosses at the top: a gap would look like the end of the run.
 function drawLost(chart, u) {
   const {ctx, bbox} = u, [xs, ...lines] = chart.raw, half = 3 * devicePixelRatio;
   ctx.save();
@@ -257,7 +257,7 @@ function drawLost(chart, u) {
   ctx.restore();
 }
 
-// Links, so that a keyboard reaches them too.
+// Marks are links, so that the keyboard reaches them, too.
 function placeMarks(chart, u) {
   let ends = [];
   for (const link of u.over.querySelectorAll('a.mark')) {
@@ -321,7 +321,7 @@ function update(chart) {
 
 const shapeOf = plot => JSON.stringify([plot.title, plot.unit, isLogarithmic(plot), plot.lines.map(line => line.label)]);
 
-// Draws what is in `root`; a chart that is there already gets new numbers and keeps its place under the pointer.
+// Draws the charts in `root`; an existing chart gets new numbers and keeps its place under the pointer.
 function drawCharts(root) {
   for (const place of root.querySelectorAll('.charts[data-grid]')) {
     const grid = JSON.parse(place.dataset.grid);
@@ -343,7 +343,7 @@ function drawCharts(root) {
       charts.delete(name);
     }
   if (tools) tools.hidden = charts.size === 0;
-  point(pointer);  // where the pointer stands there may be another step now
+  point(pointer);  // there may be another step under the pointer now
   for (const {u} of charts.values())
     if (pointed === null) u.setLegend({}, false);
     else u.setCursor({left: u.valToPos(pointed, 'x'), top: 0});
@@ -372,7 +372,7 @@ document.addEventListener('click', event => {
   chart.figure.querySelector('[data-scale]').focus();
 });
 
-// A mark opens its incident's card, also one that is folded into another's consequences. The address stays as it is.
+// A mark opens its incident's card, also one folded into another's consequences. The address does not change.
 document.addEventListener('click', event => {
   const mark = event.target.closest('a[href^="#case-"]');
   if (!mark) return;
@@ -401,7 +401,7 @@ if (smoothing) {
     buildAll();
   });
 }
-addEventListener('hashchange', () => {  // a link, the way back, or another view that somebody typed
+addEventListener('hashchange', () => {  // a link, the back button, or an address that the user typed
   address.read();
   if (smoothing) smoothing.value = address.seen.get('smooth') ?? '';
   buildAll();

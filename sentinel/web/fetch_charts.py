@@ -1,8 +1,8 @@
-"""Brings uPlot, which draws the interactive charts, into this package: `python -m sentinel.web.fetch_charts`.
+"""Downloads uPlot, which draws the interactive charts, into this package: `python -m sentinel.web.fetch_charts`.
 
-The build of a wheel or an sdist does the same where it can. Only the standard library is imported: a build has no more.
-The package comes from the npm registry, and nothing of it is used unless its hash is the pinned one. Where npm is
-installed it downloads, as it knows this machine's registry, proxy and certificates; no machine needs it.
+The build of a wheel or an sdist does the same if it can. Only the standard library is imported: a build has no more.
+The package comes from the npm registry, and is only used if its hash is the pinned one. If npm is installed, it does
+the download, as it knows this machine's registry, proxy and certificates; npm is not required.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 
 VERSION = "1.6.32"
 SHA512 = "KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw=="
-"""Of the package, as the registry and lock files write it (`npm view uplot@VERSION dist.integrity`)."""
+"""Hash of the package, as in the registry and in lock files (`npm view uplot@VERSION dist.integrity`)."""
 SCRIPT, STYLE, LICENSE = "uPlot.iife.min.js", "uPlot.min.css", "LICENSE"
 MEMBERS = {SCRIPT: f"package/dist/{SCRIPT}", STYLE: f"package/dist/{STYLE}", LICENSE: f"package/{LICENSE}"}
 FOLDER = Path(__file__).parent / f"uplot-{VERSION}"
 REGISTRY = "https://registry.npmjs.org"
-"""Where npm is not installed and `npm_config_registry` names no other."""
+"""The registry, if npm is not installed and `npm_config_registry` names no other."""
 TIMEOUT_SECONDS = 20
 
 
 def fetch_library(folder: Path = FOLDER) -> None:
-    """Write the files into `folder` unless they are there. Raises OSError, also where the package is another one."""
+    """Write the files into `folder` unless they are there. Raises OSError, also for a package with another hash."""
     if all((folder / name).is_file() for name in MEMBERS):
         return
     package = _download_with_npm() if shutil.which("npm") else _download()
@@ -46,7 +46,7 @@ def fetch_library(folder: Path = FOLDER) -> None:
             with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
                 file.write(content.read())
                 os.fchmod(file.fileno(), 0o644)
-            os.replace(file.name, folder / name)  # a page that is being served sees all of it or nothing
+            os.replace(file.name, folder / name)  # a page that is being served gets the whole file or none
 
 
 def _download_with_npm() -> bytes:
@@ -69,7 +69,7 @@ def _download() -> bytes:
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
             package: bytes = answer.read()
-    except (http.client.HTTPException, ValueError) as error:  # an answer that breaks off; a registry that is no address
+    except (http.client.HTTPException, ValueError) as error:  # an incomplete answer; a registry that is no address
         raise OSError(f"{address}: {error}") from error
     return package
 

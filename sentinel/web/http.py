@@ -1,8 +1,8 @@
-"""HTTP, on loopback where nothing else is set: /metrics, /-/healthy, /-/ready, /-/reload, the API, the page and /mcp.
+"""HTTP, on loopback by default: /metrics, /-/healthy, /-/ready, /-/reload, the API, the page and /mcp.
 
-Login nodes are shared: all but /metrics, /-/healthy, /-/ready and the empty page needs the token, which stands in the
-daemon's state file (mode 0600). The Host header is checked, so that a page in somebody's browser cannot reach this
-under a name of its own (DNS rebinding).
+Login nodes are shared: everything but /metrics, /-/healthy, /-/ready and the empty page needs the token, which is in
+the daemon's state file (mode 0600). The Host header is checked, so that a page of another site in a user's browser
+cannot reach this server under its own name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -37,45 +37,45 @@ HOSTS = ["127.0.0.1", "localhost"]
 VIEWS = ("status", "incidents")
 SCRIPTS = {"/page.js": page.SCRIPT, "/charts.js": charts.SCRIPT}
 PIECE_SECONDS, PIECE_SAMPLES = 0.002, 256
-"""That a scrape may take of the daemon's loop at a time, or so many lines: a thousand ranks must not wait for it whole.
-On a thread it would hold them up just as long, by the interpreter's lock."""
+"""Seconds and lines after which a scrape yields to the daemon's loop: a thousand ranks must not wait for all of it. On
+a thread it would delay them just as long, through the interpreter's lock."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Backend(Protocol):
-    """What the daemon lends to HTTP."""
+    """What the HTTP server needs from the daemon."""
 
     def unhealthy(self) -> str:
-        """Why it does not work as it should; empty where it does."""
+        """Return why the daemon does not work as it should; "" if it does."""
 
     def unready(self) -> str:
-        """Why there is nothing to see yet; empty where there is."""
+        """Return why there is nothing to see yet; "" if there is."""
 
     def reload(self) -> tuple[str, ...]:
-        """Load the rule files again. Returns what is wrong with them; the rules stay as they are then."""
+        """Load the rule files again. Returns their mistakes; if there are any, the rules do not change."""
 
     def view(self, what: str) -> Any:
-        """`status` or `incidents`, as plain data."""
+        """Return `status` or `incidents`, as plain data."""
 
     def runs(self) -> Callable[[], str]:
-        """The list of all runs: live state is read now, and what is returned makes the HTML, on a thread."""
+        """Read the live state of all runs now, and return a function that makes the HTML of their list on a thread."""
 
     def live(self, run_id: str) -> Callable[[], str]:
-        """The part of one run's page that changes, in the same way."""
+        """Do the same for the part of one run's page that changes."""
 
     def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
-        """The same, of all steps that the run's history has, or of two runs side by side. `zoom`: from and to which
-        step charts are looked at closely."""
+        """Do the same for the whole history of a run, or of two runs side by side. `zoom`: first and last of the steps
+        that charts show in more detail."""
 
     def families(self) -> Iterator[Metric]:
-        """What Prometheus gets, each made when it is asked for."""
+        """Yield the metric families for Prometheus, each made on demand."""
 
 
 def application(
     backend: Backend, token: str, allowed: Sequence[str] = HOSTS, *, make_assistants: MakeServer | None = None
 ) -> Starlette:
-    """The routes. `allowed`: what may stand in a request's Host header; `make_assistants` makes what serves /mcp."""
+    """Return the application. `allowed`: names in a Host header; `make_assistants` makes the server of /mcp."""
 
     async def metrics(_: Request) -> Response:
         text, until = bytearray(), 0.0
@@ -101,7 +101,7 @@ def application(
         what = request.path_params["what"]
         if what not in VIEWS:
             raise HTTPException(404)
-        text = await asyncio.to_thread(json.text, backend.view(what))  # 4 MB of a thousand ranks
+        text = await asyncio.to_thread(json.text, backend.view(what))  # 4 MB for a thousand ranks
         return Response(text + "\n", media_type="application/json")
 
     async def runs(_: Request) -> Response:
@@ -148,12 +148,12 @@ def application(
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Prometheus' text format (prometheus.io/docs/instrumenting/exposition_formats)."""
+    """Return families in Prometheus' text format (prometheus.io/docs/instrumenting/exposition_formats)."""
     return generate_latest(_Collected(families))
 
 
 def pieces(family: Metric) -> Iterator[bytes]:
-    """The same of one family, some lines at a time. Its samples are gone then."""
+    """Yield one family in the same format, some lines at a time. It removes the family's samples."""
     samples, family.samples = family.samples, []
     yield (head := exposition([family]))
     for start in range(0, len(samples), PIECE_SAMPLES):
@@ -162,12 +162,12 @@ def pieces(family: Metric) -> Iterator[bytes]:
 
 
 def hosts(listening: str) -> Sequence[str]:
-    """Hosts that requests may name: on loopback its own; in a pod any, by whose name it is reached is not known."""
+    """Return the hosts that requests may name: on loopback its names; in a pod any, as its names are not known."""
     return HOSTS if listening.startswith("127.") else ["*"]
 
 
 def listener(port: int, host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket: `port`, or a free one where that is taken. Raises OSError."""
+    """Return a socket that listens at `port`, or at a free port if that is taken. Raises OSError."""
     for wanted in (port, 0):
         found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,9 +186,9 @@ def listener(port: int, host: str = "127.0.0.1") -> socket.socket:
 class HttpServer:
     """uvicorn inside the daemon's loop.
 
-    Its own `serve` takes the daemon's signals, and looks ten times a second whether it should end and what the Date
-    is. This one sleeps until `end`: it would wake a processor that somebody trains on. uvicorn logs a line for each
-    request that is none, with which anybody could fill the disk: only errors are logged.
+    uvicorn's own `serve` takes the daemon's signals, and checks ten times a second whether it should end and what the
+    Date is, which wakes a processor that training uses. This one sleeps until `end`. uvicorn logs a line for each
+    invalid request, with which anyone could fill the disk: only errors are logged.
     """
 
     def __init__(self, app: Starlette) -> None:
@@ -213,12 +213,12 @@ class HttpServer:
         await self._server.shutdown(sockets=[listening])
 
     def end(self) -> None:
-        """Finish what is being answered, and return from `serve`."""
+        """Finish the present answers, and return from `serve`."""
         self._ending.set()
 
 
 def _add_date(app: ASGIApp) -> ASGIApp:
-    """With the Date header (RFC 9110, section 6.6.1)."""
+    """Wrap an application to add the Date header (RFC 9110, section 6.6.1)."""
 
     async def add_date(scope: Scope, receive: Receive, send: Send) -> None:
         async def add_header(message: Message) -> None:
@@ -232,7 +232,7 @@ def _add_date(app: ASGIApp) -> ASGIApp:
 
 
 class _Collected:
-    """Families that are collected already, as `generate_latest` wants them."""
+    """A collector of families that are collected already, for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -253,7 +253,7 @@ def _require_token(handler: Handler, token: str) -> Handler:
 
 
 class _Guarded:
-    """An application behind the token."""
+    """An application that requires the token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token

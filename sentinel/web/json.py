@@ -1,4 +1,4 @@
-"""JSON for people's programs. NaN and infinity, which it has not, are spelled as Prometheus does: "NaN", "+Inf"."""
+"""Writes JSON. NaN and infinity, which JSON lacks, are strings spelled as in Prometheus: "NaN", "+Inf"."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def text(content: Any) -> str:
-    """Indented."""
+    """Return plain data as indented JSON."""
     return json.dumps(spell_nonfinite(content), indent=2)
 
 
 def spell_nonfinite(content: Any) -> Any:
-    """Plain data with NaN and infinities as words."""
+    """Return plain data with NaN and infinities as strings."""
     if isinstance(content, float) and not math.isfinite(content):
         return "NaN" if math.isnan(content) else "+Inf" if content > 0 else "-Inf"
     if isinstance(content, dict):

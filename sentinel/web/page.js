@@ -1,6 +1,6 @@
 'use strict';
-// Asks for what the address names: the list of runs, a run, or two side by side. charts.js reads the address; the token in
-// it, which the browser sends nowhere, goes into the header of our own requests.
+// Requests what the address names: the list of runs, a run, or two side by side. charts.js reads the address; the token
+// in it, which the browser sends nowhere, goes into the header of our requests.
 const main = document.querySelector('main');
 const views = document.getElementById('views');
 const note = document.getElementById('note');
@@ -8,9 +8,9 @@ const answer = document.getElementById('answer');
 const pause = document.getElementById('pause');
 const filter = document.getElementById('filter'), words = document.getElementById('find'), firing = document.getElementById('firing');
 const FOCUSABLE = 'a[href], button, summary, input, [tabindex]';
-const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: of a run that goes on, of what is read from histories, of what says nothing new
+const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: for a live run, for histories, and if nothing new comes
 let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '';
-let place = '';  // what is shown, or asked for first
+let place = '';  // the path of what is shown, or was requested
 const picked = new Set();
 
 const runOf = () => address.seen.get('run') ?? '', otherOf = () => address.seen.get('with') ?? '';
@@ -25,7 +25,7 @@ function pathOf() {
   return (isWhole() ? '/whole?' : '/live?') + names;
 }
 
-// Of a long run what is zoomed into is asked for once more, with the samples that the whole of it does not show.
+// The zoomed part of a long run is requested again, with the samples that the whole run does not show.
 function closePathOf() {
   const steps = address.seen.get('steps');
   return pathOf() + (steps && isWhole() && isThinned() ? '&steps=' + encodeURIComponent(steps) : '');
@@ -39,7 +39,7 @@ async function asked(path, method = 'GET') {
   return response.text();
 }
 
-// What was shown stays. It is said once: each request that fails writes a line into the browser's console.
+// The content stays. The note is shown once; each failed request writes a line into the browser's console.
 function silent(error) {
   if (!(error instanceof TypeError)) {
     note.textContent = error.message;
@@ -73,7 +73,7 @@ async function update() {
     silent(error);
     return;
   }
-  // What is under the pointer must be there when it is released; and an answer may come after another was asked for.
+  // The element under the pressed pointer must stay until the release; and an answer may come after a newer request.
   if (pressed || paused || path !== closePathOf()) return;
   silentSince = '';
   document.body.classList.remove('stale');
@@ -96,7 +96,7 @@ function refreshNow() {
   refresh();
 }
 
-// What is open stays open, and the keyboard stays where it is: on the n-th of those that lead to the same.
+// Open details stay open, and the keyboard focus stays: on the n-th of the elements that lead to the same place.
 function keepingPlace(change) {
   const key = found => found.dataset.pick || found.id || found.getAttribute('href') || found.textContent;
   const alike = name => [...main.querySelectorAll(FOCUSABLE)].filter(found => key(found) === name);
@@ -109,7 +109,7 @@ function keepingPlace(change) {
   if (focus) alike(name)[nth]?.focus({preventScroll: true});
 }
 
-// Each run has an address of its own, with the token in it.
+// Sets the addresses of links to runs, each with the token in it.
 function link() {
   for (const run of main.querySelectorAll('a[data-run]')) run.href = address.write(new URLSearchParams({run: run.dataset.run}));
   for (const box of main.querySelectorAll('[data-pick]')) box.checked = picked.has(box.dataset.pick);
@@ -126,7 +126,7 @@ function show() {
   document.title = main.querySelector('[data-title]')?.dataset.title ?? 'Sentinel';
   document.getElementById('home').href = address.write(new URLSearchParams());
   views.hidden = !runOf() || otherOf() !== '';
-  pause.hidden = isWhole() || main.querySelector('header')?.dataset.state === 'ended';  // nothing of it changes
+  pause.hidden = isWhole() || main.querySelector('header')?.dataset.state === 'ended';  // these do not change
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
   document.getElementById('tools').hidden = [...main.querySelectorAll('.uplot')].every(isHidden);
   filterIncidents();
@@ -137,7 +137,7 @@ function draw() {
   else if (main.querySelector('figure[data-plot]')) note.textContent = 'Interactive charts are there now: load this page again.';
 }
 
-// Of an incident and its consequences all are shown where one of them has each of the words.
+// Shows an incident with all its consequences if one of them contains each of the words.
 function filterIncidents() {
   const wanted = (address.seen.get('find') ?? '').toLowerCase().split(/\s+/).filter(Boolean), open = address.seen.has('open');
   const cards = [...main.querySelectorAll('article.case')].filter(card => !card.parentElement.closest('article'));
@@ -204,7 +204,7 @@ document.addEventListener('keydown', event => {
   if (event.target.matches('input, select')) {
     if (event.key === 'Escape') event.target.blur();
   } else if (event.key === '/' && !filter.hidden) {
-    event.preventDefault();  // the key is no part of what is looked for
+    event.preventDefault();  // the key is not part of the search words
     words.focus();
   } else if (event.key === 'j' || event.key === 'k') stepTo(event.key === 'j' ? 1 : -1);
 });

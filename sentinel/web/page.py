@@ -1,7 +1,7 @@
-"""The page's shell: it holds no data. Its script asks for them with the token, which stands in the address after `#`.
+"""The page's shell, without data. Its script requests the data with the token, which is in the address after `#`.
 
-What stands there is never sent: not to a server, not as a referrer, into no log. A cookie would be, to every port of
-this host, where other users of a login node listen.
+What follows `#` is never sent: not to a server, not as a referrer, into no log. A cookie would be sent to every port of
+this host, where other users of a login node may listen.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ VIEWS = {
     "run": "About",
     "whole": "Full history",
 }
-"""Name -> what its button says. All but the last are of the steps that the daemon remembers."""
+"""The views by name, with the words on their buttons. All but the last show the steps in the daemon's memory."""
 
 STYLE = (resources.files("sentinel.web") / "page.css").read_text(encoding="utf-8")
 
 
 def shell() -> str:
-    """The HTML."""
+    """Return the HTML of the shell."""
     library = '<script src="/uplot.js"></script>' if charts.is_present() else ""
     views = "".join(f'<button type="button" data-view="{name}">{words}</button>' for name, words in VIEWS.items())
     return f"""<!doctype html>

@@ -1,7 +1,7 @@
-"""One connection over HTTP, which is no longer than it is used.
+"""One HTTP connection, which is closed when it is no longer used.
 
-Everybody on the node can open some, and each takes a descriptor that ranks need. uvicorn's own stay open until they
-have asked, which may be never.
+Every user on the node can open connections, and each takes a descriptor that ranks need. uvicorn's own stay open until
+their first request, which may never come.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST = 64
-"""Connections at a time: a page, Prometheus, and some scripts. One more is closed at once."""
+"""Most connections at a time: a page, Prometheus, and some scripts. One more is closed at once."""
 PATIENCE_SECONDS = 30.0
-"""A connection on which no request has come for so long is closed, be it that the last one's answer is not read."""
+"""Seconds without a new request after which a connection is closed, even if the last answer has not been read."""
 
 
 class Visit(H11Protocol):
-    """A connection that is closed where too many are open, or where no request comes on it."""
+    """A connection that is closed if too many are open, or no request comes."""
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The connection is there."""
+        """Handle a new connection."""
         super().connection_made(transport)
         if len(self.connections) > MOST:
             transport.abort()
@@ -30,7 +30,7 @@ class Visit(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Handle the end of the connection."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
