@@ -1,7 +1,7 @@
-"""What Sentinel can do about an incident: one file an action, named in a rule's `actions:`.
+"""What Sentinel can do about an incident: one module per action, named in a rule's `actions:`.
 
-Other packages bring theirs under the entry point group `sentinel.actions`: the name that rules use, and a callable that
-gets a Context and returns an Action. One is made for each attempt of each run.
+Other packages provide actions in the entry point group `sentinel.actions`: the name that rules use, and a callable that
+takes a Context and returns an Action. It is called for each attempt of each run.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "sentinel.actions"
 FAULTS = (Exception, SystemExit)
-"""Faults of a plugin's code: a `sys.exit` in it must not end the daemon."""
+"""Exceptions of a plugin's code that are caught: a `sys.exit` in it must not end the daemon."""
 
 
 class Action(Protocol):
-    """Something done when an incident fires. Never raises or waits; what it did, or why not, it writes into
+    """Something done when an incident fires. It never raises or waits, and writes what it did, or why not, into
     `case.done`."""
 
     name: str
 
     def fired(self, case: Case, now: float) -> None:
-        """An incident whose rule names this action fired. `now`: monotonic seconds."""
+        """Act on an incident that fired and whose rule names this action. `now`: monotonic seconds."""
 
     def tick(self, now: float) -> None:
-        """Called at least once a second, four times while an alert is open: time-outs."""
+        """Check time-outs; called at least once a second, four times while an alert is open."""
 
 
 class RollbackCases(Protocol):
     """The incidents for which ranks are rolled back, of one run or of a job over several nodes."""
 
     def list_asking(self, action: str) -> Iterable[Case]:
-        """The cases of the present attempt whose rule names this action."""
+        """Return the cases of the present attempt whose rule names this action."""
 
     def record_action(self, case: Case) -> None:
-        """More was written into `case.done`: keep it, and tell people."""
+        """Store and report that more was written into `case.done`."""
 
     def preserve(self) -> None:
-        """Put the run's state into the history now: the next daemon must know of whatever is announced next."""
+        """Write the run's state into the history now: the next daemon must know of everything that is announced."""
 
 
 class CaseRecords(RollbackCases, Protocol):
     """The incidents of one run, as its actions know them."""
 
     def add_stacks(self) -> None:
-        """A rank's stacks or collectives came: put them into the cases that asked for them."""
+        """Add a rank's stacks or collectives that have arrived to the cases that asked for them."""
 
     def add_evidence(self, what: str, seq: int) -> None:
-        """Evidence of this kind, of step `seq`, came: put it into the cases that want it."""
+        """Add evidence of kind `what` of step `seq` that has arrived to the cases that want it."""
 
 
 class Context(NamedTuple):
@@ -64,9 +64,9 @@ class Context(NamedTuple):
     attempt: Attempt
     """The ranks of the present attempt, and their last steps."""
     send: Callable[[int, wire.Message], None]
-    """To a rank, by its number."""
+    """Sends a message to a rank, by its number."""
     changed: Callable[[Case], None]
-    """Call it after `fired` if more was written into `case.done`: that is recorded, and receivers are notified."""
+    """Call it after `fired` if you write more into `case.done`: that is stored, and receivers are notified."""
 
 
 Factory = Callable[[Context], Action]
@@ -84,7 +84,7 @@ def load_actions() -> dict[str, Factory]:
 
 
 class Shielded:
-    """An action of another package: what it raises is logged, written into the case, and stops nothing."""
+    """An action of another package, whose exceptions are logged, noted in the case, and have no other effect."""
 
     def __init__(self, name: str, factory: Factory, context: Context) -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""Asks ranks what they did in collectives, when one of them stands: the answer is at hand when the alert fires.
+"""Asks ranks for their collectives when one of them stands still, to have the answers before the alert fires.
 
-Their senders answer, whatever the thread that trains waits for. One whose GIL is held cannot, and says by that what it
-does.
+Their senders answer, whatever the training thread waits for. A rank whose GIL is held cannot answer, which tells what
+it does.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sentinel.runs import Attempt, Rank, RankLink
 from sentinel.wire.flight_recorder import Flight
 
 ASK_SECONDS = 5.0
-"""Between two questions to a rank that stands: others come to their last collective a little later."""
+"""Seconds between two questions to a rank that stands: others reach their last collective a little later."""
 
 
 class FlightReader(Protocol):
-    """Looks at what ranks did in collectives."""
+    """Examines the flight records of ranks."""
 
     def read_flight(self, number: int) -> None:
-        """The `flight` of this rank has become another."""
+        """Read the `flight` of this rank, which has changed."""
 
 
 class Collectives:
-    """Asks the ranks of one attempt what they did in collectives, and keeps what they answer."""
+    """Asks the ranks of one attempt for their collectives, and keeps the answers."""
 
     def __init__(self, attempt: Attempt, link: RankLink, reader: FlightReader) -> None:
         self._attempt, self._link, self._reader = attempt, link, reader
@@ -36,20 +36,20 @@ class Collectives:
         self._ids = 0
 
     def waits_for(self, rank: Rank) -> bool:
-        """Whether it has not answered the last question."""
+        """Whether a rank has not answered the last question."""
         return rank.identity.rank in self._owing
 
     def order(self, rank: Rank, now: float) -> None:
         """Ask one rank, unless that was done a moment ago."""
         number = rank.identity.rank
         if now - self._asked.get(number, (0, -ASK_SECONDS))[1] >= ASK_SECONDS:
-            self._ids -= 1  # those of stacks rise
+            self._ids -= 1  # negative: the ids of stacks rise from 1
             self._asked[number] = self._ids, now
             self._owing.add(number)
             self._link.send(number, wire.Ask(id=self._ids, what="collectives"))
 
     def add_reply(self, number: int, reply: wire.Reply) -> None:
-        """A rank answered."""
+        """Take a rank's answer."""
         rank = self._attempt.ranks.get(number)
         if rank is None or self._asked.get(number, (0, 0.0))[0] != reply.id:
             return
@@ -65,7 +65,10 @@ class Collectives:
             self._reader.read_flight(number)
 
     def forget(self, rank: Rank) -> None:
-        """It goes on: it may be asked again at once. An answer that is on its way still counts."""
+        """Forget the collectives of a rank that goes on, and let it be asked again at once.
+
+        An answer that is on its way still counts.
+        """
         number = rank.identity.rank
         if number in self._asked:
             self._asked[number] = self._asked[number][0], -math.inf

@@ -1,8 +1,8 @@
-"""Has ranks collect what a rule wants as evidence, and takes in what they collected by themselves.
+"""Has ranks collect the evidence that a rule wants, and takes in evidence that they collected by themselves.
 
-A rank answers when it can: between two steps, or at the next step that is not finite. What it sends it may send before
-the alert, too, as it sees some things first. A run that ends soon after its alert answers at its end: a rank that says
-goodbye is kept for as long as it owes an answer, and `LAST_WORDS_SECONDS` at most.
+A rank answers when it can: between two steps, or at the next step that is not finite. It may also send evidence before
+the alert, as it sees some things first. A run that ends soon after its alert answers at its end: a rank that says
+goodbye stays connected while it owes an answer, for `LAST_WORDS_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from sentinel.wire.evidence import KINDS
 log = logging.getLogger(__name__)
 
 LARGEST = 64 * 1024
-"""Bytes of one piece of evidence. A census of 16 holders is 4 kB."""
+"""Most bytes of one piece of evidence. A census of 16 holders is 4 kB."""
 LAST_WORDS_SECONDS = 1.5
-"""After a goodbye. The rank itself waits for 2 s."""
+"""Seconds to wait for evidence after a goodbye. The rank itself waits for 2 s."""
 _AT_THE_END = frozenset({"census", "moments"})
-"""What a rank answers in any case when its run ends, if only why it cannot."""
+"""Evidence on which a rank answers in any case when its run ends, if only why it has none."""
 TRACED = 16
 _FIRST_ID = 1 << 30
-"""Replies are told apart by ids alone: those of stacks rise from 1."""
+"""First id of questions. Replies are distinguished by ids alone, and those of stacks rise from 1."""
 
 
 def out_of_memory(rank: Rank, seq: int) -> Observation:
-    """What the rules should know of a rank whose allocation failed."""
+    """Return the observation of a rank whose allocation failed, for the rules."""
     values: dict[str, float] = {"out_of_memory": 1.0}
     return Observation(seq=seq, time=time.time(), values={Entity("rank", str(rank.identity.rank)): values})
 
 
 class EvidenceRequests:
-    """Asks the ranks of one attempt. It waits for nothing: a rank that does not answer is missing in the diagnosis."""
+    """Asks the ranks of one attempt for evidence. It waits for none: a diagnosis does without a missing answer."""
 
     def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords) -> None:
         self._attempt, self._link, self._incidents = attempt, link, incidents
         self._ids = _FIRST_ID
         self._owed: set[tuple[int, str]] = set()
         self._traced: deque[Case] = deque(maxlen=TRACED)
-        """The last that want a provenance."""
+        """The last cases that want a provenance."""
 
     def ask_ranks(self, case: Case, wanted: Sequence[str]) -> None:
-        """Ask the ranks that the rule fired for, or all ranks if it is about the run, for the evidence it wants."""
+        """Ask the ranks that a rule fired for, or all ranks if the rule is about the run, for the evidence it wants."""
         if "provenance" in wanted:
             self._traced.append(case)
         members = {int(member.name) for member in case.members if member.scope == "rank"}
@@ -66,11 +66,11 @@ class EvidenceRequests:
                     self._link.send(rank.identity.rank, wire.Ask(id=self._ids, what=what))
 
     def is_owed(self, number: int) -> bool:
-        """Whether a rank that says goodbye is about to tell more."""
+        """Whether a rank that says goodbye is about to send more evidence."""
         return any((number, what) in self._owed for what in _AT_THE_END)
 
     def add_evidence(self, number: int, message: wire.Collected) -> None:
-        """A rank sent some."""
+        """Take evidence that a rank sent."""
         rank, kind = self._attempt.ranks.get(number), KINDS.get(message.what)
         self._owed.discard((number, message.what))
         if rank is None or kind is None:
@@ -88,8 +88,11 @@ class EvidenceRequests:
         self._incidents.add_evidence(message.what, found.seq)
 
     def _has_origin(self, rank: Rank) -> bool:
-        """Whether what an open incident began with is known. A rank that traced it by itself is asked all the same,
-        where the alert came first, and then finds weights that the first step had broken."""
+        """Whether the origin of an open incident is known already.
+
+        A rank that traced it by itself is asked all the same if the alert came first, and then finds weights that the
+        first step had broken.
+        """
         held = rank.collected.get("provenance")
         return held is not None and any(
             case.state == "firing" and held.seq >= case.first_seq - EARLIER for case in self._traced

@@ -1,4 +1,4 @@
-"""Which snapshots can be gone back to: of the ranks that must all hold them, the good ones."""
+"""Selects the snapshots that ranks can be rolled back to: the good ones that all ranks hold."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sentinel.diagnose.case import Case
 from sentinel.runs import Rank, Stage
 
 ACTION = "rollback"
-"""The name by which rules ask for it."""
+"""The name by which rules ask for a rollback."""
 
 
 class RollbackRanks(Protocol):
-    """The ranks that are rolled back together: those of one node (`Attempt`), or of a job over several."""
+    """The ranks that are rolled back together: those of one node (`Attempt`), or of a job over several nodes."""
 
     @property
     def ranks(self) -> Mapping[int, Rank]:
-        """All that there were, by number."""
+        """All ranks so far, by number."""
 
     @property
     def live(self) -> list[Rank]:
@@ -28,7 +28,7 @@ class RollbackRanks(Protocol):
 
     @property
     def absence(self) -> str:
-        """Why nothing can be done that all ranks must agree on; empty where all are here."""
+        """Why nothing is possible that all ranks must agree on; empty if all are connected."""
 
     @property
     def held(self) -> set[int]:
@@ -40,22 +40,22 @@ class RollbackRanks(Protocol):
 
     @property
     def step_offset(self) -> int:
-        """What makes the user's step of a seq."""
+        """What to add to a seq to get the user's step."""
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """In the order in which they were announced."""
+        """The stages, in the order in which they were announced."""
 
     @property
     def stage_seq(self) -> int:
-        """The first step of the present stage; 0 where none was announced."""
+        """The first step of the present stage; 0 if none was announced."""
 
     def step_seconds(self) -> float:
-        """Median time of a step."""
+        """Return the median time of a step."""
 
 
 class HeldSnapshots:
-    """What the ranks hold, and which of it is good."""
+    """The snapshots that the ranks hold, and which of them are good."""
 
     def __init__(self, ranks: RollbackRanks, cases: RollbackCases) -> None:
         self._ranks, self._cases = ranks, cases
@@ -64,18 +64,18 @@ class HeldSnapshots:
 
     @property
     def terms(self) -> wire.RollbackTerms | None:
-        """What the user armed; None where not every rank did."""
+        """The terms of the armed rollback; None if not every rank armed it."""
         armed = [rank.hello.rollback for rank in self._ranks.live]
         return armed[0] if armed and all(terms is not None for terms in armed) else None
 
     def list_good(self, closed: int) -> set[int]:
-        """The snapshots that could be gone back to for a fault whose first sign comes after step `closed`."""
+        """Return the snapshots that could be restored for a fault whose first sign comes after step `closed`."""
         terms = self.terms
         return set() if terms is None else {seq for seq in self.list_sound(terms) if seq + terms.margin <= closed}
 
     def list_sound(self, terms: wire.RollbackTerms, besides: Case | None = None) -> set[int]:
-        """List the snapshots of this stage that all ranks hold, except those taken during trouble or less than `margin`
-        steps before it. Trouble that was rolled back no longer counts."""
+        """Return the snapshots of this stage that all ranks hold, except those taken during trouble or less than
+        `margin` steps before it. Trouble that was rolled back, and that of `besides`, does not count."""
         offset = self._ranks.step_offset
         troubles = [
             (case.first_seq, math.inf if case.state == "firing" else (case.resolved_step or case.step) - offset)

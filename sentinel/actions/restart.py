@@ -1,8 +1,8 @@
-"""Has the job ended, and started again, where it cannot be saved from inside: by its supervisor, `sentinel run`.
+"""Has the supervisor, `sentinel run`, end the job and start it again, if it cannot be saved from inside.
 
-First the evidence: stacks and collectives that are on their way are waited for. What goes on by itself meanwhile is
-let go on. Without a supervisor nothing happens. Nor does it for a rank that is alone and stands in what may come to its
-end by itself (`may_end`): to kill an upload that is slow would lose what it saves.
+It waits for stacks and collectives that are on their way, as evidence. A run that goes on by itself meanwhile is left
+alone. Without a supervisor nothing happens. Nor does it for a single rank that stands in something that may end by
+itself (`may_end`): killing a slow upload would lose what it saves.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from sentinel.runs import Attempt
 from sentinel.wire.heartbeat_page import Place
 
 EVIDENCE_SECONDS = 5.0
-"""That the ranks get to answer. What is not there by then will not come."""
+"""Seconds for the ranks to answer. What has not arrived by then will not come."""
 SPARED = "the job is not ended: its only rank is in input or output, a sleep or a future, and may go on by itself"
 LEAST_SECONDS = 1.0
-"""Answers to what the alert itself asked for."""
+"""Least seconds to wait, for answers to questions that the alert itself caused."""
 
 
 def is_stall(case: Case) -> bool:
-    """Whether ranks stand still, and nothing else."""
+    """Whether a case is about ranks that stand still."""
     return any("stalled_seconds" in member.values for member in case.members)
 
 
 def may_end(attempt: Attempt, case: Case) -> bool:
-    """Whether this is the stall of a single rank that is in input or output, in a sleep, or waits for another thread, a
-    future or a process."""
+    """Whether this is the stall of a single rank that may end by itself: it is in input or output, in a sleep, or waits
+    for another thread, a future or a process."""
     if not is_stall(case):
         return False
     beats = [rank.heartbeat for rank in attempt.live if rank.identity.world_size == 1]
@@ -40,7 +40,7 @@ class JobSupervisor(Protocol):
     """Ends the job of one run, and starts it again."""
 
     def end_job(self, case: Case) -> bool:
-        """Have the job ended because of this case; False where no supervisor would."""
+        """Have the job ended because of this case; False if no supervisor would do it."""
 
 
 class RestartAction:
@@ -57,16 +57,16 @@ class RestartAction:
 
     @property
     def waiting(self) -> bool:
-        """Whether the evidence is waited for."""
+        """Whether it waits for evidence."""
         return self._case is not None
 
     def fired(self, case: Case, now: float) -> None:
-        """End the job for this case, unless that is on its way for another."""
+        """End the job for this case, unless that is under way for another one."""
         if self._case is None:
             self._case, self._since = case, now
 
     def tick(self, now: float) -> None:
-        """Look whether it is time."""
+        """End the job if it is time."""
         case, waited = self._case, now - self._since
         if case is None or waited < LEAST_SECONDS or (self._stacks.waiting and waited < EVIDENCE_SECONDS):
             return

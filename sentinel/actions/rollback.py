@@ -5,22 +5,23 @@
                                              -> time-out     -> the same, twice at most
 
 A rank that promised stops at the exit of step `at` until the verdict, so no rank can run past the others: applying
-"at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
+"at step N" without the promises would have separated two ranks 100 times in 180 tries. One process is the same, with
+one rank.
 
-Which snapshot: the newest good one. A snapshot is good if every rank holds it, if it was not taken while another alert
+The newest good snapshot is restored. A snapshot is good if every rank holds it, if it was not taken while another alert
 that asks for a rollback was open, and if the run was healthy for `margin` steps after it: no first sign of any such
-alert lies in them. The same fault again soon after a rollback goes further back, where there is an older one.
+alert lies in them. If the same fault comes again soon after a rollback, an older snapshot is restored, if there is one.
 
-The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps
-without a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good,
-after it. What comes later is another fault, and there is nothing to go further back to. A rollback takes back fewer
-steps than that, as a rule: a run with a bad batch now and then gets on, however many it meets.
+The budget is for one stretch of trouble; when it is used up, the run is stopped, with the reason. A stretch ends with
+`quiet` steps without a first sign after a rollback: ten margins, and long enough that each snapshot held was taken, and
+became good, after it. A later fault is another one, and there is nothing older to restore. A rollback usually undoes
+fewer steps than that: a run with a bad batch now and then makes progress, however many it meets.
 
-A stop takes the same way: `to` is no snapshot, all ranks leave at the exit of step `at`, and what they answer is that
-all agreed to. It waits for what is under way (`stop.py`).
+A stop works in the same way: `to` is no snapshot, all ranks leave at the exit of step `at`, and they answer that all
+agreed to. It waits for a rollback under way (`stop.py`).
 
-Of several alerts the first is rolled back for, and that ends the others. Where it fails, each of them that still fires
-gets one attempt of its own, in turn: its first sign may lie elsewhere, and the ranks may come together by then.
+Of several alerts, the ranks roll back for the first, and that ends the others. If it fails, each of the others that
+still fires gets one try of its own, in turn: its first sign may lie elsewhere, and the ranks may agree by then.
 """
 
 from __future__ import annotations
@@ -41,38 +42,38 @@ from sentinel.text import join_names, name_ranks
 
 PREPARE_SECONDS = 5.0
 RESTORE_SECONDS = 120.0
-"""A restore of a large state, and the step in flight before it."""
+"""Seconds for the restore of a large state, and for the step in flight before it."""
 TRIES = 8
 FRUITLESS = 2
-"""Times more that a rollback is tried which not all ranks promised in time, or which was committed and not all came to:
-a starved machine may stand for seconds. Each may cost the ranks a time-out."""
+"""Most further tries of a rollback that not all ranks promised in time, or that was committed and no rank restored: a
+starved machine may stand for seconds. Each try may cost the ranks a time-out."""
 QUIET_MARGINS = 10
-"""Healthy margins after a rollback that end a stretch of trouble: one makes a snapshot good."""
+"""Healthy margins after a rollback that end a stretch of trouble. One margin makes a snapshot good."""
 NO_SNAPSHOT = -1
 SHOWN = 4
-"""Rollbacks that are named where the budget is used up."""
+"""Most rollbacks that are named when the budget is used up."""
 REACTION_SECONDS = 0.05
-"""How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
+"""Seconds by which `at` is ahead at first: the time for a command to reach a rank whose next batch has not arrived."""
 
 WAITS = "a rollback or a stop is under way already"
-"""What a case says whose turn has not come."""
+"""Note in a case whose turn has not come."""
 
 
 def quiet(terms: wire.RollbackTerms) -> int:
-    """Healthy steps after a rollback that end a stretch of trouble."""
+    """Return the number of healthy steps after a rollback that end a stretch of trouble."""
     return max(QUIET_MARGINS * terms.margin, terms.keep * terms.every + terms.margin)
 
 
 def explain_stopped(reason: str) -> str:
-    """What a case says for which nothing can be done any more. `reason`: why all ranks left."""
+    """Return the note in a case for which nothing can be done any more. `reason`: why all ranks left."""
     return f"nothing: all ranks have ended training, by {reason}"
 
 
 class RollbackListener(Protocol):
-    """Learns how rollbacks end."""
+    """Handles the end of rollbacks."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
-        """The rollback for this case ended."""
+        """Handle the end of the rollback for this case."""
 
 
 class RollbackAction:
@@ -86,34 +87,34 @@ class RollbackAction:
         self._attempt, self._link, self._incidents, self._listener = attempt, link, incidents, listener
         self._snapshots = HeldSnapshots(attempt, incidents)
         self._current: RollbackInProgress | None = None
-        # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
+        # Starts at a random number: an answer to a former daemon must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
-        """Whether a case has all ranks leave at one step, by its rule, where it is not rolled back."""
+        """Whether the rule of a case has all ranks leave at one step if it is not rolled back."""
         self.stopped = ""
         """Why all ranks left the run; empty: they did not."""
         self._stops_for = ""
-        """Why the ranks were told to stop, each by itself. Nothing else is asked of them after that."""
+        """Why the ranks were told to stop, each by itself. After that nothing else is asked of them."""
         self._done: list[Outcome] = []
         self._waiting: list[Case] = []
 
     @property
     def phase(self) -> Phase:
-        """Where the rollback under way is."""
+        """The phase of the rollback, or the stop, under way."""
         return self._current.phase if self._current else "idle"
 
     @property
     def terms(self) -> wire.RollbackTerms | None:
-        """What the user armed; None where not every rank did."""
+        """The terms of the armed rollback; None if not every rank armed it."""
         return self._snapshots.terms
 
     def list_good(self, closed: int) -> set[int]:
-        """The snapshots that could be gone back to for a fault whose first sign comes after step `closed`."""
+        """Return the snapshots that could be restored for a fault whose first sign comes after step `closed`."""
         return self._snapshots.list_good(closed)
 
     @property
     def case(self) -> Case | None:
-        """The one for which a rollback is under way."""
+        """The case for which a rollback is under way."""
         return self._current.case if self._current else None
 
     def handles(self, case: Case) -> bool:
@@ -126,7 +127,7 @@ class RollbackAction:
         return tuple(self._done)
 
     def fired(self, case: Case, now: float) -> None:
-        """Start a rollback, unless one is under way, none is armed, or nothing good is held."""
+        """Start a rollback, unless one is under way, none is armed, or no good snapshot is held."""
         terms = self.terms
         case.done = tuple(one for one in case.done if one != WAITS)
         if terms is None:
@@ -176,7 +177,7 @@ class RollbackAction:
             self._begin(case, NO_SNAPSHOT, now, stops=True)
 
     def _find_unable(self) -> str:
-        """Which rank cannot leave at an agreed step, and why; empty: all can."""
+        """Return which rank cannot leave at an agreed step, and why; empty: all can."""
         for rank in self._attempt.live:
             if not rank.hello.takes_stop:
                 return (
@@ -186,7 +187,7 @@ class RollbackAction:
         return ""
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
-        """A rank promised, or cannot."""
+        """Take a rank's answer: it promised, or cannot."""
         current = self._current
         if current is None or current.phase != "preparing" or answer.id != current.id:
             return
@@ -197,12 +198,12 @@ class RollbackAction:
         if current.promised == current.ranks:
             current.phase, current.began = "restoring", now
             if current.stops:
-                self._incidents.record_action(current.case)  # the step may be another one than was tried first
+                self._incidents.record_action(current.case)  # the step may differ from the one tried first
             self._incidents.preserve()  # a commit that is sent must be known to the next daemon
             self._broadcast(self._verdict(current))
 
     def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
-        """A rank restored its snapshot, or could not."""
+        """Take a rank's answer: it restored its snapshot, or could not."""
         current = self._current
         if current is None or answer.id != current.id:
             return
@@ -225,7 +226,7 @@ class RollbackAction:
             self._incidents.preserve()
 
     def _nobody_restored(self, current: RollbackInProgress, now: float) -> None:
-        """No rank restored, and no rank changed anything: try an older snapshot, or the same once more."""
+        """Try an older snapshot, or the same once more: no rank restored, and none changed anything."""
         results = current.restored.items()
         flaw = next((f"rank {rank}: {result.reason}" for rank, result in results if result.flawed), "")
         why = flaw or next((result.reason for _, result in results), "")
@@ -242,7 +243,7 @@ class RollbackAction:
             self._retry_after_refusal(wire.Prepared(id=current.id, ok=False, seq=at), now)
 
     def save_state(self) -> Saved:
-        """State for the next daemon of this run. A promise without a verdict is left out: it is asked for again."""
+        """Return the state for the run's next daemon. Promises without a verdict are left out, and requested again."""
         saved, current = Saved(self.done, tuple(self._snapshots.bad)), self._current
         if current is not None and current.phase == "restoring":
             saved.case, saved.to, saved.at, saved.id = current.case.id, current.to, current.at, current.id
@@ -250,7 +251,7 @@ class RollbackAction:
         return saved
 
     def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
-        """Go on from what `saved` gave."""
+        """Continue from a state that `save_state` returned."""
         self._done, self._snapshots.bad = list(saved.done), set(saved.bad)
         if (case := cases.get(saved.case)) is not None:
             ranks = frozenset(saved.ranks)
@@ -259,7 +260,7 @@ class RollbackAction:
             )
 
     def rejoin_rank(self, rank: int, promise: int) -> None:
-        """A rank says hello again, and which verdict it waits for: it may have missed it."""
+        """Send a rank that says hello again the verdict that it waits for, and may have missed."""
         current = self._current
         if current is not None and current.phase == "restoring" and promise == current.id:
             self._link.send(rank, self._verdict(current))
@@ -267,7 +268,7 @@ class RollbackAction:
             self._link.send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
     def begin_stage(self, now: float) -> None:
-        """Another stage was announced: what would go back across it and is not committed ends."""
+        """Abort a rollback to before the stage that was just announced, unless it is committed."""
         current = self._current
         if current is None or current.stops:
             return
@@ -276,8 +277,10 @@ class RollbackAction:
             self._give_up("another stage began in the middle of it", now)
 
     def drop_rank(self, rank: int, now: float) -> None:
-        """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
-        decide among themselves, and one whose connection broke comes back to say how."""
+        """Handle a rank that left: abort a rollback that is not committed, so that waiting ranks get a verdict.
+
+        After the commit the ranks decide among themselves, and one whose connection broke comes back to say how.
+        """
         current = self._current
         if current is None or rank not in current.ranks:
             return
@@ -288,11 +291,14 @@ class RollbackAction:
             self._end_if_over(current, now)
 
     def _end_if_over(self, current: RollbackInProgress, now: float) -> bool:
-        """End it if a rank is over; answer whether one is. Of several the first that left is named: the others may have
-        ended for want of it. How it ended may be known at the next tick alone."""
+        """Abort the rollback if one of its ranks has ended; return whether one has.
+
+        Of several the first that left is named: the others may have ended because of it. How it ended may be known only
+        at the next tick.
+        """
         for rank in (*current.lost, *sorted(current.ranks)):
             if rank in current.restored and current.stops:
-                continue  # it has answered, and then left
+                continue  # the rank answered before it left
             known = self._attempt.ranks.get(rank)
             if self._is_over(rank):
                 self._rank_left(current, rank, now)
@@ -310,7 +316,7 @@ class RollbackAction:
         self._give_up(f"rank {rank} left in the middle of it", now)
 
     def tick(self, now: float) -> None:
-        """End what takes too long."""
+        """Abort or give up what takes too long."""
         current = self._current
         if current is None:
             return
@@ -324,7 +330,7 @@ class RollbackAction:
             self._give_up(f"{missed} in {RESTORE_SECONDS + limit:.0f} s", now)
 
     def _prepare_timed_out(self, current: RollbackInProgress, limit: float, now: float) -> None:
-        """Not all promised in time: once more, or it is given up."""
+        """Try once more, or give up, as not all ranks promised in time."""
         self._broadcast(wire.Abort(id=current.id, reason="not all ranks answered"))
         silent = name_ranks(sorted(current.ranks - current.promised))
         if current.fruitless < FRUITLESS:
@@ -357,7 +363,7 @@ class RollbackAction:
         return wire.Commit(id=current.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
 
     def _retry_after_refusal(self, refusal: wire.Prepared, now: float) -> None:
-        """Abort this try. A rank that was past the step already says where it is: aim further ahead of it."""
+        """Abort this try, and aim further ahead of a rank that was past the step already, and said where it is."""
         current = self._current
         assert current is not None
         self._broadcast(wire.Abort(id=current.id, reason="a rank could not promise"))
@@ -376,7 +382,7 @@ class RollbackAction:
         self._broadcast(wire.Prepare(id=current.id, at=current.at, to=current.to, stops=current.stops))
 
     def _try_older_snapshot(self, case: Case, flaw: str, now: float) -> None:
-        """The snapshot could not be restored: the next older one, or none."""
+        """Try the next older snapshot, or give up if there is none: this one could not be restored."""
         assert self._current is not None
         refused, terms = self._current.to, self.terms
         older = self._target(case, terms) if terms else None
@@ -392,13 +398,13 @@ class RollbackAction:
         good = [seq for seq in held if seq + terms.margin <= first_sign]
         last = self._done[-1] if self._done else None
         if last is not None and first_sign <= last.at + terms.margin:
-            # What it went back to has no healthy margin behind it since: the steps after `to` are undone.
+            # The snapshot of the last rollback has had no healthy margin since: the steps after `to` are undone.
             older = [seq for seq in held if seq < last.to]
             good = older or [seq for seq in held if seq == last.to]
         return max(good, default=None)
 
     def _list_counted(self, sign: int, terms: wire.RollbackTerms) -> list[Outcome]:
-        """The rollbacks of the stretch of trouble that goes on with this first sign, the first one first."""
+        """Return the rollbacks of the stretch of trouble to which this first sign belongs, the first one first."""
         counted: list[Outcome] = []
         for outcome in reversed(self._done):
             if sign - outcome.at > quiet(terms):
@@ -434,8 +440,8 @@ class RollbackAction:
         case.done = (*case.done[:-1], done)
         waiting, self._waiting = self._waiting, []
         for other in waiting:
-            if other.state == "firing" and not (outcome.ok and not outcome.stops):  # else it ended with this one
-                self.fired(other, now)  # who is not the first waits again
+            if other.state == "firing" and not (outcome.ok and not outcome.stops):  # otherwise it ended with this one
+                self.fired(other, now)  # all but the first wait again
                 self._incidents.record_action(other)
         self._listener.end_rollback(case, outcome)
 
@@ -451,5 +457,5 @@ class RollbackAction:
 
 
 def _name_reason(case: Case) -> str:
-    """Of a stop: what the run was stopped for."""
+    """Return why the run was stopped for a case."""
     return f"{case.alert}: {case.summary}"

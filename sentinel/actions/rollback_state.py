@@ -1,4 +1,4 @@
-"""What is known of a rollback, or a stop: while it is under way, how it ended, and what another daemon goes on from."""
+"""The state of a rollback or a stop: while under way, its outcome, and what another daemon needs to continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Phase = Literal["idle", "preparing", "restoring"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a rollback ended, or a stop."""
+    """How a rollback or a stop ended."""
 
     ok: bool
     alert: str
@@ -21,15 +21,15 @@ class Outcome(msgspec.Struct, frozen=True):
     at: int = -1
     seconds: float = 0.0
     reason: str = ""
-    """Why it failed; if it is ok, what could not be done beside the restore."""
+    """Why it failed; if it is ok, what could not be done in addition to the restore."""
     sign: int = -1
-    """The step that showed the fault first."""
+    """Seq of the first sign of the fault."""
     stops: bool = False
-    """It was to end the run."""
+    """Whether it was a stop."""
 
 
 class Saved(msgspec.Struct):
-    """What a daemon that takes over has to know of the rollbacks of an attempt."""
+    """What a daemon that takes over must know of the rollbacks of an attempt."""
 
     done: tuple[Outcome, ...] = ()
     bad: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Saved(msgspec.Struct):
 
 
 class RollbackInProgress(msgspec.Struct):
-    """One rollback under way, or a stop."""
+    """A rollback or a stop under way."""
 
     case: Case
     to: int
@@ -52,13 +52,13 @@ class RollbackInProgress(msgspec.Struct):
     began: float
     ranks: frozenset[int]
     stops: bool = False
-    """All ranks are to leave, and there is no snapshot to go back to."""
+    """Whether it is a stop: all ranks leave, and no snapshot is restored."""
     phase: Phase = "preparing"
     lead: int = 1
     tries: int = 1
     fruitless: int = 0
-    """How often not all promised in time, or it was committed and no rank restored."""
+    """Number of tries that not all promised in time, or that were committed and no rank restored."""
     promised: set[int] = msgspec.field(default_factory=set)
     lost: list[int] = msgspec.field(default_factory=list)
-    """Ranks whose connection ended, in that order."""
+    """Ranks whose connection ended, in the order of these ends."""
     restored: dict[int, wire.RolledBack] = msgspec.field(default_factory=dict)

@@ -1,12 +1,13 @@
-"""Has ranks dump their stacks, before anybody asks: a dump is at hand when the alert fires.
+"""Has ranks dump their stacks in advance, so that a dump is there when the alert fires.
 
 message    answered by the rank's own sender, which has the GIL then
-signal     where it does not get it: SIGRTMIN+7 through a pidfd, if the rank says that it is its own and the kernel that
-           it is caught; faulthandler answers in C, without the GIL, into a memory file that we hold, too
-timer      where the process cannot be signalled: what faulthandler's timer wrote there once it was not reset
+signal     if the sender does not get the GIL: SIGRTMIN+7 through a pidfd, if the rank says that it handles the signal
+           and the kernel that it is caught; faulthandler answers in C, without the GIL, into a memory file that we
+           hold, too
+timer      if the process cannot be signalled: what faulthandler's timer wrote there when it was no longer reset
 
-Whatever writes stacks without the GIL reads frames that other threads may be in the middle of: one in some thousand
-such dumps kills a process in which a thread runs Python. So it is done only where the GIL is held for long, and all
+Code that writes stacks without the GIL reads frames that other threads may be changing: one in some thousand such dumps
+kills a process in which a thread runs Python. So it is done only if the GIL has been held for long, and all threads
 stand. (`tests/hang/test_unharmed.py`.)
 """
 
@@ -26,12 +27,13 @@ from sentinel.runs import Attempt, Rank, RankLink
 from sentinel.wire.heartbeat_page import BEAT_SECONDS, SIGNAL, Kind
 
 ANSWER_SECONDS = 3.0
-"""In which a dump is complete. It takes milliseconds; a process that is swapped out takes longer."""
+"""Seconds within which a dump is complete. It takes milliseconds; a process that is swapped out takes longer."""
 PAUSE_SECONDS = 10.0
+"""Seconds before a rank that did not answer is asked again."""
 PAUSE_FACTOR = 4.0
-"""Before a rank that did not answer is asked again, and how much longer each further time."""
+"""Factor by which each further pause is longer."""
 LARGEST = 256 * 1024
-"""Bytes of a dump that are kept: 100 threads of 25 frames."""
+"""Most bytes of a dump that are kept: 100 threads of 25 frames."""
 
 _MASKS = ("SigCgt", "ShdPnd")
 _BIT = 1 << (SIGNAL - 1) if SIGNAL else 0
@@ -41,7 +43,7 @@ class _Order(msgspec.Struct):
     began: float
     id: int
     after: float
-    """Unix seconds: what lies in the file since before then is of an earlier stall."""
+    """Unix seconds: what was written into the file earlier belongs to an earlier stall."""
     size: int = 0
     signalled: bool = False
 
@@ -50,10 +52,10 @@ class StallWatch(Protocol):
     """Knows the ranks that stand still."""
 
     def find_dump_file(self, number: int) -> int:
-        """The descriptor of the file that a rank's stacks are dumped into; -1 where there is none."""
+        """Return the descriptor of the file that a rank's stacks are dumped into; -1 if there is none."""
 
     def ask_collectives(self, rank: Rank, now: float) -> None:
-        """Ask a rank what it did in collectives: alerts want that with the stacks."""
+        """Ask a rank for its collectives, which alerts want with the stacks."""
 
 
 class StacksAction:
@@ -65,7 +67,7 @@ class StacksAction:
         self._attempt, self._link, self._incidents, self._stalls = attempt, link, incidents, stalls
         self._orders: dict[int, _Order] = {}
         self._pauses: dict[int, tuple[float, float]] = {}
-        """Rank -> not before, and the next pause."""
+        """Earliest time of the next question, and the pause after it, by rank."""
         self._ids = 0
 
     @property
@@ -74,18 +76,18 @@ class StacksAction:
         return bool(self._orders)
 
     def waits_for(self, rank: Rank) -> bool:
-        """Whether its dump is on its way."""
+        """Whether a rank's dump is on its way."""
         return rank.identity.rank in self._orders
 
     def fired(self, case: Case, now: float) -> None:
-        """Take those of all ranks that have none of this stall yet."""
+        """Order the stacks of all ranks without a dump of this stall, and the collectives of all."""
         for rank in self._attempt.live:
             if not rank.dump:
                 self.order(rank, now)
             self._stalls.ask_collectives(rank, now)
 
     def forget(self, rank: Rank) -> None:
-        """It goes on: a dump that is on its way is of where it was."""
+        """Forget the dump of a rank that goes on, also one that is on its way: it shows where the rank was."""
         self._orders.pop(rank.identity.rank, None)
         rank.dump = ""
 
@@ -100,7 +102,7 @@ class StacksAction:
             self._link.send(number, wire.Ask(id=self._ids, what="stacks"))
 
     def _signal_rank(self, rank: Rank, order: _Order, now: float) -> bool:
-        """Signal it, if nothing else will do and it is safe."""
+        """Signal a rank, if it cannot answer otherwise and the signal is safe; return whether it was signalled."""
         if not (_ours(rank) and _holds(rank, now)) or order.signalled:
             return False
         if not (_takes(rank.process) and _empty_file(self._stalls.find_dump_file(rank.identity.rank))):
@@ -110,20 +112,20 @@ class StacksAction:
         return order.signalled
 
     def add_reply(self, number: int, reply: wire.Reply) -> None:
-        """A rank answered in words."""
+        """Take the stacks that a rank's sender answered."""
         order = self._orders.get(number)
         if order is not None and order.id == reply.id and reply.ok:
             self._take(number, str(reply.content.get("text", ""))[:LARGEST])
 
     def tick(self, now: float) -> None:
-        """Look whether dumps are complete."""
+        """Take dumps that are complete, and give up late ones."""
         for number, order in list(self._orders.items()):
             rank = self._attempt.ranks[number]
             if self._signal_rank(rank, order, now):
                 continue
             file = self._stalls.find_dump_file(number)
             size = _size(file, order.after)
-            # A rank that can be signalled is waited for until it is known to hold the GIL.
+            # A rank that can be signalled gets more time, until it is known to hold the GIL.
             patience = ANSWER_SECONDS if order.signalled or not _ours(rank) else BEAT_SECONDS + ANSWER_SECONDS
             late = now - order.began > patience
             if size and (size == order.size or late):
@@ -144,18 +146,18 @@ class StacksAction:
 
 
 def _ours(rank: Rank) -> bool:
-    """Whether the signal makes a dump there, and not something of the user's."""
+    """Whether the signal triggers our dump in the rank, and not something of the user's."""
     return rank.heartbeat is not None and rank.heartbeat.signal == SIGNAL
 
 
 def _holds(rank: Rank, now: float) -> bool:
-    """Whether a thread there has held the GIL for so long that no other runs Python, or is about to."""
+    """Whether a thread has held the GIL for so long that no other thread runs Python, or is about to."""
     beat = rank.heartbeat
     return beat is not None and now - beat.beat > BEAT_SECONDS and rank.stall.kind in (Kind.HOLDING, Kind.LONG)
 
 
 def _size(file: int, after: float) -> int:
-    """Bytes that were dumped; 0 where that was too long ago."""
+    """Return the bytes that were dumped; 0 if that was before `after`."""
     if file < 0:
         return 0
     stat = os.fstat(file)
@@ -163,7 +165,7 @@ def _size(file: int, after: float) -> int:
 
 
 def _empty_file(file: int) -> bool:
-    """Throw away what was dumped before. A peer may have sealed its file: then it stays empty-handed."""
+    """Empty the dump file; False if that is impossible, as for a file that its rank has sealed."""
     try:
         os.ftruncate(file, 0)
     except OSError:

@@ -1,8 +1,7 @@
-"""Has all ranks leave the run at the exit of one step, with an exit status of its own: no restart makes up for it.
+"""Has all ranks leave the run at the exit of one step, with an exit status of its own: no restart would help.
 
-The ranks agree as they do on a rollback, and what leads them through that leads them through this. What is under way
-comes first: where a rollback ended the alert, there is nothing to stop. Over several nodes a node asks the coordinator,
-which has one of these, too.
+The ranks agree as they do on a rollback, led by the same code. A rollback under way comes first: if it ended the alert,
+nothing needs to be stopped. In a job over several nodes, a node asks the coordinator, which has a stop action, too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from sentinel.diagnose.case import Case
 
 
 class StopLeader(Protocol):
-    """Leads the ranks through a stop: those of one node (`RollbackAction`), or by the coordinator of all nodes
+    """Leads the ranks through a stop: those of one node (`RollbackAction`), or of all nodes through the coordinator
     (`RelayedRollback`)."""
 
     @property
@@ -24,7 +23,7 @@ class StopLeader(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """Where the rollback or the stop under way is."""
+        """The phase of the rollback, or the stop, under way."""
 
     def stop(self, case: Case, now: float) -> None:
         """Have all ranks leave the run for this case. Nothing is under way."""
@@ -46,11 +45,11 @@ class StopAction:
 
     @property
     def waiting(self) -> bool:
-        """Whether a stop waits for what is under way."""
+        """Whether a stop waits for a rollback or a stop under way."""
         return bool(self._waiting)
 
     def awaits_turn(self, case: Case) -> bool:
-        """Whether a stop for this case does."""
+        """Whether a stop for this case waits."""
         return any(one is case for one in self._waiting)
 
     def fired(self, case: Case, now: float) -> None:
@@ -59,12 +58,12 @@ class StopAction:
         self._begin(now)
 
     def tick(self, now: float) -> None:
-        """Look whether it is time."""
+        """Begin a stop that waits, if it is time."""
         for case in self._begin(now):
             self._incidents.record_action(case)
 
     def _begin(self, now: float) -> list[Case]:
-        """Stop for the first that still fires, and so on where that fails at once. Returns those it was tried for."""
+        """Stop for the first case that still fires, and for the next if that fails at once. Returns the cases tried."""
         tried: list[Case] = []
         while self._waiting and self._leader.phase == "idle":
             case = self._waiting.pop(0)
