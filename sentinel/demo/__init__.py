@@ -1,1 +1,1 @@
-"""`sentinel demo`: two runs of one script beside each other, or a job over several nodes, and what came of them."""
+"""`sentinel demo`: two runs of one script side by side, or a job over several nodes, and their outcome."""

@@ -19,27 +19,27 @@ from sentinel.node import paths
 
 POLL_SECONDS = 0.1
 HISTORY_SECONDS = 15.0
-"""How long the daemon may take to write its history out once its run has ended."""
+"""Seconds for the daemon to finish writing its history after the end of its run."""
 
 
 class DemoFailed(SentinelError):
-    """The demo did not show what it is there to show."""
+    """Raised when a demo did not show what it should show."""
 
 
 class Course(abc.ABC):
-    """One demo. Use as a context manager: leaving it ends all that it started."""
+    """One demo. Use it as a context manager: at the exit it ends all processes that it started."""
 
     stall_seconds = 120.0
-    """Without a step of any run. Importing torch from a cold disk takes long, but not this long."""
+    """Seconds without a step of any run after which the demo fails. Importing torch from a cold disk takes less."""
 
     def __init__(self, fault: str, seed: int, steps: int, out: Path) -> None:
         self.fault, self.seed, self.steps, self.out = fault, seed, steps, out
         self.run_id = f"demo-{fault}-{secrets.token_hex(3)}"
         self.said: list[str] = []
-        """Lines that were shown, of those that the runs printed on stderr."""
+        """Lines of the runs' stderr that were shown."""
         self.began = time.monotonic()
         self.trainees: list[Trainee] = []
-        """The one whose words are shown first, and those beside it."""
+        """The run whose output is shown, first, and the others."""
         self.endings = contextlib.ExitStack()
 
     def __enter__(self) -> Course:
@@ -54,7 +54,7 @@ class Course(abc.ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A second Ctrl-C would leave behind what has not been ended yet.
+        # A second Ctrl-C would leave processes behind that have not been ended yet.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.endings.close()
@@ -73,10 +73,10 @@ class Course(abc.ABC):
         self.trainees.append(trainee)
 
     def follow(self, display: Display) -> None:
-        """Show all runs until they end. Raises DemoFailed where one of them fails, or all stand still."""
+        """Show all runs until they end. Raises DemoFailed if one of them fails, or all stand still."""
         running, seen, since = True, 0, time.monotonic()
         while running:
-            # Looked at before the files are read: what a process wrote last is then read too.
+            # This is checked before the files are read, so that the last output of a process is read, too.
             running = any(trainee.exit_code is None for trainee in self.trainees)
             for number, trainee in enumerate(self.trainees):
                 for line in trainee.follow():
@@ -93,56 +93,56 @@ class Course(abc.ABC):
             time.sleep(POLL_SECONDS)
 
     def show(self, line: str | None, display: Display) -> None:
-        """Show a line, and keep it for the page; None: nothing."""
+        """Show a line, and keep it for the page; None: do nothing."""
         if line is not None:
             self.said.append(line)
             display.show_line(line)
 
     def choose_line(self, number: int, line: str) -> str | None:
-        """What is shown of a line that a run printed on stderr."""
+        """Return what to show of a line that a run printed on stderr; None: nothing."""
         return line if number == 0 else None
 
     @property
     @abc.abstractmethod
     def introduction(self) -> str:
-        """What will happen."""
+        """What will happen, in words."""
 
     @property
     def code(self) -> list[str]:
-        """Lines of the script or commands that make it happen, where they are worth showing."""
+        """Lines of the script or commands that make it happen, if they are worth showing."""
         return []
 
     language = "python"
-    """Of `code`."""
+    """Language of `code`."""
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Write the data, and launch all."""
+        """Write the data, and launch all runs."""
 
     @abc.abstractmethod
     def rows(self) -> tuple[Row, ...]:
-        """How the runs are now."""
+        """Return the present state of the runs."""
 
     @abc.abstractmethod
     def look(self, display: Display) -> None:
-        """Called several times a second while they run."""
+        """Check the runs; called several times a second while they run."""
 
     def explain_death(self, trainee: Trainee) -> str:
-        """Why a process that has ended with an error has failed; empty where that is as it should be."""
+        """Return why a process that has ended with an error has failed; "" if it was meant to end so."""
         last = trainee.stderr_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no word on stderr"]
         return f"a run ended with exit code {trainee.exit_code}: {last[0]}; see {trainee.stderr_path}"
 
     def keep_logs(self) -> str:
-        """Where to look when the demo fails."""
+        """Keep the logs of a failed demo, and return where they are, in words."""
         return f"what the runs said: {self.out}/*/stderr.txt"
 
     @abc.abstractmethod
     def conclude(self) -> DemoOutcome:
-        """The outcome. Raises DemoFailed if Sentinel did not do what the demo shows."""
+        """Return the outcome. Raises DemoFailed if Sentinel did not do what the demo should show."""
 
 
 def find_history(run_id: str) -> Path | None:
-    """Where a run's history is, once its daemon has ended; None where there is none."""
+    """Return the path of a run's history, once its daemon has ended; None if there is none."""
     daemon = paths.run_directory(run_id)
     deadline = time.monotonic() + HISTORY_SECONDS
     while daemon.exists() and time.monotonic() < deadline:

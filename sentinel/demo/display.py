@@ -1,4 +1,4 @@
-"""What the terminal shows while the runs train: a live line for each on a terminal, plain lines elsewhere."""
+"""Shows the runs while they train: a live line for each on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sentinel.demo.record import LossCurve
 from sentinel.demo.story import State
 
 PLAIN_LINES = 8
-"""Without a terminal: a line each time a run has done such a part of its steps."""
+"""Lines that a run prints on its way without a terminal, at equal distances of its steps."""
 BAR_WIDTH = 24
 _STYLES: dict[State, str] = {
     "starting": "dim",
@@ -34,30 +34,30 @@ _STYLES: dict[State, str] = {
 
 
 class Row(NamedTuple):
-    """How one run is."""
+    """The present state of one run."""
 
     name: str
     colour: str
     curve: LossCurve
     state: State
     shown: str
-    """The number that matters, with its name: `loss  2.34`."""
+    """The most important number, with its name: `loss  2.34`."""
 
 
 class Display(Protocol):
-    """Where the demo shows how it goes. A context manager."""
+    """Shows the progress of a demo. A context manager."""
 
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
     def show_line(self, line: str) -> None:
-        """A line that is to stay."""
+        """Print a line that stays."""
 
     def progress(self, *rows: Row) -> None:
-        """How far the runs are."""
+        """Show how far the runs are."""
 
 
 class TerminalDisplay:
-    """Lines that stay at the bottom, with all that the watched runs say above them."""
+    """Live lines at the bottom of a terminal, with the output of the watched runs above them."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._steps = steps
@@ -91,7 +91,7 @@ class TerminalDisplay:
 
 
 class PlainDisplay:
-    """For a log, or for nobody: what the watched run says, and how the runs are, some times on their way and when it
+    """Plain lines, as for a log: the output of the watched run, and the state of the runs, at some steps and when it
     changes."""
 
     def __init__(self, console: Console, steps: int) -> None:

@@ -1,6 +1,6 @@
-"""A receiver of alerts, as PagerDuty would be one: it keeps what it is sent.
+"""A receiver of alerts in place of PagerDuty: it stores the messages that it gets.
 
-python -m sentinel.demo.inbox HOST:PORT FILE      a JSON line for each message, with the time at which it came
+python -m sentinel.demo.inbox HOST:PORT FILE      a JSON line for each message, with the time at which it arrived
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Sent(msgspec.Struct, frozen=True):
     """One message of the receiver `webhook`."""
 
     time: float
-    """Unix seconds at which it came."""
+    """Unix seconds at which it arrived."""
     key: str
-    """The same in all messages about one problem: a pager rings once for each."""
+    """A key that all messages about one problem share: a pager rings once for each key."""
     firing: bool
     alert: str
     severity: str
@@ -37,7 +37,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Inbox:
-    """What the receiver was sent, in the order in which it came."""
+    """The messages that the receiver got, in the order in which they arrived."""
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ class Inbox:
         return list(first.values())
 
     def take(self) -> list[Sent]:
-        """What came since the last call."""
+        """Return the messages that arrived since the last call."""
         new = [_read(json.loads(line)) for line in self._tail.lines()]
         self.messages += new
         return new
@@ -73,12 +73,12 @@ def _read(entry: dict[str, Any]) -> Sent:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Keeps the body of each POST."""
+    """Stores the body of each POST."""
 
     file: Path
 
     def do_POST(self) -> None:
-        """Take one message."""
+        """Store one message."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.file.open("a") as file:
             print(json.dumps({"time": time.time(), "body": body}), file=file)
@@ -87,7 +87,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A job over several nodes, of which one has a fault: one page, and all nodes go back together."""
+"""The demo of a job over several nodes, of which one has a fault: one page, and all nodes go back together."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from sentinel.errors import ConfigError
 from sentinel.node import paths
 
 BEGINS = 0.5
-"""Share of the steps at which the fault comes."""
+"""Share of the steps after which the fault begins."""
 END_SECONDS = 30.0
-"""In which the daemons end after their ranks: the coordinator waits for the others."""
+"""Seconds for the daemons to end after their ranks: the coordinator waits for the others."""
 SPARE_BATCHES = 3 * shard.BURST
 STUCK_SECONDS = 5.0
-"""Without a step: shown as stuck."""
+"""Seconds without a step after which a node is shown as stuck."""
 _NOTICES = ("[sentinel] ", "sentinel: watching")
 _OURS = (*_NOTICES, "sentinel: ", "\u250f", "\u2503", "\u2517")
-"""How lines of ours begin, among those of torchrun."""
+"""Beginnings of Sentinel's lines, among those of torchrun."""
 RULES = f"""\
 group: demo
 rules:
@@ -64,21 +64,21 @@ severities = ["critical"]
 
 
 class NodesDemo(Course):
-    """`sentinel run -- torchrun` on each node, and a fault on the last."""
+    """Runs `sentinel run -- torchrun` on each node, with a fault on the last node."""
 
     stall_seconds = 300.0
     language = "bash"
     _places: Path
-    """Of the sockets: a short path."""
+    """Folder of the sockets, which need a short path."""
     _inbox: Inbox
 
     def __init__(self, fault: JobFault, nodes: int, seed: int, steps: int, out: Path) -> None:
-        """Raises ConfigError where the fault needs what is not here."""
+        """Prepare the demo. Raises ConfigError if the fault needs something that this machine lacks."""
         super().__init__(fault, seed, steps, out)
         self.kind, self._fault, self.nodes = KINDS[fault], fault, nodes
         self.first = round(steps * BEGINS)
         self.hindrance = network.find_hindrance()
-        """Why the nodes have no networks of their own; empty where they have."""
+        """Why the nodes have no networks of their own; empty if they have."""
         if fault == "cut" and self.hindrance:
             raise ConfigError(f"there is no link to cut without network namespaces: {self.hindrance}")
         if (address := paths.address()) is not None:
@@ -86,7 +86,7 @@ class NodesDemo(Course):
         self._network = network.find_loopback(nodes)
         self._cut_at, self._joined = 0.0, False
         self._heard = set[str]()
-        """Lines that were shown."""
+        """Lines that were shown already."""
 
     @property
     def introduction(self) -> str:
@@ -115,7 +115,7 @@ class NodesDemo(Course):
         (self.out / "sentinel.toml").write_text(SETTINGS.format(inbox=self._network.inbox))
         shutil.rmtree(self.out / "saved", ignore_errors=True)
         (self.out / "saved").mkdir()
-        shutil.copy(SCRIPTS / "nodes.py", self.out)  # where a user's script would be: not ours
+        shutil.copy(SCRIPTS / "nodes.py", self.out)  # outside Sentinel's package, as a user's script would be
         secret = secrets.token_hex(16)
         for node in range(self.nodes):
             shutil.rmtree(self.out / f"node-{node}", ignore_errors=True)
@@ -148,11 +148,11 @@ class NodesDemo(Course):
         if self._fault in ("kill", "hang") and node == self.nodes - 1:
             script += ["--how", self._fault, "--breaks-at", str(self.first)]
         supervised = [sys.executable, "-m", "sentinel", "run", "--restarts", "2", "--pause", "1", "--"]
-        # The second `--`: or torchrun takes the script's `--log` for a short form of options of its own.
+        # Without the second `--`, torchrun takes the script's `--log` for an abbreviation of its own options.
         return [*self._network.prefixes[node], *supervised, sys.executable, *torchrun.split(), "--", *script]
 
     def choose_line(self, number: int, line: str) -> str | None:
-        """All that the node with the fault says, and what is news in the notices of the others."""
+        """Return all lines of the node with the fault, and new notices of the others."""
         own = number == self.nodes - 1
         if not line.startswith(_OURS if own else _NOTICES) or (not own and line in self._heard):
             return None
@@ -160,7 +160,7 @@ class NodesDemo(Course):
         return f"node {number}  {line}"
 
     def look(self, display: Display) -> None:
-        """Show what the receiver got; cut the link, and join it, when that is due."""
+        """Show the receiver's new messages; cut the link, and restore it, when that is due."""
         for sent in self._inbox.take():
             is_page = sent in self._inbox.pages
             self.show(f"pager   {jobstory.describe_message(sent, is_page=is_page)}", display)
@@ -217,7 +217,7 @@ class NodesDemo(Course):
         return describe_job(job)
 
     def _find_fault_time(self) -> float:
-        """When the last node had done its last good step."""
+        """Return when the last node had done its last good step, in Unix seconds."""
         curve = self.trainees[-1].curve
         return self._cut_at or curve.times[curve.steps.index(self.first - 1)]
 
@@ -225,7 +225,7 @@ class NodesDemo(Course):
         return list(self._places.glob("node-*/*/daemon.json"))
 
     def _end_processes(self) -> None:
-        """All that the demo started, daemons among them: what has our places in its environment."""
+        """End all processes of the demo, including daemons: those with our folder in their environment."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SENTINEL_RUNTIME", "").startswith(f"{self._places}/"):

@@ -1,4 +1,4 @@
-"""What came of a job over several nodes, of which one had a fault: one page, and all nodes back together."""
+"""The outcome of a job over several nodes, of which one had a fault: one page, and all nodes back together."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from sentinel.demo.record import LossCurve
 
 JobFault = Literal["spike", "kill", "hang", "cut"]
 CUT_SECONDS = 20.0
-"""For which the link is down. Longer than `HANG_SECONDS`, and shorter than the 30 s after which a node that is cut off
-tells people by itself."""
+"""Seconds for which the link is down: more than `HANG_SECONDS`, and less than the 30 s after which a node that is cut
+off notifies people by itself."""
 HANG_SECONDS = 10.0
+"""Limit of the demo's rule Hang, in seconds."""
 
 
 class JobKind(msgspec.Struct, frozen=True):
-    """What is known of a fault before it is shown."""
+    """The description of a fault, and what should come of it."""
 
     alerts: tuple[str, ...]
-    """Any of which may be the page."""
+    """Alerts of which any may be the page."""
     what: str
-    """What is wrong, of which node and at which step."""
+    """What is wrong, on which node and at which step."""
     short: str
     rolls_back: bool = False
-    """Whether all go back in memory; else all are started again."""
+    """Whether all nodes are rolled back in memory; otherwise all are started again."""
 
 
 KINDS: dict[JobFault, JobKind] = {
@@ -49,7 +50,7 @@ KINDS: dict[JobFault, JobKind] = {
 
 
 class JobRecord(msgspec.Struct):
-    """A job: the curve of each node's rank, and what the receiver got."""
+    """A job: the curve of each node's rank, and the receiver's messages."""
 
     fault: JobFault
     seed: int
@@ -58,11 +59,11 @@ class JobRecord(msgspec.Struct):
     """The step of the fault."""
     curves: list[LossCurve]
     messages: list[Sent]
-    """All that the receiver got, in order."""
+    """All messages of the receiver, in order."""
     pages: list[Sent]
-    """Of these the first of each problem."""
+    """The first message of each problem."""
     fault_time: float
-    """Unix seconds."""
+    """Unix seconds of the fault."""
     apart: bool
     """Whether each node had a network of its own."""
     run_id: str
@@ -78,12 +79,12 @@ class JobRecord(msgspec.Struct):
 
     @property
     def page(self) -> Sent | None:
-        """The one that this is about."""
+        """The page of the fault."""
         return self.pages[0] if self.pages else None
 
     @property
     def later(self) -> list[Sent]:
-        """Messages about it that came after it: they page nobody."""
+        """Later messages about the problem of the page, which page no one again."""
         return [message for message in self.messages if self.page and message.key == self.page.key][1:]
 
     @property
@@ -93,12 +94,12 @@ class JobRecord(msgspec.Struct):
 
     @property
     def fault_at(self) -> float:
-        """Seconds since the first step."""
+        """The fault in seconds since the first step."""
         return self.fault_time - self.began_at
 
     @property
     def back_at(self) -> float | None:
-        """Seconds since the first step after which all nodes trained again; None where they did not."""
+        """When all nodes trained again, in seconds since the first step; None if they did not."""
         moments = [find_return(curve, self.fault_time) for curve in self.curves]
         return None if None in moments else max(moment for moment in moments if moment) - self.began_at
 
@@ -108,7 +109,7 @@ class JobRecord(msgspec.Struct):
         return max(curve.times[-1] for curve in self.curves) - self.began_at
 
     def summary(self) -> dict[str, Any]:
-        """What `sentinel demo --json` prints, less the paths of its files."""
+        """Return what `sentinel demo --json` prints, without the paths of the files."""
         return {
             "fault": self.fault,
             "nodes": self.nodes,
@@ -129,7 +130,7 @@ class JobRecord(msgspec.Struct):
 
 
 def find_return(curve: LossCurve, since: float = 0.0) -> float | None:
-    """When a rank did its first step after a restart or a rollback that came after `since`; None: it did none."""
+    """Return when a rank did its first step after a restart or a rollback later than `since`; None: it did none."""
     rolled = {rollback.at + 1 for rollback in curve.rollbacks}
     for place, (step, moment) in enumerate(zip(curve.steps, curve.times, strict=True)):
         if moment > since and (place in curve.places[1:] or step in rolled):
@@ -138,12 +139,12 @@ def find_return(curve: LossCurve, since: float = 0.0) -> float | None:
 
 
 def count_kept_steps(curve: LossCurve) -> list[float]:
-    """How many steps the training had come to by each step: less those that rollbacks gave up."""
+    """Return the progress of the training at each step, in steps without those that rollbacks gave up."""
     return [float(step - sum(back.lost_steps for back in curve.rollbacks if back.at < step)) for step in curve.steps]
 
 
 def find_failure(job: JobRecord) -> str:
-    """What was not shown, in words; empty where all was."""
+    """Return what the demo did not show, in words; "" if it showed everything."""
     kind = KINDS[job.fault]
     if not job.pages:
         return "the receiver got no page"

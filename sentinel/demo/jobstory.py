@@ -1,4 +1,4 @@
-"""The words that the terminal, the picture and the page have for a job over several nodes."""
+"""The words for a job over several nodes, which the terminal, the picture and the page share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from sentinel.demo.story import ALONE_COLOUR, WATCHED_COLOUR, number
 from sentinel.text import format_count
 
 COLOURS = (WATCHED_COLOUR, ALONE_COLOUR, "#009E73", "#CC79A7", "#8C7400")
-"""Of nodes: Okabe and Ito's, as the picture has them."""
+"""Colours of nodes, the same as in the picture: Okabe and Ito's."""
 
 
 def title(job: JobRecord) -> str:
-    """What is shown, in one sentence."""
+    """Return the outcome in one sentence."""
     done = "rolled back" if KINDS[job.fault].rolls_back else "started again"
     return f"{KINDS[job.fault].short.capitalize()}: one page, and all {job.nodes} nodes are {done} together"
 
 
 def setting(fault: JobFault, nodes: int, first: int, apart: bool) -> str:
-    """What is trained, where, and what goes wrong."""
+    """Return what is trained, where, and what goes wrong."""
     where = "network namespaces on a bridge" if apart else "all on one loopback"
     return (
         f"A small GPT on the bytes of Python's standard library, trained on {nodes} nodes ({where}) by torchrun over "
@@ -27,7 +27,7 @@ def setting(fault: JobFault, nodes: int, first: int, apart: bool) -> str:
 
 
 def verdict(job: JobRecord) -> str:
-    """What people were told, and what was done. Needs a page."""
+    """Return what people were told, and what was done. Needs a page."""
     page, back = job.page, job.back_at
     assert page is not None
     assert back is not None
@@ -41,7 +41,7 @@ def verdict(job: JobRecord) -> str:
 
 
 def describe_message(sent: Sent, *, is_page: bool) -> str:
-    """One line of what the receiver got. `is_page`: it is the first about its problem."""
+    """Return a message of the receiver in one line. `is_page`: it is the first about its problem."""
     _, _, node = sent.run_id.partition("@")
     alert = f"{sent.alert} of {node} by itself" if node else sent.alert
     if sent.firing:
@@ -51,7 +51,7 @@ def describe_message(sent: Sent, *, is_page: bool) -> str:
 
 
 def word_return(job: JobRecord) -> str:
-    """To where all nodes went back, and how."""
+    """Return to which step all nodes went back, and how."""
     first = job.curves[0]
     if KINDS[job.fault].rolls_back:
         return f"rolled back to step {first.rollbacks[0].to}"
@@ -59,12 +59,12 @@ def word_return(job: JobRecord) -> str:
 
 
 def name_columns(nodes: int) -> list[tuple[str, str]]:
-    """Name and colour of each node."""
+    """Return name and colour of each node."""
     return [(f"node {node}", COLOURS[node]) for node in range(nodes)]
 
 
 def comparison(job: JobRecord) -> list[tuple[str, ...]]:
-    """Rows of the table: what, and how it is on each node."""
+    """Return the rows of the table: what is compared, and the value on each node."""
     curves = job.curves
     if KINDS[job.fault].rolls_back:
         way = "rolled back"

@@ -1,9 +1,9 @@
-"""Where the nodes of a demo are: network namespaces on a bridge, or, without root, one loopback for all.
+"""The networks of a demo's nodes: network namespaces on a bridge, or, without root, one loopback for all.
 
     sentinel-demo-PID-switch   has the bridge and the receiver of alerts
-    sentinel-demo-PID-N        node N: eth0, joined with port N of the bridge, and a host name of its own
+    sentinel-demo-PID-N        node N: eth0, connected with port N of the bridge, and a host name of its own
 
-The host's own network is not touched: no interface, address or rule of it is new. All of it goes with its namespaces.
+The host's own network is not changed: it gets no new interface, address or rule. All of them end with the namespaces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 NAME = "sentinel-demo"
 SUBNET = "198.18.0"
-"""For tests of networks, and in no other use (RFC 2544)."""
+"""A subnet reserved for tests of networks (RFC 2544)."""
 _SWITCH, _CLUSTER_PORT, _MASTER_PORT, _INBOX_PORT = f"{SUBNET}.254", 9478, 29500, 9099
 
 
@@ -28,16 +28,16 @@ class Network(NamedTuple):
     """Addresses of a job's parts, and how a command is started on a node."""
 
     apart: bool
-    """Whether each node has a network of its own: a link that can be cut."""
+    """Whether each node has a network of its own, with a link that can be cut."""
     prefixes: Sequence[Sequence[str]]
-    """Words before a command, by node."""
+    """Words before a command that start it on a node, by node."""
     interface: str
     coordinator: str
-    """host:port, where the daemons meet."""
+    """host:port where the daemons meet."""
     master: str
-    """The same of torch's store."""
+    """host:port of torch's store."""
     inbox: str
-    """The same of the receiver of alerts."""
+    """host:port of the receiver of alerts."""
     inbox_prefix: Sequence[str] = ()
 
     def set_link(self, node: int, state: str) -> None:
@@ -46,7 +46,7 @@ class Network(NamedTuple):
 
 
 def find_hindrance() -> str:
-    """What namespaces need and is not here; empty where all is."""
+    """Return what this machine lacks for namespaces; "" if it lacks nothing."""
     if os.geteuid() != 0:
         return "root makes network namespaces, and you are not root"
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
@@ -61,14 +61,14 @@ def find_hindrance() -> str:
 
 
 def find_loopback(nodes: int) -> Network:
-    """All nodes at one address, each part at a port that is free now."""
+    """Return a network with all nodes at one address, and each part at a port that is free now."""
     coordinator, master, inbox = (_find_free_address() for _ in range(3))
     return Network(False, [()] * nodes, "lo", coordinator, master, inbox)
 
 
 @contextlib.contextmanager
 def open_namespaces(nodes: int) -> Iterator[Network]:
-    """Namespaces for as many nodes. Raises CalledProcessError where the kernel or a container does not let us."""
+    """Make namespaces for this many nodes. Raises CalledProcessError if the kernel or a container forbids it."""
     _delete_abandoned()
     mark = f"{NAME}-{os.getpid()}"
     switch, names = f"{mark}-switch", [f"{mark}-{node}" for node in range(nodes)]
@@ -114,7 +114,7 @@ def _name_host(host: str) -> list[str]:
 
 
 def _delete_abandoned() -> None:
-    """What a demo left that was killed."""
+    """Delete the namespaces of a demo that was killed."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
         name = line.split()[0]

@@ -1,4 +1,4 @@
-"""What a demo came to, as the terminal, the picture and the page show it."""
+"""The outcome of a demo, as the terminal, the picture and the page show it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from sentinel.report.chart import Plot
 
 
 class DemoOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Words and curves of runs, or of a job's nodes, beside each other."""
+    """Words and curves of runs, or of a job's nodes, side by side."""
 
     title: str
     setting: str
     verdict: str
     columns: Sequence[tuple[str, str]]
-    """Name and colour of each."""
+    """Name and colour of each run or node."""
     rows: Sequence[tuple[str, ...]]
-    """What is compared, and how it is in each."""
+    """Rows of the table: what is compared, and the value of each."""
     plots: Sequence[Plot]
     run_id: str
     show: str = "sentinel incidents show"
     """The command that shows the whole incident."""
     versions: str
     summary: dict[str, Any]
-    """What `--json` prints, less the paths of the files."""
+    """What `--json` prints, without the paths of the files."""
 
 
 def describe_rescue(record: DemoRecord) -> DemoOutcome:
-    """Of a run that was rolled back, and its twin that was not. Needs an alert and a rollback."""
+    """Return the outcome of a run that was rolled back and of its twin that was not. Needs an alert and a rollback."""
     return DemoOutcome(
         title=story.title(record),
         setting=story.setting(record),
@@ -49,7 +49,7 @@ def describe_rescue(record: DemoRecord) -> DemoOutcome:
 
 
 def describe_twins(twins: Twins) -> DemoOutcome:
-    """Of a fault and its healthy twin. Needs an alert."""
+    """Return the outcome of a fault and its healthy twin. Needs an alert."""
     return DemoOutcome(
         title=twinstory.title(twins),
         setting=twinstory.setting(twins.fault, twins.seed, twins.steps),
@@ -64,7 +64,7 @@ def describe_twins(twins: Twins) -> DemoOutcome:
 
 
 def describe_job(job: JobRecord) -> DemoOutcome:
-    """Of a job over several nodes. Needs a page."""
+    """Return the outcome of a job over several nodes. Needs a page."""
     return DemoOutcome(
         title=jobstory.title(job),
         setting=jobstory.setting(job.fault, job.nodes, job.first, job.apart),

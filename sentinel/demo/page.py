@@ -1,4 +1,4 @@
-"""The demo's files: a picture of the curves, and a page that works offline, with the curves and what Sentinel said."""
+"""Writes the demo's files: a picture of the curves, and an offline page with the curves and Sentinel's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault beside its healthy twin: both watched, and judged by what Sentinel says of each."""
+"""The demo of a fault beside its healthy twin: both are watched, and Sentinel must report only the one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ rules:
       remedy: Look at the stacks. Take what you need from the process, end it, and start again from a checkpoint.
       runbook: hang
 """
-"""The rule file that the demo of a hang brings, as a user would."""
+"""The rule file that the demo of a hang provides, as a user would."""
 
 
 class Pair(Course):
-    """A fault that no rollback fixes: Sentinel watches both, and reports the one that has it."""
+    """A fault that no rollback fixes: Sentinel watches both runs, and reports the one that has it."""
 
     def __init__(self, fault: Fault, seed: int, steps: int, out: Path) -> None:
         super().__init__(fault, seed, steps, out)
@@ -53,7 +53,7 @@ class Pair(Course):
             data, batches=self.steps + 1, seed=self.seed, blank=shard.blanks(self.fault, first, self.steps)
         )
         arguments = ["--data", str(data), "--seed", str(self.seed), "--steps", str(self.steps)]
-        script = Path(shutil.copy(SCRIPTS / f"{self.fault}.py", self.out))  # where a user's script would be: not ours
+        script = Path(shutil.copy(SCRIPTS / f"{self.fault}.py", self.out))  # outside our package, as a user's script
         self.launch("faulty", [*arguments, "--fault"], self._make_environment(""), script)
         self.launch("healthy", arguments, self._make_environment("-twin"), script)
 
@@ -66,7 +66,7 @@ class Pair(Course):
         return named
 
     def look(self, display: Display) -> None:
-        """End the run that is stuck, once its alert was shown and its twin is through."""
+        """End the run that is stuck, once its alert was shown and its twin has ended."""
         if self.kind.ends or self._ended or not self._is_alert_shown() or self.trainees[1].exit_code is None:
             return
         self._ended = True
@@ -96,7 +96,7 @@ class Pair(Course):
             return "ended"
         if any(f" {self.kind.alert} " in line for line in self.said):
             return "alert" if self.kind.ends else "stuck"
-        begins = self.steps * self.kind.begins - (not self.kind.ends)  # a step that never comes
+        begins = self.steps * self.kind.begins - (not self.kind.ends)  # in a hang, the step itself never comes
         return "faulty" if trainee.step >= begins else "training"
 
     def _value(self, curve: LossCurve) -> str:

@@ -1,4 +1,4 @@
-"""The curves of a demo, for its picture and its page."""
+"""Plots the curves of a demo, for its picture and its page."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sentinel.report.chart import Band, Drawn, Mark, Plot
 from sentinel.report.content import ChartLine
 
 _WATCHED, _ALONE = 0, 1
-"""The report's colours of them: `--s0` and `--s1` in its style."""
+"""Styles of the two runs: `--s0` and `--s1` in the report's CSS."""
 _BEFORE, _AFTER = 14, 26
-"""Steps around the first bad batch that the near view shows."""
+"""Steps before and after the first bad batch that the near view shows."""
 
 
 def plot_rescue(record: DemoRecord) -> list[Plot]:
-    """Both losses over the whole run and around the incident, and the watched run's gradient norm."""
+    """Plot both losses over the whole run and around the incident, and the watched run's gradient norm."""
     damage, alert, rollback = record.damage, record.alert, record.rollback
     assert alert is not None
     assert rollback is not None
@@ -51,7 +51,7 @@ def plot_rescue(record: DemoRecord) -> list[Plot]:
 
 
 def plot_twins(twins: Twins) -> list[Plot]:
-    """The series in which the runs differ, above the loss, in which they do not."""
+    """Plot the series in which the runs differ, above the loss, in which they do not."""
     marks, x_name, span = [], twins.x_label, (0.0, twins.span)
     if twins.begins_at is not None:
         marks.append(Mark(twins.begins_at, "the fault begins", "info", linked=False))
@@ -71,7 +71,7 @@ def plot_twins(twins: Twins) -> list[Plot]:
 
 
 def plot_job(job: JobRecord) -> list[Plot]:
-    """How far each node is, and its loss, over time: what ends together, and goes on together."""
+    """Plot the progress of each node, and its loss, over time: they stop together, and go on together."""
     page, back = job.page, job.back_at
     assert page is not None
     marks = [Mark(job.fault_at, "the fault", "info", linked=False)]
@@ -92,6 +92,6 @@ def plot_job(job: JobRecord) -> list[Plot]:
 
 
 def _cut(name: str, curve: LossCurve, span: tuple[int, int]) -> ChartLine:
-    """The part of a loss within `span`."""
+    """Return the part of a loss within `span`."""
     kept = [at for at, step in enumerate(curve.steps) if span[0] <= step <= span[1]]
     return ChartLine(name, [curve.steps[at] for at in kept], [curve.losses[at] for at in kept])

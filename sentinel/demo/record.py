@@ -1,4 +1,4 @@
-"""What a demo run left behind, and what is said of it: the table, the picture, the page and `--json` all read this."""
+"""The record of a demo's runs, from which the table, the picture, the page and `--json` are made."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import msgspec
 from sentinel.demo.shard import Damage
 
 SMOOTH_STEPS = 20
-"""A level is the median loss of this many steps: single batches of 1,024 bytes differ by half a nat."""
+"""Steps whose median loss is a level: single batches of 1,024 bytes differ by half a nat."""
 SAVED_NATS = 0.5
-"""A run that ends this much better than its twin was saved; single seeds differ by less than a tenth of it."""
+"""Nats by which a run that was saved ends better than its twin; single seeds differ by less than a tenth of it."""
 
 
 class RecordedRollback(msgspec.Struct, frozen=True):
@@ -26,12 +26,12 @@ class RecordedRollback(msgspec.Struct, frozen=True):
 
     @property
     def lost_steps(self) -> int:
-        """Steps whose work was thrown away."""
+        """Number of steps whose work was discarded."""
         return self.at - self.to
 
 
 class RecordedAlert(msgspec.Struct, frozen=True):
-    """An incident as `sentinel incidents --json` prints it, as much of it as the demo shows."""
+    """The part of an incident in `sentinel incidents --json` that the demo shows."""
 
     id: str
     alert: str
@@ -54,24 +54,24 @@ class RecordedAlert(msgspec.Struct, frozen=True):
 
 
 class LossCurve(msgspec.Struct):
-    """Loss of each step of one training process; NaN where it was not finite."""
+    """The loss of each step of one training process; NaN if it was not finite."""
 
     steps: list[int] = []
     losses: list[float] = []
     times: list[float] = []
     """Unix seconds at the end of each step."""
     values: list[float] = []
-    """Of the series that the demo is about, where it is about another than the loss."""
+    """Values of the demo's own series, if it is about another than the loss."""
     rollbacks: list[RecordedRollback] = []
     starts: list[int] = []
-    """Steps at which the script began, where it says so: 0, and after each restart where it went on."""
+    """Steps at which the script began, if it logs them: 0, and after each restart the step where it resumed."""
     places: list[int] = []
-    """Where in `steps` that was."""
+    """Indices of these starts in `steps`."""
     weights: str = ""
-    """Digest of the weights at the end, where the script says it."""
+    """Digest of the weights at the end, if the script logs it."""
 
     def add(self, line: str) -> None:
-        """Take one line of the log that the training script writes."""
+        """Add one line of the log that the training script writes."""
         entry: dict[str, Any] = json.loads(line)
         if "rollback" in entry:
             self.rollbacks.append(msgspec.convert(entry["rollback"], RecordedRollback))
@@ -88,27 +88,27 @@ class LossCurve(msgspec.Struct):
                 self.values.append(entry["value"])
 
     def count_damaged(self, damage: Damage) -> int:
-        """How many of the damaged batches it trained on."""
+        """Return how many of the damaged batches the run trained on."""
         seen = self.rollbacks[0].at if self.rollbacks else self.steps[-1]
         return max(0, min(seen, damage.last) - damage.first + 1)
 
     @property
     def seconds(self) -> float:
-        """From the first step to the last."""
+        """Seconds from the first step to the last."""
         return self.times[-1] - self.times[0] if self.times else 0.0
 
     def level(self, stop: int | None = None, steps: int = SMOOTH_STEPS) -> float:
-        """Median loss of the `steps` steps before `stop`, by default of the last ones; NaN where one was not finite."""
+        """Return the median loss of the `steps` steps before `stop`, or of the last ones; NaN if one was not finite."""
         taken = [loss for step, loss in zip(self.steps, self.losses, strict=True) if stop is None or step < stop]
         return _median(taken[-steps:])
 
     def worst(self, first: int, stop: int) -> float:
-        """Highest loss of steps `first` to `stop`; NaN where one was not finite."""
+        """Return the highest loss of the steps from `first` to before `stop`; NaN if one was not finite."""
         taken = [loss for step, loss in zip(self.steps, self.losses, strict=True) if first <= step < stop]
         return math.nan if not taken or any(math.isnan(loss) for loss in taken) else max(taken)
 
     def smooth_losses(self) -> list[float]:
-        """Trailing median of up to `SMOOTH_STEPS` losses, broken where one is not finite, and by a rollback."""
+        """Return the trailing median of up to `SMOOTH_STEPS` losses; a non-finite one or a rollback starts it over."""
         restarts = {rollback.at + 1 for rollback in self.rollbacks}
         smooth, window = [], list[float]()
         for step, loss in zip(self.steps, self.losses, strict=True):
@@ -140,7 +140,7 @@ class DemoRecord(msgspec.Struct):
     python: str
     torch: str
     seconds: float
-    """Of the whole demo."""
+    """Seconds that the whole demo took."""
 
     @property
     def alert(self) -> RecordedAlert | None:
@@ -155,18 +155,18 @@ class DemoRecord(msgspec.Struct):
 
     @property
     def saved(self) -> bool:
-        """Whether the watched run ended where its twin did not."""
+        """Whether the watched run ended well, with a loss lower than its twin's by `SAVED_NATS` or more."""
         watched, alone = self.watched.level(), self.alone.level()
         return math.isfinite(watched) and not alone - watched < SAVED_NATS
 
     @property
     def parted(self) -> int | None:
-        """First step at which the two losses differ by a bit: after a rollback, or else Sentinel touched the run."""
+        """First step at which the two losses differ by a bit: after a rollback, unless Sentinel affected the run."""
         both = zip(self.watched.steps, self.watched.losses, self.alone.losses, strict=False)
         return next((step for step, a, b in both if a != b and not (math.isnan(a) and math.isnan(b))), None)
 
     def summary(self) -> dict[str, Any]:
-        """What `sentinel demo --json` prints, less the paths of its files."""
+        """Return what `sentinel demo --json` prints, without the paths of the files."""
         return {
             "fault": self.damage.fault,
             "seed": self.seed,
@@ -181,7 +181,7 @@ class DemoRecord(msgspec.Struct):
         }
 
     def figures(self) -> dict[str, Any]:
-        """The comparison, as the table and `--json` have it. Losses in nats per byte; None stands for NaN."""
+        """Return the figures that are compared in `--json`. Losses are in nats per byte; None stands for NaN."""
         first = self.damage.first
         struck = (first, first + self.damage.batches)
         return {
@@ -202,12 +202,12 @@ def save(record: DemoRecord, path: Path) -> None:
 
 
 def load(path: Path) -> DemoRecord:
-    """A record that `save` wrote."""
+    """Read a record that `save` wrote."""
     return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), DemoRecord)
 
 
 def alert_of(case: dict[str, Any]) -> RecordedAlert:
-    """A case as the history has it."""
+    """Return the recorded alert from a case of the history."""
     return RecordedAlert(
         id=case["id"], alert=case["alert"], severity=case["severity"], state=case["state"],
         first_step=case["first_step"], step=case["step"], summary=case["summary"],

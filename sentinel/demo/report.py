@@ -1,4 +1,4 @@
-"""What the demo prints before and after the runs."""
+"""Prints the demo's text before and after the runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sentinel.demo.outcome import DemoOutcome
 
 
 def introduce(console: Console, course: Course) -> None:
-    """What will happen, and for a run that is saved the lines of the script that make it happen."""
+    """Print what will happen, and the lines of the script or commands that make it happen, if there are any."""
     words = f"  fault: {course.fault}, seed {course.seed}"
     console.print(Text.assemble(("Sentinel demo", "bold"), words), soft_wrap=True)
     console.print(Text(course.introduction))
@@ -27,7 +27,7 @@ def introduce(console: Console, course: Course) -> None:
 
 
 def conclude(console: Console, outcome: DemoOutcome, files: dict[str, Path]) -> None:
-    """The comparison, the verdict, and where the picture and the page are."""
+    """Print the comparison, the verdict, and the paths of the picture and the page."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("")
     for name, colour in outcome.columns:

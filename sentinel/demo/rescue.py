@@ -1,4 +1,4 @@
-"""A run on damaged data that Sentinel rolls back, beside the same run without Sentinel."""
+"""The demo of a run on damaged data that Sentinel rolls back, beside the same run without Sentinel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sentinel.node import paths
 from sentinel.store import History
 
 STRIKE = 0.57
-"""Share of the steps at which the damage begins."""
+"""Share of the steps after which the damage begins."""
 SPARE_BATCHES = 3 * BURST
-"""What as many rollbacks as `budget` allows leave out."""
+"""Batches that are skipped by as many rollbacks as `budget` allows."""
 
 
 class Rescue(Course):
-    """Damaged data: with Sentinel the run is rolled back, without it stays wrecked."""
+    """Two runs on damaged data: with Sentinel the run is rolled back, without it the run stays wrecked."""
 
     def __init__(self, fault: Fault, seed: int, steps: int, out: Path) -> None:
         super().__init__(fault, seed, steps, out)
@@ -77,7 +77,7 @@ class Rescue(Course):
         return describe_rescue(record)
 
     def look(self, display: Display) -> None:
-        """Hold the daemon's log open: it goes with its directory when the run has ended."""
+        """Hold the daemon's log open: it is removed with its directory when the run has ended."""
         if self._daemon_log is None:
             try:
                 self._daemon_log = (paths.run_directory(self.run_id) / paths.LOG).open("rb")
@@ -95,7 +95,7 @@ class Rescue(Course):
         return f"the daemon's log: {path}; {run}"
 
     def _history(self) -> tuple[list[RecordedAlert], list[str], Samples]:
-        """Alerts, reasons of rollbacks that were not made, gradient norms: what the daemon wrote, once it has ended."""
+        """Return alerts, reasons of rollbacks that failed, and gradient norms, from the history of the ended daemon."""
         path = find_history(self.run_id)
         if path is None:
             return [], [], Samples([], [])
@@ -107,7 +107,7 @@ class Rescue(Course):
 
 
 def failing(record: DemoRecord, refusals: Sequence[str] = ()) -> str:
-    """What Sentinel did not do, in words; empty where it did all."""
+    """Return what Sentinel did not do, in words; "" if it did everything."""
     if record.alert is None:
         return f"Sentinel raised no critical alert from step {record.damage.first} on"
     if record.rollback is None:

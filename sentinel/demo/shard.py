@@ -1,10 +1,10 @@
-"""The demo's input: the text of the standard library as one shuffled file of rows, with a stretch of it damaged.
+"""Writes the demo's data: the text of the standard library as one shuffled file of rows, with a part of it damaged.
 
 The training script knows nothing of the fault: it reads what the file holds.
 
     spike   the rows are still compressed, as in a shard that was never unpacked: bytes, but noise to a model of text
-    nan     the rows read as zeros, as in a file with a hole that a broken copy left: nothing but padding, and the mean
-            over no bytes is 0 / 0
+    nan     the rows are zeros, as in a file with a hole that a broken copy left: nothing but padding, and the mean over
+            no bytes is 0 / 0
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Literal
 import msgspec
 
 BATCH_ROWS, ROW_BYTES = 16, 65
-"""As examples/train_gpt.py reads them."""
+"""Rows of a batch and bytes of a row, as in examples/train_gpt.py."""
 BURST = 40
-"""Damaged batches, and what `skip_batches` of the scripts leaves out. At the example's rate (3e-3) they wrecked all
+"""Number of damaged batches, and the scripts' `skip_batches`. At the example's learning rate (3e-3) they wrecked all
 seeds that were tried; at half of it the network learns again within 60 steps."""
 SMALL_ROWS = 4
-"""In a batch of the twins: fp16 takes eight times as long on a CPU, and a leak is seen after 1,280 steps."""
+"""Rows of a batch of the twins: fp16 takes eight times as long on a CPU, and a leak is seen after 1,280 steps."""
 
 Fault = Literal["spike", "nan"]
 
@@ -63,7 +63,7 @@ def write_shard(path: Path, *, batches: int, batch_rows: int, row_bytes: int, se
 
 
 def write_blanked(path: Path, *, batches: int, seed: int, blank: Iterable[int]) -> None:
-    """The same for the twins, in batches of `SMALL_ROWS`, clean but for the rows in `blank`, which are padding."""
+    """Write a shard for the twins, in batches of `SMALL_ROWS`, clean except for the rows in `blank`: padding."""
     write_shard(path, batches=batches, batch_rows=SMALL_ROWS, row_bytes=ROW_BYTES, seed=seed, damage=None)
     shard = bytearray(path.read_bytes())
     for row in blank:
@@ -72,12 +72,12 @@ def write_blanked(path: Path, *, batches: int, seed: int, blank: Iterable[int]) 
 
 
 def blanks(fault: str, first: int, batches: int) -> range:
-    """The rows that are blank: in each batch from `first` on the last one (scaler), all of batch `first` (hang)."""
+    """Return the blank rows: the last one of each batch from `first` on (scaler), or all of batch `first` (hang)."""
     if fault == "scaler":
         return range((first + 1) * SMALL_ROWS - 1, batches * SMALL_ROWS, SMALL_ROWS)
     return range(first * SMALL_ROWS, (first + 1) * SMALL_ROWS) if fault == "hang" else range(0)
 
 
 def library_text() -> bytes:
-    """All modules at the top of the standard library, one after the other."""
+    """Return the text of all top-level modules of the standard library, one after the other."""
     return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))

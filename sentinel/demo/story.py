@@ -1,4 +1,4 @@
-"""The words and colours that the terminal, the picture and the page share."""
+"""The words and colours of the demos, which the terminal, the picture and the page share."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from sentinel.demo.shard import Damage
 from sentinel.text import format_count
 
 State = Literal[
-    "starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered",  # of the runs that are saved
+    "starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered",  # of runs that are saved
     "faulty", "alert", "stuck", "ended", "done",  # of twins
     "started again",  # of nodes
 ]  # fmt: skip
 
 WATCHED, ALONE = "with Sentinel", "without Sentinel"
 WATCHED_COLOUR, ALONE_COLOUR = "#0072B2", "#D55E00"
-"""Blue and vermillion of Okabe and Ito's set, which colour-blind eyes tell apart (jfly.uni-koeln.de/color)."""
+"""Blue and vermillion of Okabe and Ito's set, which colour-blind eyes can distinguish (jfly.uni-koeln.de/color)."""
 LOSS_LABEL = "loss (nats per byte)"
 STEP_LABEL = "step (attempted optimizer steps)"
 
 
 def title(record: DemoRecord) -> str:
-    """The outcome in one sentence."""
+    """Return the outcome in one sentence."""
     ending = "is NaN" if math.isnan(record.alone.level()) else "never came back"
     return f"Same script, same seed, same bad data: one run was rolled back, the other {ending}"
 
 
 def setting(record: DemoRecord) -> str:
-    """What was trained on what, and what was wrong with it."""
+    """Return what was trained on which data, and what was wrong with them."""
     return (
         f"A small GPT on the bytes of Python {record.python}'s standard library, seed {record.seed}. "
         f"Batches {record.damage.first} to {record.damage.last} are {record.damage.description}."
@@ -37,7 +37,7 @@ def setting(record: DemoRecord) -> str:
 
 
 def verdict(record: DemoRecord) -> str:
-    """What Sentinel was worth, in numbers. Needs an alert and a rollback."""
+    """Return what Sentinel achieved, in numbers. Needs an alert and a rollback."""
     watched, alone = record.watched.level(), record.alone.level()
     before = record.watched.level(record.damage.first)
     rollback, alert = record.rollback, record.alert
@@ -55,17 +55,17 @@ def verdict(record: DemoRecord) -> str:
 
 
 def number(value: float) -> str:
-    """A loss as people read it."""
+    """Return a loss with two decimals, or NaN."""
     return f"{value:.2f}" if math.isfinite(value) else "NaN"
 
 
 def loss(curve: LossCurve) -> str:
-    """The present loss, in a fixed width."""
+    """Return the present loss, in a fixed width."""
     return f"loss {number(curve.losses[-1]):>5}" if curve.steps else "loss     -"
 
 
 def state(curve: LossCurve, damage: Damage) -> State:
-    """How a run is, as it is now."""
+    """Return the present state of a run."""
     if not curve.steps:
         return "starting"
     step, loss = curve.steps[-1], curve.losses[-1]
@@ -82,7 +82,7 @@ def state(curve: LossCurve, damage: Damage) -> State:
 
 
 def comparison(record: DemoRecord) -> list[tuple[str, str, str]]:
-    """Rows of the final table: what, with Sentinel, without."""
+    """Return the rows of the final table: what is compared, with Sentinel, without."""
     first, stop = record.damage.first, record.damage.last + 1
     curves = (record.watched, record.alone)
 

@@ -1,4 +1,4 @@
-"""One training command of the demo: started, followed through the files it writes, and ended."""
+"""Starts one training command of the demo, follows it through the files it writes, and ends it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sentinel.node import paths
 
 SCRIPT = Path(next(iter(sentinel.examples.__path__))) / "train_gpt.py"
 END_SECONDS = 5.0
-"""How long a process may take to end after SIGTERM."""
+"""Seconds for a process to end after SIGTERM."""
 
 
 class Tail:
-    """Complete lines of a file that grows."""
+    """Reads the complete lines of a growing file."""
 
     def __init__(self, path: Path) -> None:
         path.touch()
         self._path, self._read, self._pending = path, 0, b""
 
     def lines(self) -> list[str]:
-        """The steps that were completed since the last call."""
+        """Return the lines that were completed since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._read)
             new = file.read()
@@ -34,7 +34,7 @@ class Tail:
 
 
 class Trainee:
-    """A training command with a directory of its own. It gets one argument more, `--log FILE`."""
+    """A training command with a directory of its own. It gets one more argument, `--log FILE`."""
 
     def __init__(self, directory: Path, command: Sequence[str], environment: dict[str, str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class Trainee:
         self._log, self._stderr = Tail(directory / "loss.jsonl"), Tail(self.stderr_path)
         whole = [*command, "--log", str(directory / "loss.jsonl")]
         with (directory / "stdout.txt").open("wb") as stdout, self.stderr_path.open("wb") as stderr:
-            # A session of its own: Ctrl-C is the driver's, which ends its children in order.
+            # A session of its own: only the demo gets Ctrl-C, and ends its children in order.
             self._process = subprocess.Popen(
                 whole, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
             )
@@ -57,17 +57,17 @@ class Trainee:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def follow(self) -> list[str]:
-        """Take in what it logged, and return the new lines that it printed on stderr."""
+        """Read the new lines of the command's log, and return those that it printed on stderr."""
         for line in self._log.lines():
             self.curve.add(line)
         return self._stderr.lines()
 
     def end(self) -> None:
-        """End it if it still runs. Returns once it is gone."""
+        """End the command if it still runs. Returns once it has ended."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -78,7 +78,7 @@ class Trainee:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours, less what would change the demo: one torch thread, and none of the user's settings of Sentinel."""
+    """Return our environment without what would change the demo, with one torch thread, and with `changes`."""
     kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | changes
 

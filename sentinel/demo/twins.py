@@ -1,5 +1,7 @@
-"""What came of two runs of one script, one with a fault and one without, both watched: the demos of faults that no
-rollback mends. What is shown is that Sentinel tells of the one, in time and with its cause, and not of the other."""
+"""The outcome of two watched runs of one script, one with a fault that no rollback fixes, and one without.
+
+The demos show that Sentinel reports the one, in time and with its cause, and does not report the other.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,25 @@ FAULTY, HEALTHY = "with the fault", "healthy twin"
 
 
 class TwinKind(msgspec.Struct, frozen=True):
-    """What is known of a fault before it is shown."""
+    """The description of a fault, and what should come of it."""
 
     alert: str
     steps: int
     begins: float
-    """Share of the steps at which it begins."""
+    """Share of the steps after which it begins."""
     by: float
-    """Share of the steps at which the alert must be there."""
+    """Share of the steps by which the alert must have fired."""
     what: str
-    """What is wrong in the one run, and is not in its twin."""
+    """What is wrong in the one run, but not in its twin."""
     value: str
-    """The series that tells, with its unit."""
+    """The series in which the runs differ, with its unit."""
     scale: float = 1.0
-    """From what the script logs to that unit."""
+    """Factor from what the script logs to that unit."""
     ends: bool = True
-    """Whether the faulty run comes to its end by itself. One that does not is shown over time, not over steps."""
+    """Whether the faulty run ends by itself. One that does not is shown over time, not over steps."""
 
     def format_value(self, value: float) -> str:
-        """A logged value in the series' unit, without the unit."""
+        """Return a logged value in the series' unit, without the unit."""
         value *= self.scale
         return f"{value:.0f}" if 1 <= value < 1e6 else f"{value:.3g}"
 
@@ -62,7 +64,7 @@ KINDS: dict[Fault, TwinKind] = {
 
 
 class Side(msgspec.Struct):
-    """One of the two runs."""
+    """One of the two runs, and its alerts."""
 
     name: str
     run_id: str
@@ -71,7 +73,7 @@ class Side(msgspec.Struct):
 
 
 class Twins(msgspec.Struct):
-    """The outcome of both."""
+    """The outcome of both runs."""
 
     fault: Fault
     seed: int
@@ -93,7 +95,7 @@ class Twins(msgspec.Struct):
 
     @property
     def alert(self) -> RecordedAlert | None:
-        """The one that this is about."""
+        """The alert of the fault."""
         return next((alert for alert in self.faulty.alerts if alert.alert == self.kind.alert), None)
 
     @property
@@ -106,24 +108,24 @@ class Twins(msgspec.Struct):
         return float(self.steps) if self.kind.ends else max(self.places(self.healthy)[-1], self.alert_at or 0.0) * 1.04
 
     def places(self, side: Side) -> list[float]:
-        """x of each step of a run."""
+        """Return the x of each step of a run."""
         return [float(s) for s in side.curve.steps] if self.kind.ends else [t - self._began for t in side.curve.times]
 
     def telling(self, side: Side) -> tuple[list[float], list[float]]:
-        """x and y of the series that tells. A run that is stuck stays where it is."""
+        """Return x and y of the series in which the runs differ. A run that is stuck keeps its last value."""
         x, y = self.places(side), [value * self.kind.scale for value in side.curve.values]
         return (x, y) if self.kind.ends or side is self.healthy else ([*x, self.places(self.healthy)[-1]], [*y, y[-1]])
 
     @property
     def begins_at(self) -> float | None:
-        """x of the fault's beginning; None where it was always there."""
+        """x of the fault's beginning; None if it was there from the start."""
         if not self.first:
             return None
         return float(self.first) if self.kind.ends else self.places(self.faulty)[-1]
 
     @property
     def alert_at(self) -> float | None:
-        """x of the alert."""
+        """x of the alert; None if there is none."""
         if self.alert is None:
             return None
         return float(self.alert.step) if self.kind.ends else self.alert.time - self._began
@@ -133,7 +135,7 @@ class Twins(msgspec.Struct):
         return min(side.curve.times[0] for side in (self.faulty, self.healthy))
 
     def summary(self) -> dict[str, Any]:
-        """What `sentinel demo --json` prints, less the paths of its files."""
+        """Return what `sentinel demo --json` prints, without the paths of the files."""
         alert = self.alert
         return {
             "fault": self.fault,
@@ -152,7 +154,7 @@ class Twins(msgspec.Struct):
 
 
 def failing(twins: Twins) -> str:
-    """What was not shown, in words; empty where all was."""
+    """Return what the demo did not show, in words; "" if it showed everything."""
     kind, alert = twins.kind, twins.alert
     if alert is None:
         others = ", ".join(other.alert for other in twins.faulty.alerts) or "nothing"

@@ -1,4 +1,4 @@
-"""The words that the terminal, the picture and the page have for a fault and its healthy twin."""
+"""The words for a fault and its healthy twin, which the terminal, the picture and the page share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sentinel.demo.twins import KINDS, Fault, Twins
 
 
 def title(twins: Twins) -> str:
-    """What is shown, in one sentence."""
+    """Return the outcome in one sentence."""
     return {
         "scaler": "The loss says nothing: one of these runs has stopped learning",
         "leak": "The loss is the same: one of these runs will be out of memory",
@@ -17,14 +17,14 @@ def title(twins: Twins) -> str:
 
 
 def setting(fault: Fault, seed: int, steps: int) -> str:
-    """What is trained, and what is wrong in one of the two."""
+    """Return what is trained, and what is wrong in one of the two runs."""
     kind = KINDS[fault]
     what = kind.what.format(first=round(steps * kind.begins))
     return f"A small GPT on the bytes of Python's standard library, seed {seed}, twice side by side. {what}"
 
 
 def verdict(twins: Twins) -> str:
-    """What Sentinel said, and when. Needs an alert."""
+    """Return what Sentinel reported, and when. Needs an alert."""
     alert = twins.alert
     assert alert is not None
     return (
@@ -34,7 +34,7 @@ def verdict(twins: Twins) -> str:
 
 
 def when(twins: Twins) -> str:
-    """Where on the x axis the alert is, in words."""
+    """Return where on the x axis the alert is, in words."""
     assert twins.alert is not None
     assert twins.alert_at is not None
     return f"at step {twins.alert.step}" if twins.kind.ends else f"after {twins.alert_at:.0f} s"
@@ -47,7 +47,7 @@ def _late(twins: Twins) -> str:
 
 
 def comparison(twins: Twins) -> list[tuple[str, str, str]]:
-    """Rows of the table: what, with the fault, healthy twin."""
+    """Return the rows of the table: what is compared, with the fault, healthy twin."""
     curves = twins.faulty.curve, twins.healthy.curve
     early = max(twins.first - 1, 0)
 

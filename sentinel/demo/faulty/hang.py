@@ -1,8 +1,8 @@
-"""A thread that reads ahead, and dies of a bad batch without a word.
+"""The fault `hang`: a thread that reads ahead, and ends silently at a bad batch.
 
-A blank batch makes the check raise. The thread that reads ahead catches that, and ends without a word: the loop waits
-for a batch that never comes. (So did 7 of 8 ranks of an MLPerf run, for a swallowed error in the loader's thread of the
-eighth.) The healthy twin leaves the blank batch out.
+A blank batch makes the check raise. The thread that reads ahead catches the exception and ends silently: the loop waits
+for a batch that never comes. (7 of 8 ranks of an MLPerf run did so, because of a swallowed error in the loader thread
+of the eighth.) The healthy twin skips the blank batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ahead(threading.Thread):
 
 
 def check_rows(rows: Tensor) -> Tensor:
-    """Bytes as indices. Raises ValueError where there is nothing but padding."""
+    """Return bytes as indices. Raises ValueError if they are all padding."""
     if (rows == PADDING).all():
         raise ValueError("a blank batch")
     return rows.long()

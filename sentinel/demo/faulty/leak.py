@@ -1,7 +1,7 @@
-"""A list of slices that keeps what they were cut from.
+"""The fault `leak`: a list of slices that keeps the tensors they were cut from.
 
 The logits of each batch's last byte are kept for a plot after training: 4 kB a step, it seems. But a slice is a view,
-and a view keeps the whole tensor: 260 kB a step. The healthy twin keeps the number that is to be plotted.
+and a view keeps the whole tensor: 260 kB a step. The healthy twin keeps only the number to be plotted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(read(args.data), batch_size=SMALL_ROWS, drop_last=True)
 
-    # A tenth of the time for statistics, where a hundredth is the default: memory is then sampled at every 8th step.
+    # A tenth of the time for statistics, instead of a hundredth: memory is then sampled at every 8th step.
     sentinel.attach(model, optimizer, loader=loader, overhead=0.1)
 
     log, kept = loop.Log(args.log), []

@@ -1,4 +1,4 @@
-"""What the faulty scripts share: their arguments, and a log of one JSON line a step."""
+"""Shared code of the faulty scripts: their arguments, and a log of one JSON line per step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """`--data`, `--steps`, `--seed`, `--log`, `--fault` (without it the script is its own healthy twin)."""
+    """Parse `--data`, `--steps`, `--seed`, `--log`, `--fault` (without it the script is its own healthy twin)."""
     parser = make_parser(description)
     parser.add_argument("--fault", action="store_true", help="have the fault")
     return parser.parse_args()
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Of what all of them take."""
+    """Return a parser of the arguments that all of the scripts take."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, required=True, help="file of bytes, read in order")
     parser.add_argument("--steps", type=int, required=True)
@@ -26,15 +26,15 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 class Log:
-    """Step, loss, time and the series that the demo is about. A script that is started again goes on with it."""
+    """A log of step, loss, time and the demo's own series. A script that is started again appends to it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, loss: float, value: float) -> None:
-        """One line."""
+        """Write the line of a step."""
         self.note(step=step, loss=loss, time=time.time(), value=value)
 
     def note(self, **entry: object) -> None:
-        """A line of another kind."""
+        """Write a line of any kind."""
         print(json.dumps(entry), file=self._file)

@@ -1,9 +1,9 @@
-"""A small GPT on several nodes, which goes on from its own checkpoints, and of which one rank breaks once.
+"""Trains a small GPT on several nodes, which resumes from its own checkpoints, and of which one rank fails once.
 
     torchrun --nnodes 4 nodes.py --data FILE --saved FOLDER --breaks-at 120 --how kill ...
 
 Each node reads a file of its own. `--how kill`: the process is gone, as after the OOM killer; `hang`: it waits for a
-lock that it holds. Without `--breaks-at` only the file can be bad. A job that was started again does not break.
+lock that it holds. Without `--breaks-at` only the file can be bad. A job that was started again does not fail.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sentinel.examples.train_gpt import GPT, mean_loss, read
 
 SAVE_EVERY = 40
 STEP_SECONDS = 0.05
-"""Of a step at least: the daemons are to have met before the fault is."""
+"""Least seconds of a step, so that the daemons have met before the fault."""
 
 
 def load(folder: Path, parts: dict[str, object]) -> int:
-    """The newest checkpoint that may be gone back to; the step before which it was taken, 0 without one."""
+    """Load the newest checkpoint that may be resumed from; return the step before which it was saved, 0 without one."""
     before = int(os.environ.get("SENTINEL_RESUME_BEFORE", 10**9))
     start = max((step for path in folder.glob("*.pt") if (step := int(path.stem)) <= before), default=0)
     if start:
@@ -43,14 +43,14 @@ def load(folder: Path, parts: dict[str, object]) -> int:
 
 
 def save(folder: Path, step: int, parts: dict[str, object]) -> None:
-    """Write a checkpoint, which is there whole or not at all."""
+    """Write a checkpoint, whole or not at all."""
     draft = folder / "draft"
     torch.save({name: part.state_dict() for name, part in parts.items()}, draft)  # type: ignore[attr-defined]
     draft.replace(folder / f"{step}.pt")
 
 
 def break_down(how: str) -> None:
-    """The fault of this rank."""
+    """Let this rank fail."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     lock = threading.Lock()
@@ -59,7 +59,7 @@ def break_down(how: str) -> None:
 
 
 def digest(net: nn.Module) -> str:
-    """Of all weights, to the bit."""
+    """Return a digest of all weights, to the bit."""
     whole = b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters())
     return hashlib.sha256(whole).hexdigest()[:12]
 
@@ -106,7 +106,7 @@ def main() -> None:
     log.note(weights=digest(net))
     dist.barrier()
     monitor.detach()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""fp16 with an epsilon that fp16 does not have.
+"""The fault `scaler`: fp16 with an epsilon that is 0 in fp16.
 
 The embeddings are divided by their length, with an epsilon for those that are 0: padding, which is masked out. In fp32
-1e-8 does. In fp16 it rounds to 0, and 0 / 0 is NaN: `where` throws it away in the forward pass, and the loss is what it
-was, but in the backward pass 0 times infinity stays NaN. So as soon as there is padding every step overflows. The
+1e-8 works. In fp16 it rounds to 0, and 0 / 0 is NaN: `where` discards it in the forward pass, and the loss does not
+change, but in the backward pass 0 times infinity stays NaN. So as soon as there is padding, every step overflows. The
 healthy twin computes the length in fp32.
 """
 
@@ -18,7 +18,7 @@ from sentinel.demo.shard import SMALL_ROWS
 from sentinel.examples.train_gpt import GPT, PADDING, WIDTH, mean_loss, read
 
 EPS = 1e-8
-"""fp16's smallest number is 6e-8."""
+"""An epsilon below fp16's smallest number, 6e-8."""
 
 
 class UnitGPT(GPT):
