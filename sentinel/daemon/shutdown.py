@@ -35,7 +35,7 @@ LINGER_SECONDS = 10.0
 DELIVERY_SECONDS = 30.0
 """Seconds for the delivery of the last messages to the receivers, once the run has ended."""
 TERMINATED_SECONDS = 5.0
-"""The same, when the daemon is asked to exit."""
+"""Seconds for the delivery of the last messages when the daemon is asked to exit."""
 SUPERVISOR_SECONDS = 5.0
 """Seconds for the run's supervisor to ask how the run ended."""
 GOODBYE_SECONDS = 1.0

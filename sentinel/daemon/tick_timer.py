@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 OPEN_SECONDS = 0.25
 """Seconds between two looks while something is open: an alert, a rollback, a run whose ranks are gone."""
 CALM_SECONDS = 0.9
-"""The same while all is well: batches are judged as they arrive. A little less than their distance, to look at each."""
+"""Seconds between two looks while all is well: a little less than between batches, to look after each of them."""
 GRACE_SECONDS = 0.5
 """Seconds by which the timer is late while all is well, so that a batch can come first."""
 OVERSLEPT_SECONDS = 5.0

@@ -155,7 +155,7 @@ class DemoRecord(msgspec.Struct):
 
     @property
     def saved(self) -> bool:
-        """Whether the watched run ended well, with a loss lower than its twin's by `SAVED_NATS` or more."""
+        """Whether the watched run's loss is finite at the end, and its twin's is NaN, or higher by `SAVED_NATS`."""
         watched, alone = self.watched.level(), self.alone.level()
         return math.isfinite(watched) and not alone - watched < SAVED_NATS
 

@@ -120,7 +120,7 @@ def _describe_live(live: dict[str, Any]) -> _Outcome:
 
 
 def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -> _Outcome:
-    """Return the outcome of a run that is no longer watched, from its ranks' last words and what else was seen."""
+    """Return the outcome of a run that is no longer watched, from the ends that its ranks reported and other events."""
     ends, wanted = dict[int, dict[str, Any]](), 0
     statuses, of_command = dict[int, int](), None
     for event in kept.events():

@@ -62,11 +62,11 @@ class Backend(Protocol):
         """Read the live state of all runs now, and return a function that makes the HTML of their list on a thread."""
 
     def live(self, run_id: str) -> Callable[[], str]:
-        """Do the same for the part of one run's page that changes."""
+        """Read the live state of a run now, and return a function that makes the changing part of its page."""
 
     def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
-        """Do the same for the whole history of a run, or of two runs side by side. `zoom`: first and last of the steps
-        that charts show in more detail."""
+        """Return a function that makes the HTML of a run's whole history, or of two side by side. `zoom`: first and
+        last of the steps that charts show in more detail."""
 
     def families(self) -> Iterator[Metric]:
         """Yield the metric families for Prometheus, each made on demand."""

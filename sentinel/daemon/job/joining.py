@@ -35,7 +35,7 @@ class RanksAtWork:
         return WorkReport(seconds=seconds, patience=stalls.patience)
 
     def note(self, moment: float, patience: float) -> None:
-        """Take note of the same of the ranks of other nodes: `moment` is monotonic, `patience` in seconds."""
+        """Take note of when ranks of other nodes worked last, in monotonic seconds, and of their longest limit."""
         self._watch.ingest.stalls.note_work_elsewhere(moment, patience)
 
 
@@ -85,8 +85,10 @@ def _announce(found: Meeting) -> str:
 
 
 def _tell_unarmed(watch: WatchedRun, identity: wire.Identity, why: str) -> None:
-    """Say on node 0 of a run with a rollback why that is not armed, whichever of its ranks says hello first: all offer
-    the same."""
+    """Say on node 0 of a run with a rollback why it is not armed.
+
+    It does not matter which of the node's ranks says hello first: all offer the same rollback.
+    """
     if identity.node == 0 and any(rank.hello.rollback is not None for rank in watch.run.attempt.ranks.values()):
         watch.context.tell_once(f"rollback is not armed: {why}")
 

@@ -97,8 +97,10 @@ class Supervision:
             supervisor[0].send(order)
 
     def take_report(self, watch: WatchedRun, peer: Peer, report: wire.JobReport) -> None:
-        """Pass a supervisor's report of the job on to the other nodes; if that is impossible, order it to stop on a
-        fault."""
+        """Pass a supervisor's report of the job on to the other nodes.
+
+        If that is impossible, and the report has a fault, order the supervisor to stop.
+        """
         if watch.membership is not None and not _is_shared(watch):
             watch.membership.pass_on_report()
         elif report.fault is not None:

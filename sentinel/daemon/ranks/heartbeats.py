@@ -45,7 +45,7 @@ ALONE_FLOOR_SECONDS = CEILING_SECONDS
 """Least limit of a single rank that waits: no other rank waits for it, and no process group's time-out destroys the
 evidence; a checkpoint to slow storage takes minutes, in code that the stack may not reveal."""
 AWAITS_FLOOR_SECONDS = 1800.0
-"""The same for one that waits in a sleep or for a thread, a future or a process."""
+"""Least limit of a single rank that waits in a sleep or for a thread, a future or a process, for the same reasons."""
 BUSY_FACTOR = 10.0
 BUSY_CEILING_SECONDS = 1800.0
 """Highest limit of a thread that computes in one and the same place, perhaps in one long call: gloo's time-out. Not

@@ -83,7 +83,7 @@ class StallDetector:
         self.worked, self.patience = -math.inf, 0.0
         """When one of these ranks was last seen at work, in monotonic seconds; the longest limit of a slow one."""
         self._worked_elsewhere, self._patience_elsewhere = -math.inf, 0.0
-        """The same for the ranks of other nodes."""
+        """`worked` and `patience` of the ranks of other nodes."""
 
     @property
     def restless(self) -> bool:

@@ -44,7 +44,7 @@ class Publishing:
         """Seq of the newest snapshot known to be on disk."""
 
     def find_due(self, terms: wire.RollbackTerms | None, closed: int) -> int | None:
-        """Return the seq from which on a snapshot is due for writing; None if the ranks hold none that is.
+        """Return the seq from which on a snapshot is due for writing, if the ranks hold one; otherwise None.
 
         `closed`: the last judged step.
         """

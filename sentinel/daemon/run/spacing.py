@@ -19,9 +19,9 @@ PATIENCE_SECONDS = 10.0
 """Seconds for which a finer spacing must have been enough for all ranks before it is ordered. A coarser one is ordered
 at once: a rank exceeds the budget."""
 LEAD_SECONDS = 1.0
-"""Least time before an order takes effect, so that all ranks have it by then."""
+"""Least seconds before an order takes effect, so that all ranks have it by then."""
 LEAD_STEPS = 8
-"""The same in steps ahead of the furthest rank."""
+"""Least steps ahead of the furthest rank at which an order takes effect."""
 
 
 class Spacings:

@@ -21,7 +21,7 @@ class StrategyKind(msgspec.Struct, frozen=True, kw_only=True):
     shards: frozenset[str] = frozenset()
     """Which of `parameters`, `gradients`, `optimizer` are sharded: each GPU holds only its part."""
     offloads: frozenset[str] = frozenset()
-    """Which of the same are in the host's memory."""
+    """Which of `parameters`, `gradients`, `optimizer` are in the host's memory."""
     source: str = _ZERO
     line: str
     """The line of code or configuration to write."""

@@ -182,7 +182,7 @@ def _checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, name: str) -> Profile:
-    """Accounts the second of two steps: the first makes what lazily built modules keep."""
+    """Return the profile of one step, with each tensor that its operations make counted while it is held."""
     trained = [p for p in model.parameters() if p.requires_grad]
     total = sum(p.untyped_storage().nbytes() for p in trained)
     ready = 0
