@@ -34,7 +34,7 @@ class Supervision:
 
     def handle_message(self, peer: Peer, message: wire.Supervise) -> None:
         """Take note of a supervisor and what it asks for."""
-        self.drop_peer(peer)  # one job a connection
+        self.drop_peer(peer)  # one job per connection
         if message.mark:
             self._peers[message.mark, peer.uid] = peer, message
 
