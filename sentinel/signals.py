@@ -553,7 +553,7 @@ _ALL = (
         "ratio",
         "share of the last sample period in which device memory was read or written",
     ),
-    _gpu("gpu_memory_used_bytes", "bytes", "device memory in use, by whomever"),
+    _gpu("gpu_memory_used_bytes", "bytes", "device memory in use, by all processes"),
     _gpu("gpu_memory_total_bytes", "bytes", "device memory that there is"),
     _gpu("gpu_memory_foreign_bytes", "bytes", "device memory of processes that belong to no run watched here"),
     _gpu("gpu_temperature_celsius", "celsius", "temperature of the chip"),

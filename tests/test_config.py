@@ -56,7 +56,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
         (HOOK + "url_env = 'A'\nurl_file = 'b'\n", 5, "url_env and url_file: name one of them"),
         (HOOK + "url = 'ftp://host'\n", 4, "no http:// or https:// URL"),
         (HOOK + "url = 'http://[::1/hook'\n", 4, "no http:// or https:// URL"),
-        (HOOK + "url_env = 'A'\nseverities = ['bad']\n", 5, "'bad' is none of info, warning, critical"),
+        (HOOK + "url_env = 'A'\nseverities = ['bad']\n", 5, "'bad' is not one of info, warning, critical"),
         (HOOK + "url_env = 'A'\n" + HOOK + "url_env = 'B'\n", 6, "a second receiver 'ops'"),
         ("[[receivers]]\nname = 'a b'\ntype = 'webhook'\n", 2, "'a b' is not 1 to 40 letters"),
         ("[[receivers]]\nname = 'a'\n", 1, "type is missing"),

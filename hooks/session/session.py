@@ -319,7 +319,7 @@ class RunSession:
         """Add a number to the present step."""
         if not self.signals.knows(name):
             if not self.signals.add(name):
-                self.say_once(f"log: more than {NAMES} names, or one that is no text: what is new is left out")
+                self.say_once(f"log: more than {NAMES} names, or a name that is not a string: new names are left out")
                 return
             self.sender.greet_again()
         self.accumulator.record_logged(name, value)

@@ -122,7 +122,7 @@ def _subject(target: str | None, setup: Setup, given: dict[str, Any]) -> tuple[S
     elif given["params"]:
         return _bare(parse_count(given["params"]), given), _UNKNOWN_ADAPTERS
     else:
-        raise click.UsageError("what is to be planned? Give --params, --layers and --hidden, a config.json or a module")
+        raise click.UsageError("nothing to plan: give --params, --layers and --hidden, a config.json or a module")
     sizes = msgspec.structs.replace(sizes, on_cpu=given["cpu"])
     subject = sizes.subject(name, given["sequence"] or 0, setup.precision)
     if given["params"]:

@@ -203,7 +203,7 @@ def _describe_error(error: str, text: str, file: Path) -> str:
         if re.search("token|password|secret|key|authorization", key, re.IGNORECASE):
             what += "; and a secret is never written here, but named: token_env, token_file"
     if "enum value" in what:
-        what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(SEVERITIES)}"
+        what = f"{what.removeprefix('Invalid enum value ')} is not one of {', '.join(SEVERITIES)}"
     missing = re.search(r"missing required field `([^`]+)`", what)
     if missing is not None:
         what = f"{missing[1]} is missing; add {missing[1]} = ..."

@@ -47,10 +47,10 @@ def _is_sound(delivery: Delivery) -> bool:
 
 def _unsound(route: Route, delivery: Delivery) -> Delivery:
     """The pipeline could not go on with it, nor another daemon read it from the outbox."""
-    log.error("receiver %s: its code answers a Delivery with a field that is none of its type", route.name)
+    log.error("receiver %s: its code returned a Delivery with a field of the wrong type", route.name)
     if delivery.fault is None:
         return DELIVERED
-    return Delivery(fault="internal", detail="its code answers a Delivery that is none", retry=True)
+    return Delivery(fault="internal", detail="its code returned something other than a Delivery", retry=True)
 
 
 async def close(route: Route) -> None:

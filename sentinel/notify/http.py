@@ -69,7 +69,7 @@ class Poster:
         except (httpx2.TransportError, ssl.SSLError, OSError) as error:
             return Delivery(fault="connection", detail=cause(error), retry=True), b""
         except (httpx2.InvalidURL, ValueError):
-            return Delivery(fault="settings", detail="its URL is none", retry=False), b""
+            return Delivery(fault="settings", detail="its URL is not valid", retry=False), b""
 
     async def close(self) -> None:
         """Close the connections."""

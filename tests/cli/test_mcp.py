@@ -148,7 +148,7 @@ def test_a_model_is_planned_and_a_snapshot_of_the_allocator_is_read(tmp_path: Pa
             assert read["stacks"][0]["place"].startswith("/home/ada/train.py:31")
             for name, arguments, said in (
                 ("plan_memory", {"params": "7B", "gpu": "abacus"}, "there is no 'abacus': a10, a100"),
-                ("plan_memory", {}, "what is to be planned?"),
+                ("plan_memory", {}, "nothing to plan"),
                 ("plan_memory", {"params": "7B", "gpus": 0}, "1 or more"),
                 ("plan_memory", {"layers": 10**30, "hidden": 64}, "at most 1,000,000,000"),
                 ("read_memory_snapshot", {"snapshots": []}, "at least one file"),

@@ -95,11 +95,11 @@ FILES = {
     ),
     "a severity that is none": (
         HEAD + "    expr: loss > 1\n    severity: crit\n",
-        "my.yaml:5:15: severity: 'crit' is none of info, warning, critical; did you mean 'critical'?",
+        "my.yaml:5:15: severity: 'crit' is not one of info, warning, critical; did you mean 'critical'?",
     ),
     "a scope that is none": (
         HEAD + "    expr: loss > 1\n    scope: device\n",
-        "my.yaml:5:12: scope: 'device' is none of run, rank, layer, gpu, node",
+        "my.yaml:5:12: scope: 'device' is not one of run, rank, layer, gpu, node",
     ),
     "a name that is none": (
         "group: test\nrules:\n  - alert: loss spike\n    expr: loss > 1\n",
@@ -129,7 +129,7 @@ FILES = {
     "control characters": ("group: test\nrules: \x07\n", "my.yaml:2:8: not YAML: control characters are not allowed"),
     "nothing": ("# nothing\n", "my.yaml:1:1: the file is empty"),
     "a bomb": ("[" * 900, "my.yaml:1:1: nested over 20 deep: not a rule file"),
-    "on and no are words": (HEAD + "    expr: loss > 1\n    severity: no\n", "my.yaml:5:15: severity: 'no' is none of info, warning, critical; did you mean 'info'?"),
+    "on and no are words": (HEAD + "    expr: loss > 1\n    severity: no\n", "my.yaml:5:15: severity: 'no' is not one of info, warning, critical; did you mean 'info'?"),
     "a runbook that is none": (
         HEAD + "    expr: loss > 1\n    annotations: {runbook: See the wiki}\n",
         "my.yaml:5:28: runbook 'See the wiki': expected a section's name like loss-spike",

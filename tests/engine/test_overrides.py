@@ -73,7 +73,7 @@ def test_a_rule_is_switched_off() -> None:
 
 FAULTS: Mapping[str, str] = {
     "  - override: Dorp\n    severity: info\n": "3:15: there is no rule 'Dorp' to override; did you mean 'Drop'?",
-    "  - override: Drop\n": "3:5: an override that changes nothing; write what is to be another, or `disable: true`",
+    "  - override: Drop\n": "3:5: this override changes nothing; add the keys that it changes, or `disable: true`",
     "  - {override: Drop, disable: true, severity: info}\n":
         "3:31: `disable: true` stands alone: take it out, or the other keys",
     "  - {override: Drop, disable: false}\n": "3:31: `disable: true` stands alone: take it out, or the other keys",
@@ -84,7 +84,7 @@ FAULTS: Mapping[str, str] = {
     "  - {override: Drop, let: {limit: rewrd}}\n":
         "3:35: unknown metric 'rewrd'; did you mean 'reward'?; "
         "a metric that the script logs itself is declared under `signals:`",
-    "  - {override: Drop, severity: bad}\n": "3:32: severity: 'bad' is none of info, warning, critical",
+    "  - {override: Drop, severity: bad}\n": "3:32: severity: 'bad' is not one of info, warning, critical",
 }  # fmt: skip
 
 

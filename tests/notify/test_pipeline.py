@@ -21,7 +21,7 @@ from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from tests.notify.cases import case
 
-UNSOUND = "its code answers a Delivery that is none"
+UNSOUND = "its code returned something other than a Delivery"
 AT_ONCE = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
 SLOW = Grouping(wait=Duration(1000), interval=Duration(1000), repeat=Duration(3600))
 

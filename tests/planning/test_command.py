@@ -149,7 +149,7 @@ def test_a_bad_config_is_a_sentence(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "what is to be planned?"),
+        ((), "nothing to plan"),
         (("--params", "many"), "'many' is not a number"),
         (("--params", "-5"), "'-5' is not a number"),
         (("--params", "1e40"), "out of range"),

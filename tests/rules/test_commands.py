@@ -161,7 +161,7 @@ def test_check_tells_of_all_mistakes_of_a_rule_in_the_files_order(folder: Path) 
     said = [line.removeprefix(f"{folder}/many.yaml:") for line in output.splitlines()]
     assert code == 1
     assert said == [
-        "5:15: severity: 'hihg' is none of info, warning, critical",
+        "5:15: severity: 'hihg' is not one of info, warning, critical",
         "6:5: unknown key 'form' in a rule; did you mean 'for'?",
         "7:10: for: 3 of what? Write `3 steps`, or a time, as `90s`",
         "8:13: expected layers: true or false, found text (some)",
@@ -171,7 +171,7 @@ def test_check_tells_of_all_mistakes_of_a_rule_in_the_files_order(folder: Path) 
         "13:32: unknown action 'page'; there are: evidence, restart, rollback, stacks, stop",
         "15:7: unknown key 'sumary' in annotations; did you mean 'summary'?",
         "17:29: syntax error: the expression ends too early",
-        "17:41: severity: 'infoo' is none of info, warning, critical; did you mean 'info'?",
+        "17:41: severity: 'infoo' is not one of info, warning, critical; did you mean 'info'?",
     ]
 
 

@@ -109,7 +109,7 @@ def explain_standstill(
     ]
     if stand.idle and stand.kind != "mismatch":
         whom = _verb(stand.idle, "it", "them")
-        facts.append(f"{name_ranks(stand.idle)}: in no operation, and nobody is seen to wait for {whom}")
+        facts.append(f"{name_ranks(stand.idle)}: in no operation, and no rank is seen to wait for {whom}")
     confidence = stand.confidence
     if reason is not None:
         cause, remedy = f"{cause}: {reason.text}", reason.remedy or remedy

@@ -161,8 +161,8 @@ _DEFINED = (
     ),
     Function(
         "unskipped(x)", ("number",), "number",
-        "x without the steps that GradScaler withheld: their gradient overflowed as a scale was tried, and nobody "
-        "applied it",
+        "x without the steps that GradScaler withheld: their gradient overflowed while a loss scale was tried, and "
+        "was not applied",
         body="where(x, absent(step_skipped) or step_skipped == 0)",
     ),
     Function(

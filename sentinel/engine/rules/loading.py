@@ -71,7 +71,7 @@ def _definition(
     if name.word() not in known:
         raise name.error(f"there is no rule {name.word()!r} to override{did_you_mean(name.word(), known)}")
     if not fields and len(mistakes.found) == noted:
-        raise node.error("an override that changes nothing; write what is to be another, or `disable: true`")
+        raise node.error("this override changes nothing; add the keys that it changes, or `disable: true`")
     if "disable" in fields:
         if len(fields) > 1 or not fields["disable"].truth("disable"):
             raise fields["disable"].error("`disable: true` stands alone: take it out, or the other keys")

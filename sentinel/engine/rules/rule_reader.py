@@ -330,7 +330,7 @@ def _read_choice(node: YamlNode, key: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         near = did_you_mean(value, choices)
         hint = near if "did you mean" in near else ""  # otherwise it would list the choices a second time
-        raise node.error(f"{key}: {value!r} is none of {', '.join(choices)}{hint}")
+        raise node.error(f"{key}: {value!r} is not one of {', '.join(choices)}{hint}")
     return value
 
 

@@ -57,12 +57,12 @@ def _rule_properties(actions: Collection[str], evidence: Collection[str]) -> dic
     lengths = rf"{span.STEPS.pattern}|{span.DURATION.pattern}"
     text = {"type": "string"}
     return {
-        "scope": {"enum": list(SCOPES), "description": "whom the condition is about"},
+        "scope": {"enum": list(SCOPES), "description": "what the condition is about"},
         "needs": {"type": "array", "items": text, "description": "metrics without which it is no rule for a run"},
         "let": {"type": "object", "propertyNames": {"pattern": _whole(NAME.pattern)},
                 "additionalProperties": _EXPRESSION, "description": "names for expressions"},
         "expr": {**_EXPRESSION, "description": "the condition"},
-        "members": {"type": "object", "minProperties": 1, "maxProperties": 1, "description": "whom to name as well",
+        "members": {"type": "object", "minProperties": 1, "maxProperties": 1, "description": "members to name, too",
                     "propertyNames": {"enum": list(SCOPES[1:])}, "additionalProperties": _EXPRESSION},
         "for": _matching(rf"{lengths}|{span.SHARE.pattern}", "how long it must hold: 20 steps, 90s, 3 of 5 steps"),
         "warmup": _matching(lengths, "how long from the run's start nothing is judged: 200 steps, 10m"),

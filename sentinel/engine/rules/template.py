@@ -17,8 +17,8 @@ from sentinel.engine.source import Text
 WORDS = {
     "step": "the step at which the rule fired, as the user counts",
     "first_step": "the first step at which its condition held",
-    "entity": "whom it fired for: the run, rank 3, GPU 0, a layer's name",
-    "members": "all whom it holds for, comma-separated, after the third a number",
+    "entity": "what it fired for: the run, rank 3, GPU 0, a layer's name",
+    "members": "all members that it holds for, comma-separated, after the third a number",
     "run": "the run's name",
 }
 """Words that a field may be instead of an expression -> their meaning."""
