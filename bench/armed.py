@@ -1,4 +1,4 @@
-"""A loop's restorer, driven as the hooks drive it, and how long it holds the loop up."""
+"""Drives a loop's restorer as the hooks do, and measures how long it holds the loop up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sentinel.hooks.rollback.restorer import Restorer
 
 
 class Armed:
-    """Rollback for a loop of one optimizer. `step`: takes its next step."""
+    """Rollback for a loop with one optimizer. `step` makes the loop's next step."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Armed:
             terms, models=list(models), optimizers=[optimizer], send=self.sent.append, scaler=scaler
         )
         self.blocked: list[float] = []
-        """Seconds of each step in which the loop waited."""
+        """Seconds that the loop waited for the restorer, step by step."""
         optimizer.register_step_pre_hook(lambda *_: self._enter())
         optimizer.register_step_post_hook(lambda *_: self._exit())
 
@@ -47,7 +47,7 @@ class Armed:
         self.seq += 1
 
     def roll_back(self, to: int) -> wire.RolledBack:
-        """At the exit of the next step."""
+        """Roll back to step `to` at the exit of the next step, and return the restorer's answer."""
         self.restorer.receive(wire.Prepare(id=self.seq + 1, at=self.seq, to=to))
         self.restorer.receive(wire.Commit(id=self.seq + 1))
         self._step()

@@ -1,18 +1,18 @@
-"""What the coordinator of a large job costs, how fast a page comes, and what a node sends.
+"""Measures what the coordinator of a large job costs, how fast a page comes, and how much a node sends.
 
     python -m bench.cluster                                    # 64 nodes x 8 ranks, a session each, for a minute
     python -m bench.cluster --nodes 1024 --sessions 32
 
-A real daemon is node 0 and the coordinator, with simulated ranks that make a step a second. A few processes
-(bench/cluster_nodes.py) send it what the daemons of all other nodes would, by real Zenoh sessions over loopback. Now
-and then one of these nodes has an incident, of which a webhook receiver gets a page.
+A real daemon is node 0 and the coordinator, with simulated ranks that make one step a second. A few processes
+(bench/cluster_nodes.py) send it what the daemons of all other nodes would, by real Zenoh sessions over loopback. From
+time to time one of these nodes has an incident, and a webhook receiver gets a page about it.
 
-    cpu_percent    CPU time of the coordinator's process over the time that went by, by /proc: of one core
-    page_seconds   from where a node hands its event to Zenoh to where the receiver has the page; `[grouping] wait = 0s`
-    storm          all nodes have the same alert within a second, after the rest was measured: it is one page
-    node_bytes     a second and node, to the coordinator, with all that Zenoh adds: TCP's count of the bytes that came
+    cpu_percent    CPU time of the coordinator's process (from /proc) over wall time, in percent of one core
+    page_seconds   from a node's handing its event to Zenoh until the receiver has the page; `[grouping] wait = 0s`
+    storm          all nodes have the same alert within a second, after the rest was measured: one page must result
+    node_bytes     bytes per second and node to the coordinator, with all that Zenoh adds: TCP's count of bytes received
 
-Bars: a tenth of a core and 200 MB for 64 x 8, one core for 1,024 x 8; a page after 2 s; 4 kB a second and node.
+Bars: a tenth of a core and 200 MB for 64 x 8, one core for 1,024 x 8; a page within 2 s; 4 kB per second and node.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ BARS = {"page_seconds": 2.0, "node_bytes": 4000.0, "pages_lost": 0, "refused": 0
 BARS |= {"storm_page_seconds": 2.0, "storm_pages": 1}
 START_SECONDS = 180.0
 SETTLE_SECONDS = 10.0
-"""From where all nodes are known to where it is measured: what the first steps cost is no cost of a long job."""
+"""Seconds between all nodes being known and the measurement: a long job does not notice what its first steps cost."""
 STORM_SECONDS = 10.0
-"""Of the storm, with which it ends."""
+"""Duration of the storm that ends the measurement."""
 ALWAYS = SECONDS | {"loss": 2.5, "optimizer_seconds": 0.1, "data_seconds": 0.01, "grad_norm": 1.0, "batch_size": 32.0}
 SAMPLED = {"rss_bytes": 8e9, "memory_allocated_bytes": 4e10, "memory_reserved_bytes": 5e10, "memory_peak_bytes": 5e10}
-"""What a healthy rank says at each step, and at each so many: about so much each."""
+"""Typical values of a healthy rank: those of each step (`ALWAYS`), and of each `SAMPLED_EVERY`-th (`SAMPLED`)."""
 
 
 class LocalRanks:
-    """Those of the coordinator's own node."""
+    """The simulated ranks of the coordinator's own node."""
 
     def __init__(self, path: Path, count: int, nodes: int) -> None:
         self._step, self._draw = 0, random.Random(0)
@@ -87,7 +87,7 @@ class LocalRanks:
             self._connections.append(connection)
 
     def step_until(self, done: Callable[[], bool]) -> None:
-        """A step a second."""
+        """Make one step a second until `done()` is true."""
         began = time.monotonic()
         while not done():
             self._send_step()
@@ -108,7 +108,7 @@ class LocalRanks:
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Of the coordinator, so far."""
+    """What the coordinator has used so far: CPU seconds, and bytes received and sent, at a monotonic time."""
 
     at: float
     cpu_seconds: float
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _make_parts(options: argparse.Namespace, address: str) -> Iterator[str]:
-    """Equal parts of the nodes 1, 2 ..., one for each process."""
+    """Yield equal parts of the nodes 1, 2 ..., one for each process, as JSON."""
     others, count = options.nodes - 1, min(options.processes, options.nodes - 1)
     sessions = options.sessions or others
     for index in range(count):
@@ -216,7 +216,7 @@ def _read_usage(pid: int, address: str) -> Usage:
 
 
 def _count_bytes(address: str) -> tuple[int, int]:
-    """Bytes that the present connections to an address have brought and taken, by the kernel's count."""
+    """Return the bytes (received, sent) on the open connections to an address, by the kernel's count."""
     listed = subprocess.run(["ss", "-tinH", "src", address], capture_output=True, text=True, check=True).stdout
     received, sent = (
         sum(map(int, re.findall(rf"\b{name}:(\d+)", listed))) for name in ("bytes_received", "bytes_acked")
@@ -225,7 +225,7 @@ def _count_bytes(address: str) -> tuple[int, int]:
 
 
 def await_daemon(path: Path) -> None:
-    """Until there is its socket."""
+    """Wait until the daemon's socket exists, or exit after `START_SECONDS`."""
     deadline = time.monotonic() + START_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
@@ -234,7 +234,7 @@ def await_daemon(path: Path) -> None:
 
 
 def find_free_address() -> str:
-    """A port of loopback that is free now."""
+    """Return `127.0.0.1:PORT` with a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,9 +1,10 @@
-"""Nodes of a job without daemons and ranks: they send the coordinator what real ones send, once a second.
+"""Simulated nodes of a job, without daemons or ranks: they send the coordinator what real nodes send, once a second.
 
     python -m bench.cluster_nodes '{"first": 1, "last": 63, ...}'       bench/cluster.py starts it, for a part of a job
 
-They have the parts that a daemon has: its session, its numbered events, its digests of steps. On the line `storm` all
-have the same alert within a second; on the next line it says in JSON what it saw, and ends.
+They have the parts that a daemon has: its session, its numbered events, its digests of steps. When the process reads
+the line `storm`, all its nodes have the same alert within a second; at the next line it prints as JSON what it saw,
+and ends.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from sentinel.runs.steps import RunStep
 from sentinel.signals import SIGNALS
 
 SAMPLED_EVERY = 16
-"""Steps between two at which a rank measures what takes time."""
+"""A rank measures what takes time at every step divisible by this."""
 SECONDS = {"step_seconds": 0.9, "forward_seconds": 0.3, "backward_seconds": 0.5}
-"""Of each step, on all ranks about the same."""
+"""Seconds that each step takes, about the same on all ranks."""
 FIRES_SECONDS = 2.0
-"""After which an incident is over."""
+"""Seconds after which an incident is over."""
 STORM = "Storm"
-"""The alert that all have."""
+"""The alert that all nodes have in the storm."""
 ADDRESSES = 1
-"""Of nodes that may be the coordinator: node 0."""
+"""How many nodes may be the coordinator: only node 0."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,29 +51,29 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     last: int
     ranks: int
-    """Of each node."""
+    """Ranks of each node."""
     sessions: int
-    """By which these nodes send."""
+    """Number of Zenoh sessions that these nodes share."""
     incident_seconds: float
-    """Between two incidents of them."""
+    """Seconds between two incidents of these nodes."""
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """What happened to them."""
+    """What happened to the nodes of a part."""
 
     fired: dict[str, float] = {}
     """Id of the job's incident -> Unix seconds at which it was sent to the coordinator."""
     behind: int = 0
-    """Of the steps of a node that the coordinator has not confirmed, the most."""
+    """The largest number of steps of one node that the coordinator has not confirmed."""
     storm_at: float = 0.0
-    """When the first of them had the alert that all have."""
+    """Unix seconds at which the first of them raised `STORM`."""
     known: int = 0
-    """Of these nodes, those that the coordinator says are alive."""
+    """Number of these nodes that are alive according to the coordinator."""
     cpu_seconds: float = 0.0
 
 
 class LoadNode:
-    """One of them."""
+    """One simulated node."""
 
     def __init__(self, number: int, ranks: int) -> None:
         self.number, self._ranks = number, range(ranks * number, ranks * (number + 1))
@@ -84,7 +85,7 @@ class LoadNode:
         self.in_storm = False
 
     def make_messages(self, now: float) -> list[tuple[str, bytes]]:
-        """What it sends after a step that it makes now."""
+        """Make a step now; return the messages that the node sends after it, as (kind, payload)."""
         self.step += 1
         self._digests.add(RunStep(self.step, time.time(), {rank: self._measure() for rank in self._ranks}, {}))
         election = self.state.election
@@ -97,16 +98,16 @@ class LoadNode:
         return [("pulse", encode(pulse)), *([("digest", encode(digest))] if digest is not None else [])]
 
     def take_beat(self, beat: Beat, now: float) -> None:
-        """The coordinator is there."""
+        """Take a beat of the coordinator, with the steps that it confirms."""
         self.state.take_beat(beat, now)
         self._digests.confirm(beat.digested.get(str(self.number), -1), now)
 
     def count_behind(self, beat: Beat) -> int:
-        """Steps that the coordinator has not confirmed."""
+        """Return how many steps the coordinator has not confirmed."""
         return self.step - beat.digested.get(str(self.number), -1)
 
     def make_event(self, number: int, alert: str, state: str) -> bytes:
-        """A case that fires, or is over."""
+        """Return the event of a case that fires or is over, encoded."""
         case = Case(
             id=f"0.{number}", run="load", run_id="load", attempt=0, alert=alert,
             severity="critical", state=state, first_step=self.step, first_seq=self.step, step=self.step,
@@ -119,17 +120,17 @@ class LoadNode:
     def _measure(self) -> dict[str, float]:
         sampled = self.step % SAMPLED_EVERY == 0
         names = [name for name in self._signals if sampled or SIGNALS[name].tier == 0]
-        # Seconds differ on each rank, and compress to little; batches and checksums do not.
+        # Seconds differ between ranks, and hardly compress; batch sizes and checksums are equal on all.
         return {name: SECONDS[name] + 0.02 * self._draw.random() if name in SECONDS else 1.0 for name in names}
 
 
 class Line:
-    """A session, and the nodes that send by it."""
+    """A Zenoh session, and the nodes that send by it."""
 
     def __init__(self, part: Part, nodes: list[LoadNode]) -> None:
         self._root, self.nodes = f"sentinel/{part.run_id}", {node.number: node for node in nodes}
         self.payload = b""
-        """The last beat that came."""
+        """The last beat received."""
         self._session = open_session(Meeting((part.address,) * ADDRESSES, part.secret), nodes[0].number)
         self._seal = Seal(part.secret)
         self._kept: list[Any] = [self._session.declare_subscriber(f"{self._root}/beat/*", self._take)]
@@ -157,7 +158,7 @@ class Line:
 
 
 class Load:
-    """All nodes of a part."""
+    """Runs all nodes of a part."""
 
     def __init__(self, part: Part) -> None:
         nodes = [LoadNode(number, part.ranks) for number in range(part.first, part.last + 1)]
@@ -171,7 +172,7 @@ class Load:
         self.seen = Seen()
 
     def run(self, stop: threading.Event) -> None:
-        """Speak until `stop`. The nodes' seconds begin spread over one."""
+        """Send for all nodes, once a second each and spread over the second, until `stop` is set."""
         began, turn = time.monotonic(), 0
         while not stop.is_set():
             beat = self._read_beat()
@@ -186,7 +187,7 @@ class Load:
                 if self.storm.is_set() and not node.in_storm:
                     node.in_storm, self.seen.storm_at = True, self.seen.storm_at or time.time()
                     line.put("event", node.number, node.make_event(0, STORM, "firing"))
-            turn = max(turn + 1, int(time.monotonic() - began))  # too slow for so many: some turns are left out
+            turn = max(turn + 1, int(time.monotonic() - began))  # too slow for this many nodes: skip seconds
         if (beat := self._read_beat()) is not None:
             self.seen.behind = max(node.count_behind(beat) for _, node in self._pairs)
             own = {node.number for _, node in self._pairs}
@@ -199,7 +200,7 @@ class Load:
             line.close()
 
     def _read_beat(self) -> Beat | None:
-        """By the first session that has one: nodes of one process need not all decode it."""
+        """Return the beat of the first session that has one: it is decoded once for all nodes of this process."""
         payload = next((line.payload for line in self._lines if line.payload), b"")
         return decode(payload, Beat) if payload else None
 

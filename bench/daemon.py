@@ -1,10 +1,11 @@
-"""A day of a run in minutes: what a daemon keeps of it, how fast a plot of it is, and how large the daemon gets.
+"""Plays a day of a run in minutes: how much a daemon stores, how fast a plot of it is, how large the daemon gets.
 
     python -m bench.daemon                       # 8 ranks, 2 steps a second, 24 hours, at speed; about ten minutes
     python -m bench.daemon --hours 2
 
 A real daemon with the stock rules. The ranks are simulated: they send what a model of 200 layers sends (20 signals at
-each step, layers at every 16th), as fast as the daemon keeps it. Bars: 200 MB of history, 1 s for a plot, 150 MB.
+each step, layers at every 16th), as fast as the daemon stores it. Bars: 200 MB of history, 1 s for a plot, 150 MB of
+resident memory.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from sentinel.signals import SIGNALS
 from sentinel.store import History
 
 BATCH = 64
-"""Steps that a rank sends at once."""
+"""Steps that a rank sends in one message."""
 AHEAD = 16
-"""Batches that may be on their way: the daemon confirms once a second."""
+"""Messages of a rank that may be unconfirmed: the daemon confirms once a second."""
 BARS = {"history_mb": 200.0, "plot_seconds": 1.0, "rss_mb": 150.0}
 RUN = "bench"
 
 
 class Ranks:
-    """All ranks of a run, on one connection each."""
+    """All ranks of a run, each with a connection of its own."""
 
     def __init__(self, path: Path, count: int, layers: int) -> None:
         self._draw, self._layers = random.Random(0), layers
@@ -62,7 +63,7 @@ class Ranks:
         self._connections[0].sendall(wire.frame(wire.LayerTable(digest="t", layers=placed)))
 
     def send(self, first: int, began: float) -> None:
-        """`BATCH` steps of all ranks."""
+        """Send `BATCH` steps of all ranks, from step `first` on; step 0 was at the Unix time `began`."""
         seqs = array("q", range(first, first + BATCH))
         times = array("d", [began + seq / 2 for seq in seqs]).tobytes()
         rows = array("H", range(0, BATCH, 16))
@@ -76,7 +77,7 @@ class Ranks:
         self._sent += 1
 
     def wait(self, ahead: int) -> None:
-        """Until no more than so many batches are not kept yet."""
+        """Wait until the daemon has stored all batches of each rank except for `ahead` at most."""
         while min(self._kept) < self._sent - ahead:
             ready, _, _ = select.select(self._connections, [], [], 60)
             if not ready:
@@ -86,7 +87,7 @@ class Ranks:
                 for body in self._frames[at].feed(connection.recv(1 << 16)):
                     message = wire.to_rank(body)
                     if isinstance(message, wire.Kept):
-                        extra = 2 if at == 0 else 1  # the hello, and of rank 0 its table
+                        extra = 2 if at == 0 else 1  # the hello, and rank 0's layer table
                         self._kept[at] = message.frames - extra
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
-"""What the stock rules find in recorded runs, and what they say of healthy ones: writes docs/detection.md.
+"""Measures what the stock rules find in recorded runs, faulty and healthy ones, and writes docs/detection.md.
 
     python -m bench.detection --data FOLDER             # or SENTINEL_RECORDED_RUNS=FOLDER
     python -m bench.detection --data FOLDER --check     # does docs/detection.md say what comes out?
 
 FOLDER has `labels.csv` (run, kind, domain, source, truth, ...) and `runs/KIND/RUN.jsonl.gz`; docs/detection.md says
-what the runs are, and where they come from. Runs that were replayed are kept in build/detection.jsonl, by the content
-of rules, engine and readers: a bench that was stopped goes on, and the same files give the same page.
+what the runs are, and where they come from. Results are kept in build/detection.jsonl with a digest of the rules, the
+engine and the readers: a bench that was stopped continues, and the same files give the same page.
 
-The runs are split in two by source (`recorded.py`): runs of one project share models, data sets and bad batches.
-Thresholds are looked for on `tuning` alone. The detectors of others (`peers.py`) are played over the same rows.
+The runs are split in two by source (`recorded.py`), because runs of one project share models, data sets and bad
+batches. Thresholds are tuned on the half `tuning` alone. Other projects' detectors (`peers.py`) see the same rows.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from sentinel.toolkit import logs
 PAGE = DOCS / "detection.md"
 KEPT = BUILD / "detection.jsonl"
 APART = 50
-"""Rows without a flag after which a peer's next one is another alarm: as long as LossSpike keeps firing."""
+"""Rows without a flag after which a peer's next flag is a new alarm: as long as LossSpike keeps firing."""
 
 
 def replay_log(path: Path) -> Found:
-    """Apply the stock rules to one log."""
+    """Apply the stock rules, and the peers, to one log."""
     stock = loader.load().rules
     (recording,) = logs.read(path)
     wanted = sorted(set().union(*(rule.metrics for rule in stock)))
@@ -74,14 +74,14 @@ def replay_log(path: Path) -> Found:
 
 
 def play_peers(recording: logs.Recording, names: Mapping[str, str], steps: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """What other detectors say, at the rows that have a loss; of the norms where each of those has one."""
+    """Return the rows at which each peer raises an alarm, from the losses, and the norms if each loss has one."""
     if "loss" not in names:
         return dict.fromkeys(PLAYED, ())
     at, losses = recording.series(names["loss"])
     norms = dict(zip(*recording.series(names["grad_norm"]), strict=True)) if "grad_norm" in names else {}
     series = np.array([norms[step] for step in at]) if norms.keys() >= set(at) else None
     found = {}
-    with np.errstate(all="ignore"):  # overflows are what the runs are about
+    with np.errstate(all="ignore"):  # overflows are expected in these runs
         for name, detector in PLAYED.items():
             flagged = np.flatnonzero(detector(np.array(losses), series)).tolist()
             first = [row for row, before in zip(flagged, [-APART - 1, *flagged], strict=False) if row - before > APART]
@@ -90,7 +90,7 @@ def play_peers(recording: logs.Recording, names: Mapping[str, str], steps: Seque
 
 
 def results(paths: Sequence[Path], jobs: int) -> dict[str, Found]:
-    """Every run by name: kept ones as they are, the others replayed and kept."""
+    """Return every run by name: kept results of the present code, and the other runs replayed (and then kept)."""
     KEPT.parent.mkdir(exist_ok=True)
     digest = digest_of_code()
     found: dict[str, Found] = {}
@@ -118,7 +118,7 @@ def _replay_all(paths: Sequence[Path], jobs: int) -> Iterator[Found]:
 
 
 def digest_of_code() -> str:
-    """What the results depend on, beside the data."""
+    """Return a digest of the files that the results depend on, besides the data."""
     files = [
         *(ROOT / "rules").glob("*.yaml"),
         *(ROOT / "sentinel/engine").glob("*.py"),

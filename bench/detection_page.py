@@ -1,4 +1,4 @@
-"""The second half of docs/detection.md: what was found in recorded runs, as tables."""
+"""Writes the second half of docs/detection.md: what was found in recorded runs, as tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RACED = ("detector", "healthy runs with an alarm", "faulty runs with one", "stoc
 
 
 def page(runs: Runs, old: str) -> str:
-    """What is written by hand, up to the mark, and what was measured."""
+    """Return the page: what is written by hand, up to the mark, and then what was measured."""
     parts = [
         old.partition(MARK)[0] + MARK + "\n",
         "## Healthy runs\n",
@@ -119,7 +119,7 @@ def list_divergences(runs: Runs) -> Iterator[Sequence[object]]:
 
 
 def alarms_of(found: Found) -> dict[str, tuple[int, ...]]:
-    """The rows of all alarms, by who raised them."""
+    """Return the rows of all alarms, by what raised them."""
     mine = {
         f"stock rules, {severity}": tuple(alarm.row for alarm in found.alarms if alarm.severity == severity)
         for severity in ("critical", "warning")
@@ -145,7 +145,7 @@ def compare_detectors(runs: Runs) -> Iterator[Sequence[object]]:
 
 
 def race_detectors(runs: Runs) -> Iterator[Sequence[object]]:
-    """Of the faulty runs on which a detector raises an alarm, on how many the stock rules are first."""
+    """Yield for each peer, of the faulty runs on which it raises an alarm, on how many the stock rules are first."""
     for name in PLAYED:
         wrong = sum(bool(found.peers[name]) for label, found in runs if label.kind == "healthy")
         pairs = [(found.first(), found.peers[name][0]) for _, found in of(runs, BOTH, "faulty") if found.peers[name]]
@@ -155,7 +155,7 @@ def race_detectors(runs: Runs) -> Iterator[Sequence[object]]:
 
 
 def list_later(runs: Runs) -> Iterator[str]:
-    """Runs on which a detector of others that says nothing of healthy runs was earlier than the stock rules."""
+    """Yield the runs on which a peer that is silent on all healthy runs was earlier than the stock rules."""
     silent = [name for name in PEERS if not any(found.peers[name] for label, found in runs if label.kind == "healthy")]
     yield f"Of those of others, say nothing of any run of the kind `healthy`: {', '.join(silent) or 'none'}.\n"
     beaten = []

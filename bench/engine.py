@@ -1,4 +1,4 @@
-"""What the rule engine costs, and how soon it has decided: writes a table for docs/performance.md to stdout.
+"""Measures what the rule engine costs, and how soon it decides; prints a table for docs/performance.md.
 
     python -m bench.engine                    # about a minute
     python -m bench.engine --ranks 64 --steps 200
@@ -6,11 +6,11 @@
 One process, its own CPU time. Parts:
 
     many ranks      R ranks report each step, 40 scalars each, memory and 50 layers at every 16th, judged by the stock
-                    rules. CPU time of a step, which at 1 step/s is the share of a core, and of the decision
-    one process     a step of tiers 0 and 1: microseconds, and samples/s on one core
+                    rules: CPU time of a step (at 1 step/s the share of a core) and of the decision
+    one process     a step of tiers 0 and 1: microseconds, and samples per second on one core
     many layers     the same with tier 2: 200 layers at each step, as with overhead=1.0
     a long run      100,000 steps of loss and gradient norm through `sentinel rules backtest`
-    memory          bytes of the rules' state, a series (one metric of one entity that a rule reads)
+    memory          bytes of the rules' state per series (one metric of one entity that a rule reads)
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from sentinel.signals import SIGNALS
 
 LAYERS = 50
 TABLE = 200
-"""Layers where all are sampled at each step: as many as bench/overhead.py's small loop has."""
+"""Layers in the part that samples all of them at each step: the tensors of bench/overhead.py's small loop."""
 SCALARS = 40
 COMBINED = {"mean": statistics.fmean, "sum": sum, "max": max, "min": min, "any": max, "norm": max}
 
 
 def scalars(tiers: set[int]) -> list[str]:
-    """Signals of ranks in these tiers."""
+    """Return the names of the rank signals in these tiers."""
     return [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier in tiers and s.name != "fp16"]
 
 
 def value(name: str, generator: random.Random) -> float:
-    """What a healthy run has there."""
+    """Return a value of this signal as a healthy run has it."""
     if name == "step_skipped":
         return 0.0
     if "bytes" in name:
@@ -56,7 +56,7 @@ def value(name: str, generator: random.Random) -> float:
 
 
 def observation(seq: int, ranks: int, generator: random.Random) -> Observation:
-    """A closed step of so many ranks; memory and layers at every 16th. What the loop logs makes up the number."""
+    """Return a closed step of all ranks, memory and layers at every 16th; logged values fill up to `SCALARS`."""
     names = scalars({0, 1, 2} if seq % 16 == 0 else {0, 1})
     logged = {f"logged_{i}": 1.0 for i in range(SCALARS - len(names))} if ranks > 1 else {}
     values: dict[Entity, dict[str, float]] = {}
@@ -74,8 +74,10 @@ def observation(seq: int, ranks: int, generator: random.Random) -> Observation:
 
 
 def judge_steps(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[list[float], list[float]]:
-    """CPU seconds of each decision, and of the work that is left for the second after it. Making the samples is not
-    counted."""
+    """Return the CPU seconds of each decision, and of the work put off until the second after it.
+
+    Making the samples is not counted.
+    """
     decided, after = [], []
     for step in steps:
         begin = time.process_time()
@@ -88,7 +90,7 @@ def judge_steps(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[lis
 
 
 def many_ranks(ranks: int, steps: int) -> tuple[float, float, float, float]:
-    """(CPU seconds of a step, median and 99th percentile of the decision, bytes a series)."""
+    """Return (CPU seconds per step, median and 99th percentile of the decision's, bytes per series)."""
     generator = random.Random(1)
     evaluator = Evaluator(loader.stock_rules(), run="bench")
     warm = 70
@@ -117,7 +119,7 @@ def resident() -> int:
 
 
 def one_process(steps: int) -> tuple[float, int]:
-    """(CPU seconds of a step, samples in it)."""
+    """Return (CPU seconds per step, samples in a step)."""
     generator = random.Random(1)
     evaluator = Evaluator(loader.stock_rules(), run="bench")
     judge_steps(evaluator, (observation(seq, 1, generator) for seq in range(300)))
@@ -126,7 +128,7 @@ def one_process(steps: int) -> tuple[float, int]:
 
 
 def many_layers(steps: int) -> float:
-    """CPU seconds of a step with statistics of all layers."""
+    """Return the CPU seconds of a step with statistics of all layers."""
     generator = random.Random(1)
     entities = tuple(Entity("layer", f"layers.{layer}.weight") for layer in range(TABLE))
     names = scalars({0, 1, 2})
@@ -144,7 +146,7 @@ def many_layers(steps: int) -> float:
 
 
 def long_run(steps: int) -> tuple[float, float]:
-    """(wall, CPU) seconds of `sentinel rules backtest` over so many steps."""
+    """Return the (wall, CPU) seconds of `sentinel rules backtest` over this many steps."""
     generator = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "long.jsonl"

@@ -1,4 +1,4 @@
-"""Train every fault beside its healthy twin, at default settings over several seeds; write docs/detection.md's tables.
+"""Trains every fault beside its healthy twin, at default settings, with several seeds; writes docs/detection.md.
 
     python -m bench.faults                      # 8 minutes a seed on two idle cores; goes on where it was stopped
     python -m bench.faults --seeds 1 --family bugs              # the rows of other families stay as they are
@@ -6,9 +6,8 @@
     python -m bench.faults --late               # those that can begin at any step, at a random one from 2,000 to 5,000
     python -m bench.faults --table              # only write the tables, from what was kept
 
-A family is one process that trains, against one daemon; at a pace, or late, each fault is, and `--workers` of them
-train at a time. What was found is kept in build/faults.jsonl, beside a digest of the code that it
-depends on.
+The faults of a family train in one process with one daemon; with --pace or --late each fault has its own. `--workers`
+processes train at a time. Results are kept in build/faults.jsonl, with a digest of the code that they depend on.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ SEEDS = 5
 
 
 class Training(NamedTuple):
-    """How a fault was trained. Of each the newest verdict counts."""
+    """How a fault was trained; of several verdicts on the same training the newest counts."""
 
     id: str
     seed: int
     late: bool
     pace: int
-    """Milliseconds that a step takes at least; 0: the loop's own speed."""
+    """Least milliseconds of a step; 0: the loop's own speed."""
 
 
 def find_digest(family: str) -> str:
-    """Of what a family's results depend on."""
+    """Return a digest of the files that a family's results depend on."""
     files = [
         *(ROOT / "rules").glob("*.yaml"),
         *(ROOT / "hooks").rglob("*.py"),
@@ -62,13 +61,13 @@ def find_digest(family: str) -> str:
 
 
 def read_kept() -> dict[Training, dict[str, Any]]:
-    """`digest` and `verdict`, as plain values."""
+    """Return the kept entries by training, each with `digest` and `verdict` as plain values."""
     entries = map(json.loads, KEPT.read_text().splitlines()) if KEPT.exists() else ()
     return {Training(*entry["training"]): entry for entry in entries}
 
 
 def list_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int) -> list[tuple[str, int, list[str]]]:
-    """What was not trained with the present code, seed by seed: (family, seed, faults that one process trains)."""
+    """Return what was not trained with the present code, by seed: (family, seed, ids that one process trains)."""
     kept, missing = read_kept(), []
     for seed in range(seeds):
         for family in families:
@@ -80,7 +79,7 @@ def list_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int) 
 
 
 def train_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int, workers: int) -> None:
-    """Train what is missing, and keep what was found."""
+    """Train what is missing, and keep the verdicts."""
     KEPT.parent.mkdir(exist_ok=True)
     with ProcessPoolExecutor(workers) as pool:
         begun = {
@@ -91,7 +90,7 @@ def train_missing(families: Sequence[str], seeds: int, *, late: bool, pace: int,
             family, seed, ids = begun[future]
             try:
                 keep_verdicts(family, future.result(), late=late, pace=pace)
-            except (AssertionError, subprocess.SubprocessError) as error:  # the others are still of use
+            except (AssertionError, subprocess.SubprocessError) as error:  # the other trainings are still of use
                 print(
                     f"{', '.join(ids)}, seed {seed}: not trained, start again to do so: {str(error)[-500:]}", flush=True
                 )
@@ -107,7 +106,7 @@ def keep_verdicts(family: str, found: Sequence[Verdict], *, late: bool, pace: in
 
 
 def find_verdicts(kept: dict[Training, dict[str, Any]], fault: Fault, late: bool, pace: int) -> list[dict[str, Any]]:
-    """Of all seeds."""
+    """Return a fault's verdicts of all seeds."""
     return [
         entry["verdict"]
         for training, entry in kept.items()
@@ -116,8 +115,10 @@ def find_verdicts(kept: dict[Training, dict[str, Any]], fault: Fault, late: bool
 
 
 def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Sequence[str]], *, late: bool) -> str:
-    """A row a fault, over all seeds that are kept; `late`: of those that can begin at any step, planted late. What was
-    not trained here keeps the row that the page shows."""
+    """Return a table with one row per fault, over all kept seeds; a fault not trained here keeps the row in `shown`.
+
+    `late`: only the faults that can begin at any step, planted late.
+    """
     kept = {key: entry for key, entry in kept.items() if not key.pace and key.late == late}
     rows, untrained = list[Iterable[object]](), list[str]()
     for family in FAMILIES:
@@ -132,7 +133,7 @@ def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Se
 
 
 def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
-    """A row a fault, with a column for each pace at which faults were trained."""
+    """Return a table with one row per fault, and a column for each pace at which faults were trained."""
     kept = {key: entry for key, entry in kept.items() if key.pace}
     paces = sorted({key.pace for key in kept})
     head = ("row", "alert", "allowed", *(f"in time at {pace} ms (delay in steps)" for pace in paces))
@@ -146,7 +147,7 @@ def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
 
 
 def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str] = ()) -> str:
-    """What was trained with another state of the code than the present one: `untrained`, and some of what is kept."""
+    """Return a sentence on what was trained with earlier code: `untrained`, and some of what is kept. May be empty."""
     digests = {fault.id: find_digest(family) for family in FAMILIES for fault in faults(family)}
     changed = (key.id for key, entry in kept.items() if entry["digest"] != digests.get(key.id))
     stale = dict.fromkeys([*untrained, *changed])
@@ -155,7 +156,7 @@ def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str] = 
 
 
 def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool) -> Iterator[str]:
-    """One fault, over its seeds. `timed`: its family is about time."""
+    """Yield the cells of one fault, over its seeds. `timed`: its family is about time."""
     yield fault.id
     yield fault.what + (f" ({fault.synthetic}: made up)" if fault.synthetic else "")
     yield fault.alert
@@ -168,7 +169,7 @@ def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool) -> Iterat
 
 
 def paced_row(fault: Fault, by_pace: Sequence[Sequence[dict[str, Any]]]) -> Iterator[str]:
-    """One fault: its verdicts at each pace, in the order of the columns."""
+    """Yield the cells of one fault, with its verdicts at each pace in the order of the columns."""
     yield from (fault.id, fault.alert, f"{fault.delay}")
     for found in by_pace:
         delays = " to ".join(map(str, sorted({*list_delays(found)[:1], *list_delays(found)[-1:]})))
@@ -177,7 +178,7 @@ def paced_row(fault: Fault, by_pace: Sequence[Sequence[dict[str, Any]]]) -> Iter
 
 
 def list_delays(found: Sequence[dict[str, Any]]) -> list[int]:
-    """In order, of those that have one."""
+    """Return the delays in ascending order; faults that were not found have none."""
     return sorted(one["delay"] for one in found if one["delay"] is not None)
 
 
@@ -187,7 +188,7 @@ def count_in_time(found: Sequence[dict[str, Any]]) -> str:
 
 
 def count_rest(found: Sequence[dict[str, Any]], *, timed: bool) -> Iterator[str]:
-    """Right causes, single pages, false alarms."""
+    """Yield the counts of right causes, of single pages and of false alarms."""
     yield f"{sum(one['right'] for one in found)} of {len(found)}"
     yield f"{sum(one['one_page'] for one in found)} of {len(found)}"
     excused = () if timed else OF_THE_MACHINE

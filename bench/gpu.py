@@ -1,16 +1,16 @@
-"""Everything that only a GPU can show, in one command that can be stopped and gone on with.
+"""Runs everything that only a GPU can show, in one command that can be stopped and continued.
 
-    python -m bench.gpu --budget 570            on a machine with one NVIDIA GPU; again, until nothing is left
-    python -m bench.gpu --write                 and put what was found into docs/performance.md
-    python -m bench.gpu --list                  the checks, in their order, and what they take
-    python -m bench.gpu --only kernel --again   one of them, once more
-    python -m bench.gpu --device cpu            all of them as toys: that this script works, and no figure
+    python -m bench.gpu --budget 570            on a machine with one NVIDIA GPU; repeat until nothing is left
+    python -m bench.gpu --write                 put the results into docs/performance.md
+    python -m bench.gpu --list                  list the checks, in their order, with what they take
+    python -m bench.gpu --only kernel --again   run one of them once more
+    python -m bench.gpu --device cpu            run all as toys: shows that this script works, but gives no figures
 
-Each check is a process of its own with a time limit, says a line for each thing it looked at as it goes (bar, figure,
-verdict), and keeps them in build/gpu.jsonl: a check that is done is not run again, one that broke off is. The cheapest
-that tell most come first. Exit status: 0 all is well and done, 1 something is not, 2 something is left.
+Each check is a process of its own with a time limit. It prints a line for each thing it looked at (bar, figure,
+verdict), and keeps it in build/gpu.jsonl: a check that is done is not run again, a check that broke off is. The
+cheapest checks that tell most come first. Exit status: 0 all is done and met, 1 a bar is not met, 2 something is left.
 
-Nothing need be installed but the dependencies and pytest: a checkout is enough, as it lies.
+Only the dependencies and pytest must be installed, not Sentinel: it runs from the checkout.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from bench.places import make_places
 MARKS = "<!-- bench/gpu.py writes this -->", "<!-- the GPU ends here -->"
 VERDICTS = {True: "ok", False: "NOT MET", None: ""}
 PATIENCE = 3.0
-"""Times what a check takes, after which it is ended; never under a minute."""
+"""A check is ended after this many times its usual seconds, but never before a minute."""
 
 
 class Check(NamedTuple):
-    """One process."""
+    """A check, which is one process."""
 
     name: str
     seconds: float
-    """That it takes on a large GPU, about."""
+    """Seconds that it takes on a large GPU, approximately."""
     what: str
 
 
@@ -70,17 +70,17 @@ RUN = (sys.executable, "-m", "bench.gpu", "--run")
 
 
 def make_environment(places: Path, device: str) -> dict[str, str]:
-    """Of a check: places of its own; what it starts in another folder imports this checkout, too."""
+    """Return a check's environment: own places, and a PYTHONPATH by which all that it starts imports this checkout."""
     own = make_places(places) | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if device == "cpu":
         own |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    else:  # the same bits from run to run
+    else:  # settings that give the same bits in every run
         own |= {"TRITON_INTERPRET": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "4"}
     return {**os.environ, **own}
 
 
 def run(check: Check, device: str, limit: float, results: Path) -> bool:
-    """Run one, showing and keeping its lines as they come. Whether it came to its end."""
+    """Run a check, showing and keeping its lines as they come. Return whether it completed."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="g") as places, open(results, "a") as kept:
         command = [*RUN, check.name, "--device", device]
@@ -98,7 +98,7 @@ def run(check: Check, device: str, limit: float, results: Path) -> bool:
             code = process.wait()
             late = not overdue.is_alive()
             overdue.cancel()
-            _end(process)  # and what it has left behind
+            _end(process)  # and the processes that it has left behind
             reader.join(5)
         seconds = round(time.monotonic() - begun, 1)
         if code:
@@ -113,7 +113,7 @@ def run(check: Check, device: str, limit: float, results: Path) -> bool:
 
 def _end(process: subprocess.Popen[str]) -> None:
     try:
-        os.killpg(process.pid, 9)  # its own session, and nobody else's
+        os.killpg(process.pid, 9)  # the check has a process group of its own
     except ProcessLookupError:
         pass
 
@@ -126,7 +126,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def _keep(kept: Any, found: dict[str, Any]) -> None:
-    if "figure" in found:  # where the checkout lies says nothing to a reader
+    if "figure" in found:  # the checkout's path is of no use to a reader
         found["figure"] = found["figure"].replace(f"{ROOT}/", "")
     kept.write(json.dumps(found) + "\n")
     kept.flush()
@@ -134,7 +134,7 @@ def _keep(kept: Any, found: dict[str, Any]) -> None:
 
 
 def describe_line(found: dict[str, Any]) -> str:
-    """One line for a reader."""
+    """Return a kept entry as one line for a reader."""
     if found.get("done"):
         return f"{found['check']:<11} done in {found['seconds']:.0f} s"
     bar = f"   bar {found['bar']}" if found.get("bar") else ""
@@ -143,7 +143,7 @@ def describe_line(found: dict[str, Any]) -> str:
 
 
 def read_known(results: Path) -> dict[str, list[dict[str, Any]]]:
-    """What is kept, by check; of several runs the last."""
+    """Return the kept entries by check; of several runs of a check only the last's."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in results.read_text().splitlines() if results.exists() else ():
         one = json.loads(line)
@@ -158,7 +158,7 @@ def is_done(lines: list[dict[str, Any]]) -> bool:
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """As Markdown, without what is not done."""
+    """Return the results as a Markdown table, followed by the names of the checks that are not done."""
     rows = [
         (check.name, one["what"], one.get("bar", ""), one["figure"], VERDICTS[one.get("ok")])
         for check in CHECKS

@@ -1,12 +1,12 @@
-"""Verdicts on made standstills, side by side with torch's own analyser of flight records (`torchfrtrace`).
+"""Compares verdicts on made-up standstills with those of torch's own analyser of flight records (`torchfrtrace`).
 
-    python -m bench.hang_verdicts            one line a case
-    python -m bench.hang_verdicts --write    and the table of docs/hang.md
+    python -m bench.hang_verdicts            print one line per case
+    python -m bench.hang_verdicts --write    and write the table of docs/hang.md
 
-right: the ranks to blame are named and nobody else, nobody where nobody is to blame. more: others are named beside them
-(Sentinel: with low confidence and what would decide). wrong: others only. nothing: nobody, though somebody is to blame.
-fails: an exception, or no end within a minute. A pipeline of gloo leaves no record of its transfers: such cases count
-as right where nobody innocent is named with more than low confidence.
+right: exactly the ranks to blame are named (none where none is to blame). more: others are named besides them
+(Sentinel: with low confidence and what would decide). nothing: no rank is named, though some are to blame. wrong: any
+other ranks are named. fails: an exception, or no end within a minute. A pipeline of gloo leaves no record of its
+transfers: such cases count as right where no rank is named with more than low confidence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMED = re.compile(r"missing ranks: \{([\d, ]+)\}|Culprit rank (\d+)|Missing du
 
 
 def grade(case: Case, named: set[int]) -> str:
-    """How ranks that are named compare with those to blame."""
+    """Return the grade of the named ranks, compared with those to blame."""
     blamed = set(case.culprits)
     if named == blamed:
         return "right"
@@ -44,7 +44,7 @@ def grade(case: Case, named: set[int]) -> str:
 
 
 def ask_sentinel(case: Case) -> str:
-    """Grade of its verdict; a wrong one with more than low confidence is marked."""
+    """Return the grade of Sentinel's verdict; whatever is not right, but has more than low confidence, is `wrong`."""
     with tempfile.TemporaryDirectory() as folder:
         stand, _, confidence = judge(case, Path(folder))
     if not case.recorded and confidence in ("none", "low"):
@@ -54,7 +54,7 @@ def ask_sentinel(case: Case) -> str:
 
 
 def ask_torch(case: Case) -> str:
-    """Grade of what torchfrtrace prints about the same records."""
+    """Return the grade of what torchfrtrace prints about the same records."""
     from torch.distributed.flight_recorder import fr_trace
 
     lines = list[str]()
@@ -88,7 +88,7 @@ def _give_up(*_: Any) -> None:
 
 
 def list_rows(grades: list[tuple[Case, str, str]]) -> Iterator[tuple[str, int, str, str]]:
-    """A row a family and recorder."""
+    """Yield one row for each recorder (backend) and family."""
     for backend in ("nccl", "gloo"):
         for family in [*FAMILIES, "all"]:
             own = [each for each in grades if each[0].backend == backend and family in (each[0].family, "all")]
@@ -103,7 +103,7 @@ def _count(grades: list[Any]) -> str:
 
 
 def main() -> None:
-    """Judge all, print, and write the page if asked."""
+    """Judge all cases, print the grades, and write the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="the table of docs/hang.md")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Alarms in a million healthy steps: small loops that go on long after they have converged.
+"""Counts alarms in a million healthy steps, of small loops that go on long after they have converged.
 
-    python -m bench.healthy                         # a dozen loops; half an hour on two idle cores
+    python -m bench.healthy                         # all twelve loops; half an hour on two idle cores
     python -m bench.healthy --only gan regression   # some of them
     python -m bench.healthy --steps 5000            # shorter
     python -m bench.healthy --only --write          # measure nothing, put what is kept into docs/detection.md
 
-Every loop is a process of its own at default settings, against a daemon of its own. Bar: no critical alarm. The exit
-status is 1 where there was one. What was measured is kept in build/healthy.json, loop by loop.
+Every loop is a process of its own at default settings, with a daemon of its own. Bar: no critical alarm. The exit
+status is 1 if there was one. Results are kept in build/healthy.json, loop by loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 85_000
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 Loop = tuple[list[Pair], Callable[[], None]]
-"""What is attached, each pair by a call of its own, and one step."""
+"""The pairs to attach, each by its own `attach` call, and a function that makes one step."""
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -47,7 +47,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, find_loss: Callable[[], torch.Tensor]) -> Loop:
-    """The usual step."""
+    """Return a loop whose step zeroes the gradients, finds the loss, goes backward and steps the optimizer."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -246,7 +246,7 @@ LOOPS: dict[str, Callable[[], Loop]] = {
 
 
 def run_loop(name: str, steps: int) -> None:
-    """One loop to its end, in this process."""
+    """Run one loop to its end, in this process."""
     import sentinel
 
     torch.manual_seed(0)
@@ -259,7 +259,7 @@ def run_loop(name: str, steps: int) -> None:
 
 
 def measure_loop(name: str, steps: int) -> dict[str, Any]:
-    """Run a loop in a process of its own; its alarms, from the history."""
+    """Run a loop in a process of its own; return its steps, seconds and alarms, these from the history."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | make_places(Path(folder), ANY_PORT)
         begun = time.monotonic()
@@ -274,7 +274,7 @@ def measure_loop(name: str, steps: int) -> dict[str, Any]:
 
 
 def list_rows(measured: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
-    """The table of the page."""
+    """Yield the rows of the page's table."""
     for name, found in measured.items():
         cells = []
         for severity in ("critical", "warning", "info"):

@@ -1,9 +1,9 @@
-"""Measure the house: how many rooms, how they are named, how they are wired.
+"""Measures the code base: how many modules it has, how they are named, how they depend on each other.
 
-    python -m bench.layout           a table, as docs/architecture.md shows it
-    python -m bench.layout --json    the same, with the names behind each figure
+    python -m bench.layout           print a table, as docs/architecture.md shows it
+    python -m bench.layout --json    print the same, with the names behind each figure
 
-Only the text of the sources is read; nothing is imported.
+Only the text of the sources is read; no module is imported.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ IRREGULAR = re.compile(
     "kept|known|laid|led|left|lost|made|meant|met|paid|said|seen|sent|shown|spent|spoken|stood|swept|taken|taught|thawed|"
     "thrown|told|torn|understood|woken|won|worn|written"
 )
-"""Participles that do not end in -ed. Without those that are the verb's imperative too, such as read."""
+"""Participles that do not end in -ed, without those that are also the verb's imperative, such as read."""
 PREPOSITIONS = {"of", "over", "within", "by", "at", "from", "into", "on", "under", "with", "beside", "between", "since"}
 OF_PYTHON = {"_asdict", "_exit", "_getframe", "_replace"}
-"""Names with an underscore that are public all the same: of named tuples, os and sys."""
+"""Names that begin with an underscore but are public: those of named tuples, os and sys."""
 IMPERATIVES = {"embed", "feed", "seed", "need", "proceed", "exceed", "succeed", "speed", "bleed", "shed"}
 
 
 def list_sources(*folders: str) -> list[Path]:
-    """Python files of these folders. The links inside sentinel/ lead to folders that are listed by themselves."""
+    """Return the Python files of these folders, without links: those in sentinel/ lead to folders listed elsewhere."""
     found: list[Path] = []
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -52,7 +52,7 @@ def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
 
 
 def is_bare_participle(name: str) -> bool:
-    """Whether a function is named by a participle or a preposition alone: `told`, `asked`, `gathered`, `of`."""
+    """Return whether a function's name is a participle or a preposition alone: `told`, `asked`, `gathered`, `of`."""
     word = name.strip("_")
     if "_" in word or name.startswith("__"):
         return False
@@ -64,7 +64,7 @@ def is_bare_participle(name: str) -> bool:
 
 
 def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Properties are named by nouns and adjectives, as attributes are."""
+    """Return whether a function is a property: these are named by nouns and adjectives, as attributes are."""
     return any(re.search(r"property|\.setter", ast.unparse(decorator)) for decorator in function.decorator_list)
 
 
@@ -73,7 +73,7 @@ def count_statements(tree: ast.AST) -> int:
 
 
 def list_private_names(trees: Iterable[ast.Module]) -> set[str]:
-    """Functions, attributes and variables whose names begin with one underscore."""
+    """Return the names of functions, classes, attributes and variables that begin with one underscore."""
     found = set[str]()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -84,7 +84,7 @@ def list_private_names(trees: Iterable[ast.Module]) -> set[str]:
 
 
 def measure() -> dict[str, tuple[object, list[str]]]:
-    """What is measured -> (the figure, the names behind it)."""
+    """Return what is measured -> (the figure, the names behind it)."""
     product = {path: parse(path) for path in list_sources(*PRODUCT)}
     own = {path: tree for path, tree in product.items() if path.relative_to(ROOT).parts[0] in ("hooks", "sentinel")}
     hooks = [path for path in own if path.relative_to(ROOT).parts[0] == "hooks"]

@@ -1,12 +1,12 @@
-"""The statistics of all gradients, against one read of them.
+"""Times the statistics of all gradients against one read of them.
 
     python -m bench.onepass
 
 CPU time of the loop's thread, median of 30 calls, for the gradients of the three loops of bench/overhead.py:
 
     kernel      norm, minimum, maximum, non-finite, smallest magnitude over 0, zeros, by the compiled kernel
-    norm        torch._foreach_norm: one read of all gradients, and what torch needs around it
-    torch       norm, minimum, maximum, non-finite by torch's operations: what there is without the kernel
+    norm        torch._foreach_norm: one read of all gradients, and torch's work around it
+    torch       norm, minimum, maximum, non-finite by torch's operations: what is used without the kernel
     clip        torch.nn.utils.clip_grad_norm_
 """
 
@@ -24,7 +24,7 @@ from sentinel.hooks.measure.statistics import TorchStatistics
 
 def measure_by_torch(gradients: list[torch.Tensor]) -> None:
     found = TorchStatistics(gradients)
-    found.norms, found.extremes, found.nonfinite  # noqa: B018 (each is computed when it is asked for)
+    found.norms, found.extremes, found.nonfinite  # noqa: B018 (each is computed when it is read)
 
 
 def main() -> None:

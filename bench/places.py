@@ -1,4 +1,4 @@
-"""Runs that a bench starts: in places of their own, so that nothing of the user's is read or changed."""
+"""Gives runs that a bench starts folders of their own, so that none of the user's data is read or changed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ANY_PORT = "[daemon]\nhttp = 0\n"
-"""Settings of a daemon that takes no port from another."""
+"""Settings by which a daemon serves HTTP on any free port."""
 
 
 def make_places(folder: Path, settings: str = "") -> dict[str, str]:
-    """Variables of the environment by which sockets, histories and settings lie in `folder`."""
+    """Return the environment variables that put sockets, histories and settings into `folder`."""
     (folder / "sentinel.toml").write_text(settings)
     return {
         "SENTINEL_RUNTIME": f"{folder}/run",
@@ -28,7 +28,7 @@ def make_places(folder: Path, settings: str = "") -> dict[str, str]:
 
 
 def list_incidents(environment: dict[str, str]) -> list[dict[str, Any]]:
-    """What went wrong in the runs of these places."""
+    """Return the incidents of the runs in these places, as `sentinel incidents --json` prints them."""
     command = [sys.executable, "-m", "sentinel", "incidents", "--json"]
     incidents: list[dict[str, Any]] = json.loads(
         subprocess.run(command, env=environment, capture_output=True, text=True).stdout
@@ -37,7 +37,7 @@ def list_incidents(environment: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def find_daemon(runtime: Path) -> int | None:
-    """The process that serves there."""
+    """Return the pid of the daemon that serves in this runtime folder; None: there is none."""
     for path in runtime.glob("*/sentinel.sock"):
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
@@ -46,7 +46,7 @@ def find_daemon(runtime: Path) -> int | None:
 
 
 def kill_daemon(runtime: Path) -> bool:
-    """SIGKILL to the process that serves there; whether there was one."""
+    """Send SIGKILL to the daemon that serves in this runtime folder; return whether there was one."""
     daemon = find_daemon(runtime)
     try:
         if daemon is not None:
