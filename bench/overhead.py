@@ -1,31 +1,31 @@
-"""What Sentinel costs, with the real daemon on the same cores.
+"""Measures what Sentinel costs a loop, with the real daemon on the same cores.
 
     python -m bench.overhead [--rounds 20] [--loop small gpt wide] [--short] [--write]
-    python -m bench.overhead --nodes [--short]         # beside each loop, the same as a node of a job over two
+    python -m bench.overhead --nodes [--short]         # each loop alone, and then as one of the two nodes of a job
 
-Loops: a small one, the same fed by a DataLoader, a transformer and an MLP. One process each. It is attached with
-default settings, then with overhead=1.0: every statistic at every step. Of each:
+Loops: a small one, the same fed by a DataLoader, a transformer and an MLP, each in a process of its own. Each is
+attached with default settings, and again with overhead=1.0: every statistic at every step. Measured for each:
 
-    accounted   CPU of the hooks, of the sender's thread and of the daemon over CPU of the loop itself, while it runs
-                watched for half a minute without a break. The governor holds the same sum down. Bars: 2 % on gpt and
+    accounted   CPU of the hooks, of the sender's thread and of the daemon, over CPU of the loop itself, while it runs
+                watched for half a minute without a break. The governor limits the same sum. Bars: 2 % on gpt and
                 wide, 5 % on small and fed
     wall, cpu   watched over bare, in one process: blocks of steps in random order, a third of them watched and two
-                thirds bare. For a bare block every hook and every patch is taken away, and put back after it; the
-                sender and the daemon stay, and idle. Mean of the paired ratios with the 95 % interval of 2,000
-                bootstrap samples. `cpu` is of the training process alone. Both hold what the accounts cannot: what
-                the daemon's work does to the loop's caches, and to a core that is half of one
-    control     the same of the two bare blocks of each round: what the machine does to two loops that are one. A cost
-                within that interval is not shown by these ratios, whatever they say
+                thirds bare. For a bare block every hook and every patch is removed, and put back after it; the
+                sender and the daemon stay, idle. Mean of the paired ratios with the 95 % interval of 2,000
+                bootstrap samples. `cpu` is of the training process alone. Both include what the accounts cannot: the
+                effect of the daemon's work on the loop's caches, and on a core that shares its hardware with another
+    control     the same ratio for the two bare blocks of each round: how much one loop differs from itself on this
+                machine. The ratios show no cost that is within that interval
     floor       one read of all gradients (torch._foreach_norm) over a bare step: at every step, and at the spacing of
                 the layer statistics
 
-The hooks are timed in whole, from where PyTorch calls each of them to where it returns. Of torch.autograd.backward, and
-of the loader's __next__, what it does itself is taken off, and what the clock around that takes, which lies between the
-two: as measured in the same loop before anything is attached. By the wall clock: the CPU clock is a system call, and
-would cost more than some of the hooks. A call that took four times as long as nearly all of its kind counts as so much:
-another program ran in it. What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in
-build/overhead.json as they come, and a loop that is there is not measured again (--fresh: it is). --write puts the
-table into docs/performance.md.
+The hooks are timed as a whole, from PyTorch's call of each until it returns. From the patches of
+torch.autograd.backward and of the loader's __next__ the time of the patched function is subtracted, and the cost of the
+inner clock, as measured in the same loop before anything is attached. The clock is the wall clock: reading the CPU
+clock is a system call, and would cost more than some of the hooks. A call that took over four times as long as nearly
+all of its kind counts as four times: another program ran during it. PyTorch's own cost of calling the hooks is left
+out; the ratios include it. Results are kept in build/overhead.json as they come, and a loop that is there is not
+measured again (except with --fresh). --write puts the table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ LOOPS = {
     "wide": "44 M-parameter MLP, AdamW",
 }
 Block = TypeVar("Block")
-"""What a block of steps took."""
+"""What the measurement of a block of steps returns."""
 MODELS = "small", "gpt", "wide"
-"""Those that differ in more than their batches."""
+"""The loops that differ in more than where their batches come from."""
 STEPS = {"small": 512, "fed": 512, "gpt": 16, "wide": 16}
-"""Of a block: two to five seconds, and a multiple of the usual spacings, so that blocks hold equally many samples."""
+"""Steps of a block: two to five seconds, and a multiple of the usual spacings so that all blocks hold equal samples."""
 BARS = {"small": 0.05, "fed": 0.05, "gpt": 0.02, "wide": 0.02}
 OUTLIER, NEARLY_ALL = 4.0, 0.995
-"""A call that takes so many times as long as this share of them is cut off there."""
+"""A call counts as at most `OUTLIER` times the duration that the share `NEARLY_ALL` of the calls stays within."""
 EPOCH = 4096
-"""Batches of the loader."""
+"""Batches in an epoch of the loader."""
 DEFAULT = 0.0
-"""No overhead is given."""
+"""Stands for: no `overhead` is given to `attach`."""
 EVERYTHING = 1.0
-"""The overhead at which all is sampled at every step."""
+"""The `overhead` at which everything is sampled at every step."""
 SETTLE_SECONDS = 0.3
-"""After a block: until the sender has sent it and the daemon judged it."""
+"""Pause after a block, in which the sender sends it and the daemon judges it."""
 
 
 def model_and_batch(name: str) -> tuple[Any, Any]:
-    """Of one of the three loops."""
+    """Return the model and a batch of one of the loops."""
     import torch
     from torch import nn
 
     if name in ("small", "fed"):  # the worst case for a hook
         layers = [nn.Linear(32, 32) for _ in range(100)]
-        for layer in layers:  # else activations fade to subnormal numbers, which are ten times as slow
+        for layer in layers:  # otherwise activations shrink to subnormal numbers, which are ten times as slow
             nn.init.orthogonal_(layer.weight)
         return nn.Sequential(*layers), torch.randn(16, 32)
     if name == "wide":
@@ -97,7 +97,7 @@ def model_and_batch(name: str) -> tuple[Any, Any]:
 
 
 class Loop:
-    """A loop, watched or bare."""
+    """One of `LOOPS`, watched or bare."""
 
     def __init__(self, name: str) -> None:
         import torch
@@ -115,7 +115,7 @@ class Loop:
         self._batches: Iterator[Any] = iter(())
 
     def _fetch(self) -> None:
-        """The next batch of the loader, whose epochs follow one another."""
+        """Take the next batch of the loader, starting its next epoch when needed."""
         fetched = next(self._batches, None)
         if fetched is None:
             self._batches = iter(self._loader)
@@ -127,12 +127,12 @@ class Loop:
 
         if self.name == "fed":
             self._fetch()
-        # New targets at each step: a loss that is memorised to the last bit looks odd, and is watched closely.
+        # New targets at each step: a loss memorised to the last bit is taken for a loss outlier, and sampled in full.
         (self.model(self._batch) - torch.randn(self._shape)).square().mean().backward()
         self.optimizer.step()
 
     def block(self, steps: int) -> tuple[float, float]:
-        """(wall, CPU of this process) seconds of so many steps."""
+        """Make `steps` steps; return the seconds they took, (wall, CPU of this process)."""
         begin, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.step()
@@ -140,7 +140,7 @@ class Loop:
         return time.perf_counter() - begin, time.process_time() - used
 
     def floor(self) -> float:
-        """CPU seconds of one read of all gradients."""
+        """Return the CPU seconds of one read of all gradients."""
         import torch
 
         self.step()
@@ -149,7 +149,7 @@ class Loop:
 
 
 class Timed:
-    """A function, and how long each call of `call` took. A closure, with little of its own in what it measures."""
+    """A function, and the seconds of each call made by `call`, a closure that adds little to what it measures."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls = function, array("d")
@@ -166,10 +166,10 @@ class Timed:
 
 
 class Around:
-    """A function of torch's that Sentinel patches: how long each call took, without what the patch stands around."""
+    """Times Sentinel's patch around a function of torch: the seconds of each call, without the function itself."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        """Before anything is attached."""
+        """Put the inner clock around the function. Must run before anything is attached."""
         self._owner, self._name = owner, name
         self._bare = Timed(getattr(owner, name))
         setattr(owner, name, self._bare.call)
@@ -177,7 +177,7 @@ class Around:
         self.begin()
 
     def calibrate(self) -> None:
-        """Nothing was attached since `begin`: what lies between the two is the clock of the inner one."""
+        """Measure the inner clock's own cost. Nothing may have been attached since `begin`."""
         self._clock = statistics.median(calls) if (calls := self.end()) else 0.0
 
     def begin(self) -> None:
@@ -187,14 +187,14 @@ class Around:
         setattr(self._owner, self._name, self._whole.call)
 
     def end(self) -> list[float]:
-        """Measure no more. Seconds of each call."""
+        """Stop measuring; return the seconds of each call."""
         setattr(self._owner, self._name, self._whole.function)
         pairs = zip(self._whole.calls, self._bare.calls[self._begun :], strict=True)
         return [whole - bare - self._clock for whole, bare in pairs]
 
 
 class Hooks:
-    """All of ours that PyTorch calls on the thread that trains, timed inside the block."""
+    """Sentinel's hooks and patches that PyTorch calls on the training thread, timed inside the `with` block."""
 
     def __init__(self, loop: Loop, patches: Sequence[Around]) -> None:
         optimizer, model = loop.optimizer, loop.model
@@ -225,16 +225,16 @@ class Hooks:
 
     @property
     def steps(self) -> int:
-        """That were timed."""
+        """Number of steps that were timed."""
         return len(self._calls[-1])
 
     def seconds(self) -> tuple[float, float]:
-        """Of all steps, and of a step that is like most."""
+        """Return the seconds of the hooks in all steps together, and in a typical step."""
         return sum(map(sum_calls, self._calls)), sum(map(statistics.median, self._calls))
 
 
 def sum_calls(calls: Sequence[float]) -> float:
-    """Seconds of all of them, but for other programs'."""
+    """Return the seconds of all calls, cut off where other programs ran in between (`OUTLIER`)."""
     usual = sorted(calls)
     most = OUTLIER * usual[int(NEARLY_ALL * len(usual))] if usual else 0.0
     return math.fsum(min(call, most) for call in usual)
@@ -247,10 +247,10 @@ class Switch:
         from sentinel.hooks.session import registry
 
         self._loop = loop
-        self._pause = lambda: monitor.phase("bare")  # a loop of which nothing is seen is no hang
+        self._pause = lambda: monitor.phase("bare")  # so that an unseen loop is not taken for a hang
         self._paused = contextlib.ExitStack()
         self.session: Any = registry.find_session([loop.optimizer])
-        (self._stream,) = self.session.streams  # which only its hooks hold, and they are taken away
+        (self._stream,) = self.session.streams  # otherwise only its hooks hold it, and they are removed
 
     def off(self) -> None:
         from sentinel.hooks.loop import patches
@@ -263,7 +263,7 @@ class Switch:
         from sentinel.hooks.loop import forward_passes, patches
 
         self._stream._end_stretch()
-        self._stream._previous_exit = None  # the break is no step
+        self._stream._previous_exit = None  # so that the break does not count as a step
         slot = self.session.collector._slots[0]
         self.session._handles = [
             *self._stream.hook(),
@@ -274,7 +274,7 @@ class Switch:
 
 
 def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure one loop in this process, at one overhead or at `DEFAULT`."""
+    """Measure one loop in this process, at an `overhead` or at `DEFAULT`; return what `table` reads."""
     import torch
     from torch.utils.data import dataloader
 
@@ -289,7 +289,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"bench-{name}", overhead=overhead or None)
     switch = Switch(loop, monitor)
     governor = switch.session.governor
-    until = time.monotonic() + 8  # the daemon's start; the first second of its accounts is forgotten; 50 steps
+    until = time.monotonic() + 8  # the daemon starts; the first second of its accounts is dropped; 50 steps
     while time.monotonic() < until or governor._counted < 150:
         loop.block(steps // 4)
     daemon = ask_daemons("status")[0]["pid"]
@@ -311,8 +311,10 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
 
 
 def account_parts(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, Any]:
-    """CPU of each part over CPU of the loop itself, while it runs without a break; and microseconds of the hooks: of a
-    step on average, and of a typical step."""
+    """Return the CPU of each part over that of the loop itself, while it runs without a break.
+
+    `microseconds` are those of the hooks: per step on average, and in a typical step.
+    """
 
     def used() -> list[float]:
         sender = switch.session.sender.native_id
@@ -330,7 +332,7 @@ def account_parts(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds
 
 
 def run_round(block: Callable[[], Block], switch: Switch) -> tuple[Block, Block, Block]:
-    """What a watched block took, a bare one, and another bare one, run in random order."""
+    """Run a watched block, a bare one, and another bare one in random order; return what each took, in this order."""
     found: dict[str, Block] = {}
     for kind in random.sample(["watched", "bare", "other"], 3):
         if kind == "watched":
@@ -344,13 +346,13 @@ def run_round(block: Callable[[], Block], switch: Switch) -> tuple[Block, Block,
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Mean, and the 95 % interval of its bootstrap distribution."""
+    """Return the mean, and the 95 % interval of its bootstrap distribution."""
     means = sorted(statistics.fmean(random.choices(values, k=len(values))) for _ in range(2000))
     return [statistics.fmean(values), means[50], means[-51]]
 
 
 def least_of(times: int, clock: Callable[[], float], function: Callable[[], object]) -> float:
-    """Median seconds of a call."""
+    """Return the median duration of a call, in the clock's seconds."""
     seconds = []
     for _ in range(times):
         begin = clock()
@@ -360,17 +362,17 @@ def least_of(times: int, clock: Callable[[], float], function: Callable[[], obje
 
 
 def thread_seconds(pid: int, thread: int) -> float:
-    """CPU of one thread, by the scheduler's own count, in nanoseconds; /proc/<pid>/stat has hundredths."""
+    """Return the CPU seconds of a thread, by the scheduler's nanoseconds: /proc/<pid>/stat has only hundredths."""
     return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) * 1e-9
 
 
 def process_seconds(pid: int) -> float:
-    """CPU of all threads that live."""
+    """Return the CPU seconds of all threads of a process that are alive."""
     return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def measure_loop(name: str, overhead: float, rounds: int, seconds: float, *, in_job: bool = False) -> dict[str, Any]:
-    """`trainee`, in a process and in places of its own. `in_job`: as node 1 of a job, whose coordinator is there."""
+    """Run `trainee` in a process and places of its own. `in_job`: as node 1 of a job, with its coordinator."""
     with contextlib.ExitStack() as stack:
         places = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         environment = {**os.environ, **make_places(places)}
@@ -384,9 +386,11 @@ def measure_loop(name: str, overhead: float, rounds: int, seconds: float, *, in_
 
 @contextlib.contextmanager
 def open_job(folder: Path) -> Iterator[dict[str, str]]:
-    """The coordinator of a job over two nodes, with a rank that makes a step a second. Yields the environment of a rank
-    of the other node."""
-    # Needs zenoh, which the machine with a GPU that measures the rest may not have.
+    """Run the coordinator of a job over two nodes, with a rank that makes one step a second.
+
+    Yields the environment of a rank of the other node.
+    """
+    # Imported here: it needs zenoh, which the machine with a GPU that measures the rest may lack.
     from bench.cluster import RUN_ID, SECRET, LocalRanks, await_daemon, find_free_address
 
     job = {"SENTINEL_CLUSTER": find_free_address(), "SENTINEL_CLUSTER_SECRET": SECRET}
@@ -415,7 +419,7 @@ COLUMNS = (
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """What was measured, as Markdown."""
+    """Return the results as a Markdown table, with the rounds and the load averages below."""
     rows: list[list[str]] = []
     for key in sorted(results, key=_place):
         (name, overhead), result = key.split("@"), results[key]

@@ -1,9 +1,9 @@
-"""How long a run of 100,000 steps and 8 ranks takes from its history to the screen, in a report and on the page, and
-how long a frame takes while the pointer moves over its charts.
+"""Measures how long a run of 100,000 steps and 8 ranks takes from its history to the screen.
 
     python -m bench.page              Chromium must be installed
 
-Every step of every rank is there, as no history is in fact: far behind the newest step a few of each 32 stay.
+It makes a report and opens it, and times the frames while the pointer moves over its charts. The history has every
+step of every rank; a real one keeps only a few of each 32 steps far behind the newest.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.browser import Browser, browser
 from tests.report.runs import case, history
 
 DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(() => done(performance.now()), 0)))"
-"""A picture after the load: what was laid out is painted by then. Milliseconds since the navigation began."""
+"""JavaScript for the milliseconds from the start of the navigation until the loaded page is painted."""
 
 
 def write_history(path: Path, steps: int, ranks: int) -> Path:
-    """A history with every step of every rank."""
+    """Write a history with every step of every rank; return its path."""
     history(path, steps=256, ranks=ranks, cases=(case(1, 90_000), case(2, 60_000)))
     noise = random.Random(0)
     database = sqlite3.connect(path)
@@ -62,7 +62,7 @@ def write_history(path: Path, steps: int, ranks: int) -> Path:
 
 
 def make_report(path: Path) -> tuple[float, float, str]:
-    """(seconds, seconds of CPU, HTML) from the history."""
+    """Make the report from the history; return (seconds, seconds of CPU, HTML)."""
     began, cpu = time.perf_counter(), time.process_time()
     with History(path) as kept:
         text = page([report(kept)], __version__)
@@ -70,13 +70,13 @@ def make_report(path: Path) -> tuple[float, float, str]:
 
 
 def draw_file(window: Browser, path: Path) -> float:
-    """Seconds from opening the file to its picture."""
+    """Open the file; return the seconds until it is painted."""
     window.go(f"file://{path}")
     return float(window.asked(DRAWN)) / 1000
 
 
 def hover(window: Browser, frames: int = 100) -> float:
-    """Seconds of work for one frame, of the pointer's way over a chart, by which all charts write their values."""
+    """Move the pointer over a chart, upon which all charts write their values; return the seconds of work per frame."""
     place = "document.querySelector('.u-over')"
     window.asked(f"{place}.scrollIntoView({{block: 'center'}})")
     left, top, width = window.asked(f"(b => [b.left, b.top + 50, b.width])({place}.getBoundingClientRect())")

@@ -1,7 +1,8 @@
-"""The spike detectors of others, written again from their published rules, for bench/detection.py.
+"""Spike detectors of other projects, rewritten from their published rules, for bench/detection.py.
 
-Each takes the losses of a run (and the gradient norms, or None), a number a row, and answers which rows it flags, with
-its defaults. What one does after that (skip the step, stop the run) is not played: it sees the run as it went on.
+Each takes the losses of a run (and the gradient norms, or None), one number per row, and returns the rows that it
+flags with its default settings. What it does then (skip the step, stop the run) is not simulated: it sees the run as
+it went on.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ Series = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 STRETCH = 16_384
-"""Rows that are looked at at once: their windows are held in memory together."""
+"""Rows that are processed at once: their windows are in memory together."""
 
 
 def lightning(losses: Series, norms: Series | None) -> Flags:
-    """SpikeDetection of Lightning Fabric (fabric/utilities/spike.py): not finite; or no better than the last loss, and
-    away from the mean of the last 10 by twice that mean. What it flags does not enter the mean."""
+    """SpikeDetection of Lightning Fabric (fabric/utilities/spike.py).
+
+    Flags a loss that is not finite; or that is over the last one, and away from the mean of the last 10 by twice that
+    mean. Flagged losses do not enter the mean.
+    """
     flags, window, last = np.zeros(len(losses), bool), deque[float](maxlen=10), 0.0
     for row, loss in enumerate(losses.tolist()):
         if row:
@@ -35,9 +39,11 @@ def lightning(losses: Series, norms: Series | None) -> Flags:
 
 
 def foundry(losses: Series, norms: Series | None) -> Flags:
-    """KillLossSpike of LLM Foundry (callbacks/kill_loss_spike_callback.py): 5 losses in a row of twice the mean of the
-    window before, of 100 or 5 % of the run; or, after two windows, half of it over the highest of the first (10 at
-    most)."""
+    """KillLossSpike of LLM Foundry (callbacks/kill_loss_spike_callback.py).
+
+    The window is 100 rows, or 5 % of the run if that is more. Flags 5 losses in a row of at least twice the mean of the
+    window before; or, after two windows, half a window over the highest loss of the first window (10 at most).
+    """
     size = max(100, round(0.05 * len(losses)))
     flags = np.zeros(len(losses), bool)
     if len(losses) <= size:
@@ -53,8 +59,10 @@ def foundry(losses: Series, norms: Series | None) -> Flags:
 
 
 def megatron(losses: Series, norms: Series | None) -> Flags:
-    """Megatron-LM's rerun state machine (core/rerun_state_machine.py): not finite (on by default); or 10 times the
-    largest of the first 100 (off by default)."""
+    """Megatron-LM's rerun state machine (core/rerun_state_machine.py).
+
+    Flags a loss that is not finite (on by default), or 10 times the largest of the first 100 (off by default).
+    """
     finite = np.isfinite(losses)
     seen = np.abs(losses[finite])[:100]
     large = np.abs(losses) >= 10.0 * seen.max(initial=math.inf if len(seen) < 100 else 0.0)
@@ -63,15 +71,21 @@ def megatron(losses: Series, norms: Series | None) -> Flags:
 
 
 def olmo(losses: Series, norms: Series | None) -> Flags:
-    """SkipStepOptimizer of OLMo-core (optim/skip_step_optimizer.py): a loss or a gradient norm over 6 standard
-    deviations from the mean of the 128 before, of 64 at least. A NaN in them makes it flag all, a NaN window long."""
+    """SkipStepOptimizer of OLMo-core (optim/skip_step_optimizer.py).
+
+    Flags a loss or gradient norm over 6 standard deviations from the mean of the 128 before (64 at least). While a NaN
+    is in that window it flags every row.
+    """
     flags = _beyond(losses, 6.0, 128, 64)
     return flags if norms is None else flags | _beyond(norms, 6.0, 128, 64)
 
 
 def metaseq(losses: Series, norms: Series | None) -> Flags:
-    """`ewm_ratio_to_skip_batch` of metaseq (trainer.py; off by default, 1.2 here): the loss over its moving average of
-    span 9, which what is flagged does not enter, and a NaN without end."""
+    """`ewm_ratio_to_skip_batch` of metaseq (trainer.py; off by default, 1.2 here).
+
+    Flags by the ratio of the loss to its exponential moving average of span 9. Flagged losses do not enter the average;
+    a NaN does, and makes it NaN for the rest of the run.
+    """
     flags, mean = np.zeros(len(losses), bool), math.nan
     for row, loss in enumerate(losses.tolist()):
         if row == 0:
@@ -83,8 +97,11 @@ def metaseq(losses: Series, norms: Series | None) -> Flags:
 
 
 def first_try(losses: Series, norms: Series | None) -> Flags:
-    """No peer: the first rule that was found on the recorded runs, on both halves, and that the stock rules are to
-    beat. A median of 3 rows over that of the 100 before by 20 MAD, and a tenth of the progress so far lost."""
+    """No peer: the first rule found on both halves of the recorded runs, which the stock rules must beat.
+
+    Flags a median of 3 rows that is over the median of the 100 before by 20 MAD, if a tenth of the progress so far is
+    lost.
+    """
     flags, finite = np.zeros(len(losses), bool), np.flatnonzero(np.isfinite(losses))
     if len(finite) <= 103:
         return flags
@@ -101,13 +118,13 @@ def first_try(losses: Series, norms: Series | None) -> Flags:
 
 
 def _means(values: Series, size: int) -> Series:
-    """Of each window of so many rows."""
+    """Return the mean of each window of `size` rows."""
     windows = np.lib.stride_tricks.sliding_window_view(values, size)
     return np.concatenate([windows[at : at + STRETCH].mean(axis=1) for at in range(0, len(windows), STRETCH)])
 
 
 def _beyond(values: Series, sigmas: float, size: int, least: int) -> Flags:
-    """Rows that are not within so many standard deviations of the mean of the rows before."""
+    """Flag rows not within `sigmas` standard deviations of the mean of the `size` rows before, `least - 1` at least."""
     flags = np.zeros(len(values), bool)
     for row in range(least - 1, min(size, len(values))):
         flags[row] = not _score(values[row], values[:row]) <= sigmas
@@ -131,7 +148,7 @@ PEERS: Mapping[str, Callable[[Series, Series | None], Flags]] = {
     "OLMo-core 6 sigma": olmo,
     "metaseq ratio 1.2": metaseq,
 }
-"""By the name that the page has."""
+"""The other projects' detectors, by the names on the page."""
 
 FIRST_TRY = "3 rows over 20 MAD"
 PLAYED = {**PEERS, FIRST_TRY: first_try}

@@ -1,16 +1,16 @@
-"""Run a long proof in pieces: seeded trials of one part, kept in a file, so that it goes on where it was stopped.
+"""Runs a long proof in pieces: seeded trials of a part, whose results are kept so that a stopped proof can continue.
 
-    make proof PART=resume                        the next 30 minutes of what is not done yet
+    make proof PART=resume                        30 more minutes of the trials that are not done yet
     make proof PART=resume MINUTES=5 WORKERS=2    a shorter piece, two trials at a time
-    make proof                                    what is done of every part
+    make proof                                    only show what is done of every part
 
 A part is a module of bench/proofs with `TRIALS` (how many seeds make the proof), `SAMPLE` (the seeds that the tests run
-each time: tests/test_proofs.py) and `run_trial(seed)`, which raises AssertionError where the promise is broken and else
-returns a dict of what it counted: "case" names the kind of trial, whole numbers are added up, and of fractions the
-median and the largest are shown.
+each time: tests/test_proofs.py) and `run_trial(seed)`, which raises AssertionError if the promise is broken and
+otherwise returns a dict of what it counted: "case" names the kind of trial; integers are added up; of floats the median
+and the largest are shown.
 
-Results are kept in build/proofs/PART.jsonl with the commit they were measured at. The exit status is 1 as long as any
-trial failed, 0 where all that were run held.
+Results are kept in build/proofs/PART.jsonl with the commit they were measured at. The exit status is 1 while any trial
+has failed, 0 if all trials that were run held.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_part(name: str) -> ModuleType:
 
 
 def run_seed(name: str, seed: int) -> dict[str, Any]:
-    """One trial: what it counted, or why it failed."""
+    """Run one trial; return what it counted, or why it failed."""
     begun = time.monotonic()
     outcome: dict[str, Any] = {"seed": seed, "commit": read_commit()}
     try:
@@ -63,7 +63,7 @@ def read_commit() -> str:
 
 
 def read_kept(name: str) -> dict[int, dict[str, Any]]:
-    """Outcomes by seed. A line that was cut when the command was ended is left out: its trial is run again."""
+    """Return outcomes by seed, without a line that was cut off when the command was ended: its trial is run again."""
     kept: dict[int, dict[str, Any]] = {}
     path = KEPT / f"{name}.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -76,7 +76,7 @@ def read_kept(name: str) -> dict[int, dict[str, Any]]:
 
 
 def run_piece(name: str, *, minutes: float, workers: int, first: int) -> None:
-    """Run what is not done, or did not hold, until the time is up."""
+    """Run the trials that are not done or did not hold, until the time is up."""
     trials, kept = load_part(name).TRIALS, read_kept(name)
     waiting = collections.deque(seed for seed in range(first, trials) if not kept.get(seed, {}).get("held"))
     end = time.monotonic() + 60 * minutes
@@ -96,7 +96,7 @@ def run_piece(name: str, *, minutes: float, workers: int, first: int) -> None:
 
 
 def summarise(name: str) -> bool:
-    """Print one line about a part, and one for each kind of trial; whether nothing failed."""
+    """Print one line about a part, and one for each kind of trial; return whether no trial failed."""
     kept = [outcome for seed, outcome in sorted(read_kept(name).items()) if seed < load_part(name).TRIALS]
     failed = [outcome for outcome in kept if not outcome["held"]]
     commits = ", ".join(sorted({outcome["commit"] for outcome in kept}))

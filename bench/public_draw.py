@@ -1,4 +1,4 @@
-"""Draws public training logs out of snapshots of repositories, before any rule has seen one: bench/public_runs.csv.
+"""Draws public training logs from snapshots of repositories, before any rule sees them: writes bench/public_runs.csv.
 
     python -m bench.public_draw --snapshots FOLDER --out FOLDER
 
@@ -7,10 +7,11 @@ The rule, in full; docs/detection.md says where the snapshots come from:
 - SNAPSHOTS/OWNER+NAME/repo is a bare git repository; its newest commit counts. Its root has a licence file whose text
   is that of MIT, Apache-2.0, BSD or CC-BY 4.0.
 - A candidate is named like a log (`FORMATS`), has 2 kB to 4 MB, and is in no folder of tests, samples or packages. By
-  `count_rows`, which knows nothing of Sentinel's readers, it has 50 rows with a loss, or more. Of a folder's
-  `trainer_state.json` and those of its checkpoints the largest counts, and of two files of one content one.
-- Of a repository counts one format, because two formats often log the same run, and of this at most `PER_REPOSITORY`.
-  Which format, and which files, has the smallest SHA-256 of the seed and its name; so have the 300 that are drawn.
+  `count_rows`, which is independent of Sentinel's readers, it has at least 50 rows with a loss. Of a folder's
+  `trainer_state.json` and those of its checkpoints only the largest counts; of files with the same content only one.
+- Of each repository only one format counts, because two formats often log the same run, and of it at most
+  `PER_REPOSITORY` files. The format, the files and the 300 that are drawn are those whose SHA-256 of the seed and the
+  name is smallest.
 """
 
 from __future__ import annotations
@@ -66,17 +67,17 @@ class Drawn(msgspec.Struct, frozen=True):
 
     @property
     def file_name(self) -> str:
-        """What it is called in the folder of drawn files."""
+        """The file's name in the folder of drawn files."""
         return f"{self.sha256[:12]}-{PurePosixPath(self.path).name}"
 
 
 def order(*names: str) -> str:
-    """What decides a draw: the smallest comes first."""
+    """Return the hash that decides a draw: the smallest comes first."""
     return hashlib.sha256("\n".join((SEED, *names)).encode()).hexdigest()
 
 
 def read_list() -> list[Drawn]:
-    """The runs that were drawn."""
+    """Return the runs that were drawn, from bench/public_runs.csv."""
     with LISTED.open(newline="") as file:
         return [msgspec.convert(row, Drawn, strict=False) for row in csv.DictReader(file)]
 
@@ -95,8 +96,11 @@ def name_format(path: str) -> str | None:
 
 
 def count_rows(kind: str, content: bytes) -> int:
-    """Rows with a loss, roughly: lines under a header that names one and a step; times that the commonest name with
-    `loss` in it occurs; lines that name both."""
+    """Return roughly how many rows have a loss.
+
+    CSV: the lines under a header that names a loss and a step. Text: the lines with a loss and a number. Other formats:
+    how often the commonest name that contains `loss` occurs.
+    """
     lines = content.splitlines() or [b""]
     if kind == "CSV":
         return len(lines) - 1 if LOSS.search(lines[0]) and STEP.search(lines[0]) else 0
@@ -114,7 +118,7 @@ def list_candidates(repository: Path) -> Iterator[Drawn]:
     files: dict[str, int] = {}
     for line in git(repository, "ls-tree", "-r", "-l", "-z", "HEAD").decode("utf-8", "replace").split("\0"):
         facts, _, path = line.partition("\t")
-        if path and (size := facts.split()[3]).isdigit():  # neither a submodule, nor a blob that the snapshot lacks
+        if path and (size := facts.split()[3]).isdigit():  # leaves out submodules, and blobs that the snapshot lacks
             files[path] = int(size)
     roots = [path for path in files if re.match(r"(licen[cs]e|copying)[^/]*$", path, re.I)]
     licence = next(filter(None, (name_licence(git(repository, "show", f"HEAD:{path}")) for path in roots)), None)
@@ -132,7 +136,7 @@ def list_candidates(repository: Path) -> Iterator[Drawn]:
 
 
 def draw(candidates: list[Drawn]) -> list[Drawn]:
-    """At most `PER_REPOSITORY` of one format of each repository; of these `WANTED`."""
+    """Draw `WANTED` of the candidates, with at most `PER_REPOSITORY` of each repository, all of one format."""
     repositories: defaultdict[str, list[Drawn]] = defaultdict(list)
     in_order = sorted(candidates, key=lambda each: order(each.repo, each.path))
     for each in {each.sha256: each for each in in_order}.values():

@@ -1,8 +1,9 @@
-"""Replays the public logs of bench/public_runs.csv, raw, as `sentinel rules backtest` does: writes docs/detection.md.
+"""Backtests the public logs of bench/public_runs.csv as they are, and writes the results into docs/detection.md.
 
     python -m bench.public_runs --data FOLDER       # the folder that bench.public_draw has filled
 
-What a person found who looked at the curve of each run with a critical alarm is in bench/public_verdicts.csv.
+It judges as `sentinel rules backtest` does. bench/public_verdicts.csv has what a person saw in the curve of each run
+with a critical alarm.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Verdict(msgspec.Struct, frozen=True):
     """What a person saw in the curve of a run."""
 
     sha256: str
-    """Its first twelve digits."""
+    """The first twelve digits of the file's SHA-256."""
     verdict: str
     """`right`, `wrong` or `misread`: the reader took something else for the loss of the run."""
     what: str
 
 
 def replay(folder: Path, listed: Sequence[Drawn], jobs: int) -> list[tuple[Drawn, Result]]:
-    """Each listed run with what the stock rules say of it. Raises ValueError where a file is another one."""
+    """Return each listed run with its backtest by the stock rules. Raises ValueError if a file has other content."""
     for run in listed:
         if hashlib.sha256((folder / run.file_name).read_bytes()).hexdigest() != run.sha256:
             raise ValueError(f"{folder / run.file_name} is not the file that bench/public_runs.csv lists; draw again")
@@ -102,7 +103,7 @@ def list_unread(runs: Runs) -> Iterator[Sequence[object]]:
 
 
 def write_tables(runs: Runs, verdicts: dict[str, Verdict]) -> str:
-    """What stands between the marks of docs/detection.md."""
+    """Return the text between the marks of docs/detection.md."""
     return "\n\n".join((
         make_table(HEAD, count_by_format(runs)),
         make_table(("verdict on the critical alarms", "runs", "repositories"), count_verdicts(runs, verdicts)),

@@ -1,4 +1,4 @@
-"""Recorded runs: what is known of each, and what came out when it was replayed."""
+"""Recorded runs: what is known about each, and the result of replaying it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HALVES = ("tuning", "held out")
 TUNED_ON = frozenset(
     {"algoperf", "bigscience", "deepspeed-chat", "detectron2", "llm-action", "megatron-golden", "mlperf"}
 )
-"""Sources of the half `tuning`. The others are deepobs, whose are nearly all late NaNs, and modded-nanogpt."""
+"""Sources of the half `tuning`. The others are deepobs, which has nearly all late NaNs, and modded-nanogpt."""
 BOTH = "both"
 LATE_ROWS = 150
-"""Rows before a NaN, or a divergence, from which on it could have been seen: LossSpike needs about 50 to know a run."""
+"""Least rows before a NaN or divergence for it to count as foreseeable: LossSpike needs about 50 to know a run."""
 
 
 class Label(msgspec.Struct, frozen=True):
@@ -34,17 +34,17 @@ class Label(msgspec.Struct, frozen=True):
 
     @property
     def half(self) -> str:
-        """Which half of the data it is in."""
+        """The half of the data that the run is in."""
         return HALVES[self.source not in TUNED_ON]
 
     @property
     def diverged(self) -> bool:
-        """Whether it says that the run did; spikes, collapses and explosions of gradients are other faults."""
+        """Whether the label says that the run diverged; spikes, collapses and exploding gradients are other faults."""
         return self.truth.casefold().startswith(("diverged", "unstable"))
 
 
 class Alarm(msgspec.Struct, frozen=True):
-    """An alert, by the row at which it fired."""
+    """An alert, with the row at which it fired."""
 
     rule: str
     severity: str
@@ -52,29 +52,29 @@ class Alarm(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A run, replayed."""
+    """The result of replaying a run."""
 
     run: str
     rows: int
     nonfinite: int | None
     """The first row whose loss or gradient norm is NaN or infinite."""
     nonfinite_loss: bool
-    """Whether the loss itself ever is."""
+    """Whether the loss itself is ever NaN or infinite."""
     risen: int | None
-    """The row at which `rise` begins."""
+    """The row that `rise` finds: where a divergence begins; None: there is none."""
     alarms: tuple[Alarm, ...]
     blind: tuple[str, ...]
-    """Rules that made no judgement: they were not applied, had no data, or could not have fired for want of some."""
+    """Rules that judged nothing: they were not applied, had no data, or lacked some without which they cannot fire."""
     peers: dict[str, tuple[int, ...]]
-    """The rows at which each other detector raised an alarm."""
+    """Name of a peer -> the rows at which it raised an alarm."""
 
     @property
     def late(self) -> bool:
-        """Whether its NaN could have been foreseen."""
+        """Whether the run has a NaN that could have been foreseen."""
         return self.nonfinite is not None and self.nonfinite >= LATE_ROWS
 
     def first(self, severity: str = "critical", *, before: float = math.inf) -> Alarm | None:
-        """Its first alarm."""
+        """Return the first alarm of a severity before a row, or None."""
         return next((a for a in self.alarms if a.severity == severity and a.row < before), None)
 
 
@@ -82,20 +82,23 @@ Runs = list[tuple[Label, Found]]
 
 
 def of(runs: Runs, half: str, *kinds: str) -> Runs:
-    """Those of a half (or of BOTH) and of these kinds."""
+    """Return the runs of a half (or of BOTH) and of these kinds."""
     return [(label, found) for label, found in runs if half in (label.half, BOTH) and label.kind in kinds]
 
 
 def labels(folder: Path) -> list[Label]:
-    """Those that are scored, as labels.csv has them."""
+    """Return the labels in labels.csv whose kind is scored."""
     with (folder / "labels.csv").open(newline="") as file:
         found = [Label(*(row[name] for name in Label.__struct_fields__)) for row in csv.DictReader(file)]
     return [label for label in found if label.kind in KINDS]
 
 
 def rise(losses: Sequence[float], stretch: int = 30, by: float = 1.5) -> int | None:
-    """Where a loss that diverges begins to: the first of 30 rows in a row that lie half over the lowest one before
-    them. A measure in hindsight, for runs that are known to have diverged."""
+    """Return the row at which a loss begins to diverge, or None.
+
+    That is the first of `stretch` rows in a row that are over `by` times the lowest loss before them. A measure in
+    hindsight, for runs that are known to have diverged.
+    """
     lowest, high = math.inf, 0
     for row, loss in enumerate(losses):
         high = high + 1 if loss > by * lowest else 0
@@ -107,7 +110,7 @@ def rise(losses: Sequence[float], stretch: int = 30, by: float = 1.5) -> int | N
 
 
 def share(part: int, whole: int) -> str:
-    """`3 of 40 (1 to 20 %)`, with Wilson's interval at 95 %."""
+    """Return e.g. `3 of 40 (3 % to 20 %)`, with Wilson's interval at 95 %."""
     if not whole:
         return "none there"
     z, p = 1.96, part / whole
@@ -117,7 +120,7 @@ def share(part: int, whole: int) -> str:
 
 
 def rate(count: int, rows: int) -> str:
-    """Alarms in 10,000 rows, with the exact Poisson interval at 95 %."""
+    """Return the alarms in 10,000 rows as text, with the exact Poisson interval at 95 %."""
     if not rows:
         return "none there"
 
@@ -135,7 +138,7 @@ def rate(count: int, rows: int) -> str:
 
 
 def below(count: int, mean: float) -> float:
-    """P(X <= count) of a Poisson variable."""
+    """Return P(X <= count) of a Poisson variable with this mean."""
     return (
         math.fsum(math.exp(-mean + i * math.log(mean) - math.lgamma(i + 1)) for i in range(count + 1)) if mean else 1.0
     )

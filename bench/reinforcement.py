@@ -1,14 +1,14 @@
-"""Small reinforcement learning at default settings: healthy, and with faults planted half-way.
+"""Measures alerts on small reinforcement learning runs at default settings, healthy and with faults planted half-way.
 
     python -m bench.reinforcement                     # 5 seeds; some 20 minutes on two idle cores
     python -m bench.reinforcement --seeds 1 --only DQN --plant none nan
     python -m bench.reinforcement --only --write      # measure nothing, put what is kept into docs/detection.md
 
-Every run is a process of its own, against a daemon of its own. Bars: no critical alarm in a healthy run, and every
-planted fault is reported (a warning or a critical alert at or after its step). A leak has 2 GB (`ulimit -v`). A hang
-lasts for 12 s, of which a rule of the bench allows 3: the stock limit of a single process is 8 minutes. GRPO is TRL's
-trainer with a model of two layers; it is left out where TRL is not installed. The exit status is 1 where a bar is
-missed. What was measured is kept in build/reinforcement.json, and the command goes on where it was stopped.
+Every run is a process of its own, with a daemon of its own. Bars: no critical alarm in a healthy run, and every planted
+fault is reported (a warning or a critical alert at or after its step). A leak has 2 GB to fill (`ulimit -v`). A hang
+lasts for 12 s, and a rule of the bench fires after 3: the stock limit of a single process is 8 minutes. GRPO is TRL's
+trainer with a model of two layers; it is left out where TRL is not installed. The exit status is 1 if a bar is missed.
+Results are kept in build/reinforcement.json, and the command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ STEPS = 2000
 PLANTED_STEPS = 800
 GRPO_STEPS = 160
 OPTIMIZERS = {"SAC": 2}
-"""Learners whose steps are shared out among several: an alert names the step of its own one."""
+"""Number of optimizers that share a learner's steps, where it is not 1: an alert names its own optimizer's step."""
 FREE = 2e9
 LEAK = 2e6
-"""Bytes a step."""
+"""Bytes per step."""
 HANG_SECONDS = 12
 SOON = """
 group: soon
@@ -63,7 +63,7 @@ class Planted:
         self._held: list[torch.Tensor] = []
 
     def spoil(self, step: int, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
-        """What is done before the backward pass of a step; the loss to go on with."""
+        """Plant the fault, if it is due, before the backward pass of a step; return the loss to use."""
         if self._kind == "leak" and step >= self._onset:
             self._held.append(torch.ones(int(LEAK / 4)))
         if step != self._onset:
@@ -86,7 +86,7 @@ PLANTS = ("none", "nan", "rate", "state", "hang", "leak")
 
 
 class SpoiltLoop(Loop):
-    """The optimizer's step, with a fault."""
+    """A loop whose optimizer steps have the planted fault."""
 
     def __init__(self, log: Callable[..., None], planted: Planted) -> None:
         super().__init__(log)
@@ -97,14 +97,14 @@ class SpoiltLoop(Loop):
 
 
 def count_steps(name: str, kind: str) -> int:
-    """The steps of a run: many where it is healthy, or where samples of tier 3 are to be had before the fault."""
+    """Return the steps of a run: more if it is healthy, or if samples of tier 3 are needed before the fault."""
     if name == "GRPO":
         return GRPO_STEPS
     return STEPS if kind in ("none", "state") else PLANTED_STEPS
 
 
 def run_learner(name: str, seed: int, kind: str) -> None:
-    """One run to its end, in this process."""
+    """Run one learner to its end, in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     steps = count_steps(name, kind)
@@ -115,12 +115,12 @@ def run_learner(name: str, seed: int, kind: str) -> None:
 
     model, optimizers, train = LEARNERS[name](seed, steps)
     with sentinel.attach(model, optimizers, run="rl") as monitor, contextlib.suppress(ValueError, RuntimeError):
-        # A policy that is not a number draws no action, and a leak ends in an allocation that fails.
+        # A policy of NaN raises when an action is drawn, and a leak ends in a failed allocation.
         train(SpoiltLoop(monitor.log, planted))
 
 
 def run_grpo(seed: int, steps: int, planted: Planted) -> None:
-    """Group-relative policy optimisation: the more often a completion says "a", the better."""
+    """Run group-relative policy optimisation, whose reward is the share of the letter "a" in a completion."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
     import transformers
@@ -159,7 +159,7 @@ def run_grpo(seed: int, steps: int, planted: Planted) -> None:
 
 
 def measure_run(name: str, seed: int, kind: str) -> list[dict[str, Any]]:
-    """Its alerts, from the history; each with how many steps after the fault it came."""
+    """Run one learner in a process of its own; return its alerts, from the history, with their steps after the fault."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | make_places(Path(folder), ANY_PORT)
         if kind == "hang":
@@ -171,7 +171,7 @@ def measure_run(name: str, seed: int, kind: str) -> list[dict[str, Any]]:
             sys.exit(f"{name} {seed} {kind}: {ended.stderr[-2000:]}")
         incidents = list_incidents(environment)
     onset = count_steps(name, kind) // 2 // OPTIMIZERS.get(name, 1)
-    onset -= kind == "hang"  # the step before, which was the last to end
+    onset -= kind == "hang"  # the step before the hang, which is the last that ended
     return [
         {"alert": one["alert"], "severity": one["severity"], "step": one["step"], "delay": one["step"] - onset}
         for one in incidents
@@ -179,14 +179,14 @@ def measure_run(name: str, seed: int, kind: str) -> list[dict[str, Any]]:
 
 
 def is_held(kind: str, alerts: list[dict[str, Any]]) -> bool:
-    """Whether a run did what the bar asks of it."""
+    """Return whether a run meets its bar."""
     if kind == "none":
         return not any(one["severity"] == "critical" for one in alerts)
     return any(one["delay"] >= 0 and one["severity"] in ("warning", "critical") for one in alerts)
 
 
 def list_rows(measured: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
-    """The table of the page: by learner and fault, in how many seeds, and which alerts."""
+    """Yield the rows of the page's table: by learner and fault, in how many seeds it held, and which alerts came."""
     runs = collections.defaultdict[tuple[str, str], list[list[dict[str, Any]]]](list)
     for key, alerts in measured.items():
         name, _, kind = key.split()

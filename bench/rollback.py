@@ -1,15 +1,15 @@
-"""What snapshots cost a loop, and how long a restore takes.
+"""Measures what snapshots cost a loop, and how long a restore takes.
 
     python -m bench.rollback [--megaparameters 50] [--snapshots 12] [--threads 2]
     python -m bench.rollback --disk                                 and one snapshot to disk, and back
     torchrun --nproc-per-node 2 -m bench.rollback --ddp             each rank its own, in step by DDP
 
-An MLP with AdamW; a snapshot at every eighth step. A snapshot's cost is all that the two steps it touches take longer
-than the median of the steps that it does not touch: its own exit, and the next step, beside which it is copied. Ratios
-are of one run; on a shared machine read the median and the quartiles. Bars: 2 % at every=100, 1 s for a restore.
+An MLP with AdamW; a snapshot at every eighth step. A snapshot touches two steps: the one at whose exit it begins, and
+the next, during which it is copied. Its cost is what these two take longer than the median of the untouched steps.
+Ratios are of one run; on a shared machine read the median and the quartiles. Bars: 2 % at every=100, 1 s for a restore.
 
-With --ddp the restore counts the ranks' last word: the group that is made for it, and its collective. Writing to disk
-goes on beside the loop; its cost is what the steps took longer until then.
+With --ddp the restore includes the rank consensus: the group that is made for it, and its collective. A snapshot is
+written to disk while the loop goes on; its cost is what the steps take longer meanwhile.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from sentinel.hooks.rollback.options import Rollback
 
 SPACING = 8
 WARM = 3 * SPACING
-"""Steps left out: the first snapshots touch their memory for the first time."""
+"""First steps, which are left out: there snapshots touch their memory for the first time."""
 
 
 class Loop:
-    """A plain loop, its steps timed by hooks as the monitor's are."""
+    """A plain loop with a restorer, driven by hooks as the monitor drives it."""
 
     def __init__(self, megaparameters: float, *, ddp: bool = False, directory: Path | None = None) -> None:
         width = 1024
@@ -47,7 +47,7 @@ class Loop:
         self.armed = Armed(lambda: next(self.steps(1)), [self.called], self.optimizer, terms)
 
     def steps(self, count: int) -> Iterator[float]:
-        """Seconds of each."""
+        """Make `count` steps, yielding the seconds of each."""
         batch = torch.randn(64, self.model[0].in_features)
         for _ in range(count):
             started = time.perf_counter()
@@ -57,13 +57,16 @@ class Loop:
             yield time.perf_counter() - started
 
     def roll_back(self) -> wire.RolledBack:
-        """At the next step, to the newest snapshot."""
+        """Roll back to the newest snapshot, at the next step; return the restorer's answer."""
         answer = self.armed.roll_back(self.armed.restorer.held[-1])
         assert answer.ok, answer.reason
         return answer
 
     def publish(self, plain: float) -> tuple[wire.Published, float]:
-        """Write the newest snapshot to disk; what the loop lost meanwhile, in seconds."""
+        """Write the newest snapshot to disk; return the answer, and the seconds that the loop lost meanwhile.
+
+        `plain`: seconds of a step that no snapshot touches.
+        """
         seq = self.armed.restorer.held[-1]
         self.armed.restorer.receive(wire.Publish(id=1, seq=seq, step=seq, run="bench", run_id="bench", attempt=0))
         lost = 0.0
@@ -91,7 +94,7 @@ def main() -> None:
         report(loop, options)
     if options.ddp:
         dist.barrier()
-        time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+        time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
         dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Cost of one scrape: 64 ranks of a model of 400 layers, after 256 sampled steps.
+"""Measures the cost of one scrape: 64 ranks of a model of 400 layers, after 256 steps.
 
     python -m bench.scrape            # bars: 20 ms, 300 kB
 
-It is made and spelled out in pieces on the daemon's loop, which looks after its ranks in between: the longest is what a
-step may wait for a scrape.
+The answer is made and formatted in pieces on the daemon's event loop, which serves its ranks in between: the longest
+piece is how long a step may have to wait for a scrape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BAR_SECONDS, BAR_BYTES = 0.020, 300_000
 
 
 def make_crowd(ranks: int, layers: int) -> WatchedRun:
-    """A run of many ranks, all of whose signals are seen."""
+    """Return a watched run of many ranks that have sent values of all signals."""
     run, draw = Run("train", "r1", 0.0), random.Random(0)
     context = RunContext(run, None, NoRanks())
     watch = WatchedRun(context, make_silent_notifier(context), loader.load().rules)
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     watch = make_crowd(options.ranks, options.layers)
-    gc.freeze()  # a collection of all that is held comes now and then, whoever asks
+    gc.freeze()  # a full garbage collection comes now and then, and is not a cost of the scrape
     collector = LiveCollector({"r1": watch}, Reloads(), FaultCounter())
     whole, wall, longest, size = list[float](), list[float](), list[float](), 0
     for _ in range(options.repeats):

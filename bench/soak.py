@@ -1,11 +1,11 @@
-"""What Sentinel holds of memory in a training process, over many steps.
+"""Measures how much memory Sentinel holds in a training process, over many steps.
 
     python -m bench.soak                     # 100,000 steps, 1,000 tensors; some minutes
     python -m bench.soak --steps 20000
 
-A loop of 1,000 small tensors, first bare, then watched with default settings by a real daemon. Bars: 16 MB of resident
-set more than bare, and none of it after the first tenth of the steps (of which 1 MB is what the C library's own free
-lists move). Some of it is code of PyTorch's that only we call, which the ranks of a node share: `own_mb` is the rest.
+A loop of 1,000 small tensors, first bare, then watched with default settings by a real daemon. Bars: a resident set at
+most 16 MB larger than bare, and no growth after the first tenth of the steps (1 MB is allowed, for the C library's
+free lists). Some of it is code of PyTorch that only Sentinel calls, and that a node's ranks share: `own_mb` is the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOKS = 20
 
 
 def loop() -> tuple[object, object, Callable[[], None]]:
-    """(model, optimizer, one step). All gradients are there at each step; a backward pass makes two of them again."""
+    """Return (model, optimizer, step). All gradients exist at each step; its backward pass makes two of them again."""
     import torch
     from torch import nn
 
@@ -56,18 +56,18 @@ class Memory(NamedTuple):
 
     resident: float
     own: float
-    """What no file stands behind."""
+    """Resident memory that is not shared: not backed by a file."""
 
 
 def memory() -> Memory:
-    """After a collection of garbage."""
+    """Return this process's memory after a garbage collection."""
     gc.collect()
     used = psutil.Process().memory_info()
     return Memory(used.rss / 1e6, (used.rss - used.shared) / 1e6)
 
 
 def measure_memory(steps: int) -> dict[str, float]:
-    """Resident sets: bare, and at `LOOKS` moments of the watched loop."""
+    """Return the resident set of the bare loop, and how the watched loop's, taken `LOOKS` times, differs from it."""
     import sentinel
 
     model, optimizer, step = loop()

@@ -1,9 +1,9 @@
-"""How long it takes to start: `import sentinel`, `sentinel --help`, `attach`, the daemon.
+"""Measures how long `import sentinel`, `sentinel --help` and `attach` with a daemon to start take.
 
     python -m bench.start
 
-Bars (issue of the main job): import under 50 ms and without torch, --help under 0.25 s; attach under 0.3 s, and the
-daemon's start does not hold the loop up. Each figure is the median of whole processes, in turn with a bare interpreter.
+Bars: import under 50 ms and without torch, --help under 0.25 s; attach under 0.3 s, and the daemon's start does not
+hold the loop up. Each figure is the median of whole processes; an import's is paired with a bare interpreter's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ monitor.detach()
 
 
 def seconds(*command: str) -> float:
-    """Wall time of one process."""
+    """Return the wall time of one process, in seconds."""
     began = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, cwd="/")
     return time.perf_counter() - began
@@ -42,7 +42,7 @@ def median(*command: str) -> float:
 
 
 def measure_added(python: str, statement: str) -> float:
-    """What a statement adds to a bare interpreter, in pairs: a drift of the machine meets both."""
+    """Return the seconds that a statement adds to a bare interpreter, measured in pairs so that drifts cancel out."""
     return statistics.median(seconds(python, "-c", statement) - seconds(python, "-c", "pass") for _ in range(RUNS))
 
 

@@ -1,6 +1,6 @@
-"""The loops of bench/watchers.py, and what watches them: Sentinel, its peers, and what people write themselves.
+"""The loops of bench/watchers.py, and what watches them: Sentinel, its peers, and code as users write it themselves.
 
-Each takes a loop and puts itself in: calls before and after the optimizer's step, or a step of its own.
+Each function takes a loop and puts a watcher in: calls before and after the optimizer's step, or a step of its own.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from bench.overhead import EVERYTHING, Loop
 
 DECIDED = {"small": 150, "gpt": 24, "wide": 24}
-"""Steps after which the governor has chosen."""
+"""Steps after which the governor has chosen its spacings."""
 
 
 class Watched(Loop):
-    """A loop with a place for what watches it, and a clock for that."""
+    """A loop with places for a watcher's calls, and a clock of their CPU time."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.own = 0.0
-        """CPU seconds of the calls."""
+        """CPU seconds of the watcher's calls so far."""
         self.before: Callable[[], object] = lambda: None
         """Called when the gradients are complete."""
         self.after: Callable[[float], object] = lambda loss: None
         """Called with the loss when the step is over."""
         self.also: list[int] = []
-        """Processes that were started and are no children."""
+        """Pids of processes that the watcher started and that are not children of this one."""
         self.end: Callable[[], object] = lambda: None
 
     def step(self) -> None:
@@ -47,11 +47,11 @@ class Watched(Loop):
 
 
 def bare(loop: Watched) -> None:
-    """Nothing."""
+    """Leave the loop unwatched."""
 
 
 def clip(loop: Watched) -> None:
-    """`clip_grad_norm_`, as many loops call it anyway."""
+    """Call `clip_grad_norm_`, as many loops do anyway."""
     import torch
 
     parameters = list(loop.model.parameters())
@@ -59,7 +59,7 @@ def clip(loop: Watched) -> None:
 
 
 def naive(loop: Watched) -> None:
-    """What people write: three numbers a parameter, each by `.item()`."""
+    """Take three numbers per parameter, each by `.item()`, as users often write it."""
     import torch
 
     parameters = list(loop.model.named_parameters())
@@ -75,7 +75,7 @@ def naive(loop: Watched) -> None:
 
 
 def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> None:
-    """Every statistic at every step."""
+    """Watch by Sentinel with every statistic at every step, or at another `overhead`."""
     import sentinel
     from sentinel.cli.client import ask_daemons
     from sentinel.hooks.session import registry
@@ -84,7 +84,7 @@ def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> No
     optimizer_monitor.time = SimpleNamespace(perf_counter=time.thread_time, time=time.time)  # type: ignore[attr-defined]
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"peers-{loop.name}", overhead=overhead_share)
     governor = registry.find_session([loop.optimizer]).governor  # type: ignore[union-attr]
-    until = time.monotonic() + 8  # the daemon's start, and the governor's first decisions
+    until = time.monotonic() + 8  # the daemon starts, and the governor decides for the first time
     while time.monotonic() < until or governor._counted < DECIDED[loop.name]:
         loop.block(1)
     loop.also = [ask_daemons("status")[0]["pid"]]
@@ -94,7 +94,7 @@ def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> No
 
 
 def sentinel_fallback(loop: Watched) -> None:
-    """Every statistic at every step, without the compiled kernel."""
+    """Watch by Sentinel with every statistic at every step, without the compiled kernel."""
     from sentinel.hooks.measure import kernels
 
     kernels.kernel_missing = "left out"
@@ -102,12 +102,12 @@ def sentinel_fallback(loop: Watched) -> None:
 
 
 def sentinel_default(loop: Watched) -> None:
-    """As installed: the costly statistics as often as 1 % allows."""
+    """Watch by Sentinel as installed: costly statistics as often as an overhead of 1 % allows."""
     sentinel_everything(loop, 0.01)
 
 
 def wandb_watch(loop: Watched) -> None:
-    """wandb.watch(log="gradients", log_freq=1), offline."""
+    """Watch by wandb.watch(log="gradients", log_freq=1), offline."""
     import wandb
     from wandb.integration.torch import wandb_torch
 
@@ -126,7 +126,7 @@ def wandb_watch(loop: Watched) -> None:
 
 
 def traceml(loop: Watched) -> None:
-    """As its guide says: `traceml run`, init and trace_step. No gradients."""
+    """Watch by traceml-ai as its guide says: `traceml run`, init and trace_step. It sees no gradients."""
     import traceml_ai
 
     traceml_ai.init(mode="auto")
@@ -140,7 +140,7 @@ def traceml(loop: Watched) -> None:
 
 
 def cockpit(loop: Watched) -> None:
-    """Its smallest configuration, "economy", at every step; the loss as a module of its own, which it wants."""
+    """Watch by cockpit's smallest configuration, "economy", at every step. It needs the loss as a module."""
     import torch
     from backpack import extend
     from cockpit import Cockpit
@@ -168,7 +168,7 @@ def cockpit(loop: Watched) -> None:
 
 
 def smdebug(loop: Watched) -> None:
-    """SageMaker Debugger's hook: norms of all gradients at every step, to disk."""
+    """Watch by SageMaker Debugger's hook: norms, minima and maxima of all gradients at every step, to disk."""
     from smdebug.pytorch import Hook, ReductionConfig, SaveConfig
 
     directory = tempfile.mkdtemp(prefix="smdebug-")
@@ -198,4 +198,4 @@ VARIANTS: dict[str, tuple[Callable[[Watched], None], str, str]] = {
     "cockpit": (cockpit, "cockpit", "gradient statistics, histogram, tests of noise"),
     "smdebug": (smdebug, "smdebug", "norm, min, max a layer, to disk"),
 }
-"""Name -> how it is put in, the package that it needs, what it gives."""
+"""Name -> (function that puts it in, package that it needs, what it gives)."""

@@ -1,21 +1,21 @@
-"""Every statistic at every step, beside what others take for less.
+"""Compares the cost of every statistic at every step with what other tools cost for less.
 
     python -m venv peers && peers/bin/pip install -r bench/watchers.txt -e '.[torch]'
     peers/bin/python -m bench.watchers [--rounds 6] [--loop small gpt wide] [--variant ...] [--write]
 
-(smdebug's requirement of an old protobuf contradicts wandb's: install it with --no-deps.) The loops are those of
-bench/overhead.py. Each variant is a process of its own with the same loop; all of a loop's live at once, and in each
-round every one of them runs a block of two seconds, alone, in random order.
+(smdebug requires an older protobuf than wandb: install it with --no-deps.) The loops are those of bench/overhead.py.
+Each variant is a process of its own with the same loop; all processes of a loop live at once, and in each round every
+one of them runs a block of two seconds, alone, in random order.
 
-    added       CPU of a step, of the process and all that it started, over the bare loop's of the same round: mean of
-                the paired ratios, less 1, with the 95 % interval of 2,000 bootstrap samples
-    accounted   CPU that can be told from the loop's own: of the calls in the loop, of other threads, and of other
-                processes, over that of a bare step. What a peer does inside functions that it has replaced is not in
-                it: "at least". This is what small differences are judged by: two loops that are one differ by some
-                per cent here
-    wall        of a step, over the bare loop's, as `added`
+    added       CPU per step, of the process and all that it started, over the bare loop's in the same round: mean of
+                the paired ratios minus 1, with the 95 % interval of 2,000 bootstrap samples
+    accounted   CPU that is known not to be the loop's own: of the calls in the loop, of other threads, and of other
+                processes, over that of a bare step. What a peer does inside functions that it has replaced is not
+                included: "at least". Small differences are judged by this: two identical loops differ by some per
+                cent in `added`
+    wall        wall time per step over the bare loop's, as `added`
 
-A block is followed by 0.3 s, in which what was queued is sent and judged, and which count.
+After each block come 0.3 s in which what was queued is sent and judged; their CPU is included.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MARKS = "<!-- bench/watchers.py writes this -->", "<!-- the watchers end here --
 BLOCK_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
 PARTS = ("calls", "threads", "processes")
-"""Of what is accounted."""
+"""The parts of the accounted CPU."""
 SLOW_SECONDS = 10.0
-"""Of a step: with such a variant two rounds are enough."""
+"""A variant whose steps take at least this long runs two rounds only."""
 
 
 def work(loop_name: str, variant: str, address: str) -> None:
-    """The process of one variant: answers 'block' until it gets 'end'."""
+    """Run one variant's process: answer each 'block' with a measured block, until 'end' comes."""
     with Client(address) as line:
         try:
             loop = Watched(loop_name)
@@ -69,7 +69,7 @@ def work(loop_name: str, variant: str, address: str) -> None:
 
 
 def measure_block(loop: Watched) -> dict[str, float]:
-    """So many steps as take two seconds; what they took, and what of it is known to be the watcher's."""
+    """Make steps for two seconds; return what they took, and the CPU of it that is known to be the watcher's."""
     own, threads = loop.own, time.process_time() - time.thread_time()
     begin, steps = time.perf_counter(), 0
     while time.perf_counter() - begin < BLOCK_SECONDS:
@@ -82,7 +82,7 @@ def measure_block(loop: Watched) -> dict[str, float]:
 
 
 class Worker:
-    """One variant's process, from the other side."""
+    """The parent's handle on one variant's process."""
 
     def __init__(self, loop: str, variant: str, places: str) -> None:
         self.variant = variant
@@ -101,7 +101,7 @@ class Worker:
         self._pid, self._also = answer.get("pid", 0), answer.get("also", [])
 
     def block(self) -> dict[str, float]:
-        """Run one; adds the CPU of everything, and what of it is accounted, in seconds a step."""
+        """Run a block; return seconds per step: wall time, all CPU, and the accounted parts of it."""
         assert self._line is not None
         before = self._cpu()
         self._line.send("block")
@@ -114,7 +114,7 @@ class Worker:
         return {"wall": found["wall"], **{part: seconds / steps for part, seconds in parts.items()}}
 
     def _cpu(self) -> dict[int, float]:
-        """CPU seconds by process, to the nanosecond: Linux's clock of another process (clock_getcpuclockid)."""
+        """Return CPU seconds by pid, with nanoseconds, from Linux's clocks of other processes (clock_getcpuclockid)."""
         found = {}
         for pid in [self.process.pid, *(p.pid for p in psutil.Process(self.process.pid).children(True)), *self._also]:
             with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ class Worker:
         return found
 
     def end(self) -> None:
-        """Let it end by itself, and see to it."""
+        """Ask the process to end, and kill it if it has not after a minute."""
         if self._line is not None and not self.failed:
             self._line.send("end")
         try:
@@ -139,7 +139,7 @@ def _command(variant: str) -> list[str]:
 
 
 def compare_variants(loop: str, variants: list[str], rounds: int) -> dict[str, Any]:
-    """Run all variants of one loop, in turn."""
+    """Run all variants of one loop in rounds; return what `table` reads, by variant."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as places:
         workers: list[Worker] = []
@@ -160,7 +160,7 @@ def compare_variants(loop: str, variants: list[str], rounds: int) -> dict[str, A
 
 
 def compare_with_bare(blocks: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, Any]:
-    """Paired ratios of the rounds in which it ran."""
+    """Return the results of a variant, with paired ratios over the rounds in which it ran."""
     step = statistics.median(block["cpu"] for block in plain)
     return {
         "rounds": len(blocks),
@@ -173,14 +173,14 @@ def compare_with_bare(blocks: list[dict[str, float]], plain: list[dict[str, floa
 
 
 PARTLY = {"traceml-ai", "cockpit", "smdebug"}
-"""Of these only threads and processes are accounted."""
+"""Variants of which only threads and processes are accounted."""
 
 
 HEAD = ("variant", "calls", "threads", "processes", "accounted", "added CPU [95 %]", "gives")
 
 
 def table(loop: str, results: dict[str, Any]) -> str:
-    """What was measured of one loop, as Markdown."""
+    """Return the results of one loop as Markdown."""
     bare, loads = results["bare"], [of["load"] for of in results.values() if "load" in of]
     said = f"**{loop}**: {LOOPS[loop]}. A bare step took {bare['wall_seconds'] * 1000:.3g} ms; "
     said += f"{bare['rounds']} rounds; load average of the machine {min(loads):.0f} to {max(loads):.0f}."
