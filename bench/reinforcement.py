@@ -159,7 +159,7 @@ def run_grpo(seed: int, steps: int, planted: Planted) -> None:
 
 
 def measure_run(name: str, seed: int, kind: str) -> list[dict[str, Any]]:
-    """Run one learner in a process of its own; return its alerts, from the history, with their steps after the fault."""
+    """Run one learner in a process of its own; return its alerts (from the history), with their delays in steps."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | make_places(Path(folder), ANY_PORT)
         if kind == "hang":

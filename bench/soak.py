@@ -5,7 +5,7 @@
 
 A loop of 1,000 small tensors, first bare, then watched with default settings by a real daemon. Bars: a resident set at
 most 16 MB larger than bare, and no growth after the first tenth of the steps (1 MB is allowed, for the C library's
-free lists). Some of it is code of PyTorch that only Sentinel calls, and that a node's ranks share: `own_mb` is the rest.
+free lists). Part of it is code of PyTorch that only Sentinel calls, shared by a node's ranks; `own_mb` is the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOKS = 20
 
 
 def loop() -> tuple[object, object, Callable[[], None]]:
-    """Return (model, optimizer, step). All gradients exist at each step; its backward pass makes two of them again."""
+    """Return (model, optimizer, step). All gradients exist at each step; its backward pass replaces two of them."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""torch.compile on the device: as many graph breaks, graphs and recompilations with Sentinel as without."""
+"""Checks torch.compile on the device: with Sentinel no more graph breaks, graphs and recompilations than without."""
 
 from __future__ import annotations
 

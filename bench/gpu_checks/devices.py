@@ -1,4 +1,4 @@
-"""NVML's figures: each that a card offers, in a plausible range, and joined to the rank by the card's UUID."""
+"""Checks NVML's figures: that a card's are read, and are joined to its rank by the card's UUID."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(device: str) -> Iterator[Line]:
 
 
 def _doctor() -> Line:
-    """What it finds here, and that it comes to an end."""
+    """Return a line with what `sentinel doctor` finds here; it must end within a minute."""
     command = [sys.executable, "-m", "sentinel", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return Line(
@@ -62,7 +62,7 @@ def _list_findings(text: str) -> str:
 
 
 def _check_join(loop: Loop) -> Iterator[Line]:
-    """By a real daemon, started by `attach`."""
+    """Check how a real daemon, started by `attach`, joins the card to the rank."""
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     with sentinel.attach(loop.model, loop.optimizer, run="gpu"):
         until, found = time.monotonic() + PATIENCE_SECONDS, {}

@@ -1,4 +1,7 @@
-"""Weights with and without Sentinel, everything sampled at every step; and what GradScaler did, as it was reported."""
+"""Checks that weights are the same with and without Sentinel, and that GradScaler's actions are reported right.
+
+Everything is sampled at every step.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _run(loop: Loop, steps: int) -> Loop:
 
 
 def _scales(loop: Loop, steps: int) -> list[float]:
-    """Before each step, and after the last."""
+    """Run the loop; return the loss scale before each step, and after the last."""
     found = []
     for _ in range(steps):
         found.append(loop.scaler.get_scale() if loop.scaler is not None else 0.0)
@@ -48,7 +51,7 @@ def _scales(loop: Loop, steps: int) -> list[float]:
 
 
 def _loops(device: str) -> dict[str, tuple[str, Callable[[], Loop]]]:
-    """Name -> (what takes the statistics, how it is made). Scales are so high that real gradients overflow."""
+    """Return name -> (what takes the statistics, how the loop is made). Scales are so high that gradients overflow."""
     make = functools.partial(Loop, device, **toy(device))
 
     def fused(parameters: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""The faults that tests/faults plants, and their healthy twins, trained on the device at default settings."""
+"""Trains the faults of tests/faults, and their healthy twins, on the device at default settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.faults.train import faults
 from tests.faults.verdict import Verdict, verdicts
 
 FAMILIES = "stability", "precision", "bugs", "throughput", "memory"
-"""Those of the other families are simulated drivers, and jobs of two ranks, which need two devices."""
+"""The families to train. The others simulate drivers, or need two devices, for jobs of two ranks."""
 LEFT_OUT = "B4", "B4 noise", "M2", "M3", "M4"
-"""Batches that forked workers make, which can't use CUDA, and figures of an allocator that are made up."""
+"""Faults with batches from forked workers, which cannot use CUDA, and faults with made-up allocator figures."""
 TOYS = ("B5",)
 
 

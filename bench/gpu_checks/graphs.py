@@ -1,4 +1,4 @@
-"""CUDA graphs under watch: a step that is captured, with rollback armed, too; graphed callables; reduce-overhead."""
+"""Checks CUDA graphs under watch: captured steps, graphed callables, reduce-overhead; each also with rollback armed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def _make_loop(device: str) -> Loop:
 
 
 def _capture_step(loop: Loop) -> int:
-    """As torch's documentation has it: warmed up on a side stream, then the whole step in one graph."""
+    """Capture the whole step in one graph after a warm-up on a side stream, as torch's documentation does.
+
+    Returns the kernels of a replay.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -67,7 +70,7 @@ def _capture_step(loop: Loop) -> int:
 
 
 def _graph_model(loop: Loop) -> int:
-    """Forward and backward pass in graphs, the optimizer outside."""
+    """Run steps with the forward and backward pass in graphs, and the optimizer outside."""
     loop.model = torch.cuda.make_graphed_callables(loop.model, (loop.data[0],))
     loop.run(REPLAYS)
     return 0
@@ -84,7 +87,7 @@ def _reduce_overhead(loop: Loop) -> int:
 
 
 def _pretend_capture(loop: Loop) -> int:
-    """On the CPU: that the stream is capturing."""
+    """Run steps on the CPU while pretending that the stream is capturing."""
 
     loop.run(2)
     real = tensors.is_capturing

@@ -1,4 +1,4 @@
-"""The Triton kernel against torch's operations, in the types, shapes and numbers that gradients come in."""
+"""Compares the Triton kernel with torch's operations, in the types, shapes and values that gradients have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (
 )
 NAMES = {NORM: "norm", LOW: "minimum", HIGH: "maximum", NONFINITE: "non-finite", SMALLEST: "smallest", ZEROS: "zeros"}
 BAR = 1e-5
-"""Relative; float32 sums in another order. Minimum, maximum, smallest and counts are exact."""
+"""Largest relative error: float32 sums are added in another order. Minimum, maximum, smallest and counts are exact."""
 
 
 def check(device: str) -> Iterator[Line]:

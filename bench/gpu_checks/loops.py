@@ -1,4 +1,4 @@
-"""Loops that the checks train, on either device: toys on the CPU."""
+"""The loops that the checks train on either device; on the CPU they are toys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.gpu_checks import Line
 
 
 class Transformer(nn.Module):
-    """Pre-LN blocks with torch's own attention, a head over a vocabulary; the loss is in the model."""
+    """Pre-LN blocks with torch's own attention, and a head over a vocabulary; `forward` returns the loss."""
 
     def __init__(self, width: int, layers: int, vocabulary: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Transformer(nn.Module):
 
 
 class Loop:
-    """A plain loop over tokens that are made on the device. `half`: autocast to this type, with a scaler for fp16."""
+    """A plain loop over random tokens on the device. `half`: autocast to this type. `scale`: use a GradScaler."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Loop:
         self.steps = 0
 
     def step(self) -> None:
-        """One step, which waits for nothing but what GradScaler waits for."""
+        """Make one step, which waits for the device only where GradScaler does."""
         self.optimizer.zero_grad()
         for micro in range(self.accumulate):
             batch = self.data[(self.steps + micro) % len(self.data)]
@@ -81,24 +81,24 @@ class Loop:
             self.step()
 
     def state(self) -> Iterator[torch.Tensor]:
-        """All that training changes."""
+        """Yield all tensors that training changes: weights, buffers and the optimizer's state."""
         yield from self.model.state_dict().values()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def generators(device: str) -> list[torch.Tensor]:
-    """States of torch's random number generators."""
+    """Return the states of torch's random number generators."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
 
 
 def toy(device: str) -> dict[str, Any]:
-    """Options of a small loop: on the CPU the smallest that there is."""
+    """Return the options of a small loop; on the CPU, of a tiny one."""
     return {} if device == "cuda" else {"width": 16, "layers": 1, "vocabulary": 32, "tokens": (2, 8)}
 
 
 def deterministic() -> None:
-    """From here on the same numbers give the same bits: where two runs differ then, it is not for the loop's sake."""
+    """Make torch deterministic from here on: if two runs differ then, the loop itself is not the reason."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -106,13 +106,13 @@ def deterministic() -> None:
 
 
 def same(one: Loop, other: Loop) -> bool:
-    """To the bit: NaN is equal to itself there."""
+    """Return whether two loops have the same state to the bit; NaN equals itself here."""
     pairs = zip(one.state(), other.state(), strict=True)
     return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
 
 def compare_states(what: str, bare: Loop, again: Loop, watched: Loop) -> Line:
-    """Whether two bare runs, and then a watched run, end in the same state."""
+    """Return a line on whether a watched run ends in the same state as a bare one, if two bare runs do."""
     if not same(bare, again):
         return Line(what, "two bare runs differ: nothing can be said")
     alike = same(bare, watched)

@@ -1,4 +1,4 @@
-"""What the figures are of, and the two bandwidths that bars are over."""
+"""Shows the device and versions that the figures belong to, and the two bandwidths that bars are based on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.gpu_checks import Line
 from bench.gpu_checks.loops import settle
 
 BUSY_CYCLES = 40_000_000
-"""Some 20 ms: to launch a thousand kernels takes less."""
+"""Cycles for some 20 ms, more than it takes to launch a thousand kernels."""
 
 
 def check(device: str) -> Iterator[Line]:
@@ -29,7 +29,7 @@ def check(device: str) -> Iterator[Line]:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second, read and written: what a bar over one read of the gradients is counted with."""
+    """Return the bytes per second, read and written, by which bars over one read of the gradients are computed."""
     size = (4 << 30) if device == "cuda" else 1 << 22
     source = torch.zeros(size // 4, device=device)
     into = torch.empty_like(source)
@@ -37,8 +37,10 @@ def copy_bandwidth(device: str) -> float:
 
 
 def time_call(device: str, call: Callable[[], object], times: int = 20) -> float:
-    """Median seconds of a call; on a GPU the device's own, between two events. It is kept busy until the call is
-    launched, as in a loop whose steps take longer than to launch them."""
+    """Return the median seconds of a call; on a GPU the device's own, between two events.
+
+    The GPU is kept busy until the call is launched, as in a loop whose steps take longer than launching them.
+    """
     for _ in range(3):
         call()
     seconds = []

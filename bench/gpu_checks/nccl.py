@@ -1,4 +1,4 @@
-"""One process under torchrun with DDP and with FSDP2 on NCCL: the recorder is read, and a rank that hangs is found."""
+"""Checks one rank under torchrun on NCCL, with DDP and FSDP2: flight recorder, rollback by the daemon, a hang."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def _check_record(way: str, found: dict[str, Any], errors: str) -> Iterator[Line
 
 
 def _hang() -> Line:
-    """A process that waits for CUDA spins: alone, it may look as if it computed, which is borne with for longer."""
+    """Check that the hang is reported with its function.
+
+    A process that waits for CUDA spins: alone, it may look as if it computed, and then counts as hung only later.
+    """
     what = "a rank that waits for its device"
     try:
         return Line(what, cause(told("Hang", "wait_for_the_device")), True, "its function is named")
@@ -60,7 +63,7 @@ def _hang() -> Line:
 
 
 def _first_error(output: str) -> str:
-    """The line that says why the rank died: torchrun's own report comes after it, and is long."""
+    """Return the line that says why the rank died, which comes before torchrun's own, long report."""
     said = [
         line.strip() for line in output.splitlines() if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)
     ]
@@ -69,7 +72,7 @@ def _first_error(output: str) -> str:
 
 @contextlib.contextmanager
 def _job(device: str, way: str, rules: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """What the rank found, and what it said besides; ended with the block."""
+    """Run the job until the block ends; yields what the rank found, and all its output until then."""
     environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(rules)}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -1,4 +1,4 @@
-"""One rank on NCCL (on the CPU: gloo): its recorder, a rollback by the daemon, then a wait for the device that lasts.
+"""Trains one rank on NCCL (on the CPU: gloo) for nccl.py: flight recorder, rollback by the daemon, then a long wait.
 
 torchrun --nproc-per-node 1 -m bench.gpu_checks.one_rank DEVICE ddp|fsdp
 """
@@ -26,7 +26,7 @@ CYCLES_A_SECOND = 2_000_000_000
 
 
 def wait_for_the_device(device: str) -> None:
-    """For a kernel that does not end; on the CPU for nothing."""
+    """Wait for a kernel of `HANG_SECONDS`, and then as long again; on the CPU only sleep."""
     if device == "cuda":
         torch.cuda._sleep(HANG_SECONDS * CYCLES_A_SECOND)
         float(torch.ones(1, device=device))
@@ -48,7 +48,7 @@ def main() -> None:
         loop.optimizer = torch.optim.AdamW(loop.model.parameters(), 1e-4)
     monitor = sentinel.attach(loop.model, loop.optimizer, rollback=sentinel.Rollback(every=5, keep=2, margin=5))
     hangs: list[bool] = []
-    # In the loop: who has left it does not hang.
+    # The wait is inside the loop: a rank that has left its loop does not count as hung.
     loop.optimizer.register_step_pre_hook(lambda *_: wait_for_the_device(device) if hangs else None)
     loop.run(STEPS)
     found = read_record(device, monitor)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def await_rollback(loop: Loop, monitor: sentinel.Monitor) -> dict[str, Any]:
-    """A weight breaks; the daemon sees it and takes the run back."""
+    """Break a weight, and train until the daemon has rolled the run back; return what happened."""
     done: list[tuple[int, int]] = []
     monitor.on_rollback(lambda to, at: done.append((to, at)))
     _steps(loop, 40)
@@ -75,14 +75,14 @@ def await_rollback(loop: Loop, monitor: sentinel.Monitor) -> dict[str, Any]:
 
 
 def _steps(loop: Loop, count: int) -> None:
-    """Not too fast for a daemon that hears of them twice a second."""
+    """Make steps, with pauses for the daemon, which gets them twice a second."""
     for _ in range(count):
         loop.step()
         time.sleep(0.02)
 
 
 def read_record(device: str, monitor: sentinel.Monitor) -> dict[str, Any]:
-    """What Sentinel knows of the process group, once it has found its daemon."""
+    """Return what Sentinel knows of the process group, once it is connected to its daemon."""
     settle(device)
     until = time.monotonic() + START_SECONDS
     while monitor.state != "streaming" and time.monotonic() < until:

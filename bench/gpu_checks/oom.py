@@ -1,4 +1,4 @@
-"""Allocations that fail: the figures of the post mortem beside the allocator's own, in each phase of a step."""
+"""Compares the post mortem of failing allocations with the allocator's own figures, in each phase of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sentinel import wire
 from sentinel.wire.evidence import OutOfMemory
 
 SHARE = 0.06
-"""Of the card that the process may take: it fills up in a moment."""
+"""Share of the card that the process may take: so little that it fills up quickly."""
 CPU_BYTES = 1 << 50
 OFF = 0.05
 
@@ -41,7 +41,7 @@ def _broken(device: str, phase: str, ask: Callable[[Loop], None]) -> Iterator[Li
             try:
                 ask(loop)
             except RuntimeError:
-                own = _own(device) if phase == "forward" else {}  # else much is let go of until here
+                own = _own(device) if phase == "forward" else {}  # in the other phases much is freed before this point
                 raise
         served.ended()
         told = [one.content for one in served.of(wire.Collected) if one.what == "out_of_memory"]
@@ -62,7 +62,7 @@ def _broken(device: str, phase: str, ask: Callable[[Loop], None]) -> Iterator[Li
 
 
 def _own(device: str) -> dict[str, float]:
-    """As the allocator has it, before anything is let go."""
+    """Return the allocator's own figures, before anything is freed."""
     if device == "cpu":
         return {}
     known = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
@@ -70,7 +70,7 @@ def _own(device: str) -> dict[str, float]:
 
 
 def _size(loop: Loop) -> int:
-    """Elements that there is no room for."""
+    """Return a number of elements for which there is no room."""
     if loop.device == "cpu":
         return CPU_BYTES
     return int(SHARE * torch.cuda.get_device_properties(0).total_memory)
@@ -78,7 +78,7 @@ def _size(loop: Loop) -> int:
 
 def _forward(loop: Loop) -> None:
     held = [torch.empty(_size(loop) // 16, device=loop.device) for _ in range(2 if loop.device == "cuda" else 0)]
-    output = loop.model(loop.data[0])  # by a name: else the exception would let go of it before it is compared
+    output = loop.model(loop.data[0])  # named, because the exception would otherwise free it before the comparison
     (output + torch.empty(_size(loop), device=loop.device).sum()).backward()
     del held
 
@@ -88,7 +88,7 @@ def _backward(loop: Loop) -> None:
 
 
 def _optimizer(loop: Loop) -> None:
-    """AdamW makes its state at the first step: what is left is taken first."""
+    """Fill the memory, so that AdamW cannot make its state at its first step."""
     loop.optimizer.zero_grad()
     loop.model(loop.data[0]).backward()
     held = []
@@ -101,7 +101,7 @@ def _optimizer(loop: Loop) -> None:
 
 
 class Fails(torch.autograd.Function):
-    """A backward pass that asks for too much."""
+    """A backward pass that allocates too much."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:

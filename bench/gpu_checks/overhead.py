@@ -1,5 +1,8 @@
-"""What Sentinel costs a 1-B-parameter transformer in bf16, with the real daemon beside it: blocks of steps, watched and
-bare in random order, in one process. On a GPU two loops that are one differ by little, so the wall clock can tell."""
+"""Measures what Sentinel costs a 1-B-parameter transformer in bf16, with the real daemon beside it.
+
+Blocks of steps, watched and bare in random order, run in one process. On a GPU two identical loops differ by little,
+so the wall clock shows the difference.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from bench.gpu_checks.watched import statistics_by
 from sentinel.cli.client import ask_daemons
 
 BILLION = {"width": 2048, "layers": 18, "vocabulary": 32_000, "tokens": (8, 2048), "weights": torch.bfloat16}
-"""1.04 billion parameters, 16,384 tokens a step."""
+"""Options of a loop with 1.04 billion parameters and 16,384 tokens per step."""
 SMALL = {"width": 512, "layers": 24, "vocabulary": 2000, "tokens": (2, 128)}
-"""A step of some milliseconds: what launching costs is felt."""
+"""Options of a loop whose steps take some milliseconds, so that the cost of launching kernels shows."""
 INSTALLED = "as installed"
 BAR = 0.01
 STEPS = 16
-"""Of a block: a multiple of the usual spacings."""
+"""Steps of a block: a multiple of the usual spacings."""
 START_SECONDS = 60
 
 
@@ -73,7 +76,7 @@ def _costs(
 
 
 def _settle(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
-    """Train until the daemon is there and the governor has decided; the daemon's process."""
+    """Train until the daemon is there and the governor has decided; return the daemon's pid."""
     began, least = time.monotonic(), 8 if loop.device == "cuda" else 1
     while True:
         loop.run(steps)
@@ -85,14 +88,17 @@ def _settle(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
 
 
 def _daemon_of(run: str) -> int:
-    """Its process; those of earlier runs may still be there. 0: there is none."""
+    """Return the pid of the run's daemon, or 0. Daemons of earlier runs may still be there."""
     answers = ask_daemons("status")
     return next((int(answer["pid"]) for answer in answers for one in answer["runs"] if one["run"] == run), 0)
 
 
 def _account_parts(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, float]:
-    """Seconds of each part a second of the loop, while it runs without a break: CPU of the sender and the daemon; of
-    the hooks their time, in which they may wait for room among the launches that the device has still to do."""
+    """Return the seconds of each part per second of the loop, while it runs without a break.
+
+    CPU for the sender and the daemon; for the hooks wall time, in which they may wait for room in the device's launch
+    queue.
+    """
 
     def used() -> list[float]:
         sender = accounts.thread_seconds(os.getpid(), watch.sender.native_id)
@@ -116,7 +122,7 @@ def _block(loop: Loop, steps: int) -> float:
 
 
 def _peak(loop: Loop) -> int:
-    """Bytes of a step."""
+    """Return the peak of the allocated bytes over `STEPS` steps; 0 on the CPU."""
     if loop.device != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""`sentinel plan` against `torch.cuda.max_memory_allocated` of real steps, on six configurations."""
+"""Compares `sentinel plan` with `torch.cuda.max_memory_allocated` of real steps, on six configurations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CONFIGURATIONS: tuple[tuple[str, Build, str, bool], ...] = (
 
 
 def plan_bytes(build: Build, optimizer: str, checkpointed: bool) -> float:
-    """Bytes."""
+    """Return the bytes per GPU that `sentinel plan` estimates."""
     subject = tracing.subject(build, build.__name__, PRECISIONS["fp32"])
     batch = build()[1][0].shape[0]
     setup = Setup(
@@ -66,7 +66,7 @@ def plan_bytes(build: Build, optimizer: str, checkpointed: bool) -> float:
 
 
 def measure_bytes(build: Build, optimizer: str, checkpointed: bool) -> float:
-    """Bytes at the peak of the second step, inputs left out."""
+    """Return the bytes at the peak of the second step, without the inputs."""
     makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
         "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),

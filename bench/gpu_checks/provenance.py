@@ -1,4 +1,4 @@
-"""Who made the first value that is not finite: the faults of the tests, on the device; and when the alert asks."""
+"""Checks that the non-finite origin is found on the device: in the tests' faults, and when an alert asks for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.hooks.faulty import Case, cases
 def check(device: str) -> Iterator[Line]:
     made = list(cases())
     if device == "cuda":
-        torch.set_default_device(device)  # what the faults themselves make
+        torch.set_default_device(device)  # for tensors that the faults themselves make
     wrong, seconds = [], 0.0
     for case in made:
         found = _check_trace(case, device)
@@ -37,7 +37,7 @@ def check(device: str) -> Iterator[Line]:
 
 
 def _check_trace(case: Case, device: str) -> Provenance:
-    """Of one step, which asks after its backward pass."""
+    """Trace one step of a case after its backward pass; return what was found."""
     model, batch = case.model.to(device), case.batch.to(device)
     torch.manual_seed(5)
     kept = keep((batch,), {})
@@ -49,7 +49,7 @@ def _check_trace(case: Case, device: str) -> Provenance:
 
 
 def _check_answer(device: str) -> Iterator[Line]:
-    """A loop whose weights break: the daemon asks, one step is waited for, and the run is not changed by it."""
+    """Check a loop whose weights break: the daemon asks, a later step answers, and the run's results do not change."""
     deterministic()
     loops = []
     for ask in (False, True):

@@ -1,5 +1,7 @@
-"""What Sentinel adds to a step on the device's side: waits, copies, kernels. By torch's own debug mode for operations
-that wait, and by the profiler's record of what the driver was asked."""
+"""Counts the waits, copies and kernels that Sentinel adds to a step on the device.
+
+By torch's debug mode for operations that wait, and by the profiler's record of calls to the driver.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ WAITS = (
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
     "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
 )  # fmt: skip
-"""Calls of the driver's that wait, by their whole names: cudaMemcpyAsync does not, nor cudaEventQuery."""
+"""Full names of the driver's calls that wait; cudaMemcpyAsync and cudaEventQuery do not."""
 
 
 def check(device: str) -> Iterator[Line]:
@@ -45,7 +47,7 @@ def check(device: str) -> Iterator[Line]:
 
 
 def _compare(what: str, bare: Counter[str], seen: Counter[str], steps: int) -> Iterator[Line]:
-    """What the loop does besides its own."""
+    """Yield lines on what a watched loop does in addition to a bare one."""
     more = Counter({name: seen[name] - bare[name] for name in (*WAITS, "warned")})
     named = ", ".join(f"{name} {count:+d}" for name, count in more.items() if count)
     yield Line(f"{what}: waits in {steps} steps", named or "0", more.total() <= 0, "0")
@@ -58,7 +60,7 @@ def _compare(what: str, bare: Counter[str], seen: Counter[str], steps: int) -> I
 
 
 def _count_calls(make: Callable[[], Loop], how: str | None, steps: int, *, every_step: bool = False) -> Counter[str]:
-    """Over some steps. `how`: what takes the statistics; None: the loop is bare."""
+    """Count calls over some steps. `how`: the kernel that takes the statistics; None: the loop is bare."""
     loop = make()
     with contextlib.ExitStack() as stack:
         if how is not None:
@@ -73,7 +75,7 @@ def _count_calls(make: Callable[[], Loop], how: str | None, steps: int, *, every
 
 
 def _count_warnings(loop: Loop, steps: int) -> Counter[str]:
-    """Operations of torch's that wait for the device."""
+    """Count torch's operations that wait for the device."""
     if loop.device != "cuda":
         return Counter()
     torch.cuda.set_sync_debug_mode("warn")
@@ -87,7 +89,7 @@ def _count_warnings(loop: Loop, steps: int) -> Counter[str]:
 
 
 def profile_steps(loop: Loop, steps: int) -> Counter[str]:
-    """Calls of the driver's by name, kernels, and microseconds: of the device, and of asking for copies."""
+    """Count the driver's calls by name, the kernels, and the microseconds of the device and of issuing copies."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device == "cuda" else [])]
     with profile(activities=activities) as trace:
         loop.run(steps)
@@ -95,7 +97,7 @@ def profile_steps(loop: Loop, steps: int) -> Counter[str]:
     assert trace.profiler is not None
     found: Counter[str] = Counter()
     for event in trace.profiler.kineto_results.events():
-        if event.is_user_annotation():  # a span of the optimizer's, with kernels and gaps in it
+        if event.is_user_annotation():  # a span that the optimizer marks, with kernels and gaps in it
             continue
         name, spent = event.name(), event.duration_ns() // 1000
         if event.device_type() == DeviceType.CUDA:

@@ -1,4 +1,4 @@
-"""Snapshots in pinned memory: restored to the bit, what one costs the loop, and how long a restore takes."""
+"""Checks snapshots in pinned memory: restored to the bit, their cost to the loop, the time of a restore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _arm(loop: Loop, every: int) -> Armed:
 
 
 def _exact(device: str) -> Iterator[Line]:
-    """Back to what it was, with a buffer that changes in the forward pass, and on as it went on then."""
+    """Check that a restored loop has its old state and makes the same losses; a buffer changes in each forward pass."""
     scaled = {"half": torch.float16, "scale": 1024.0}
     for name, options in {"dropout": {"dropout": 0.1}, "fp16 with a scaler": scaled}.items():
         loop = Loop(device, **toy(device), **options)
@@ -44,7 +44,7 @@ def _exact(device: str) -> Iterator[Line]:
         then, drawn = [tensor.clone() for tensor in loop.state()], generators(device)
         loop.run(4)
         first = [float(loss) for loss in loop.losses[6:10]]
-        loop.steps = 5  # of the step that is undone: after it the data of step 6 come again
+        loop.steps = 5  # the loop's count, as of the undone step: after it comes the data of step 6 again
         answer = armed.roll_back(5)
         now = list(loop.state())
         alike = len(now) == len(then) and all(map(torch.equal, [*now, *generators(device)], [*then, *drawn]))
@@ -55,7 +55,7 @@ def _exact(device: str) -> Iterator[Line]:
 
 
 class Counting(nn.Module):
-    """A buffer that changes in the forward pass."""
+    """Returns its input, and has a buffer that changes in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Counting(nn.Module):
 
 
 def _costs(device: str, name: str, options: dict[str, object]) -> Iterator[Line]:
-    """The loop runs ahead of the device, as loops do: whole blocks are timed."""
+    """Measure a snapshot's and a restore's cost. Whole blocks are timed, because the loop runs ahead of the device."""
     loop, blocks = Loop(device, **options, half=torch.bfloat16), 4 if device == "cuda" else 1
     loop.run(SPACING)
     bare = _seconds(loop, blocks * SPACING) / blocks

@@ -1,4 +1,4 @@
-"""Snapshots of the caching allocator, as `sentinel memory` reads them: its figures, its lines, what grew."""
+"""Checks how `sentinel memory` reads snapshots of the caching allocator: figures, source lines, what grew."""
 
 from __future__ import annotations
 

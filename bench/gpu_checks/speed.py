@@ -1,4 +1,4 @@
-"""How long the statistics take on the device, over one read of the gradients at the card's copy bandwidth."""
+"""Times the statistics on the device, relative to one read of the gradients at the card's copy bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sentinel.hooks.measure.statistics import HIGH, NONFINITE, NORM, TorchStatis
 
 BAR = 1.5
 BILLION = {"width": 2048, "layers": 18, "vocabulary": 32_000}
-"""1.04 billion parameters."""
+"""Options of a model with 1.04 billion parameters."""
 
 
 def check(device: str) -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""What arrives is what the loop has: values that were packed on the device, copied behind it, and read by a thread."""
+"""Checks that values arrive as the loop has them: packed on the device, copied behind it, and read by a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attaching to a daemon that lives in this process and keeps all it is sent."""
+"""Attaches loops to a fake daemon in this process that keeps everything it receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hooks.conftest import FakeDaemon
 
 @contextlib.contextmanager
 def daemon() -> Iterator[FakeDaemon]:
-    """One that `attach` finds."""
+    """Run a fake daemon that `attach` finds by SENTINEL_ADDRESS."""
     with tempfile.TemporaryDirectory(prefix="g") as folder:
         made = FakeDaemon(Path(folder) / "d.sock")
         os.environ["SENTINEL_ADDRESS"] = made.address
@@ -35,7 +35,7 @@ def daemon() -> Iterator[FakeDaemon]:
 
 @contextlib.contextmanager
 def statistics_by(kernel: str) -> Iterator[None]:
-    """`eager`: torch's operations; `Triton`: the fused kernel. The compiled one of the CPU is left out."""
+    """Take statistics by torch's operations (`eager`) or by the fused kernel (`Triton`), never by the CPU's kernel."""
     before = kernels.kernel_missing, kernels.device_kernel
     kernels.kernel_missing, kernels.device_kernel = "left out", ONLY[kernel]()
     try:
@@ -45,14 +45,14 @@ def statistics_by(kernel: str) -> Iterator[None]:
 
 
 class Torch(DeviceKernel):
-    """None."""
+    """No device kernel: torch's operations are used."""
 
     def __init__(self) -> None:
         super().__init__(usable=False)
 
 
 class Triton(DeviceKernel):
-    """It is compiled where it is launched first, on the CPU too, and what fails there is raised."""
+    """The Triton kernel, compiled at its first launch, on the CPU too; its errors are raised."""
 
     def __init__(self) -> None:
         super().__init__(usable=True)
@@ -67,13 +67,13 @@ ONLY: dict[str, type[DeviceKernel]] = {"eager": Torch, "Triton": Triton}
 
 
 def signals(daemon: FakeDaemon) -> set[str]:
-    """That arrived, of scope `rank`."""
+    """Return the names of the signals of scope `rank` that arrived."""
     return {name for batch in daemon.of(wire.Batch) for name in batch.columns}
 
 
 @contextlib.contextmanager
 def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tuple[FakeDaemon, Any]]:
-    """(daemon, monitor) of a loop, until the block ends and everything has arrived. `every_step`: all tiers at each."""
+    """Attach a loop; yield (daemon, monitor), then wait until all arrived. `every_step`: sample all tiers each step."""
     due, rare = Governor.due, Governor.rare
     if every_step:
         Governor.due = Governor.rare = lambda *_, **__: True  # type: ignore[method-assign, assignment]

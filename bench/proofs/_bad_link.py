@@ -1,9 +1,9 @@
-"""A link to a node that is slow and loses connections: TCP from 127.0.0.1 to somewhere else.
+"""Simulates a slow link to a node that loses connections: forwards TCP from 127.0.0.1 to other addresses.
 
     python -m bench.proofs._bad_link 9501=198.18.0.1:9478 9502=.. '{"seed": 1, "delay": 0.1, "stall": 0.05, "cut": 0.0}'
 
-`delay`: seconds, each way. `stall`, `cut`: chance, each second and for each connection, that it carries no more and
-stays open, or that it is closed.
+`delay`: seconds, each way. `stall`, `cut`: chance per second, for each connection, that it stays open but carries no
+more data, or that it is closed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 
 class Link:
-    """All connections."""
+    """All connections of the link."""
 
     def __init__(self, terms: dict[str, Any]) -> None:
         self._terms, self._draw = terms, random.Random(terms["seed"])
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, port: int, host: str, target: int) -> None:
-        """Carry what comes to a port to `host`."""
+        """Forward connections to a local port to a port of `host`."""
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ class Link:
             other_writer.close()
 
     async def _disturb(self, stalled: asyncio.Event) -> None:
-        """Returns when the connection is to be closed."""
+        """Stall a connection at random; return when it must be closed."""
         while True:
             await asyncio.sleep(1.0)
             if self._draw.random() < self._terms["stall"]:

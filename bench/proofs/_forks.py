@@ -1,4 +1,4 @@
-"""Ranks that are forks of one process which has loaded torch: most of the time that a short job takes."""
+"""Forks ranks from one process that has loaded torch: loading it takes most of a short job's time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def fork(task: Callable[[], object]) -> int:
-    """A process that does it, and ends."""
+    """Fork a process that runs the task and exits, with 0 or after an error with 1; return its pid."""
     if child := os.fork():
         return child
     try:
@@ -25,7 +25,7 @@ def fork(task: Callable[[], object]) -> int:
 
 
 def end(process: int) -> None:
-    """Kill it, and wait for it."""
+    """Kill a process, and wait for its end."""
     try:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
@@ -34,12 +34,12 @@ def end(process: int) -> None:
 
 
 def silence() -> None:
-    """Nothing that this process says is of interest."""
+    """Discard this process's standard error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def join_store(folder: Path, *, host: bool) -> Any:
-    """A store between processes, which one of them hosts."""
+    """Return a TCPStore between processes; the one with `host` hosts it, and writes its port into `folder`."""
     import torch.distributed as dist
 
     if host:
@@ -52,7 +52,7 @@ def join_store(folder: Path, *, host: bool) -> Any:
 
 
 def leave(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically: it is there whole or not at all."""
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(text)
     draft.rename(path)

@@ -1,8 +1,8 @@
-"""Kill the daemon with -9 at random moments of a run with an open incident, and look whether anybody notices.
+"""Kills the daemon with -9 at random moments of a run with an open incident, and checks that it is not noticeable.
 
-Each run is compared with the same run without Sentinel. Nothing may differ: weights to the bit, steps, one incident,
-one alert and one line that it is over, every step in the history, and nothing left behind, neither process nor file.
-Where the machine starves the run, stock rules may find that it is slow: of those, too, nothing comes twice.
+Each run is compared with the same run without Sentinel: weights must be the same to the bit, and the steps. There must
+be one incident, one alert and one line that it is over, every step in the history, and no process or file left behind.
+On a busy machine stock rules may find the run slow: their alerts, too, must not come twice.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bench.places import find_daemon, make_places
 STEPS, HIGH_FROM, HIGH_TO = 2500, 40, 2300
 STEP_SECONDS = 0.006
 PATIENCE_SECONDS = 60.0
-"""For which a run waits for a daemon at its end: a busy machine may need more than the usual two seconds."""
+"""How long a run waits for a daemon at its end: a busy machine may need more than the usual two seconds."""
 KILLS_A_RUN = 4
-"""The pauses before a new daemon grow with each: 0, 1, 2 seconds."""
+"""Kills in a run. The pauses before a new daemon grow with each: 0, 1, 2 seconds."""
 RULES = """
 group: kills
 signals: {level: what the run logs}
@@ -39,7 +39,7 @@ rules:
 
 
 def train() -> None:
-    """The run: its steps, a digest of its weights, and what `on_alert` got."""
+    """Train the run, and print as JSON its steps, a digest of its weights, and what `on_alert` got."""
     import hashlib
 
     import torch
@@ -68,8 +68,10 @@ def train() -> None:
 
 
 def run_killed(seed: int, kills: int, settings: str = "", *, last: bool = False) -> int:
-    """One run; how often its daemon was killed. `last`: in its last moments. Raises AssertionError with what somebody
-    could notice."""
+    """Make a run whose daemon is killed, and check it; return how often the daemon was killed.
+
+    `last`: kill in the run's last moments. Raises AssertionError with what could be noticed.
+    """
     with tempfile.TemporaryDirectory(prefix="k") as folder:
         root = Path(folder)
         (root / "rules.yaml").write_text(RULES)
@@ -92,7 +94,7 @@ def run_killed(seed: int, kills: int, settings: str = "", *, last: bool = False)
 
 
 def _kill_at_random(run: subprocess.Popen[str], runtime: Path, chance: random.Random, kills: int, *, last: bool) -> int:
-    """Kill what serves there. The moments are random: from the opening of its socket on."""
+    """Kill each daemon that serves, at a random moment after its socket opens; return the number of kills."""
     whole = STEPS * STEP_SECONDS
     begin, killed, victims = time.monotonic(), 0, set[int]()
     while run.poll() is None and killed < kills:
@@ -100,7 +102,7 @@ def _kill_at_random(run: subprocess.Popen[str], runtime: Path, chance: random.Ra
         if daemon is None or daemon in victims:
             time.sleep(0.002)
             continue
-        # In its last moments: until a little after its last step, when it says goodbye.
+        # `last`: at about the last step, when the run says goodbye.
         time.sleep(
             max(whole + chance.uniform(0.0, 1.0) - (time.monotonic() - begin), 0) if last else chance.uniform(0, 1.5)
         )
@@ -125,7 +127,7 @@ def _compare(bare: dict[str, Any], watched: dict[str, Any], terminal: str) -> No
 
 
 def _check_nothing_is_left(root: Path) -> None:
-    """No file, and no process of the run. A daemon that is killed at the very end has to be replaced first."""
+    """Check that no file and no process of the run is left. A daemon killed at the very end must be replaced first."""
     deadline = time.monotonic() + 30
     while left := [*(root / "run").iterdir(), *(root / "state").rglob("*.json"), *_list_processes(root)]:
         assert time.monotonic() < deadline, f"left behind: {left}"

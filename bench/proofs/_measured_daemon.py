@@ -1,7 +1,9 @@
-"""A daemon that writes down how long its loop did one thing: `python -m bench.proofs._measured_daemon FILE daemon ...`.
+"""Runs a daemon that records how long its event loop is busy with one callback.
 
-Each line is (when it began, by the monotonic clock; milliseconds of CPU in the loop's thread). What else a busy machine
-does is not counted, and what took less than `LEAST_MS` is left out.
+    python -m bench.proofs._measured_daemon FILE daemon ...
+
+Each line of FILE is (when the callback began, by the monotonic clock; milliseconds of CPU in the loop's thread). Other
+work of a busy machine is not counted, and callbacks under `LEAST_MS` are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ LEAST_MS = 10.0
 
 
 def measure(path: Path) -> None:
-    """From now on, in this process."""
+    """Record the callbacks of all event loops of this process from now on."""
     run = asyncio.Handle._run  # type: ignore[attr-defined]
 
     def measured(handle: Any) -> None:

@@ -1,4 +1,4 @@
-"""torchrun on each node of a network, with places of its own on each, and a receiver of what daemons tell people."""
+"""Runs torchrun on each node of a network, each with places of its own, and a receiver of the daemons' messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sentinel.node.question import ask_daemon
 
 
 class NodesJob:
-    """Started, and ended with `close`."""
+    """A job over nodes, started when created and ended with `close`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class NodesJob:
         environment: Mapping[str, str],
         launcher: Sequence[str] = (),
     ) -> None:
-        """`program`: what torchrun starts, with its arguments; `launcher`: words before `python -m torch...`."""
+        """Start it. `program`: what torchrun starts, with arguments; `launcher`: words before `python -m torch...`."""
         self.root, self.node_count = root, len(network.prefixes)
         self.inbox = Inbox(root / "pages.jsonl")
         receive = [*network.inbox_prefix, sys.executable, "-m", "sentinel.demo.inbox", network.inbox]
@@ -54,11 +54,11 @@ class NodesJob:
                 self.nodes.append(subprocess.Popen(command, env=self.environments[-1], stdout=said, stderr=said))
 
     def said(self, node: int) -> str:
-        """On the terminal of a node."""
+        """Return what was printed on a node's terminal."""
         return (self.root / f"said{node}").read_text(errors="replace")
 
     def ask(self, node: int) -> dict[str, Any]:
-        """What `sentinel status` shows of the run there; empty where no daemon answers."""
+        """Return the run's part of `sentinel status` on a node; empty if no daemon answers."""
         with contextlib.suppress(SentinelError, OSError):
             for socket in (self.root / f"node{node}" / "run").glob("*/sentinel.sock"):
                 for run in ask_daemon(socket, "status")["runs"]:
@@ -67,7 +67,7 @@ class NodesJob:
         return {}
 
     def run_command(self, node: int, *words: str) -> Any:
-        """What `sentinel ... --json` prints there."""
+        """Return what `sentinel ... --json` prints on a node."""
         command = [sys.executable, "-m", "sentinel", *words, "--json"]
         done = subprocess.run(command, env=self.environments[node], capture_output=True, text=True, timeout=120)
         assert done.stdout, f"`sentinel {' '.join(words)}` on node {node}: {done.stderr}"
@@ -81,16 +81,16 @@ class NodesJob:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended on all nodes."""
+        """Whether the job has ended on all nodes."""
         return all(node.poll() is not None for node in self.nodes)
 
     def kill_daemon(self, node: int) -> bool:
-        """SIGKILL to the daemon of a node; whether there was one."""
+        """Send SIGKILL to the daemon of a node; return whether there was one."""
         daemon = find_daemon(self.root / f"node{node}" / "run")
         return kill(daemon) if daemon is not None else False
 
     def close(self) -> None:
-        """Kill all of it that is left."""
+        """Kill all processes of the job that are left."""
         for process in [*self.nodes, self._receiver]:
             process.kill()
         for pid in list_processes(self.root):
@@ -100,7 +100,7 @@ class NodesJob:
 
 
 def kill(pid: int) -> bool:
-    """SIGKILL; whether there was such a process."""
+    """Send SIGKILL to a process; return whether it existed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -109,7 +109,7 @@ def kill(pid: int) -> bool:
 
 
 def list_processes(root: Path) -> list[int]:
-    """Those whose places are in this folder."""
+    """Return the pids of the processes whose places are in this folder."""
     found, mark = [], f"SENTINEL_RUNTIME={root}/".encode()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""One rank of a healthy DDP job, of which one rank does something else at a step: see `bench/proofs/nodes_faults.py`.
+"""Trains one rank of a DDP job that is healthy until one rank has a fault: see `bench/proofs/nodes_faults.py`.
 
     torchrun ... -m bench.proofs._nodes_faults_job KIND FOLDER/FILE SECONDS RANK
 
-Faults and arguments are those of `tests/programs/waiting_ranks.py`, and RANK has the fault. Training
-begins once there is `met` in the folder; when the rank does something else, it notes that in `fault`.
+Faults and arguments are those of `tests/programs/waiting_ranks.py`, and RANK has the fault. Training begins once the
+folder has the file `met`; when the fault begins, its rank writes the file `fault`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tests.waiting import until
 
 STEP_SECONDS = 0.12
 STEPS, DRIFT_STEPS = 240, 6000
-"""Of a loop, and of one in which replicas are to drift apart: their checksums are minutes apart, and it is killed."""
+"""Steps of a loop, and of one whose replicas drift apart: their checksums are minutes apart, and it is killed."""
 SHORTER = 40
-"""By which the loader of the rank is shorter, where that is the fault."""
+"""Batches by which the faulty rank's loader is shorter, where that is the fault."""
 FAULT_STEP = 60
 MEET_SECONDS = 400.0
 
 
 def train(kind: str, folder: Path, faulty: int) -> None:
-    """One rank."""
+    """Train one rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -60,12 +60,12 @@ def train(kind: str, folder: Path, faulty: int) -> None:
             time.sleep(waiting_ranks.SECONDS)
     dist.barrier()
     monitor.detach()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 
 def do_otherwise(kind: str, monitor: sentinel.Monitor, model: nn.Module) -> None:
-    """What no other rank does."""
+    """Commit the fault."""
     if kind == "drift":
         with torch.no_grad():
             model.get_parameter("module.2.weight")[0, 3] += 0.5
@@ -76,7 +76,7 @@ def do_otherwise(kind: str, monitor: sentinel.Monitor, model: nn.Module) -> None
 
 
 def note_fault(folder: Path, step: int, longest: float) -> None:
-    """Write down when it comes, after which step, and the longest step so far, in seconds."""
+    """Write the Unix time at which the fault begins, the step before it, and the longest step so far, in seconds."""
     (folder / "draft").write_text(f"{time.time()} {step} {longest}")
     (folder / "draft").replace(folder / "fault")
 

@@ -1,7 +1,7 @@
-"""A job of torchrun over two nodes on loopback, a daemon and `sentinel run` on each, and what its ranks write down.
+"""Runs a torchrun job over two nodes on loopback, with a daemon and `sentinel run` on each, and the logs of its ranks.
 
-Files in its folder have the ranks do something: while there is `high` the level is high; `break` has the last rank
-break until it is rolled back or started again; `die-R` kills rank R; `stop` ends the job.
+Files in its folder control the ranks: while `high` exists, the level is high; `break` makes the last rank broken until
+it is rolled back or started again; `die-R` kills rank R; `stop` ends the job.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ severities = ["critical"]
 
 
 class Job(NodesJob):
-    """Started, and ended with `close`."""
+    """The job, started when created and ended with `close`."""
 
     def __init__(self, root: Path) -> None:
         network = find_loopback(NODES)
@@ -73,13 +73,13 @@ class Job(NodesJob):
         )  # fmt: skip
 
     def kill_rank(self, rank: int) -> bool:
-        """SIGKILL to a rank as it runs now; whether it ran."""
+        """Send SIGKILL to the present process of a rank; return whether it ran."""
         entries = read_log(self.root, rank)
         return kill(entries[-1]["pid"]) if entries else False
 
 
 def read_log(root: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank wrote down of its steps. A line that a kill cut short is left out."""
+    """Return the entries that a rank wrote, one per step, without a line that a kill cut short."""
     path = root / f"log.{rank}"
     entries: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -89,7 +89,7 @@ def read_log(root: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def train(root: Path) -> None:
-    """One rank."""
+    """Train one rank."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -137,12 +137,12 @@ def train(root: Path) -> None:
             step += 1
     dist.barrier()
     monitor.detach()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 
 def _read_flags(root: Path, rank: int) -> Iterator[bool]:
-    """`high`, `break`, `stop` as rank 0 sees them now. A rank that is to die does."""
+    """Yield `high`, `break`, `stop` as rank 0 sees them now. If this rank must die, kill it."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +157,7 @@ def _read_flags(root: Path, rank: int) -> Iterator[bool]:
 
 
 def _take_file(path: Path) -> bool:
-    """Remove the file. Returns whether it was there; a file that appears during the call is seen at the next step."""
+    """Remove a file; return whether it was there. A file that appears during the call is seen at the next step."""
     try:
         path.unlink()
     except FileNotFoundError:

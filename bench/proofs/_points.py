@@ -1,4 +1,4 @@
-"""The points of an agreement to roll back at which a proof does something to a rank."""
+"""Lets a proof act on a rank at each point of an agreement to roll back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 def watch_restorers(
     reach: Callable[[str, Any], None], results: list[dict[str, Any]], *, verdict_seconds: float
 ) -> None:
-    """Call `reach` with the name of each point that a restorer of this process comes by, and the message in hand; note
-    its answers in `results`. Points: `message` (any other than the two that follow), `prepare` and `promised`, `commit`
-    and `committed` (before and after the message is dealt with), `waiting`, `ready` and `said`, `deciding` and
-    `decided` (before and after each word is written), `restored`."""
+    """Call `reach(point, message)` at each point that this process's restorers pass; add their answers to `results`.
+
+    Points: `prepare` and `promised`, `commit` and `committed` (before and after the message is handled), `message`
+    (before any other message), `waiting`, `ready` and `said`, `deciding` and `decided` (before and after each word of
+    the rank consensus is written), `restored`.
+    """
     from sentinel import wire
     from sentinel.hooks.rollback.agreement import RankConsensus, TwoPhaseCommit
     from sentinel.hooks.rollback.restorer import Restorer

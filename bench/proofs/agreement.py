@@ -1,12 +1,12 @@
-"""Kill a process at each step of an agreement to roll back: the ranks that are left restore together, or none does.
+"""Kills a process at each point of an agreement to roll back: all surviving ranks must restore, or none.
 
     victim    each of four ranks, the host of the process group's store, the daemon
-    point     where in the agreement: as a message arrives, once it was dealt with, at the step, before and after each
-              word is written, before the restore, after it
+    point     where in the agreement: when a message arrives, after it was handled, at the step, before and after each
+              word of the ranks is written, before the restore, after it
 
-Real processes, real gloo, a real daemon; the ranks are forks of one process that has loaded torch. A trial fails where
-two survivors do not agree on whether they restored, or on their weights after any step; where a call of
-`optimizer.step()` takes more than a minute; or where a survivor does not come to its end.
+Real processes, real gloo, a real daemon; the ranks are forks of one process that has loaded torch. A trial fails if
+two survivors differ in whether they restored, or in their weights after any step; if a call of `optimizer.step()`
+takes more than a minute; or if a survivor does not end.
 
 Ranks wait 2 s for a verdict and for each other, and in one trial of five the default 10 s.
 """
@@ -36,22 +36,24 @@ TRIALS = 300
 
 
 def find_seed(victim: str, point: str) -> int:
-    """The first that kills this one there."""
+    """Return the first seed whose trial kills this victim at this point."""
     return POINTS.index(point) * len(VICTIMS) + VICTIMS.index(victim)
 
 
 SAMPLE = (find_seed("store", "decided"), find_seed("rank 1", "said"), find_seed("daemon", "commit"))
 ASKED_AT, STEPS = 40, 70
 ANSWER_SECONDS = 15.0
-"""In which a rollback is answered, by the daemon that replaces a killed one at the latest."""
+"""Seconds within which a rollback is answered, if need be by the daemon that replaces a killed one."""
 MOST_SECONDS = 60.0
-"""That a step may take."""
+"""Seconds that a step may take."""
 JOB_SECONDS = 150.0
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One kill, in a job of four ranks. What the survivors did. Only the quickest rank comes by some points: where a
-    rank that is the victim did not, the job is run again, five times at most."""
+    """Make one kill in a job of four ranks; return what the survivors did.
+
+    Only the quickest rank reaches some points: if the victim did not, the job is run again, up to five times in all.
+    """
     _load_torch()
     for _ in range(5):
         counted = _run_job(seed)
@@ -89,7 +91,7 @@ def _run_job(seed: int) -> dict[str, Any]:
 
 
 def _load_torch() -> None:
-    """So that the forks have it, and ours: most of a trial's time."""
+    """Load torch and Sentinel's hooks before the forks: it is most of a trial's time."""
     import torch
     import torch.distributed
     import torch.nn.parallel
@@ -99,7 +101,7 @@ def _load_torch() -> None:
     import sentinel.hooks.session.attach
 
     torch.set_num_threads(1)
-    sentinel.attach  # noqa: B018, which is loaded when it is first asked for
+    sentinel.attach  # noqa: B018 (loaded at its first use)
 
 
 def _compare(folder: Path, killed: set[int], ended: bool, victim: str, point: str) -> dict[str, Any]:
@@ -130,11 +132,11 @@ def _compare(folder: Path, killed: set[int], ended: bool, victim: str, point: st
 
 
 Plan = tuple[int | None, str, str, int]
-"""(the rank that kills, or None: the first to come there; the point; the victim; the store's host)."""
+"""(the rank that kills; None: the first to reach the point; the point; the victim; the pid of the store's host)."""
 
 
 class _Killing:
-    """Puts a kill at a point of this rank's part in the agreement, or of whichever rank comes by it first."""
+    """Kills the victim when this rank reaches the point; if any rank may kill, the first to reach it does."""
 
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
         self._folder = folder
@@ -195,7 +197,7 @@ def _train(folder: Path, rank: int, places: dict[str, str], patience: float, pla
             dist.broadcast(over, 0)
             time.sleep(STEP_SECONDS)
             step += 1
-    except RuntimeError:  # of the loop's own collective: a rank is gone
+    except RuntimeError:  # from the loop's own collective: a rank is gone
         pass
     found = {"results": results, "weights": weights, "longest": longest}
     leave(folder / f"{rank}.json", json.dumps(found))
@@ -208,7 +210,7 @@ def _host_store(folder: Path) -> None:
 
 
 def _await(processes: list[int]) -> bool:
-    """Whether all end in time."""
+    """Wait for the processes; return whether all ended in time."""
     deadline, left = time.monotonic() + JOB_SECONDS, set(processes)
     while left and time.monotonic() < deadline:
         for process in list(left):

@@ -1,4 +1,4 @@
-"""Tests of which CI runs a sample of the cases (marker `sampled`, tests/sampling.py): a trial is all cases of one."""
+"""Runs all cases of the tests of which CI runs only a sample (marker `sampled`, tests/sampling.py): a trial each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARKED = "pytest.mark.sampled("
 
 
 def list_sampled() -> list[str]:
-    """The tests with the marker, as pytest names them."""
+    """Return the tests with the marker, as pytest names them."""
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def list_sampled() -> list[str]:
 TESTS = list_sampled()
 TRIALS = len(TESTS)
 SAMPLE: tuple[int, ...] = ()
-"""The tests themselves run it."""
+"""Empty: the tests run samples of these cases themselves."""
 
 
 def run_trial(seed: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Command rollbacks at random moments, of four ranks: each is applied at the same step on every rank, or on none.
+"""Orders rollbacks of four ranks at random moments: each must be applied at the same step on every rank, or on none.
 
-Jobs of real DDP on gloo with a real daemon, a `Prepare` every second or so. In ten jobs of 50 commands their delivery
-is held back at random; in the others the daemon is killed four times besides, at a random point of the protocol. A rank
-that parted would also hang its job in the next all-reduce, or end with other weights: a trial fails on either.
+Jobs of real DDP on gloo with a real daemon, and a `Prepare` about every second. In all jobs messages are delayed at
+random; ten jobs have 50 commands, and in the others the daemon is killed four times at a random point of the
+protocol. A rank that diverged would also hang its job in the next all-reduce, or end with other weights: a trial fails
+on either.
 
-Ranks wait 2 s for a verdict here and not 10, so that a killed daemon costs less of a trial's time.
+Ranks wait 2 s for a verdict here instead of 10, so that a killed daemon costs less of a trial's time.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ SAMPLE = (0, DELAYED)
 COMMANDS_A_RUN, KILLS_A_RUN, COMMANDS_A_KILL = 50, 4, 4
 RANKS = 4
 SHORT_RANKS, SHORT_COMMANDS, SHORT_KILLS = 2, 8, 2
-"""Of the trials that the tests run."""
+"""Sizes of the trials that the tests run."""
 JOB_SECONDS = 400
 VERDICT_SECONDS = 2.0
 STEP_SECONDS = 0.004
 DELAYS = (0.0, 0.0, 0.0, 0.002, 0.01, 0.05)
-"""Seconds that a message to a rank is held back, by chance; what comes after it on that rank waits with it."""
+"""Seconds, drawn at random, that a message to a rank is delayed; later messages to that rank wait with it."""
 ARRIVALS = ("message", "prepare", "commit")
 POINTS = ("prepare", "promised", "commit", "committed", "restored")
-"""Where a rank kills the daemon: as a message arrives, and once it was dealt with."""
+"""Points at which a rank kills the daemon: when a message arrives, and after it was handled."""
 RULES = """
 group: agreement
 signals: {command: the run asks for a rollback}
@@ -52,7 +53,7 @@ rules:
 
 
 class Rank:
-    """What happens on one rank: messages are held back, the daemon is killed, answers are noted."""
+    """Disturbs one rank: delays its messages, kills the daemon, and notes the answers."""
 
     def __init__(self, number: int, seed: int, kills: list[tuple[int, int, str]]) -> None:
         self._chance = random.Random(1000 * seed + number)
@@ -62,7 +63,7 @@ class Rank:
         self.killed = 0
 
     def reach(self, point: str, message: Any) -> None:
-        """The restorer comes by a point."""
+        """Act on a point that the restorer passes."""
         if point in ARRIVALS:
             time.sleep(self._chance.choice(DELAYS))
         if point == "prepare":
@@ -73,7 +74,7 @@ class Rank:
 
 
 def train(folder: Path, commands: int, seed: int, kills: list[tuple[int, int, str]]) -> None:
-    """One rank of the run, until so many commands were given."""
+    """Train one rank of the run until `commands` commands were given, and write down what it noted."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -114,12 +115,12 @@ def train(folder: Path, commands: int, seed: int, kills: list[tuple[int, int, st
     }  # fmt: skip
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     os._exit(0)
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One job, shorter where the tests run it."""
+    """Run one job, a shorter one in the tests; return what was counted."""
     short = "PYTEST_CURRENT_TEST" in os.environ
     ranks = SHORT_RANKS if short else RANKS
     kills = 0 if seed < DELAYED else SHORT_KILLS if short else KILLS_A_RUN
@@ -129,7 +130,7 @@ def run_trial(seed: int) -> dict[str, Any]:
 
 
 def run_job(seed: int, ranks: int, commands: int, kills: int) -> list[dict[str, Any]]:
-    """What each rank noted."""
+    """Run a job; return what each rank noted."""
     chance = random.Random(seed)
     plan = [
         (
@@ -160,7 +161,7 @@ def run_job(seed: int, ranks: int, commands: int, kills: int) -> list[dict[str, 
 
 
 def compare_ranks(ranks: list[dict[str, Any]]) -> dict[str, int]:
-    """How many commands were applied. Raises AssertionError where one was on some ranks alone."""
+    """Count the commands, those applied and the kills. Raises AssertionError if the ranks differ."""
     answers: dict[int, dict[int, dict[str, Any]]] = collections.defaultdict(dict)
     for number, rank in enumerate(ranks):
         for result in rank["results"]:

@@ -1,8 +1,8 @@
-"""2,000 damaged files from anybody: histories, checkpoints, allocator snapshots, flight-recorder dumps, logs.
+"""Reads 2,000 damaged files: histories, checkpoints, allocator snapshots, flight-recorder dumps, logs.
 
 A trial is 25 mutations of one kind of file, read by every command that takes such a file, in one process of its own.
-It holds where no command ends in a traceback, each exit status is one of 0, 1 and 2 (never 1 together with an error: 1
-says that something was found), and none takes more than 500 MB beyond what the process had.
+It holds if no command ends in a traceback, each exit status is 0, 1 or 2 (never 1 together with an error: 1 means that
+something was found), and none takes more than 500 MB beyond what the process had.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 TRIALS = 80
 SAMPLE = (2, 3, 4)
-"""One of each kind."""
+"""One trial each of `safetensors`, `snapshot` and `dump`."""
 MUTATIONS = 25
 LIMIT_BYTES = 500 * 1000**2
 TIME_SECONDS = 600
@@ -65,7 +65,7 @@ def _run_mutations(seed: int, folder: Path) -> dict[str, Any]:
 
 
 def _run_command(arguments: list[str], what: str) -> tuple[int, int]:
-    """(bytes that it took at most, beyond what was taken before; exit status)."""
+    """Run a command in this process; return (its peak bytes beyond those taken before, exit status)."""
     from sentinel.cli import main
 
     before, said = _reset_peak(), io.StringIO()
@@ -87,7 +87,7 @@ def _run_command(arguments: list[str], what: str) -> tuple[int, int]:
 
 
 LISTS = ("incidents", "history", "hang")
-"""Commands that say of one file that it is damaged, and go on with the others."""
+"""Commands that report a damaged file, and go on with the others."""
 
 
 def _reset_peak() -> int:
@@ -200,7 +200,7 @@ ANYWHERE: tuple[Callable[[Path, random.Random], None], ...] = (_flip_bits, _cut,
 
 
 def _damage_row(path: Path, rng: random.Random) -> None:
-    """In a packed value, which SQLite keeps no checksum of: the database itself stays whole."""
+    """Damage a stored value; SQLite has no checksum of it, so the database itself stays intact."""
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as database, database:
         table, key = rng.choice(ROWS)
         rows = database.execute(
@@ -250,7 +250,7 @@ def _unpack(value: bytes) -> bytes | None:
 
 
 def _damage_pickle(path: Path, rng: random.Random) -> None:
-    """One value somewhere in it, and pickled as before."""
+    """Replace one value somewhere in a pickled object, and pickle it again."""
     try:
         content = pickle.loads(path.read_bytes())
     except Exception:
@@ -272,7 +272,7 @@ def _holders(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _damage_header(path: Path, rng: random.Random) -> None:
-    """One value of a safetensors header."""
+    """Replace one value in a safetensors header."""
     content = path.read_bytes()
     try:
         length = int.from_bytes(content[:8], "little")

@@ -1,7 +1,7 @@
-"""README's demo names its cause: `sentinel demo`, on a machine that is idle, and on one with nothing to spare.
+"""Checks that `sentinel demo` of the README names its cause, on an idle machine and on a fully busy one.
 
-Each seed draws other weights, other data, and another step at which the data go bad. Every second trial has a program
-on each core that computes without a break.
+Each seed draws other weights, other data, and another step at which the data go bad. In every second trial a program
+on each core computes without a break.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 TRIALS = 20
 SAMPLE = ()
-"""None: tests/demo runs it each time."""
+"""Empty: tests/demo runs the demo each time."""
 CASES = ("idle", "busy")
 
 
 @contextlib.contextmanager
 def occupy_cores() -> Iterator[None]:
-    """A program that computes on each core."""
+    """Run a program on each core that computes without a break."""
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
     try:
@@ -35,7 +35,7 @@ def occupy_cores() -> Iterator[None]:
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """The alert is LossSpike, its cause is the first of the bad batches, and the run is saved."""
+    """Run the demo; check that LossSpike fires, names the first bad batch as its cause, and the run is saved."""
     case = CASES[seed % len(CASES)]
     with tempfile.TemporaryDirectory() as folder, occupy_cores() if case == "busy" else contextlib.nullcontext():
         command = [sys.executable, "-m", "sentinel", "demo", "--seed", str(seed), "--json", "--out", folder]

@@ -1,18 +1,18 @@
-"""Two users on one service, one of them hostile: the other's steps are judged all the same, and the service ends.
+"""Checks that a hostile user of a service delays neither the judging of another user's steps nor the service's end.
 
-Each trial starts a real service (`sentinel daemon --service`; without root, a daemon that stays), lets a hostile
-process do one of `CASES` to it, and has another user's run report a step ten times a second, and ask for its status
-after each. The trial holds where
+Each trial starts a real service (`sentinel daemon --service`; without root, a daemon with `--stay`), lets a hostile
+process do one of `CASES` to it, and has another user's run report ten steps a second, and ask for its status after
+each. The trial holds if
 
     each step is judged within 1 s           `worst_ms` is the longest time from a step to the status that shows it
-    a frame of the hostile user holds nobody up: from a step to its status it takes 100 ms at the median, and the
-    service's loop does no single thing for 100 ms (`longest_ms`, of CPU; from the first step to the last)
-    SIGTERM ends the service within 10 s, in the middle of it: the hostile process outlives the service
+    no frame of the hostile user holds others up: from a step to its status it takes under 100 ms at the median, and
+    no callback of the service's loop takes 100 ms of CPU (`longest_ms`; from the first step to the last)
+    SIGTERM ends the service within 10 s during the attack: the hostile process outlives the service
     the service needs no more than 700 MB
-    the hostile process reaches the service all the while, from the first step to SIGTERM: `longest_pause_ms`
+    the hostile process reaches the service throughout, from the first step to SIGTERM: `longest_pause_ms`
 
-As root the two are two users of the machine; else two runs of one, between which nothing is promised but that the
-daemon lives, takes all steps and ends. The tests' sample is short, and asserts no times: it runs on busy machines.
+As root the two are different users of the machine; otherwise they are two runs of one user, where only the daemon's
+survival, all steps and its end are promised. The tests' sample is short and asserts no times: it runs on busy machines.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ SECONDS = float(os.environ.get("SENTINEL_PROOF_SECONDS", "30"))
 SAMPLE_SECONDS = 5.0
 BAR_SECONDS, MEDIAN_SECONDS, LONGEST_SECONDS, END_SECONDS = 1.0, 0.1, 0.1, 10.0
 PAUSE_SECONDS = 8.0
-"""From one contact of the hostile process with the service to the next: some cases hold what they have for 5 s."""
+"""Most between two contacts of the hostile process with the service: some cases hold their connections for 5 s."""
 OUTLIVES_SECONDS = 180.0
-"""For which the hostile process goes on by itself after the other user's last step, unless it is ended before."""
+"""How long the hostile process goes on after the other user's last step, unless it is ended before."""
 MEMORY_KB = 700 * 1024
-"""Resident memory that the service may have at its peak."""
+"""Most resident memory of the service at its peak."""
 START_SECONDS = 120.0
 TURNS = "turns"
-"""The file that `_measured_daemon.py` writes."""
+"""Name of the file that `_measured_daemon.py` writes."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """A frame of any content, also such as no rank would send."""
+    """Return a frame with any content, even content that no rank would send."""
     import msgspec
 
     body = msgspec.msgpack.encode({"type": kind, **fields})
@@ -79,7 +79,7 @@ def steps(first: int, count: int, stride: int = 1, *, stream: int = 0, names: in
 
 
 class Contact:
-    """How often the hostile process reached the service, and its longest pause, for the process that started it."""
+    """The hostile process's contacts with the service, and its longest pause, in memory shared with its parent."""
 
     def __init__(self) -> None:
         self._shared = multiprocessing.RawArray("d", [0, time.monotonic(), 0.0])
@@ -96,13 +96,13 @@ class Contact:
             time.sleep(0.001)
 
     def find_longest_pause(self) -> float:
-        """Seconds, from when this was made."""
+        """Return the longest pause between contacts, in seconds, counted from this object's creation."""
         _, last, longest = self._shared
         return float(max(longest, time.monotonic() - last))
 
 
 class Hostile:
-    """One connection that keeps none of the rules but those of the socket."""
+    """A connection that keeps no rules but those of the socket."""
 
     contact: Contact
 
@@ -117,7 +117,7 @@ class Hostile:
             self.send(encode("hello", protocol=wire.PROTOCOL, version="x", identity=identity), until=time.time() + 5)
 
     def send(self, data: bytes, until: float) -> None:
-        """Raises OSError where the service has had enough."""
+        """Send data until a Unix time, discarding answers. Raises OSError if the service cuts the connection."""
         view = memoryview(data)
         while view and time.time() < until:
             with contextlib.suppress(BlockingIOError):
@@ -130,7 +130,7 @@ class Hostile:
 
 
 def again(attack: Callable[[Path, int, float], None], path: Path, until: float, contact: Contact) -> None:
-    """Attack until the time is up, each time again where the service cuts it off."""
+    """Attack until the time is up, and start over whenever the service cuts the attack off."""
     Hostile.contact, number = contact, 0
     while time.time() < until:
         number += 1
@@ -141,12 +141,12 @@ def again(attack: Callable[[Path, int, float], None], path: Path, until: float, 
 
 
 def one_huge_batch(path: Path, number: int, until: float) -> None:
-    """600,000 steps in 14 MB."""
+    """Send two batches of 600,000 steps in one connection, 14 MB each."""
     Hostile(path, f"huge{number}").send(steps(0, 600_000) * 2, until)
 
 
 def full_batches(path: Path, number: int, until: float) -> None:
-    """As many steps as a batch may hold, one after the other."""
+    """Send batches with as many steps as a batch may hold, one after the other."""
     hostile = Hostile(path, f"full{number}")
     for first in range(0, 1 << 40, 4096):
         hostile.send(steps(first, 4096), until)
@@ -187,7 +187,7 @@ def small_frames(path: Path, number: int, until: float) -> None:
 
 
 def a_large_world(path: Path, number: int, until: float) -> None:
-    """Ranks that never come, and steps that wait for them."""
+    """Announce ranks that never come, and send steps that wait for them."""
     hostile = Hostile(path, f"world{number}", world=1 << 18)
     for first in range(0, 16 * 1024, 512):
         hostile.send(steps(first, 512), until)
@@ -195,7 +195,7 @@ def a_large_world(path: Path, number: int, until: float) -> None:
 
 
 def large_values(path: Path, number: int, until: float) -> None:
-    """A message of a million empty maps."""
+    """Send messages of a million empty maps."""
     content = b"\xdd" + struct.pack(">I", 1_000_000) + b"\x80" * 1_000_000
     body = b"\x84\xa4type\xa9collected\xa4what\xa1x\xa3seq\x01\xa7content\x81\xa1a" + content
     hostile = Hostile(path, f"values{number}")
@@ -204,7 +204,7 @@ def large_values(path: Path, number: int, until: float) -> None:
 
 
 def layers(path: Path, number: int, until: float) -> None:
-    """As many layers as a user of a service may have, all of them at every step."""
+    """Send as many layers as a user of a service may have, all at every step."""
     hostile, count = Hostile(path, f"layers{number}"), LAYERS
     table = [{"name": f"blocks.{place}.weight", "shape": [2], "dtype": "f"} for place in range(count)]
     hostile.send(encode("layer-table", digest="d", layers=table), until)
@@ -219,7 +219,7 @@ def layers(path: Path, number: int, until: float) -> None:
 
 
 def many_runs(path: Path, number: int, until: float) -> None:
-    """203 runs, of which the service takes 48, with a step each, as often as there is time."""
+    """Send steps of 203 runs, of which the service takes 48, in turn without a pause."""
     runs = [Hostile(path, f"runs{number}-{place}") for place in range(203)]
     seq = 0
     while time.time() < until:
@@ -230,7 +230,7 @@ def many_runs(path: Path, number: int, until: float) -> None:
 
 
 def silent_connections(path: Path, number: int, until: float) -> None:
-    """300 connections that begin a frame of 16 MB and never end it."""
+    """Open 300 connections that begin a frame of 15 MiB and never end it."""
     held = [Hostile(path, "", hello=False) for _ in range(300)]
     begun = struct.pack(">I", 15 << 20) + b"\x84" + b"x" * (15 << 20)
     for one in held:
@@ -240,7 +240,7 @@ def silent_connections(path: Path, number: int, until: float) -> None:
 
 
 def descriptors(path: Path, number: int, until: float) -> None:
-    """As many connections as can be had, each with four descriptors."""
+    """Open as many connections as possible, up to 3,000, and send four descriptors on each."""
     held, null = [], os.open(os.devnull, os.O_RDONLY)
     for place in range(3000):
         one = Hostile(path, f"fd{place}", hello=False)
@@ -270,7 +270,7 @@ SAMPLE = (1,)
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One case, for 30 s, or 5 s in the tests' sample."""
+    """Run one case, for 30 s, or 5 s in the tests' sample."""
     attack = CASES[seed % len(CASES)]
     sampled = "PYTEST_CURRENT_TEST" in os.environ
     seconds = SAMPLE_SECONDS if sampled else SECONDS
@@ -326,7 +326,7 @@ def run_trial(seed: int) -> dict[str, Any]:
 
 
 def train(path: Path, until: float, results: Any) -> None:
-    """The other user: each step, and the status that shows it."""
+    """Train as the other user; send the seconds from each step to the status that shows it, and of each answer."""
     taken, answered = [], []
     with SimulatedRank(path, run_id="honest") as rank:
         rank.hello()
@@ -364,7 +364,7 @@ def _as(uid: int | None, function: Callable[..., None], *arguments: Any) -> None
 
 @contextlib.contextmanager
 def serving(folder: Path, *, service: bool) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A service, or without root a daemon that stays."""
+    """Run a service, or without root a daemon with `--stay`; yield (path of its socket, process)."""
     directory, environment = folder / "sentinel", {**os.environ, "SENTINEL_STATE": str(folder / "state")}
     options = ["--service"] if service else ["--stay"]
     measured = [sys.executable, "-m", "bench.proofs._measured_daemon", str(folder / TURNS)]
@@ -390,13 +390,13 @@ def serving(folder: Path, *, service: bool) -> Iterator[tuple[Path, subprocess.P
 
 
 def find_longest(folder: Path, began: float, ended: float) -> float:
-    """Seconds of CPU for which the service's loop did one thing, between two moments."""
+    """Return the longest CPU seconds of one callback of the service's loop between two moments."""
     turns = folder / TURNS
     lines = [line.split() for line in turns.read_text().splitlines()] if turns.exists() else []
     return max([float(spent) for at, spent in lines if began < float(at) < ended], default=0.0) / 1e3
 
 
 def peak_kb(pid: int) -> int:
-    """Largest resident memory that a process ever had, in kB."""
+    """Return the peak of a process's resident memory, in kB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0])

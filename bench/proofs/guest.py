@@ -1,13 +1,13 @@
-"""The machine has nothing to spare for two seconds, and the daemon is killed meanwhile: every signal comes back.
+"""Checks that every signal comes back after two seconds without resources, in which the daemon is killed.
 
-    files     no descriptor is to be had
-    memory    allocations for the statistics of gradients fail, as on a GPU that is full
-    both
-    begin     no descriptor is to be had as `attach` is called
+    files     no file descriptor is free
+    memory    allocations for the statistics of gradients fail, as on a full GPU
+    both      files and memory
+    begin     no file descriptor is free when `attach` is called
 
-A real training process, its own daemon, SIGKILL. A signal is back where a step that ended within `BACK_SECONDS` of the
-end of the trouble has it, and the layers' signals alike. Whether the history says what was not seen is counted: a
-daemon that is killed in the same second has not written it.
+A real training process, its own daemon, SIGKILL. A signal is back if a step that ended within `BACK_SECONDS` of the
+trouble's end has it; the same holds for the layers' signals. It is only counted whether the history says what was not
+seen: a daemon that is killed in the same second has not written it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SAMPLE = (0,)
 TROUBLE_SECONDS = 2.0
 BACK_SECONDS = 30.0
 STEPS = 400
-"""Before the trouble."""
+"""Steps before the trouble."""
 OFTEN = 3
-"""A signal that was seen so often in them has to come back."""
+"""A signal that was seen this often before the trouble must come back."""
 CASES = ("files", "memory", "both", "begin")
 
 
 def train(case: str) -> None:
-    """The run. Says when the trouble begins and when it is over, and ends once the file `end` is there."""
+    """Train the run; print when the trouble begins and when it is over, and end once the file `end` exists."""
     import torch
 
     import sentinel
@@ -88,7 +88,7 @@ def _no_memory(*_: object) -> None:
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One case, with the daemon killed at a moment of the trouble that the seed chooses."""
+    """Run one case; except in `begin`, the daemon is killed at a moment of the trouble that the seed chooses."""
     case, chance = CASES[seed % len(CASES)], random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="guest-") as folder:
         places = {"SENTINEL_RUNTIME": f"{folder}/r", "SENTINEL_STATE": f"{folder}/s", "OMP_NUM_THREADS": "1"}
@@ -132,7 +132,7 @@ def _daemon(environment: dict[str, str]) -> int:
 
 
 def _read_kept(state: Path) -> dict[str, Any]:
-    """By signal, of ranks and of layers: the times at which it was seen. And what the history says was not seen."""
+    """Return the times at which each signal of ranks or layers was seen, and what the history says was not seen."""
     from sentinel.store.reader import History
 
     rows: dict[str, list[float]] = {}
@@ -152,7 +152,7 @@ def _lacking(kept: dict[str, Any], begun: float, over: float) -> set[str]:
     usual = {name for name, times in kept["rows"].items() if sum(at < begun for at in times) >= OFTEN}
     usual = usual or {"loss", "grad_norm", "rss_bytes", "layer_grad_norm"}
     back = {name for name, times in kept["rows"].items() if any(over < at < over + BACK_SECONDS for at in times)}
-    return usual - back - {"opening_step"}  # of a run's first steps alone
+    return usual - back - {"opening_step"}  # a signal of a run's first steps only
 
 
 def _until_back(state: Path, begun: float, over: float) -> float:

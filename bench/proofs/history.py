@@ -1,14 +1,14 @@
-"""What survives where a daemon is killed, or its history cannot be written: all that happened.
+"""Checks that nothing is lost when a daemon is killed, or when its history cannot be written for a while.
 
-    kill      training that is watched and has an open incident, its daemon killed with -9 up to four times, and a
+    kill      watched training with an open incident, whose daemon is killed with -9 up to four times, and a
               receiver that refuses, cuts off and comes back: compared with the same training unwatched
     late kill the same, killed once in the run's last second or a little after it
-    locked    another process has the history locked for a minute, as a tool has it that makes a copy of it
-    full      the disk is full for a minute: a tmpfs in a mount namespace of the daemon's
+    locked    another process has the history locked for a minute, as a tool that copies it does
+    full      the disk is full for a minute: a tmpfs in a mount namespace of the daemon's own
     ended     locked, and the run ends meanwhile
 
-Of the last three: attempts, ranks, incidents and events are all there afterwards, alerts came while it lasted, no other
-run of that daemon waited, and what the history lacks is counted, by status and in the history itself.
+In the last three, attempts, ranks, incidents and events must all be there afterwards, alerts must have come meanwhile,
+no other run of that daemon may have waited, and status and the history itself must count the steps it lacks.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ type = "webhook"
 url_env = "PROOF_OPS"
 """
 SECONDS, SHORT_SECONDS = 60.0, 7.0
-"""For which the history cannot be written; in the trials that the tests run: longer than SQLite waits for a lock."""
+"""How long the history cannot be written. In the tests' trials it is still longer than SQLite waits for a lock."""
 PATIENCE_SECONDS = 60.0
-"""For what should come at once: the machine may be busy."""
+"""How long to wait for what should come at once: the machine may be busy."""
 LOW, HIGH = 1.0, 1000.0
-"""Losses, of which one is an alert."""
+"""Losses without and with an alert."""
 RULES = """
 group: proof
 rules:
@@ -81,7 +81,7 @@ def run_trial(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One trial in a mount namespace of its own, where a small disk can be had."""
+    """Run one trial in a mount namespace of its own, in which a small disk can be mounted."""
     seed, folder = int(sys.argv[1]), sys.argv[2]
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], check=True)
     print(json.dumps(_try_unwritten(seed, Path(folder), own_disk=True)))
@@ -92,8 +92,10 @@ def main() -> None:
 
 @contextlib.contextmanager
 def flapping(chance: random.Random) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Its address, and (alert, status) of what it took. It refuses a third of the messages and cuts off a third, but
-    takes each that comes after one of those."""
+    """Run a receiver; yield its URL, and the (alert, status) of each message that it took.
+
+    It refuses a third of the messages and cuts off a third, but takes each message that follows one of those.
+    """
     failed = False
     taken: list[tuple[str, str]] = []
 
@@ -131,8 +133,8 @@ def _kill(seed: int) -> dict[str, Any]:
     taken = [one for one in taken if one[0] == "High"]
     counts = Counter(taken)
     repeated = sum(counts.values()) - len(counts)
-    # A busy machine can have so few moments of a daemon in these 15 s that the alert is over when its first message is
-    # taken: that one says both.
+    # On a busy machine a daemon may run so little in these 15 s that the alert is over when its first message is taken:
+    # then one message says both.
     assert set(counts) <= {("High", "firing"), ("High", "resolved")}, taken
     assert taken[-1] == ("High", "resolved"), taken
     assert repeated <= killed, f"{taken}: a message is taken twice only where a kill came before it was marked"
@@ -144,7 +146,7 @@ def _kill(seed: int) -> dict[str, Any]:
 
 
 class _Daemon:
-    """A real one, that serves several runs."""
+    """A real daemon that serves several runs."""
 
     def __init__(self, root: Path, *, own_disk: bool) -> None:
         from sentinel.node import paths
@@ -159,7 +161,7 @@ class _Daemon:
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """Not a byte is left on its disk; where it has none of its own, none of its files may grow."""
+        """Fill the daemon's disk; if it has no disk of its own, forbid its files to grow instead."""
         if not self._own_disk:
             soft, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (1, hard))
@@ -281,7 +283,7 @@ def _is_kept(daemon: _Daemon, run_id: str) -> bool:
 
 
 def _await_end(daemon: _Daemon, run_id: str) -> dict[str, Any]:
-    """What the history has, once it has the end of its attempt."""
+    """Wait until the history has the end of its attempt; return what it has."""
     from sentinel.store import History
 
     def read() -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Break jobs of torchrun in each way that ends a job, and look what `sentinel run` makes of them.
+"""Breaks torchrun jobs in each way that ends a job, and checks how `sentinel run` handles them.
 
-A fault comes at a random step of the last of two ranks: every other time once, and the job must be completed, from a
-checkpoint before it; every other time always, and the job must be stopped when it comes again, with exit status 86 and
-the reason. No process, socket, directory or shared memory may be left.
+A fault comes at a random step of the last of two ranks. In half of the trials it comes once, and the job must be
+completed from a checkpoint before it; in the others it comes at each start, and the job must be stopped at its second
+time, with exit status 86 and the reason. No process, socket, directory or shared memory may be left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REASONS = {
 }
 TRIALS = 10 * len(REASONS)
 SAMPLE: tuple[int, ...] = ()
-"""tests/supervise runs the same program."""
+"""Empty: tests/supervise runs the same program."""
 RANKS = 2
 STOPPED = 86
 FIRST, LAST = 60, 380
@@ -47,7 +47,7 @@ rules:
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One job."""
+    """Run one job, and check its end."""
     number, kind = divmod(seed, len(REASONS))
     fault, always = list(REASONS)[kind], number % 2 == 1
     step = random.Random(f"{fault} {number}").randrange(FIRST, LAST)
@@ -79,7 +79,7 @@ def _check_ending(done: subprocess.CompletedProcess[str], fault: str, *, always:
 
 
 def _check_nothing_is_left(root: Path, memory: set[str]) -> None:
-    """The daemon of a job ends a moment after it."""
+    """Check that nothing is left, waiting for the daemon, which ends a moment after its job."""
     deadline = time.monotonic() + GONE_SECONDS
     while left := _list_left(root, memory):
         assert time.monotonic() < deadline, f"left: {left}"

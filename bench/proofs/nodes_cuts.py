@@ -1,14 +1,14 @@
-"""Cut the network of a job over four nodes, and see who orders, and which pages people get.
+"""Cuts the network of a job over four nodes, and checks which node gives orders and which pages are sent.
 
-Each trial has four network namespaces with a real daemon in each, three of them with an address, and a scripted rank on
-each that trains nothing. The network is cut for 5, 20 or 60 s: into 2 and 2 nodes, 3 and 1, in one direction, at a
-cable; or a node's link is slow, and its connections stall or end. Meanwhile one node has an alert that asks for a
-rollback, which is over after the nodes have met again. A trial fails where
+Each trial has four network namespaces with a real daemon in each, three of which may be the coordinator, and on each a
+scripted rank that trains nothing. The network is cut for 5, 20 or 60 s: into 2 and 2 nodes, into 3 and 1, in one
+direction, or at a cable; or a node's link is slow, and its connections stall or end. Meanwhile one node has an alert
+that asks for a rollback; it is resolved after the nodes have met again. A trial fails if
 
-    two nodes act as the coordinator at the same moment, or none does on a side with most nodes after 20 s
-    a rank on a side without most nodes gets an order
+    two nodes act as the coordinator at the same time, or none does on a side with a majority after 20 s
+    a rank on a side without a majority of nodes gets an order
     a node without a coordinator does not say so within 20 s
-    the alert is not told of, or under two keys; a node pages for itself in a cut of 20 s or less, or twice
+    the job's alert is not sent, or under two keys; a node pages for itself in a cut of 20 s or less, or twice
     a page is not resolved in the end
 """
 
@@ -64,24 +64,24 @@ SNAPSHOT_EVERY = 10
 TERMS = wire.RollbackTerms(every=SNAPSHOT_EVERY, keep=3, margin=5, budget=3)
 LIMIT_SECONDS = 180.0
 ORDERS_END_SECONDS = 6.0
-"""After a cut: a coordinator counts on nodes for 4.5 s."""
+"""Seconds after a cut within which orders may still come: a coordinator relies on silent nodes for 4.5 s."""
 ALERT_SECONDS = 7.0
-"""From a cut to the alert, where the cut is longer."""
+"""Seconds from a cut to the alert, in cuts of at least twice this length."""
 SHORT_SECONDS = 20.0
-"""A cut in which no node pages for itself, and after which each has said that it hears no coordinator."""
+"""Length of a cut in which no node pages for itself, and after which each cut-off node says it has no coordinator."""
 
 
 class Cut(NamedTuple):
     """What is done to the network."""
 
     dropped: tuple[tuple[int, int], ...] = ()
-    """(from, to): packets of a node to another one are dropped."""
+    """(from, to): packets from one node to another are dropped."""
     cable: int | None = None
     """The node whose cable is unplugged."""
     apart: tuple[int, ...] = ()
-    """Nodes that are not on a side with most nodes."""
+    """Nodes that are not on a side with a majority of nodes."""
     link: dict[str, float] | None = None
-    """How bad the link of the last node is, in place of a cut."""
+    """Arguments of `_bad_link` for the link of the last node, which is bad instead of cut."""
 
 
 def _part(*apart: int) -> tuple[tuple[int, int], ...]:
@@ -109,7 +109,7 @@ SAMPLE = (0,)
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One cut."""
+    """Make one cut, and check what it leads to."""
     name, cut, seconds = CASES[seed]
     if hindrance := find_hindrance():
         return {"case": f"not run: {hindrance}"}
@@ -125,7 +125,7 @@ def run_trial(seed: int) -> dict[str, Any]:
 
 
 class _Rank:
-    """A node's only one: it says steps and snapshots, and answers nothing."""
+    """The only rank of a node: it sends steps and snapshots, and answers no order."""
 
     def __init__(self, path: Path, node: int) -> None:
         self.level = 1.0
@@ -141,7 +141,7 @@ class _Rank:
         self._connection.sendall(wire.frame(wire.Hello(version="bench", identity=identity, rollback=TERMS)))
 
     def step(self) -> None:
-        """One step, and what the daemon said meanwhile."""
+        """Send one step, and note the orders that have come meanwhile."""
         seqs, times = array("q", [self._step]).tobytes(), array("d", [time.time()]).tobytes()
         columns = {"level": wire.Column(array("d", [self.level]).tobytes())}
         self._connection.sendall(wire.frame(wire.Batch(seqs=seqs, times=times, columns=columns)))
@@ -155,7 +155,7 @@ class _Rank:
                     self.orders.append((time.monotonic(), message))
 
     def close(self) -> None:
-        """As a process that is killed."""
+        """Close the connection without a goodbye, as a killed process does."""
         self._connection.close()
 
 
@@ -170,7 +170,7 @@ class _Trial:
         self._stepped_at = 0.0
 
     def start(self, seed: int) -> None:
-        """Daemons, ranks, receiver."""
+        """Start receiver, daemons and ranks; wait until all nodes have met and there are snapshots."""
         root, network = self._root, self._network
         (root / "rules.yaml").write_text(RULES)
         receiver = ["-m", "sentinel.demo.inbox", network.inbox, str(root / "pages.jsonl")]
@@ -195,11 +195,11 @@ class _Trial:
             self._await(functools.partial(find_daemon, root / f"{node}" / "run"), f"daemon {node}")
             self._ranks.append(_Rank(self._path(node), node))
         self._await(self._meets, "all nodes to meet")
-        margin = time.monotonic() + 8.0  # a snapshot from before the margin
+        margin = time.monotonic() + 8.0  # time for a snapshot to become good
         self._await(lambda: time.monotonic() > margin, "snapshots")
 
     def run(self, *, alert_on: int) -> None:
-        """The cut, the alert, and the end of both."""
+        """Cut the network, raise the alert, and end both."""
         self._cut_at = time.monotonic()
         self._set_network(cut=True)
         self._pass(min(ALERT_SECONDS, self._seconds / 2))
@@ -213,7 +213,7 @@ class _Trial:
         self._await(self._is_resolved, "the end of all pages")
 
     def check(self) -> dict[str, Any]:
-        """Raises AssertionError where a promise was broken."""
+        """Return what was counted. Raises AssertionError if a promise was broken."""
         during = [(at - self._cut_at, views) for at, views in self._views if self._cut_at < at < self._healed_at]
         lasts = self._cut.link is None and self._seconds >= SHORT_SECONDS
         for node in self._cut.apart if lasts else ():
@@ -235,7 +235,7 @@ class _Trial:
         }
 
     def describe(self) -> str:
-        """What is known, for people."""
+        """Describe what is known, for a failure's message."""
         self._inbox.take()
         pages = [
             f"{m.time - time.time() + time.monotonic() - self._cut_at:.1f} {m.run_id} {m.incident} {m.firing} {m.done}"
@@ -247,7 +247,7 @@ class _Trial:
         return "\n".join([*views, f"healed at {self._healed_at - self._cut_at:.1f}", *pages, str(orders), *said])
 
     def close(self) -> None:
-        """Kill all of it."""
+        """Kill all processes."""
         for rank in self._ranks:
             rank.close()
         for process in self._processes:
@@ -296,7 +296,7 @@ class _Trial:
             time.sleep(0.05)
 
     def _look(self) -> None:
-        """What each node says of itself, one after the other: who still acts after another did is one too many."""
+        """Note each node's view, in turn. A coordinator that still acts after another one did is a failure."""
         views = [self._ask(node) for node in range(NODES)]
         self._views.append((time.monotonic(), views))
         acting = [node for node, view in enumerate(views) if view == "coordinator"]

@@ -1,15 +1,15 @@
-"""The faults between ranks, D1 to D6, in a job of torchrun over 4 nodes x 2 ranks: one page that names rank and node.
+"""Checks that each fault between ranks, D1 to D6, leads to one page naming rank and node, in a job over 4 x 2 ranks.
 
-Each node is a network namespace with a daemon of its own; gloo, stock rules, and no settings but a receiver of critical
-alerts: the daemons find each other by the process group's store. One rank, drawn by the seed, has a fault of
-`bench/proofs/ranks.py`, with stock limits. A trial fails where
+A job of torchrun has 4 nodes with 2 ranks each. Each node is a network namespace with a daemon of its own; gloo, stock
+rules, and no settings but a receiver of critical alerts: the daemons find each other by the process group's store. One
+rank, drawn by the seed, has a fault of `bench/proofs/ranks.py`, with stock limits. A trial fails if
 
-    the receiver gets another alert than the fault's, or another cause; its page does not name the rank and its node
+    the receiver gets another alert than the fault's, or another cause, or its page does not name the rank and its node
     there is a second page, or a critical incident that belongs to another problem
-    `sentinel incidents`, or of a hang `sentinel hang`, says something else on a node that has not the fault (of a rank
-    that died, whose job ends with it: on that rank's node)
+    `sentinel incidents` (for a hang, `sentinel hang` too) says something else on a node without the fault (after a
+    rank's death, which ends the job: on that rank's node)
     the alert, or its page, is late (ALLOWED_SECONDS, CHECKSUM_STEPS, TELL_SECONDS)
-    people are told anything of what takes long with reason, or of a job without a fault; or such a job fails
+    anything is sent about what takes long with reason, or about a job without a fault; or such a job fails
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ severities = ["critical"]
 """
 LONG = ("evaluate", "export", "write_a_checkpoint", "recompile", "declared", "afterwards")
 LONG_SECONDS = 100.0
-"""That it takes: longer than the limit of a hang, which is ten times the longest step, and 60 s at least."""
+"""Seconds that each of `LONG` takes: more than the limit of a hang (ten times the longest step, at least 60 s)."""
 HEALTHY = ranks.Fault("twin", "nothing", "healthy", "", "")
 CASES = [
     *(fault for fault in ranks.FAULTS if fault.alert),
@@ -48,31 +48,33 @@ CASES = [
 ]
 TRIALS = 2 * len(CASES)
 SAMPLE = (4,)
-"""A death: nothing has to be waited for."""
+"""The death of a rank: no limit has to pass before it is reported."""
 ALLOWED_SECONDS = {"Hang": 1.0, "RankLost": 2.0, "CollectiveDesync": 10.0}
-"""By alert, from the fault to when it fires, of a hang beyond its limit; collectives are held against each other every
-10 s (docs/hang.md). A replica that differs is found by steps: CHECKSUM_STEPS."""
+"""Alert -> most seconds from the fault until it fires; a hang's count from its limit.
+
+Collectives are compared every 10 s (docs/hang.md). A replica that differs is found by steps: CHECKSUM_STEPS.
+"""
 CHECKSUM_STEPS = 1024
-"""At most, from one checksum of replicas to the next where steps are short (hooks/core/governor.py)."""
+"""Most steps between two checksums of replicas if steps are short (hooks/core/governor.py)."""
 TELL_SECONDS = 5.0 + 5.0
-"""The page waits for the cause (docs/cluster.md), and for others of its group (`[grouping] wait`)."""
+"""Seconds that a page waits for the cause (docs/cluster.md), and for others of its group (`[grouping] wait`)."""
 LOAD_SECONDS = 10.0
-"""That a machine which has two cores for 20 processes may be late."""
+"""Seconds of delay allowed to a machine that has two cores for 20 processes."""
 QUIET_SECONDS = 15.0
-"""After the page, in which a second one would come: a group is held back for 5 s."""
+"""Seconds after the page in which a second one would come: a group is held back for 5 s."""
 LIMIT_SECONDS = 400.0
-"""For each thing that is waited for: torch alone may take minutes to start."""
+"""Limit of each wait: torch alone may take minutes to start."""
 
 
 def choose_trial(seed: int) -> tuple[ranks.Fault, int]:
-    """The fault, and the rank that has it: of any node but the coordinator's, and each fault once more there."""
+    """Return the fault and its rank: first each fault on any node but the coordinator's, then each once more there."""
     around, case = divmod(seed, len(CASES))
     ranks_there = range(RANKS_A_NODE) if around else range(RANKS_A_NODE, NODES * RANKS_A_NODE)
     return CASES[case], random.Random(seed).choice(ranks_there)
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One job."""
+    """Run one job, and check its page or its silence."""
     fault, rank = choose_trial(seed)
     if hindrance := find_hindrance():
         return {"case": f"not run: {hindrance}"}
@@ -98,14 +100,14 @@ class _Trial:
         self._incidents: list[Any] = []
 
     def begin(self) -> None:
-        """Have the nodes meet; then training begins, and comes to the fault."""
+        """Wait until the nodes have met, let training begin, and wait for the fault."""
         self._await(lambda: self._job.has_met, "the nodes to meet")
         (self._job.root / "met").touch()
         self._await((self._job.root / "fault").exists, "the fault")
         self._began, self._step, self._longest = map(float, (self._job.root / "fault").read_text().split())
 
     def check(self) -> dict[str, Any]:
-        """One page, the right one, in time."""
+        """Check that exactly one page comes, the right one, in time; return what was counted."""
         fault, node = self._fault, self._node
         words = [fault.words.format(rank=self._rank), f"rank {self._rank} ", f"node {node}"]
         self._await(lambda: bool(self._job.inbox.take()), "a page")
@@ -114,7 +116,7 @@ class _Trial:
             _expect_words(survey["cause"], words, "`sentinel hang`")
         quiet = time.monotonic() + QUIET_SECONDS
         self._await(lambda: time.monotonic() > quiet, "a second page")
-        # A job that has ended is known by the history of the node that had the fault alone.
+        # An ended job's incident is only in the history of the node that had the fault.
         self._incidents = self._job.run_command(node if fault.alert == "RankLost" else (node + 1) % NODES, "incidents")
         (page, *more) = self._job.inbox.pages
         assert not more, "there are more pages"
@@ -135,7 +137,7 @@ class _Trial:
         }
 
     def stay_silent(self) -> dict[str, Any]:
-        """Until the job has ended."""
+        """Check that nothing is sent until the job has ended, and that it ends well; return what was counted."""
         assert self._longest < LONG_SECONDS / 10, f"a step took {self._longest:.1f} s: the limit of a hang is too long"
         self._await(lambda: self._job.over, "the end of the job")
         self._job.inbox.take()
@@ -146,7 +148,7 @@ class _Trial:
         return {"on the coordinator's node": int(self._node == 0), "warnings beside it": len(self._incidents)}
 
     def describe(self) -> str:
-        """What is known, for people."""
+        """Describe what is known, for a failure's message."""
         cases = [(case["id"], case["alert"], case["summary"], case["diagnosis"]["cause"]) for case in self._incidents]
         said = [f"--- node {node}\n{self._job.said(node)[-3000:]}" for node in range(NODES)]
         return "\n".join([*map(str, self._job.inbox.messages), *map(str, cases), *said])

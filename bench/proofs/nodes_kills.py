@@ -1,9 +1,9 @@
-"""Kill a daemon, the coordinator or a rank at random moments of an incident, a rollback and a restart over two nodes.
+"""Kills daemons, the coordinator or ranks during an incident, a rollback and a restart of a job over two nodes.
 
-Each trial is one job of torchrun, 2 nodes x 2 ranks, with three kills: while an incident opens, while all ranks are
-rolled back, while all nodes are started again. A trial fails where the weights of two ranks differ after any step;
-where a rank trains on without a rollback that another made; where an alert did not reach the receiver, or came as two
-pages (but for a node's own, while it was cut off); where the job comes to no end, or its nodes to different ones.
+Each trial is one job of torchrun, 2 nodes x 2 ranks, with three kills at random moments: while an incident opens, while
+all ranks are rolled back, while all nodes are started again. A trial fails if the weights of two ranks differ after any
+step; if a rank trains on without a rollback that another made; if an alert did not reach the receiver, or came as two
+pages (except for a node's own, while it was cut off); if the job does not end, or its nodes end differently.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 from bench.proofs._nodes_job import NODES, RANKS, RUN_ID, Job, read_log
 
 TRIALS = 40
-"""A hundred kills: where nothing is left to restart, a trial has two."""
+"""Trials for about a hundred kills: a trial has two if nothing is left to restart."""
 SAMPLE = (0,)
 VICTIMS = ("node daemon", "coordinator", "rank")
 LIMIT_SECONDS = 420.0
-"""For each thing that is waited for: torch alone may take minutes to start on a machine that is busy."""
+"""Limit of each wait: torch alone may take minutes to start on a busy machine."""
 INCIDENT, ROLLBACK, RESTART = 2.0, 1.5, 12.0
-"""Seconds within which the kill comes, from the beginning of each on."""
+"""Seconds from the beginning of each within which the kill comes."""
 APART_STEPS = 150
-"""Between two deaths of ranks: the same fault at the same step, or within two seconds, would stop the job with 86."""
+"""Steps between two deaths of ranks: a fault repeated at the same step or within 2 s stops the job with status 86."""
 ENDED = (0, 85)
-"""Exit statuses that are right: complete; or ended in order, as a daemon died while the job was between two starts."""
+"""Right exit statuses: 0: complete; 85: ended in order, because a daemon died while the job was between two starts."""
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One job, three kills."""
+    """Run one job with three kills, and check it."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="n") as folder:
         trial = _Trial(Path(folder), chance)
@@ -53,7 +53,7 @@ class _Trial:
         self.counted: collections.Counter[str] = collections.Counter()
 
     def run(self, seed: int) -> None:
-        """The three kills, and the end."""
+        """Make the three kills, and end the job."""
         self._await(self._meets, "the nodes to meet")
         self._open_incident(VICTIMS[seed % 2])
         self._await(self._meets, "the nodes to meet after the incident")
@@ -67,7 +67,7 @@ class _Trial:
         self._await(lambda: self.job.over, "the end of the job")
 
     def check(self) -> dict[str, Any]:
-        """Raises AssertionError where a promise was broken."""
+        """Return what was counted. Raises AssertionError if a promise was broken."""
         statuses = [node.returncode for node in self.job.nodes]
         assert statuses[0] in ENDED, f"exit statuses {statuses}"
         assert statuses == [statuses[0]] * NODES, f"exit statuses {statuses}"
@@ -79,7 +79,7 @@ class _Trial:
         }  # fmt: skip
 
     def tell(self) -> str:
-        """What is known, for people."""
+        """Describe what is known, for a failure's message."""
         self.job.inbox.take()
         pages = [
             f"{m.alert} {m.incident} {m.run_id} {'fires' if m.firing else 'over'}" for m in self.job.inbox.messages
@@ -127,22 +127,22 @@ class _Trial:
         self.counted["kills"] += int(killed)
 
     def _attempt(self) -> int:
-        """That all ranks have reached."""
+        """Return the attempt that all ranks have reached; -1: none."""
         return min((e[-1]["attempt"] if (e := read_log(self.root, rank)) else -1) for rank in range(RANKS))
 
     def _meets(self) -> bool:
-        """Whether rollback is armed on all nodes, and steps are judged on each."""
+        """Return whether all nodes have met, and steps are judged on each."""
         status = [self.job.ask(node) for node in range(NODES)]
         views = [one.get("job", {}).get("view") for one in status]
         return views == ["coordinator", "joined"] and all("level" in one.get("values", {}) for one in status)
 
     def _has(self, alert: str, *, fires: bool) -> bool:
-        """Whether the receiver was sent word of an alert of the job."""
+        """Return whether the receiver got a message that an alert of the job fires, or that it is over."""
         self.job.inbox.take()
         return any((m.alert, m.firing, m.run_id) == (alert, fires, RUN_ID) for m in self.job.inbox.messages)
 
     def _check_ranks(self) -> None:
-        """Weights are the same on all ranks after each step; who trained on past a rollback has made it."""
+        """Check that all ranks have the same weights after each step, and that none missed a rollback."""
         weights: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
         rolled: dict[tuple[int, int], set[str]] = collections.defaultdict(set)
         for rank in range(RANKS):
@@ -159,7 +159,7 @@ class _Trial:
         self.job.inbox.take()
         told = [message for message in self.job.inbox.messages if message.firing]
         for alert in ("High", "Broken"):
-            # One that was over before a coordinator heard of it, with the daemon that had it, is sent as over alone.
+            # An alert that was over before a coordinator heard of it is only sent as over.
             assert any(message.alert == alert for message in self.job.inbox.messages), f"{alert} was lost"
         deaths = 1 + sum(kill.endswith(": rank") for kill in self.kills)
         for alert, most in {"High": 1, "Broken": 1, "RankLost": deaths}.items():

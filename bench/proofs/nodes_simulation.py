@@ -1,11 +1,13 @@
-"""Simulate the protocol of a job over nodes, 10,000 times: what is sent is lost, doubled, delayed or late, links go,
-nodes and the coordinator die, or are ended in order, and come back; a daemon of a former job is heard.
+"""Simulates the protocol of a job over nodes, 10,000 times, with lost messages, broken links and dead nodes.
 
-A trial is 100 simulations of one kind (tests/cluster/simulation.py). It fails where two coordinators act, where an
-order of an older coordinator or of a minority is carried out, where a case is on no page or open in two, where a
-step is not judged, where one rank leaves without the others, where a job that may shrink goes on as two groups
-(tests/cluster/invariants.py). It names the seed of the first that fails: `Simulation(seed, ...)` plays it again, or
-`StopSimulation`, or `ShrinkSimulation`.
+Messages are lost, doubled, delayed or late; links break; nodes and the coordinator die, or are ended in order, and
+come back; a daemon of a former job is heard.
+
+A trial is 100 simulations of one kind (tests/cluster/simulation.py). It fails if two coordinators act, if an order of
+an older coordinator or of a minority is carried out, if a case is on no page or open on two, if a step is not judged,
+if one rank leaves without the others, or if a job that may shrink goes on as two groups
+(tests/cluster/invariants.py). It names the seed of the first simulation that fails: `Simulation(seed, ...)`,
+`StopSimulation` or `ShrinkSimulation` plays it again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Kind(NamedTuple):
     leaves: bool = False
 
     def play(self, seed: int) -> Simulation:
-        """One simulation, and what must hold of it."""
+        """Play one simulation, and check what must hold; return it."""
         if self.stops:
             stopping = StopSimulation(seed, nodes=self.nodes)
             stopping.play()
@@ -61,7 +63,7 @@ KINDS = {
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """100 simulations of one kind, and what happened in them."""
+    """Run 100 simulations of one kind; return what was counted in them."""
     name = list(KINDS)[seed % len(KINDS)]
     counted = {"simulations": 0, "faults": 0, "coordinators": 0, "starts": 0}
     for number in range(seed * SEEDS, (seed + 1) * SEEDS):

@@ -1,13 +1,13 @@
-"""Two independent faults in one run, 5, 50 and 500 steps apart: two alerts, each with its cause, and two pages.
+"""Checks that two independent faults in one run lead to two alerts, each with its cause, and to two pages.
 
-Each trial trains one of the pairs of `tests/faults/pairs.py` at default settings beside a real daemon, and the same
-loop without the faults. It holds where
+Each trial trains one of the pairs of `tests/faults/pairs.py`, 5, 50 or 500 steps apart, at default settings with a real
+daemon, and the same loop without the faults. It holds if
 
-    both alerts fire, no sooner than their fault begins, and name its cause
-    each receiver was sent two pages
+    both alerts fire, not before their faults begin, and name their causes
+    each receiver got two pages
     the loop without the faults raises no alarm
 
-What is true of a busy machine, such as SlowStep, may be reported as well, by a page of its own.
+Alerts that are true on a busy machine, such as SlowStep, may come as well, with a page each.
 
 The bar is 95 % of the trials.
 """
@@ -26,7 +26,7 @@ from tests.notify.pages import paged
 
 TRIALS = len(FAULTS)
 SAMPLE = (len(PAIRS) + 1,)
-"""50 steps apart."""
+"""The second pair, 50 steps apart."""
 
 
 def run_trial(seed: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The faults between ranks, D1 to D6, each reproduced again and again as a real torchrun job on gloo.
+"""Reproduces each fault between ranks, D1 to D6, again and again, as real torchrun jobs on gloo.
 
-Every second job has four ranks, the others two. A job counts where the alert names the rank and says why, and no other
-alert comes. Delays are from the moment at which the rank says that it stalls: of a hang less the limit, which is 3 s
-here (a file of rules of its own; the stock limit is a minute), so that what is left is the daemon's own. D6 is silent
-through an evaluation, an export, a checkpoint, a compilation and a declared phase, of 8 s each where 5 s are the limit,
-and for 8 s beyond the loop.
+Every second job has four ranks, the others two. A job holds if the alert names the rank and the reason, and no other
+alert comes. Delays are measured from the moment at which the rank says that it stalls; a hang's limit is subtracted, so
+that only the daemon's own delay is left. The limit is 3 s here (by a rule file; the stock limit is a minute). D6 must
+be silent through an evaluation, an export, a checkpoint, a compilation and a declared phase of 8 s each with a limit of
+5 s, and for 8 s after the loop.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Fault(NamedTuple):
     id: str
     name: str
     kind: str
-    """Of `tests/programs/waiting_ranks.py`."""
+    """The fault's name in `tests/programs/waiting_ranks.py`."""
     alert: str
     words: str
-    """Of the cause; `{rank}` is the last one."""
+    """Words of the cause; `{rank}` is the last rank."""
     after: float = 0.0
     """Seconds after which the alert is expected."""
     beside: tuple[str, ...] = ()
-    """Alerts that are right, too."""
+    """Other alerts that are right, too."""
 
 
 FAULTS = (
@@ -59,11 +59,11 @@ FAULTS = (
 
 TRIALS = 20 * len(FAULTS)
 SAMPLE: tuple[int, ...] = ()
-"""tests/hang has the same jobs."""
+"""Empty: tests/hang has the same jobs."""
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One job."""
+    """Run one job, and check its alert or its silence."""
     number, kind = divmod(seed, len(FAULTS))
     fault, world = FAULTS[kind], 2 + 2 * (number % 2)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder, mock.patch.dict(os.environ, make_places(Path(folder))):
@@ -78,7 +78,7 @@ def run_trial(seed: int) -> dict[str, Any]:
 
 
 def _await_alert(fault: Fault, world: int, running: Job) -> float:
-    """Seconds that it came after its time."""
+    """Wait for the alert; return the seconds by which it came later than expected."""
     words, cases = fault.words.format(rank=world - 1), list[dict[str, Any]]()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -93,7 +93,7 @@ def _await_alert(fault: Fault, world: int, running: Job) -> float:
 
 
 def _blames_last(case: dict[str, Any], world: int) -> bool:
-    """Whether it names the last rank; of two replicas nobody can."""
+    """Return whether a case blames the last rank; of two differing replicas none can be blamed."""
     text = cause(case)
     return f"rank {world - 1}" in text or (world == 2 and "ranks 0, 1 hold different" in text)
 

@@ -1,15 +1,15 @@
-"""Disturb the snapshots of a run that is resumed by two ranks: the newest whole one is used, or it is an error.
+"""Disturbs the snapshots of a run that two ranks resume: they must use the newest intact one, or raise an error.
 
-Two real processes with a process group call `sentinel.resume` on a directory with snapshots of three steps, at most one
-of them or both disturbed: by the operating system's errors for a while or for good, by damage, by another format, by
-what an earlier attempt left. Each trial checks where both ranks go on, that the weights are those of that snapshot to
-the bit, and every file in the directory: renamed are only what is younger than the snapshot that was taken, and none is
-deleted or changed.
+Two real processes with a process group call `sentinel.resume` on a directory with snapshots of three steps. One or both
+of them are disturbed: by errors of the operating system, for a while or for good, by damage, by another format, by what
+an earlier attempt left. Each trial checks where both ranks go on, that their weights are those of that snapshot to the
+bit, and every file in the directory: only snapshots newer than the one used are renamed, and no file is deleted or
+changed.
 
-An error is right in these cases alone, and nothing is touched then: a fault that stays, all snapshots damaged, another
-version's format on the newest one.
+An error is right only in these cases, and then nothing is touched: a fault that stays, all snapshots damaged, another
+version's format in the newest snapshot.
 
-A minute of looking again takes 3 s here, and a fault that passes does so within 1 s: the same proportion as 20 s to it.
+Retrying takes 3 s here instead of a minute, and a fault that passes does so within 1 s: in proportion to 20 s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ERRORS = (errno.ESTALE, errno.EIO, errno.ENETDOWN, errno.EACCES, errno.EINTR)
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One resume of two ranks; whether they came to what they should."""
+    """Resume a run with two ranks once, and check the result."""
     case, chance = CASES[seed % len(CASES)], random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="p") as name:
         folder = Path(name)
@@ -77,7 +77,7 @@ class _Trial:
         self._mount = folder / "disk"
         self.place = self._mount / "snapshots"
         self._rank = chance.randrange(RANKS)
-        """The one that is disturbed, where it is one."""
+        """The rank that is disturbed, in the cases that disturb only one."""
         self._seconds = chance.uniform(0.1, PASSES_SECONDS)
         self._number = chance.choice(ERRORS)
         self._where = chance.choice(("snapshots", "manifest.json", "__0_0.distcp", ".metadata"))
@@ -85,13 +85,13 @@ class _Trial:
         self._environment: dict[str, str] = {}
         self._mend: Callable[[], object] = lambda: None
         self.expected: int | None = STEPS[-1]
-        """The step that is to be used; -1: begin at 0; None: an error."""
+        """Step of the snapshot that must be used; -1: begin at step 0; None: an error."""
         self.moved: set[int] = set()
         self.intact: dict[str, str] = {}
-        """The files as they are to be in the end, where that is not what the ranks find first."""
+        """The files as they must be in the end, if that is not what the ranks find first."""
 
     def disturb(self) -> None:
-        """Bring the disk into the state that the ranks find."""
+        """Put the disk into the state that the ranks find."""
         newest, file = STEPS[-1], self._pick_file()
         match self.case:
             case "one rank does not see it, stays" | "error, stays":
@@ -140,19 +140,19 @@ class _Trial:
                 self.expected = -1
 
     def mend_later(self) -> None:
-        """What passes, does so after a while."""
+        """End the disk's faults that pass, after a while."""
         if self.case in ("not mounted, passes", "cut, passes"):
             time.sleep(self._seconds)
             self._mend()
             self._mend = lambda: None
 
     def mend_now(self) -> None:
-        """So that the files can be looked at."""
+        """Mount the disk again if it stayed away, so that its files can be checked."""
         if self.case == "not mounted, stays":
             self._mount_again()
 
     def resume(self, rank: int) -> None:
-        """What one rank does."""
+        """Resume as one rank, and write down the result."""
         import torch
         import torch.distributed as dist
 
@@ -176,12 +176,12 @@ class _Trial:
         found["touched"] = _digest(model) != state
         found["weights"] = _digest(model)
         leave(self.folder / f"{rank}.json", json.dumps(found))
-        deadline = time.monotonic() + JOB_SECONDS  # the store is there as long as the other one reads it
+        deadline = time.monotonic() + JOB_SECONDS  # keep the store until the other rank has finished with it
         while not (self.folder / f"{1 - rank}.json").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _disturb_rank(self, rank: int) -> Path:
-        """The directory as this rank names it."""
+        """Disturb one rank's view of the disk; return the directory as this rank names it."""
         place, mine = self._mount / "snapshots", rank == self._rank
         until = time.monotonic() + (self._seconds if self.case.endswith("passes") else 1000.0)
         if self.case.startswith("one rank") and mine:
@@ -201,7 +201,7 @@ class _Trial:
         return place
 
     def check(self, said: list[dict[str, Any]], before: dict[str, str]) -> None:
-        """Whether the ranks and the files are as they should be."""
+        """Check that the ranks and the files are as they should be."""
         for rank, one in enumerate(said):
             what = f"{self.case}: rank {rank}: {one}"
             assert one["step"] == self.expected, f"{what}, and not {self.expected}"
@@ -225,7 +225,7 @@ class _Trial:
         return self._path(STEPS[-1]) / self._chance.choice(("manifest.json", "__0_0.distcp", ".metadata"))
 
     def _flip(self, step: int) -> None:
-        """A bit of a file that has a checksum, or a digit of the manifest's own."""
+        """Flip a bit of a file that has a checksum, or change a digit of the manifest's own checksum."""
         path = self._path(step) / self._chance.choice(("manifest.json", "__0_0.distcp", ".metadata"))
         content = bytearray(path.read_bytes())
         if path.name == "manifest.json":
@@ -247,7 +247,7 @@ class _Trial:
 
 
 def _fail_reads(name: str, number: int, until: float) -> None:
-    """What has `name` in its path cannot be read in this process until then."""
+    """Make reads of files and folders called `name` fail in this process with errno `number`, until a moment."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def failing(path: Any = ".", *arguments: Any, **more: Any) -> Any:
@@ -277,7 +277,7 @@ def _digest(model: Any) -> str:
 
 @functools.cache
 def _write_snapshots() -> Path:
-    """The directory that trials copy; beside it, a digest of the weights at each step."""
+    """Write the directory that trials copy, and beside it a digest of the weights at each step; return the directory."""
 
     import sentinel.hooks.session.resume  # noqa: F401
     from sentinel.hooks.snapshot import checkpoint_files
@@ -317,7 +317,7 @@ def _train(folder: Path) -> None:
 
 
 def _list_files(place: Path) -> dict[str, str]:
-    """Name -> digest, of all that is in a directory."""
+    """Return relative path -> digest of all files in a directory."""
     if not place.exists():
         return {}
     found = {path: path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file()}
