@@ -1,5 +1,7 @@
-"""The build, beside pyproject.toml: what it needs of the tree, the charts' library where it can be had, and the mark of
-the kernel's sources in the kernel."""
+"""Extends the build of pyproject.toml: checks the tree, fetches the charts' library, and marks the kernel.
+
+The kernel gets a digest of its sources, by which it is known which sources it was compiled from.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ for name in LINKED:
 
 
 def fetch_charts() -> None:
-    """Into the tree, so that what runs in the root of a clone has it too. Without a network the build goes on."""
+    """Fetch the library into the tree, so that runs from a clone have it too. Without a network the build goes on."""
     module = runpy.run_path(str(ROOT / "sentinel" / "web" / "fetch_charts.py"))
     try:
         module["fetch_library"]()
@@ -37,7 +39,7 @@ def fetch_charts() -> None:
 
 
 class Build(build):
-    """Nothing from the build before: what is no longer in the tree would be in the wheel."""
+    """Removes the previous build first: files no longer in the tree would otherwise get into the wheel."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
@@ -57,7 +59,7 @@ class BuildSource(sdist):
 
 
 class BuildKernel(build_ext):
-    """Whatever the files' times say: an archive that is unpacked over a tree may hold older files than the kernel."""
+    """Compiles whatever the files' times are: an archive unpacked over a tree may hold files older than the kernel."""
 
     def run(self) -> None:
         self.force = True

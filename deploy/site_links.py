@@ -1,5 +1,4 @@
-"""Takes into the site what docs/ links to outside of it, the examples and CONTRIBUTING.md, and makes its navigation.
-A hook of mkdocs.yml."""
+"""Hook of mkdocs.yml: adds the examples and CONTRIBUTING.md, to which docs/ links, and makes the site's navigation."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def make_nav(index: str) -> list[dict[str, object]]:
-    """The navigation of the site: of `index`, the text of docs/README.md, each table whose rows begin with pages."""
+    """Return the site's navigation: each table in `index` (the text of docs/README.md) whose rows begin with pages."""
     nav: list[dict[str, object]] = [{"Overview": "README.md"}]
     for title, rows in re.findall(r"^\| ([^|\n]+) \|[^\n]*\n\| ---[^\n]*\n((?:\|.*\n)+)", index, re.MULTILINE):
         first_cells = [row.split("|")[1] for row in rows.splitlines()]
@@ -24,13 +23,13 @@ def make_nav(index: str) -> list[dict[str, object]]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The navigation, which mkdocs.yml has none of."""
+    """Set the navigation, which mkdocs.yml lacks."""
     config.nav = make_nav((Path(config.docs_dir) / "README.md").read_text(encoding="utf-8"))
     return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """They keep their places: `examples/` and `CONTRIBUTING.md` are beside the pages of the site."""
+    """Add `examples/` and `CONTRIBUTING.md` to the site's files, at the same paths, beside its pages."""
     outside = [Path("CONTRIBUTING.md"), *(path.relative_to(ROOT) for path in ROOT.glob("examples/*.py"))]
     for path in outside:
         files.append(File(path.as_posix(), str(ROOT), config.site_dir, config.use_directory_urls))
@@ -38,5 +37,5 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links out of docs/ and into it are links beside each other here."""
+    """Turn links out of docs/, and into it, into links between neighbours."""
     return re.sub(r"\]\((\.\./|docs/)", "](", markdown)

@@ -1,1 +1,1 @@
-"""Training scripts as people write them, with Sentinel attached."""
+"""Training scripts as users write them, with Sentinel attached."""

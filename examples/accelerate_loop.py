@@ -1,4 +1,4 @@
-"""A loop of one's own with Accelerate and gradient accumulation, with Sentinel beside it: one call.
+"""A custom training loop with Accelerate and gradient accumulation; Sentinel is attached by one call.
 
 pip install accelerate
 accelerate launch examples/accelerate_loop.py

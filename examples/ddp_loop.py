@@ -1,4 +1,4 @@
-"""A loop of one's own under DistributedDataParallel, with Sentinel on every rank: one call.
+"""A custom training loop under DistributedDataParallel; Sentinel is attached on every rank by one call.
 
 torchrun --nproc-per-node 2 examples/ddp_loop.py
 """
@@ -34,7 +34,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
     dist.barrier()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own with DeepSpeed's ZeRO, with Sentinel beside it: one call.
+"""A custom training loop with DeepSpeed's ZeRO; Sentinel is attached by one call.
 
 pip install deepspeed
 torchrun --nproc-per-node 2 examples/deepspeed_loop.py

@@ -1,4 +1,4 @@
-"""A loop of one's own under FSDP2, with Sentinel on every rank: one call. Norms are put together from the shards.
+"""A custom training loop under FSDP2; one call attaches Sentinel on every rank. Norms are combined from the shards.
 
 torchrun --nproc-per-node 2 examples/fsdp2_loop.py
 """
@@ -38,7 +38,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
     dist.barrier()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

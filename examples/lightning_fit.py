@@ -1,4 +1,4 @@
-"""Fit a LightningModule on two spirals, with Sentinel beside it: one callback.
+"""Fits a LightningModule to two spirals; Sentinel is added as one callback.
 
 pip install lightning
 python examples/lightning_fit.py
@@ -15,7 +15,7 @@ from sentinel.hooks.lightning import SentinelCallback
 
 
 class Spiral(pl.LightningModule):
-    """Which of two spirals does a point belong to?"""
+    """Classifies points by which of two spirals they belong to."""
 
     def __init__(self) -> None:
         super().__init__()

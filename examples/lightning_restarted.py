@@ -1,10 +1,10 @@
-"""A LightningModule, fitted again from Lightning's own checkpoints when it breaks: which one, Sentinel says.
+"""Fits a LightningModule, and after a failure resumes from the Lightning checkpoint that Sentinel chooses.
 
 pip install lightning
 sentinel run -- python examples/lightning_restarted.py --break-at 1650
 
-Without `--break-at` nothing breaks. With `--nan-at 1650` a weight goes bad, once: what was saved since is not gone back
-to.
+Without `--break-at` nothing breaks. With `--nan-at 1650` a weight becomes NaN, once: checkpoints that were saved after
+that are not used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sentinel.hooks.lightning import SentinelCallback, checkpoint
 
 
 class Spiral(pl.LightningModule):
-    """Which of two spirals does a point belong to?"""
+    """Classifies points by which of two spirals they belong to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ def spirals(points: int = 16384) -> TensorDataset:
 
 
 class Breaks(pl.Callback):
-    """Something that goes wrong once, for the example's sake."""
+    """Makes the run fail once, for the example's sake."""
 
     def __init__(self, done: Path, *, die_at: int, nan_at: int) -> None:
         self._done, self._die_at, self._nan_at = done, die_at, nan_at
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Before the step after `trainer.global_step`."""
+        """Fail, if it is due, before the step after `trainer.global_step`."""
         if trainer.global_step in (self._die_at, self._nan_at) and not self._done.exists():
             self._done.touch()
             if trainer.global_step == self._die_at:

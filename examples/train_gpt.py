@@ -1,11 +1,11 @@
-"""Train a small GPT on the bytes of Python's own standard library, with Sentinel beside it.
+"""Trains a small GPT on the bytes of Python's own standard library, with Sentinel attached.
 
     python examples/train_gpt.py                        the library's text, shuffled
     python examples/train_gpt.py --data shard.bin       a file that is shuffled already, read in order
-    SENTINEL_DISABLED=1 python examples/train_gpt.py    the same training, to the bit, alone
+    SENTINEL_DISABLED=1 python examples/train_gpt.py    the same training, to the bit, without Sentinel
 
-Half a million parameters, 60 ms a step on one core: the loss falls from 5.6 nats to below 2 in 800 steps. Nothing
-here is made for Sentinel but the two lines that say so, and what is logged of a rollback.
+Half a million parameters, 60 ms per step on one core: the loss falls from 5.6 nats to below 2 in 800 steps. Nothing
+here is specific to Sentinel but the two lines below the comment that names it, and the logging of rollbacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sentinel
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, DEPTH = 256, 64, 96, 4, 4
-PADDING = 0  # no byte of a Python source; fills the last row
+PADDING = 0  # a byte that occurs in no Python source; fills the last row
 
 
 class Attention(nn.Module):
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Post-norm, as in the first Transformer and GPT: it learns fast at this rate, and one bad stretch can end it."""
+    """Post-norm block, as in the first Transformer and GPT: it learns fast at this rate, but bad data can ruin it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, CONTEXT) bytes -> (batch, CONTEXT, VOCABULARY) logits of the byte that follows each."""
+        """Map (batch, CONTEXT) bytes to (batch, CONTEXT, VOCABULARY) logits of the byte that follows each."""
         return self.head(self.blocks(self.token(tokens) + self.position.weight))
 
 
 def read(path: Path | None) -> TensorDataset:
-    """Rows of CONTEXT + 1 bytes, from a file or from the modules of the standard library."""
+    """Return rows of CONTEXT + 1 bytes, from a file or from the modules of the standard library."""
     sources = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = bytearray(b"".join(source.read_bytes() for source in sources))
     text.extend([PADDING] * (-len(text) % (CONTEXT + 1)))
@@ -79,7 +79,7 @@ def read(path: Path | None) -> TensorDataset:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats per byte, over the bytes that are no padding."""
+    """Return the cross-entropy in nats per byte, over the bytes that are not padding."""
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     real = targets.flatten() != PADDING
     return (losses * real).sum() / real.sum()
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
     warmup = LinearLR(optimizer, start_factor=0.01, total_iters=100)
 
-    # Sentinel watches this run from here on, and takes it back to a good state when it breaks.
+    # Sentinel watches this run from here on, and rolls it back to a good snapshot when it breaks.
     rollback = sentinel.Rollback(every=50, keep=3, margin=50, skip_batches=40)
     monitor = sentinel.attach(model, optimizer, scheduler=warmup, loader=loader, rollback=rollback)
 

@@ -1,9 +1,9 @@
-"""The Hugging Face Trainer, started again from its own checkpoints when it breaks: which one, Sentinel says.
+"""Trains with the Hugging Face Trainer, and after a failure resumes from the checkpoint that Sentinel chooses.
 
 pip install transformers accelerate
 sentinel run -- python examples/transformers_restarted.py --break-at 250
 
-Without `--break-at` nothing breaks. With `--nan-at 250` a batch is bad, once: what was saved since is not gone back to.
+Without `--break-at` nothing breaks. With `--nan-at 250` a weight becomes NaN, once: later checkpoints are not used.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ LENGTH, VOCABULARY, STEPS = 32, 16, 600
 
 
 def sequences(count: int = 512) -> list[dict[str, torch.Tensor]]:
-    """Each counts upwards from somewhere: there is a rule to be learnt."""
+    """Return sequences that count upwards from random starts, so that there is a rule to learn."""
     starts = torch.randint(0, VOCABULARY, (count,))
     rows = (starts[:, None] + torch.arange(LENGTH)) % VOCABULARY
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 class Breaks(TrainerCallback):
-    """Something that goes wrong once, for the example's sake."""
+    """Makes the run fail once, for the example's sake."""
 
     def __init__(self, done: Path, *, die_at: int, nan_at: int) -> None:
         self._done, self._die_at, self._nan_at = done, die_at, nan_at
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Before the step after `state.global_step`."""
+        """Fail, if it is due, before the step after `state.global_step`."""
         if state.global_step in (self._die_at, self._nan_at) and not self._done.exists():
             self._done.touch()
             if state.global_step == self._die_at:

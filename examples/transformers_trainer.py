@@ -1,4 +1,4 @@
-"""Train a small GPT-2 with the Hugging Face Trainer, with Sentinel beside it: one callback.
+"""Trains a small GPT-2 with the Hugging Face Trainer; Sentinel is added as one callback.
 
 pip install transformers accelerate
 python examples/transformers_trainer.py
@@ -17,7 +17,7 @@ LENGTH, VOCABULARY = 32, 16
 
 
 def sequences(count: int = 512) -> list[dict[str, torch.Tensor]]:
-    """Each counts upwards from somewhere: there is a rule to be learnt."""
+    """Return sequences that count upwards from random starts, so that there is a rule to learn."""
     starts = torch.randint(0, VOCABULARY, (count,))
     rows = (starts[:, None] + torch.arange(LENGTH)) % VOCABULARY
     return [{"input_ids": row, "labels": row} for row in rows]

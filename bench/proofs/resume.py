@@ -277,7 +277,7 @@ def _digest(model: Any) -> str:
 
 @functools.cache
 def _write_snapshots() -> Path:
-    """Write the directory that trials copy, and beside it a digest of the weights at each step; return the directory."""
+    """Write the directory that trials copy, and beside it digests of the weights at each step; return its path."""
 
     import sentinel.hooks.session.resume  # noqa: F401
     from sentinel.hooks.snapshot import checkpoint_files

@@ -1,10 +1,10 @@
-"""Follows a Dockerfile's steps without a container engine, in a folder that stands for the image's root.
+"""Runs a Dockerfile's steps without a container engine, in a folder that stands for the image's root.
 
     python deploy/docker/follow.py deploy/docker/Dockerfile --target daemon
 
-FROM python is a virtual environment; COPY copies; RUN runs, with the image's folders taken to be under the root; then
-the container starts as ENTRYPOINT and CMD say, and its HEALTHCHECK must succeed. What is not tried: the base image,
-users.
+FROM python makes a virtual environment; COPY copies; RUN runs, with paths of the image's folders mapped into the root;
+then the container starts as ENTRYPOINT and CMD say, and its HEALTHCHECK must succeed. The base image and users are not
+tried.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 
 HEALTHY_SECONDS = 60.0
 OWN = ("/src", "/wheels", "/var/lib/sentinel", "/run/sentinel")
-"""Folders of the image that steps name: under the root here."""
+"""Folders of the image that steps name, and that are mapped into the root."""
 PROJECT = re.compile(r"sentinel$|training_sentinel-|__editable__")
-"""What is installed of this project."""
+"""Matches the names under which this project is installed."""
 
 
 class Stage:
-    """A stage of the file: the steps of its own, and what it is made from."""
+    """A stage of the file: its base, its name, and its own steps."""
 
     def __init__(self, base: str, name: str) -> None:
         self.base, self.name = base, name
@@ -39,7 +39,7 @@ class Stage:
 
 
 def stages(text: str) -> dict[str, Stage]:
-    """By name; the last one also under the empty name."""
+    """Return the stages by name; the last one also under the empty name."""
     found: dict[str, Stage] = {}
     for word, rest in _instructions(text):
         if word == "FROM":
@@ -60,7 +60,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 class Image:
-    """What the steps have made so far."""
+    """The image, as far as the steps have built it."""
 
     def __init__(self, file: Path, context: Path, root: Path) -> None:
         self._stages, self._context, self._root = stages(file.read_text()), context, root
@@ -71,7 +71,7 @@ class Image:
         self.health: list[str] = []
 
     def build(self, target: str) -> None:
-        """All steps of a stage, those of the stage that it is made from first, and those that it copies from."""
+        """Run all steps of a stage, after those of its base; a stage that it copies from is built first."""
         stage = self._stages[target]
         if stage.base in self._stages:
             self.build(stage.base)
@@ -83,7 +83,7 @@ class Image:
             getattr(self, f"_{word.lower()}")(rest)
 
     def environment(self) -> dict[str, str]:
-        """Of a process in it."""
+        """Return the environment of a process in the image."""
         inside = {name: self._mapped(value) for name, value in self.env.items()}
         kept = {name: os.environ[name] for name in ("HOME", "PIP_INDEX_URL", "PIP_CONFIG_FILE") if name in os.environ}
         return kept | {"PATH": f"{self._root}/venv/bin:{os.environ['PATH']}", "LANG": "C.UTF-8"} | inside
@@ -141,7 +141,7 @@ class Image:
 
 
 def started(image: Image) -> None:
-    """Start it as an engine would; raises where it does not become healthy, or does not end when it is told to."""
+    """Start the container as an engine would; exit if it does not become healthy, or does not end on SIGTERM."""
     command = [*image.entrypoint, *image.command]
     print("starts:", shlex.join(command), flush=True)
     with subprocess.Popen(command, env=image.environment(), cwd="/") as process:
@@ -161,7 +161,7 @@ def started(image: Image) -> None:
 
 
 def healthy(image: Image) -> bool:
-    """Whether the health check says so. The image's port may be taken here: then it is asked at the one it got."""
+    """Return whether the health check succeeds; it asks the port that the daemon got, if the image's is taken here."""
     state = next(Path(image.environment()["SENTINEL_RUNTIME"]).glob("*/daemon.json"), None)
     if state is None:
         return False
@@ -195,8 +195,10 @@ def main() -> None:
 
 
 def _borrow(venv: Path, lent: Path) -> None:
-    """See this Python's packages, of all environments that it looks into; this project's own not, which pip would take
-    for installed."""
+    """Let an environment use this Python's packages, from all its site-packages folders.
+
+    This project's own are left out, because pip would take it for installed.
+    """
     (site,) = venv.glob("lib/python*/site-packages")
     lent.mkdir()
     for folder in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
