@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over a pipe: chromedevtools.github.io/devtools-protocol."""
+"""Drives a Chromium without a window over a pipe: chromedevtools.github.io/devtools-protocol."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 SECONDS = 60.0
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 _FIRST_FREE = 16
-"""File descriptors of ours are above those that Chromium expects its pipes at."""
+"""Least number of our file descriptors: above those at which Chromium expects its pipes."""
 
 
 class Browser:
-    """One page. `complaints` are all that its console, its network and its policy had to say."""
+    """A browser with one page. `complaints`: all messages of its console, its network and its content policy."""
 
     def __init__(self, pid: int, orders: int, answers: int) -> None:
         self.complaints: list[str] = []
@@ -35,29 +35,29 @@ class Browser:
         self.size(1100, 900)
 
     def size(self, width: int, height: int) -> None:
-        """Of the window, in pixels."""
+        """Set the window's size, in pixels."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def seen_with(self, *, scheme: str = "light", deficiency: str = "none") -> None:
-        """Light or dark, and as somebody sees it: `deuteranopia`, `protanopia`, `tritanopia`, `achromatopsia`."""
+        """Show it light or dark, and as with `deuteranopia`, `protanopia`, `tritanopia` or `achromatopsia`."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._call("Emulation.setEmulatedVisionDeficiency", type=deficiency)
 
     def go(self, url: str) -> None:
-        """Load an address, to its load event."""
+        """Load an address, and wait for its load event."""
         self._events.clear()
         self._call("Page.navigate", url=url)
         while "Page.loadEventFired" not in self._events:
             self._read()
 
     def asked(self, expression: str) -> Any:
-        """Value of an expression of the page; a promise is waited for."""
+        """Return the value of an expression of the page, waiting for a promise."""
         found = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, condition: str) -> Any:
-        """Ask at each frame until there is something. If it does not come, the failure shows what is there instead."""
+        """Wait until a condition is truthy, asked at each frame; return its value. A failure shows the page's text."""
         return self.asked(f"""new Promise((done, failed) => {{
             const began = performance.now();
             const look = () => {{
@@ -70,7 +70,7 @@ class Browser:
         }})""")
 
     def click(self, selector: str) -> None:
-        """As a mouse does, on whatever is at the middle of the first that the selector finds."""
+        """Click as a mouse does, on whatever is at the middle of the first element that the selector finds."""
         place = self.asked(f"""(() => {{
             const found = document.querySelector({json.dumps(selector)});
             if (!found) return null;
@@ -83,7 +83,7 @@ class Browser:
             self._call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
 
     def point(self, x: float, y: float) -> None:
-        """Move the mouse there."""
+        """Move the mouse to a place, in pixels."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float], *, shift: bool = False) -> None:
@@ -94,7 +94,7 @@ class Browser:
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
 
     def choose(self, selector: str, value: str) -> None:
-        """An option of a list, as somebody chooses it."""
+        """Choose an option of a list, as a user does."""
         self.asked(f"""(() => {{
             const found = document.querySelector({json.dumps(selector)});
             found.value = {json.dumps(value)};
@@ -102,23 +102,23 @@ class Browser:
         }})()""")
 
     def busy_seconds(self) -> float:
-        """How long the page's main thread has worked."""
+        """Return the seconds that the page's main thread has worked so far."""
         metrics = self._call("Performance.getMetrics")["metrics"]
         return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
 
     def press(self, key: str) -> None:
-        """A key: `Tab`, `Enter`, `Escape`, or a character."""
+        """Press a key: `Tab`, `Enter`, `Escape`, or a character."""
         text = "\r" if key == "Enter" else key if len(key) == 1 else ""
         code = _KEYS[key] if key in _KEYS else ord(key.upper())
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
     def focused(self) -> str:
-        """The text of what a key would act on."""
+        """Return the text of the focused element, on which a key would act."""
         return str(self.asked("(document.activeElement.textContent || '').trim()"))
 
     def picture(self, path: Path) -> None:
-        """The window as PNG."""
+        """Write the window's picture as PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(chromium: str, profile: Path) -> Iterator[Browser]:
-    """A browser of its own, ended with all its processes."""
+    """Run a browser, and at the end kill it with all its processes."""
     theirs_in, orders = map(_high, os.pipe())
     answers, theirs_out = map(_high, os.pipe())
     arguments = [
@@ -193,7 +193,7 @@ def browser(chromium: str, profile: Path) -> Iterator[Browser]:
 
 
 def _high(descriptor: int) -> int:
-    """Above those that Chromium's own are made at, and closed in it."""
+    """Move a descriptor above those that Chromium uses itself; it is closed on exec."""
     found = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
     os.close(descriptor)
     return found

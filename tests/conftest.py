@@ -1,4 +1,4 @@
-"""What all tests share: places of their own, one torch thread, and what may be skipped."""
+"""What all tests share: private folders, one torch thread, and which tests may be skipped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.sampling import leave_out_cases, leave_out_slow
 from tests.second_user import can
 
 REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
-"""CI sets it, and installs every server and browser: a skip is then a failure.
+"""Whether a skip is a failure: CI sets it, and installs every server and browser.
 
-A test that fails is tried a second time there, as a machine that others use may starve its processes or servers.
-What the first try said is printed at the end. Where the second one passes there is a defect to look for.
+A failing test is tried a second time there, because a shared machine may starve its processes or servers. The first
+try's failure is printed at the end. If the second try passes, there is a defect to look for.
 """
 
-# How long an example takes is up to the machine. CI tries the same ones each time, everybody else new ones.
+# An example's time depends on the machine. CI tries the same examples each time, other runs new ones.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=REQUIRE_ALL)
 settings.load_profile("ours")
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sockets, history, settings of one test, apart from the user's and other tests'. Short: a socket's path is."""
+    """Private folders for a test's sockets, history and settings. Their paths are short, as a socket's must be."""
     root = Path(tmp_path_factory.mktemp("s"))
     for name in [name for name in os.environ if name.startswith("SENTINEL_") and name != "SENTINEL_REQUIRE_ALL"]:
         monkeypatch.delenv(name)
@@ -51,33 +51,34 @@ def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
-    """Hides what was made so far from the garbage collector, and from `attach`, which looks through all objects for
-    what belongs to a run: the objects of all modules that pytest has loaded, which no training process has, would take
-    both most of their time."""
+    """Hide the objects made so far from the garbage collector, and from `attach`, which searches all objects.
+
+    Most are of modules that pytest has loaded and no training process has, and would take most of the time of both.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or native modules say at the exit that their objects leak
+    gc.unfreeze()  # otherwise native modules report leaked objects at the exit
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Figures and bits do not depend on the machine's cores. Only where the test itself has loaded torch."""
+    """Make results independent of the machine's cores, to the bit, if the test's process has loaded torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture
 def still_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the library of the interactive charts could not be fetched."""
+    """Act as if the library of the interactive charts could not be fetched."""
     monkeypatch.setattr(fetch_charts, "FOLDER", tmp_path / "no-library")
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of the browser, or a skip."""
+    """Path of the browser; without one the test is skipped."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("Chromium is not installed (Debian package: chromium)")
@@ -85,9 +86,11 @@ def chromium() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only root can try, or a kernel that lets users make namespaces: nobody can install these; and the
-    interactive charts where no npm registry was reached, as Sentinel has still ones then. Of what is marked so, leave a
-    sample."""
+    """Deselect the tests that cannot run here, and leave a sample of those marked `slow` or `sampled`.
+
+    Some need root, or a kernel that lets users make namespaces, which cannot be installed; those of interactive charts
+    need an npm registry at the build, without which Sentinel has still charts.
+    """
     wanted = [
         item for item in items if all(map(can, {"root", "second_user", "namespaces", "networks"} & set(item.keywords)))
     ]

@@ -1,4 +1,4 @@
-"""Snapshots as torch.cuda.memory._snapshot documents them, made without a GPU."""
+"""Makes allocator snapshots as torch.cuda.memory._snapshot documents them, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Frames = list[dict[str, Any]]
 
 
 def frames(*places: str) -> Frames:
-    """`train.py:12 step` innermost first, with the frames of torch that real ones begin with."""
+    """Return a stack of places like `train.py:12 step`, innermost first, below a frame of torch as in real stacks."""
     inner = {"filename": "/usr/lib/python3/site-packages/torch/nn/functional.py", "line": 2400, "name": "linear"}
     named = []
     for place in places:
@@ -22,7 +22,7 @@ def frames(*places: str) -> Frames:
 
 
 def segment(blocks: list[tuple[int, str, Frames]], *, device: int = 0, address: int = 2**33, **more: Any) -> Any:
-    """Of (bytes, state, frames): address and size follow."""
+    """Return a segment of blocks given as (bytes, state, frames); addresses and sizes follow from them."""
     made, at = [], address
     for size, state, stack in blocks:
         made.append({"address": at, "size": size, "requested_size": size - 100, "state": state, "frames": stack})
@@ -66,7 +66,7 @@ CACHE = frames("/home/ada/cache.py:7 remember", "/home/ada/train.py:80 main")
 
 
 def torn() -> dict[str, Any]:
-    """Half of the memory is free, 8 MiB at a time."""
+    """Return a fragmented snapshot: half of the memory is free, in pieces of 8 MiB."""
     pattern = [(8 * MiB, "active_allocated", LAYER), (8 * MiB, "inactive", [])]
     return snapshot([segment(pattern * 4, address=2**33 + at * 2**27) for at in range(10)])
 
@@ -76,7 +76,7 @@ def healthy() -> dict[str, Any]:
 
 
 def growing(step: int) -> dict[str, Any]:
-    """LOSSES gains a block of 2 MiB a step; CACHE grows and shrinks; LAYER stays."""
+    """Return the snapshot of a step: LOSSES gains a block of 2 MiB per step; CACHE grows and shrinks; LAYER stays."""
     blocks = [(60 * MiB, "active_allocated", LAYER)]
     blocks += [(2 * MiB, "active_allocated", LOSSES)] * step
     blocks += [(2 * MiB, "active_allocated", CACHE)] * (3 if step % 2 else 1)

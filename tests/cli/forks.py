@@ -1,7 +1,7 @@
 """Calls the command line many times from one process that has imported all of it, each time in a fork of its own.
 
-Reads cases from stdin and writes what came of them to stdout, each a line of JSON. A case: `argv`, `env`, `cwd`, and
-`stdout`, which is `kept`, `closed` (a pipe that nobody reads) or `full` (a disk without room).
+Reads cases from stdin and writes their results to stdout, each a line of JSON. A case: `argv`, `env`, `cwd`, and
+`stdout`, which is `kept`, `closed` (a pipe without a reader) or `full` (a disk without room).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sentinel.cli import _COMMANDS, main
 
 SECONDS = 30
 _MODULES = ("sentinel.daemon.app", "sentinel.daemon.replay", "sentinel.toolkit.postmortem.verdict", "rich.progress")
-"""Not torch: a fork of a process with it takes ten times as long."""
+"""Modules to import beforehand. Not torch: a fork of a process with it takes ten times as long."""
 
 
 def called(case: dict[str, Any]) -> dict[str, Any]:
-    """What came of one."""
+    """Run a case in a fork; return its exit code and output."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         child = os.fork()
         if child == 0:
@@ -41,7 +41,7 @@ def called(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _become(case: dict[str, Any], out: int, said: int) -> None:
-    """Never returns."""
+    """Run the case in this process, and exit; never returns."""
     code: Any = 70
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""Ways to use a command wrongly, made for each from what it takes."""
+"""Generates wrong uses of each command, from the arguments and options that it takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 from sentinel.cli import cli
 
 BASES: dict[str, list[str]] = {
-    "daemon": ["--directory", "{folder}/file"],  # which would serve, were its directory none
+    "daemon": ["--directory", "{folder}/file"],  # without it the daemon would serve
     "demo": ["--out", "{folder}/file/below"],
     "doctor": ["make", "train"],
     "grafana push": ["--url", "http://127.0.0.1:1"],
@@ -26,23 +26,23 @@ BASES: dict[str, list[str]] = {
     "run": ["{folder}/no-such-program"],
     "silence": ["LossSpike", "--for", "1s"],
 }
-"""What is called where something beside the arguments is wrong: by itself it neither trains nor serves."""
+"""Arguments of commands in cases whose arguments are right; with them a command neither trains nor serves."""
 
 
 class Case(NamedTuple):
-    """One call."""
+    """One call of a command, and the exit codes that are right."""
 
     kind: str
     argv: list[str]
     env: dict[str, str]
     stdout: str = "kept"
     cwd: str = ""
-    """Empty: a folder of the test's own, which a command may write to."""
+    """The working directory; empty: a folder of the test's own, to which a command may write."""
     codes: tuple[int, ...] = (2,)
 
 
 class Executes:
-    """Pickled, it is an order."""
+    """When it is unpickled, it creates the file `trap`."""
 
     def __init__(self, trap: Path) -> None:
         self.trap = trap
@@ -52,7 +52,7 @@ class Executes:
 
 
 def leaves(group: click.Command = cli, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
-    """(name, command) of each command that does something."""
+    """Yield (name, command) of each command that can be called."""
     if not isinstance(group, click.Group):
         yield " ".join(path), group
         return
@@ -66,7 +66,7 @@ def leaves(group: click.Command = cli, path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Kind of input -> a file of that kind."""
+    """Return kind of input -> a file or text of that kind."""
     (folder / "file").write_text("a file\n")
     (folder / "empty").touch()
     (folder / "junk").write_bytes(bytes(range(256)) * 40)
@@ -101,7 +101,7 @@ def files(folder: Path) -> dict[str, str]:
 def cases(
     name: str, command: click.Command, folder: Path, inputs: dict[str, str], sockets: dict[str, str]
 ) -> list[Case]:
-    """All of one command."""
+    """Return all cases of one command."""
     base = [part.format(folder=folder) for part in BASES.get(name, fill_arguments(command, f"{folder}/none"))]
     made = [*_grammar(name, command, base), *_given(command, base, inputs), *_around(base, folder, inputs, sockets)]
     (here := folder / "here").mkdir(exist_ok=True)
@@ -126,7 +126,7 @@ def _grammar(name: str, command: click.Command, base: list[str]) -> Iterator[Cas
 
 
 def _given(command: click.Command, base: list[str], inputs: dict[str, str]) -> Iterator[Case]:
-    """Inputs of each kind, in place of arguments and of options that name a file."""
+    """Yield cases with each kind of input in place of the arguments, and of options that name a file."""
     options = base[-2:] if base[-2:-1] and base[-2].startswith("--") else []
     for kind, value in inputs.items():
         if any(isinstance(parameter, click.Argument) for parameter in command.params):
@@ -138,7 +138,7 @@ def _given(command: click.Command, base: list[str], inputs: dict[str, str]) -> I
 
 
 def _around(base: list[str], folder: Path, inputs: dict[str, str], sockets: dict[str, str]) -> Iterator[Case]:
-    """The command is right, and what is around it is not."""
+    """Yield cases whose command is right, but whose environment is not."""
     any_code = (0, 1, 2, 126, 127)
     for kind in (
         "a file that is not there",

@@ -1,4 +1,4 @@
-"""A receiver of alerts, and a daemon's options with one rule that is easily fired."""
+"""Fixtures: a receiver of alerts, and a daemon's options with one rule that fires easily."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ops() -> Iterator[Consumer]:
 
 @pytest.fixture
 def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Of a daemon with one rule that is easily fired, and one receiver."""
+    """Options of a daemon with one rule that fires easily, and one receiver."""
     monkeypatch.setenv("OPS", ops.url)
     (tmp_path / "rules.yaml").write_text(
         "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"

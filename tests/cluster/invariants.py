@@ -1,4 +1,4 @@
-"""What holds in the end of a simulated job over nodes, whatever was lost and whichever daemon died."""
+"""Checks what must hold at the end of a simulated job over nodes, whatever was lost and whichever daemon died."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tests.cluster.simulation import Simulation
 from tests.cluster.stop_simulation import StopSimulation
 
 JUDGED = 100
-"""Steps of which each is judged once all is well: most of a minute."""
+"""Number of last steps that must all be judged once all is well: most of a minute."""
 LATE = 10
-"""Steps that may be on their way."""
+"""Number of newest steps that may still be on their way."""
 
 
 def check_all(simulation: Simulation) -> None:
-    """What holds of every simulation that was played, and more where no daemon died."""
+    """Check what must hold of every simulation, and more if no daemon died."""
     check_incidents(simulation)
     check_jobs(simulation)
     check_steps(simulation)
@@ -25,7 +25,7 @@ def check_all(simulation: Simulation) -> None:
 
 
 def check_shrink(simulation: ShrinkSimulation) -> None:
-    """The nodes that are there are one group, at one start."""
+    """Check that the nodes that are left are one group, at one start."""
     there = [machine for machine in simulation.machines if not machine.gone]
     groups = {(machine.start, machine.nodes.members.nodes) for machine in there}
     assert len(groups) <= 1, f"two groups are there: {groups}"
@@ -34,7 +34,7 @@ def check_shrink(simulation: ShrinkSimulation) -> None:
 
 
 def check_incidents(simulation: Simulation) -> None:
-    """People know of all, and nothing is open that is over, or open twice."""
+    """Check that each incident was sent, and that none is open that is over, or open twice."""
     by_nodes = {(node.number, identity) for node in simulation.nodes for identity in node.self_told}
     firing = {
         (node.number, case.id) for node in simulation.nodes for case in node.history.values() if case.state == "firing"
@@ -53,8 +53,7 @@ def check_incidents(simulation: Simulation) -> None:
 
 
 def check_jobs(simulation: Simulation) -> None:
-    """What every node began, it began after the same fault as the others; in the end all run the same start, or none
-    runs."""
+    """Check that all nodes began each start after the same fault; in the end all run the same start, or none runs."""
     longest = max((one.begun for one in simulation.supervisors), key=len)
     for one in simulation.supervisors:
         assert one.begun == longest[: len(one.begun)], "begun after different faults"
@@ -63,7 +62,7 @@ def check_jobs(simulation: Simulation) -> None:
 
 
 def check_steps(simulation: Simulation) -> None:
-    """In the end every step of every rank is judged."""
+    """Check that in the end every step of every rank is judged."""
     lead = simulation.find_acting()
     assert lead is not None
     last = lead.judged[-JUDGED:]
@@ -73,19 +72,19 @@ def check_steps(simulation: Simulation) -> None:
 
 
 def check_ids(simulation: Simulation) -> None:
-    """A fault has one id. Where the role moved, the next coordinator may not know what the former told at last."""
+    """Check that a fault has one id. If the role moved, the next coordinator may not know the last pages before it."""
     moved = len(simulation.coordinators) > 1
     assert moved or [ids for ids in simulation.ids.values() if len(ids) > 1] == []
 
 
 def check_restarts(simulation: Simulation) -> None:
-    """Every fault ends in the next start of all nodes."""
+    """Check that every fault leads to the next start of all nodes."""
     assert not any(one.gone for one in simulation.supervisors)
     assert min(simulation.faults_of_jobs, 1) <= simulation.supervisors[0].start <= simulation.faults_of_jobs
 
 
 def check_all_steps(simulation: Simulation) -> None:
-    """No step was left out."""
+    """Check that no step was left out."""
     lead = simulation.find_acting()
     assert lead is not None
     first = 0 if len(simulation.coordinators) == 1 else lead.judged[0].seq
@@ -93,7 +92,7 @@ def check_all_steps(simulation: Simulation) -> None:
 
 
 def check_stop(simulation: StopSimulation) -> None:
-    """All ranks left at one step, none stands anywhere, and of each case is said what came of it."""
+    """Check that all ranks left at one step, none waits, and each case says how its stop ended."""
     check_incidents(simulation)
     assert len({rank.left for rank in simulation.ranks}) == 1, "some ranks are left"
     assert all(rank.left is not None for rank in simulation.ranks), "no rank left"

@@ -1,4 +1,4 @@
-"""Node daemons of one job on this machine, and ranks that speak the wire to them."""
+"""Node daemons of one job on this machine, and simulated ranks that speak the wire protocol with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIGH, LOW = 101.0, 1.0
 
 
 class NodeDaemon:
-    """A daemon and one rank of its node."""
+    """A daemon, and one rank of its node."""
 
     def __init__(
         self, path: Path, process: subprocess.Popen[bytes], node: int, nodes: int, supervisor: str, page: int
@@ -36,32 +36,32 @@ class NodeDaemon:
         self.rank.expect(wire.Welcome)
 
     def run(self) -> dict[str, Any]:
-        """What `sentinel status` shows here."""
+        """Return the run as `sentinel status` shows it on this node."""
         run: dict[str, Any]
         (run,) = ask_daemon(self.path, "status")["runs"]
         return run
 
     def job(self) -> dict[str, Any]:
-        """The same of the job."""
+        """Return the job as `sentinel status` shows it on this node."""
         job: dict[str, Any] = self.run()["job"]
         return job
 
     def cases(self) -> list[dict[str, Any]]:
-        """Its own cases."""
+        """Return the daemon's own cases."""
         cases: list[dict[str, Any]] = ask_daemon(self.path, "incidents")
         return cases
 
     def judges(self) -> bool:
-        """Whether a step has closed: ranks of other nodes are waited for, for a while."""
+        """Return whether a step has closed; it waits a while for ranks of other nodes."""
         return "loss" in self.run()["values"]
 
     def states(self) -> dict[int, str]:
-        """Node -> its state, as this one knows it."""
+        """Return node -> its state, as this node knows it."""
         return {node["node"]: node["state"] for node in self.job()["nodes"]}
 
 
 def free_address() -> str:
-    """A port of loopback that is free now."""
+    """Return `127.0.0.1:PORT` with a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -78,7 +78,7 @@ def node_daemon(
     supervisor: str = "",
     page: int = -1,
 ) -> Iterator[NodeDaemon]:
-    """A node's daemon, with a history of its own, killed at the end. `page`: descriptor of its rank's heartbeats."""
+    """Run a node's daemon with a history of its own, killed at the end. `page`: descriptor of its rank's heartbeats."""
     environment = {
         "SENTINEL_STATE": str(folder / f"state{node}"),
         "SENTINEL_CLUSTER": address,

@@ -1,4 +1,4 @@
-"""The simulation of a job that may go on without some of its nodes, of which some are lost for good."""
+"""Simulates a job that may go on without some of its nodes, while some are lost for good."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.cluster.simulation import LeadMachine, NodeMachine, Simulation, Super
 
 LEAST = 2
 FORMER = 32
-"""Epoch of a coordinator of the job before, whose clock was behind."""
+"""Epoch of a coordinator of the previous job, whose clock was behind."""
 
 
 class ShrinkSupervisor(SupervisorMachine):
-    """`sentinel run --allow-shrink`: what it agreed to is gone only where it is gone itself."""
+    """`sentinel run --allow-shrink` of a node; what it agreed to is lost only when it is lost itself."""
 
     def __init__(self, number: int, whole: int) -> None:
         super().__init__(number)
         self.nodes = JobNodes(LEAST, number, whole)
         self.groups: list[tuple[int, ...]] = [self.nodes.members.nodes]
-        """The nodes of each of its starts."""
+        """Nodes of each of its starts."""
         self.is_left_out = False
 
     @property
@@ -45,7 +45,7 @@ class ShrinkSupervisor(SupervisorMachine):
 
 
 class ShrinkSimulation(Simulation):
-    """One seed: incidents, faults, deaths of daemons and cuts, and one node after the other that does not come back."""
+    """A simulation with incidents, faults, dying daemons and cuts, in which nodes are lost for good, one by one."""
 
     def __init__(self, seed: int, *, nodes: int) -> None:
         super().__init__(seed, nodes=nodes)
@@ -53,15 +53,15 @@ class ShrinkSimulation(Simulation):
         self.supervisors = list(self.machines)
         self.lost_at = self.random.uniform(20.0, 60.0)
         self.decisions: dict[int, tuple[int, ...]] = {0: tuple(range(nodes))}
-        """Start -> its nodes."""
+        """Start -> the nodes that began it."""
         self.falls: list[tuple[float, int]] = []
-        """When the daemon of a node dies which has just proposed something, or decided."""
+        """(time, node) of coming deaths of daemons that have just proposed or decided something."""
         self._former = random.Random(f"former {seed}")
         self.apart: tuple[int, float] | None = None
-        """A node that is cut off for long, and until when."""
+        """A node that is cut off for a long time, and until when."""
 
     def play(self, seconds: float = 400.0) -> None:
-        """Trouble for so long, and then a while without any."""
+        """Play `seconds` with trouble, and then a while without any."""
         while self.now < seconds:
             self.turn()
             self.trouble()
@@ -105,7 +105,7 @@ class ShrinkSimulation(Simulation):
         self.end_daemons()
 
     def hear_former_job(self, number: int) -> None:
-        """A daemon of the job before, under the same run id, is still there: it went on with two nodes."""
+        """Send messages of a daemon left over from the previous job (same run id), which went on with two nodes."""
         job = "mark 0 of the job before"
         members = wire.Members(start=5, nodes=(0, number), whole=self.expected, job=job)
         accepted = wire.Order(start=4, does="end", epoch=FORMER, nodes=members.nodes, job=job)
@@ -116,13 +116,13 @@ class ShrinkSimulation(Simulation):
         self.send(number, range(self.expected), beat)
 
     def end_daemons(self) -> None:
-        """The ranks of a node start its daemon, and they are gone."""
+        """End the daemons of nodes whose ranks are gone: only ranks start a daemon."""
         for node, machine in zip(self.nodes, self.machines, strict=True):
             if machine.gone:
                 node.die()
 
     def lose(self, node: NodeMachine) -> None:
-        """Its machine is gone, or it cannot be reached for long: the ranks of the others fail by that."""
+        """Lose a node: its machine is gone, or cannot be reached for long, and so the other nodes' ranks fail."""
         if self.random.random() < 0.5:
             self.apart = node.number, self.now + self.random.uniform(PATIENCE_SECONDS, 3 * PATIENCE_SECONDS)
         else:
@@ -152,7 +152,7 @@ class ShrinkSimulation(Simulation):
             self.check_begun(machine, order)
 
     def check_begun(self, machine: ShrinkSupervisor, order: wire.Order) -> None:
-        """All nodes that begin a start do it as the same group, most of the one before, of which none runs that."""
+        """Check that all nodes of a start begin it as one group: a majority of the former, of which none still runs."""
         assert not machine.is_left_out, "begun by a node that was left out"
         nodes, former = machine.groups[-1], self.decisions[machine.start - 1]
         assert self.decisions.setdefault(machine.start, nodes) == nodes, "a start of two groups"
@@ -171,7 +171,7 @@ class ShrinkSimulation(Simulation):
             self.falls.append((self.now + self.random.uniform(0.0, 4.0), node.number))
 
     def judge_steps(self, lead: LeadMachine) -> None:
-        """Not of interest here."""
+        """Do nothing: steps are not checked here."""
 
     def check_untold(self, lead: LeadMachine, *, acts: bool) -> None:
-        """Nor is this: a node that was left out knows of incidents that others do not."""
+        """Check nothing: a node that was left out knows of incidents that others do not."""

@@ -1,5 +1,8 @@
-"""The protocol without network and clock: nodes of which one is the coordinator, and a net that drops, doubles, delays
-and reorders, lets through in one direction only, and falls apart."""
+"""Simulates the protocol of a job over nodes, without network and clock.
+
+One node is the coordinator; the net drops, doubles, delays and reorders messages, works in one direction only, or
+falls apart.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from sentinel.supervise.supervisor import ORDER_SECONDS
 
 TICK = 0.5
 SLOWEST = 1.04
-"""Seconds of a node's clock in one of the simulation's, at most: and a bit."""
+"""Slightly more than the simulation's seconds in one second of the slowest node's clock."""
 ALERTS = ("Hang", "LossSpike")
 
 
 def make_case(number: int, alert: str, step: int) -> Case:
-    """A case of a node that fires."""
+    """Return a case of a node that fires."""
     return Case(
         id=f"0.{number}", run="train", run_id="r", attempt=0, alert=alert, severity="critical", state="firing",
         first_step=step, first_seq=step, step=step, time=float(step), members=(), summary=alert,
@@ -49,19 +52,19 @@ class Packet(NamedTuple):
 
 
 class SupervisorMachine:
-    """`sentinel run` of a node: it outlives daemons, and every start of its command."""
+    """`sentinel run` of a node, which outlives daemons and every start of its command."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.start = 0
         self.fault: wire.JobFault | None = None
         self.ends_at: float | None = None
-        """When the last process of an ended start is gone."""
+        """When the last process of a start that is being ended will be gone."""
         self.waits_since = 0.0
         self.gone = False
         self.last_begun: wire.Order | None = None
         self.begun: list[str] = []
-        """Words of the fault after which each further start was begun."""
+        """For each further start, the words of the fault after which it was begun."""
 
     @property
     def report(self) -> wire.JobReport | None:
@@ -77,7 +80,7 @@ class SupervisorMachine:
         return not self.gone and self.fault is None
 
     def end(self, now: float, words: str = "") -> None:
-        """The start has ended by itself, or its end was ordered."""
+        """Note that the start has ended by itself, or that its end was ordered."""
         self.fault, self.ends_at = wire.JobFault(kind=words, words=words or "ordered", step=int(now)), None
         self.waits_since = now
 
@@ -95,61 +98,61 @@ class SupervisorMachine:
 
 
 def make_step(node: int, seq: int) -> RunStep:
-    """A step of a node with two ranks."""
+    """Return a step of a node with two ranks."""
     ranks = {rank: {"loss": seq + rank / 100} for rank in (2 * node, 2 * node + 1)}
     return RunStep(seq, float(seq), ranks, {})
 
 
 class Inquest(NamedTuple):
-    """The ranks of all nodes are asked for the cause of an incident."""
+    """A question to the ranks of all nodes about the cause of an incident."""
 
     incident: JobIncident
     until: float
-    """People are not told before, unless there is an answer."""
+    """The page is held back until this time, unless there is an answer."""
     answered: float
     verdict: Finding | None
 
 
 class LeadMachine:
-    """What a node has while it is the coordinator."""
+    """The state that a node has while it is the coordinator."""
 
     def __init__(self, coordinator: Coordinator, nodes: int) -> None:
         self.coordinator = coordinator
         self.order: wire.Order | None = None
         self.heard: dict[int, float] = {}
-        """Node -> when its pulse came last."""
+        """Node -> when its last heartbeat came."""
         self.steps = JobSteps(coordinator.node, range(nodes))
         self.judged: list[RunStep] = []
         self.inquests: list[Inquest] = []
         self.acts_since = 0.0
-        """It did not act a moment before."""
+        """Since when it acts."""
         self.untold: dict[str, float] = {}
-        """Incident that fires and of which people do not know -> since when it should be on its way to them."""
+        """Firing incident without a page -> since when the page is due."""
         self.rollbacks: JobRollbacks | None = None
-        """Where there are ranks that can be stopped (tests/cluster/stop_simulation.py)."""
+        """Set if there are ranks that can be stopped (tests/cluster/stop_simulation.py)."""
 
 
 class NodeMachine:
-    """A node: its history outlives its daemon, and so do the pages that it sent."""
+    """A node, whose history and sent pages outlive its daemon."""
 
     def __init__(self, number: int, candidates: int, chance: random.Random) -> None:
         self.number, self._candidates = number, candidates
         self._ahead, self._pace = chance.uniform(0.0, 1e6), chance.uniform(0.97, 1.03)
         self.history: dict[str, Case] = {}
         self.pages: dict[str, str] = {}
-        """Case -> state of the page of its own."""
+        """Case -> state of the node's own page about it."""
         self.self_told: set[str] = set()
         self.daemon: Node | None = None
         self.lead: LeadMachine | None = None
         self.outbox: dict[str, Case] = {}
-        """What it told people of the job, and not that it is over."""
+        """Cases of the job that it paged and that it has not yet paged as over."""
         self.starts = 0
         self.last_job: wire.JobReport | None = None
-        """What the supervisor told this daemon last."""
+        """The supervisor's last report to this daemon."""
         self.sender: DigestSender
 
     def clock(self, now: float) -> float:
-        """What its clock shows: no two show the same, or run at the same pace."""
+        """Return what its clock shows; no two clocks show the same, or run at the same pace."""
         return self._ahead + self._pace * now
 
     def start(self, now: float) -> None:
@@ -172,13 +175,13 @@ class NodeMachine:
 
 
 class Simulation:
-    """One seed: a job in which incidents begin and end, and anything dies, for `seconds`; then all is well again."""
+    """A simulated job, by one seed: incidents begin and end, and anything may die, until all is well again."""
 
     def __init__(
         self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True,
         leaves: bool = False,
     ) -> None:  # fmt: skip
-        """`leaves`: daemons are also ended in order, and come back; what they say at their end may be lost."""
+        """`leaves`: daemons are also ended in order, and come back; their last messages may be lost."""
         self.random, self._verdicts = random.Random(seed), random.Random(f"verdicts {seed}")
         self._leaves, self._leaving, self._back_at = leaves, list[NodeMachine](), 0.0
         self.deaths, self.cuts = deaths, cuts
@@ -187,30 +190,30 @@ class Simulation:
         self.expected = nodes
         self.supervisors = [SupervisorMachine(number) for number in range(nodes)]
         self.decided: set[tuple[Coordinator, int]] = set()
-        """Epoch and start of each order to begin."""
+        """Coordinator and start of each order to begin."""
         self.faults_of_jobs = 0
         self.now, self.step, self.cases = 0.0, 0, 0
         self.net: list[Packet] = []
         self.cut: set[tuple[int, int]] = set()
-        """(sender, receiver)."""
+        """Links that are down, as (sender, receiver)."""
         self.coordinators: list[int] = []
-        """Nodes that acted as the coordinator, one after the other."""
+        """Nodes that acted as the coordinator, in order."""
         self.trained = 0
-        """Steps that all ranks have done."""
+        """Number of steps that all ranks have done."""
         self.pages: dict[str, Case] = {}
-        """What the job's receivers know, by id."""
+        """Cases as the job's receivers know them, by id."""
         self.told: set[tuple[int, str]] = set()
-        """Cases by node and id that a coordinator paged."""
+        """(node, id) of the cases that a coordinator paged."""
         self.ids: dict[tuple[str, int], set[str]] = {}
         """Fault -> the ids under which it was paged as firing."""
         self.faults: dict[tuple[int, str], tuple[str, int]] = {}
-        """Node and case -> the fault that it is of."""
+        """Node and case -> the fault that the case is about."""
         self._fault: tuple[str, int] | None = None
         for node in self.nodes:
             node.start(0.0)
 
     def play(self, seconds: float = 150.0) -> None:
-        """Trouble for so long, and then two minutes without any."""
+        """Play `seconds` with trouble, and then two minutes without any."""
         while self.now < seconds:
             self.turn()
             self.trouble()
@@ -223,7 +226,7 @@ class Simulation:
             self.turn()
 
     def find_acting(self) -> LeadMachine | None:
-        """The coordinator. Never are there two."""
+        """Return the acting coordinator, or None; check that there are never two."""
         acting = [
             node.lead
             for node in self.nodes
@@ -233,7 +236,7 @@ class Simulation:
         return acting[0] if acting else None
 
     def trouble(self) -> None:
-        """A fault begins on some nodes or ends; a link, a daemon, the coordinator go or come back."""
+        """Begin or end a fault on some nodes; let links, daemons or the coordinator go or come back, at random."""
         chance = self.random.random
         if self._fault is None and chance() < 0.06:
             self.step += 10
@@ -252,7 +255,7 @@ class Simulation:
             node = self.random.choice(self.nodes)
             if node.daemon is None or chance() < 0.3:
                 node.die()
-                node.start(self.now)  # while messages of the former are on their way
+                node.start(self.now)  # while messages of the former daemon are on their way
             else:
                 node.die()
         if chance() < 0.02 and (acting := self.find_acting()) is not None:
@@ -263,7 +266,7 @@ class Simulation:
             self.restart_services()
 
     def restart_services(self) -> None:
-        """Daemons of some nodes are ended in order, and are back seconds later; a link may be down by then."""
+        """End daemons of some nodes in order, and start them seconds later, when a link may be down."""
         if not self._leaving and self.random.random() < 0.01:
             self._leaving = self.random.sample(self.nodes, self.random.randint(1, self.expected - 1))
             self._back_at = self.now + self.random.uniform(1.0, 5.0)
@@ -277,7 +280,7 @@ class Simulation:
             self._leaving = []
 
     def leave(self, node: NodeMachine) -> None:
-        """A node's daemon ends as a service does that is restarted, while the ranks train on."""
+        """End a node's daemon as when a service is restarted, while the ranks train on."""
         if (daemon := node.daemon) is not None:
             now = node.clock(self.now)
             if (lead := node.lead) is not None:
@@ -288,7 +291,7 @@ class Simulation:
             node.die()
 
     def make_cut(self) -> set[tuple[int, int]]:
-        """No link, links of one direction, those of one node, or those between two parts of the nodes."""
+        """Return links to cut: none, some in one direction, those of one node, or those between two parts."""
         every = range(self.expected)
         kind, node = (
             self.random.choice(["none", "none", "parts", "node", "one way", "deaf", "mute"]),
@@ -306,13 +309,13 @@ class Simulation:
         }[kind]
 
     def break_job(self, supervisor: SupervisorMachine) -> None:
-        """Its rank dies; those of other nodes fail by that, or stand."""
+        """Let a supervisor's rank die; ranks of other nodes fail because of it, or wait."""
         if supervisor.runs:
             self.faults_of_jobs += 1
             supervisor.end(self.now, f"RankLost {self.faults_of_jobs}")
 
     def follow_jobs(self) -> None:
-        """Processes that are being ended, and starts that are alone, come to their end; none waits without end."""
+        """End processes as ordered, and starts that are alone; a supervisor waits only for a limited time."""
         for one in self.supervisors:
             alone = any(other.gone for other in self.supervisors)
             if one.runs and one.ends_at is not None and self.now >= one.ends_at:
@@ -323,7 +326,7 @@ class Simulation:
                 one.gone = True
 
     def carry_out(self, number: int, order: wire.Order | None) -> None:
-        """A node has an order: what never may be carried out, is not."""
+        """Carry out an order on a node; check that no start begins while another node runs an earlier one."""
         supervisor = self.supervisors[number]
         if order is None:
             return
@@ -335,13 +338,13 @@ class Simulation:
         supervisor.carry_out(order, self.now, self.random.uniform(0.0, 20.0))
 
     def order_nodes(self, node: NodeMachine, lead: LeadMachine) -> None:
-        """What the coordinator orders: not without more than half of the nodes, and to begin not without all."""
+        """Let the coordinator order; check that it has a majority of the nodes, and for `begin` all of them."""
         lead.order = lead.coordinator.order_nodes(node.clock(self.now))
         fresh = sum(self.now - heard <= SILENT_SECONDS + 1.0 for heard in lead.heard.values())
         if lead.order is not None:
             assert self.find_acting() is lead
             assert 2 * fresh > lead.coordinator.expected, "an order of a minority"
-            decided = (lead.coordinator, lead.order.start)  # it may raise its epoch, and repeats what it decided
+            decided = (lead.coordinator, lead.order.start)  # it may raise its epoch and repeat its decision
             begun = any(one.start > lead.order.start for one in self.supervisors)
             if lead.order.does == "begin" and decided not in self.decided and not begun:
                 self.decided.add(decided)
@@ -357,7 +360,7 @@ class Simulation:
         self.change(node, case)
 
     def end_fault(self) -> None:
-        """On all nodes whose daemon is there; where it is not, its next one finds the end in no step."""
+        """End the fault's cases on all nodes; where there is no daemon, only the history learns of it."""
         self._fault = None
         self.step += 5
         for node in self.nodes:
@@ -383,7 +386,7 @@ class Simulation:
             self.tell(node, node.lead)
 
     def hand_in(self, sender: int, message: ClusterMessage) -> None:
-        """To those that have the coordinator's role, or think so."""
+        """Send a message to the nodes that have the coordinator's role, or believe so."""
         if leads := [node.number for node in self.nodes if node.lead is not None]:
             self.send(sender, leads, message)
 
@@ -416,7 +419,7 @@ class Simulation:
                 self.check_untold(node.lead, acts=node.lead is acting)
 
     def check_untold(self, lead: LeadMachine, *, acts: bool) -> None:
-        """A coordinator tells people of what it knows once it has collected it, and of a hang 5 s later at most."""
+        """Check that an acting coordinator pages what it has collected, at the latest `HOLD_SECONDS` later."""
         if not acts:
             lead.acts_since = self.now
             lead.untold.clear()
@@ -427,7 +430,7 @@ class Simulation:
                 assert self.now - since <= HOLD_SECONDS + 2 * TICK, f"no page of {incident.alert}"
 
     def serve(self, node: NodeMachine, daemon: Node) -> None:
-        """What a daemon does once a second."""
+        """Do what a daemon does once a second."""
         now = node.clock(self.now)
         if node.lead is not None:
             daemon.note_members(node.lead.coordinator.members)
@@ -481,7 +484,7 @@ class Simulation:
         return msgspec.structs.replace(beat, digested=digested)
 
     def train(self) -> None:
-        """All ranks do a step; the daemons that are there see it."""
+        """Let all ranks do a step; the running daemons see it."""
         seq, self.trained = self.trained, self.trained + 1
         for node in self.nodes:
             if node.lead is not None:
@@ -492,7 +495,7 @@ class Simulation:
                     self.hand_in(node.number, digest)
 
     def judge_steps(self, lead: LeadMachine) -> None:
-        """What is judged is what the ranks said, each step once and in order."""
+        """Check that the judged values are the ranks' own, and that each step is judged once and in order."""
         for step in lead.steps.take_closed(self.now):
             assert not lead.judged or step.seq > lead.judged[-1].seq
             assert all(values == {"loss": step.seq + rank / 100} for rank, values in step.ranks.items())
@@ -513,7 +516,7 @@ class Simulation:
         )  # fmt: skip
 
     def ask(self, sender: int, number: int, after: int) -> None:
-        """A query: there and back, either of which may be lost."""
+        """Ask a node for its events; the query or the answer may be lost."""
         daemon = self.nodes[number].daemon
         reached = sender == number or ((sender, number) not in self.cut and self.random.random() >= self.loss)
         if daemon is not None and reached and daemon.find_view(self.nodes[number].clock(self.now)) == "joined":
@@ -561,7 +564,7 @@ class Simulation:
         self.carry_out(node.number, daemon.find_order(now))
 
     def explain(self, lead: LeadMachine) -> None:
-        """Causes that were asked for are there, or people are not kept waiting any longer."""
+        """Hand over the causes that have come, and let pages go out that have waited long enough."""
         for one in list(lead.inquests):
             if self.now >= one.answered:
                 lead.coordinator.incidents.explain(one.incident, one.verdict)

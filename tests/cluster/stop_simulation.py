@@ -1,4 +1,4 @@
-"""The simulation with ranks that alerts stop: one on each node, which outlives its daemons."""
+"""Simulates a job whose ranks are stopped by alerts; each node has one rank, which outlives its daemons."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sentinel.runs import ARRIVAL_SECONDS, Attempt
 from tests.cluster.simulation import LeadMachine, NodeMachine, Simulation, make_case
 
 VERDICT_SECONDS = 10.0
-"""As `hooks/rollback/step_guard.py` has it: for the verdict, and once more for the other ranks."""
+"""How long a rank waits for the verdict, and again for the other ranks, as in `hooks/rollback/step_guard.py`."""
 STOP_SECONDS = 40.0
-"""In which all leave once all is well: a coordinator that has just begun, three tries of 5 s, and one of the ranks'."""
+"""Seconds in which all leave once all is well: a new coordinator, three tries of 5 s, and one try of the ranks."""
 
 
 class RankMachine:
-    """A rank: it binds itself to a step, stands there until the verdict, and leaves where all ranks are ready to."""
+    """A rank that promises to stop at a step, waits there for the verdict, and leaves if all ranks are ready."""
 
     def __init__(self, number: int, ballot: dict[int, str], said: dict[int, set[int]]) -> None:
-        """`ballot`: promise -> what was decided, written once; `said`: promise -> the ranks that are ready."""
+        """`ballot`: promise -> the decision, written once; `said`: promise -> the ranks that are ready."""
         self.number, self._ballot, self._said = number, ballot, said
         self.exited = -1
         self.bound: wire.Prepare | None = None
@@ -39,16 +39,16 @@ class RankMachine:
         self.left: wire.Prepare | None = None
         self.promised: set[int] = set()
         self._since: float | None = None
-        """When it came to the step."""
+        """When it reached the step of its promise."""
 
     @property
     def stands(self) -> bool:
-        """Whether it does no step: those who train on wait for it in a collective."""
+        """Whether it does no step; ranks that train on wait for it in a collective."""
         at_step = self.bound is not None and self.bound.at <= self.exited
         return at_step or self.voting is not None or self.left is not None
 
     def prepare(self, message: wire.Prepare) -> wire.Prepared | None:
-        """What it answers; None: nothing, as it is bound by another order."""
+        """Return its answer to a Prepare; None: no answer, because it is bound by another order."""
         if self.left is not None:
             return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason="the run is detached")
         if self.voting is not None or self.bound is not None:
@@ -60,7 +60,7 @@ class RankMachine:
         return wire.Prepared(id=message.id, ok=True, seq=self.exited)
 
     def decide(self, message: wire.Commit | wire.Abort) -> None:
-        """The verdict came."""
+        """Take the verdict on its promise."""
         if self.bound is None or self.bound.id != message.id:
             return
         if isinstance(message, wire.Commit):
@@ -69,7 +69,7 @@ class RankMachine:
             self.bound = None
 
     def turn(self, now: float, ranks: int) -> wire.RolledBack | None:
-        """Half a second goes by. What comes of a promise, if it is over."""
+        """Let half a second pass; return the outcome of a promise that has ended, or None."""
         if self.bound is not None and self.bound.at <= self.exited:
             self._since = now if self._since is None else self._since
             if self.verdict is not None:
@@ -96,17 +96,17 @@ class RankMachine:
 
 
 class StopMachine:
-    """What a node's daemon has for a stop, and what its history keeps of it."""
+    """The part of a node's daemon that stops runs, and what its history keeps of it."""
 
     def __init__(self, simulation: StopSimulation, number: int) -> None:
         self._simulation, self.number = simulation, number
         self.cases: list[Case] = []
-        """Those that asked for one."""
+        """Cases that asked for a stop."""
         self.daemon: Node | None = None
         self.relay: RelayedRollback
 
     def restart(self, daemon: Node | None, now: float) -> None:
-        """Another daemon is there, and takes up what the last one did not end; None: there is none."""
+        """Let a new daemon take up what the last one did not end. None: there is no daemon."""
         self.daemon = daemon
         rank = self._simulation.ranks[self.number]
         identity = wire.Identity(
@@ -125,16 +125,16 @@ class StopMachine:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether nothing is known yet of what comes of a case."""
+        """Whether the outcome of any case is still open."""
         return any(not case.done or case.done[-1].startswith("stopping") for case in self.cases)
 
     def call(self, now: float) -> None:
-        """A rule fires."""
+        """Fire a rule that asks for a stop."""
         self.cases.append(make_case(len(self.cases) + 1, "TooHigh", int(now)))
         self.stop.fired(self.cases[-1], now)
 
     def tick(self, now: float) -> None:
-        """Once a turn, while there is a daemon."""
+        """Act once per turn, while there is a daemon."""
         rank = self._simulation.ranks[self.number]
         self._rank.last_seq = rank.exited
         if rank.left is not None and self._rank.state == "live":
@@ -148,7 +148,7 @@ class StopMachine:
         self.relay.tick(now)
         self.stop.tick(now)
 
-    # The rank's connection, the incidents, and who learns how it ends.
+    # Stands in for the rank's connection, the incidents, and the receiver of the outcome.
 
     def send(self, rank: int, message: wire.Message) -> None:
         if self.daemon is None:
@@ -184,7 +184,7 @@ class StopMachine:
 
 
 class StopSimulation(Simulation):
-    """One seed: alerts that stop the run, while anything dies. No rank's process does, and no attempt ends."""
+    """A simulation in which alerts stop the run while anything but ranks may die. No attempt ends."""
 
     def __init__(self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True) -> None:
         super().__init__(seed, nodes=nodes, candidates=candidates, deaths=deaths)
@@ -195,7 +195,7 @@ class StopSimulation(Simulation):
         self._prepared: set[int] = set()
 
     def call_stop(self) -> None:
-        """A rule fires on a node whose daemon is there."""
+        """Fire a rule on a node that has a daemon."""
         there = [one for one in self.stops if one.daemon is not None]
         if there:
             node = self._chance.choice(there)
@@ -220,7 +220,7 @@ class StopSimulation(Simulation):
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Who leaves does so by the word of all, which the others read in their next moment."""
+        """Check that a rank leaves only by the decision of all, which the others read in their next turn."""
         left = next((rank.left for rank in self.ranks if rank.left is not None), None)
         if left is not None:
             assert all(left in (rank.left, rank.voting) for rank in self.ranks), "a rank left alone"
@@ -272,9 +272,9 @@ class StopSimulation(Simulation):
             stop.relay.take_order(beat.rollback, node.clock(self.now))
 
     def play(self, seconds: float = 150.0) -> None:
-        """As of every simulation; and then, if the ranks are still there, they leave."""
+        """Play as any simulation; then call a stop if the ranks are still there, and wait until they have left."""
         super().play(seconds)
-        until = self.now + RESTORE_SECONDS  # an order ends then, where a rank's answer was lost with its daemon
+        until = self.now + RESTORE_SECONDS  # an order ends by then if a rank's answer was lost with its daemon
         while self.now < until and any(node.is_awaiting for node in self.stops):
             self.turn()
         if all(rank.left is None for rank in self.ranks):

@@ -1,7 +1,7 @@
-"""An NVML of our own making (synthetic: not recorded on a GPU), with the contract that the documentation states.
+"""A fake NVML (synthetic: not recorded on a GPU) with the contract that NVML's documentation states.
 
-Handles are opaque, names and exceptions are pynvml's, calls before nvmlInit are refused, a board offers what its
-generation offers.
+Handles are opaque, names and exceptions are pynvml's, calls before nvmlInit are refused, and a board offers the calls
+of its generation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pynvml
 
 
 class FakeBoard:
-    """One GPU. `absent`: calls that it does not offer. `failing`: call -> what it raises. `stuck`: blocks all calls."""
+    """One GPU. `absent`: calls that it lacks. `failing`: call -> its exception. Calls block while `free` is cleared."""
 
     busy = 87
-    """Per cent of the time."""
+    """GPU utilization, in per cent of the time."""
 
     def __init__(self, index: int) -> None:
         self.uuid = f"GPU-{index:08d}-0000-0000-0000-000000000000"
@@ -30,13 +30,13 @@ class FakeBoard:
         self.links = 2
         self.temperature = 64
         self.parts: list[SimpleNamespace] = []
-        """Its MIG devices."""
+        """The board's MIG devices."""
         self.processes: list[SimpleNamespace] = []
         self.calls: list[str] = []
 
 
 class FakeNvml:
-    """The module. What it lacks it takes from pynvml: constants and exceptions."""
+    """Stands in for the module pynvml, from which it takes constants and exceptions."""
 
     def __init__(self, boards: int = 2) -> None:
         self.boards = [FakeBoard(index) for index in range(boards)]

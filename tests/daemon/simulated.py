@@ -1,4 +1,4 @@
-"""A rank that speaks the wire and trains nothing, and a real daemon process for it."""
+"""A simulated rank that speaks the wire protocol and trains nothing, and a real daemon process for it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.zygote import DAEMON, ForkedProcess, start_zygote
 Message = TypeVar("Message")
 
 DEADLINE_SECONDS = 60.0
-"""For what should come at once: a machine that others use may need half a minute to start a process."""
+"""How long to wait for what should come at once: a shared machine may need half a minute to start a process."""
 
 
 class SimulatedRank:
-    """One connection to a daemon."""
+    """A rank with one connection to a daemon."""
 
     def __init__(
         self, path: Path, rank: int = 0, world: int = 1, *, run_id: str = "r1", session: str = "", on_a_node: int = 0
@@ -48,7 +48,7 @@ class SimulatedRank:
         self.close()
 
     def close(self) -> None:
-        """As a process that is killed."""
+        """Close the connection without a goodbye, as a killed process does."""
         self.connection.close()
 
     def say(self, message: wire.Message) -> None:
@@ -80,17 +80,17 @@ class SimulatedRank:
         )
 
     def ask(self, what: str) -> Any:
-        """What the command line would be told."""
+        """Return the answer that the command line would get."""
         self.say(wire.Query(what=what))
         return self.expect(wire.Answer).content
 
     def list_arrived(self, kind: type[Message]) -> list[Message]:
-        """The messages of a kind that have come and were not expected."""
+        """Return the messages of a kind that have come and that `expect` has not returned."""
         self.ask("status")
         return [message for message in self._arrived if isinstance(message, kind)]
 
     def expect(self, kind: type[Message]) -> Message:
-        """The next message of a kind; others that come before it are kept."""
+        """Wait for the next message of a kind, and return it; others that come before it are kept."""
         for index, message in enumerate(self._arrived):
             if isinstance(message, kind):
                 del self._arrived[index]
@@ -107,14 +107,16 @@ class SimulatedRank:
 
 @contextlib.contextmanager
 def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A real daemon; yields its socket and its process. It is killed at the end, if it still lives. It does not yield
-    to tests that keep all cores busy, unless `options` say so."""
+    """Run a real daemon; yields its socket's path and its process, and kills it at the end if it is still alive.
+
+    It has normal priority (`--nice 0`) even while tests keep all cores busy, unless `options` say otherwise.
+    """
     directory = paths.run_directory(run_id)
     path = paths.socket_path(directory)
     command = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", "--directory", str(directory), *options]
     how: dict[str, Any] = {"cwd": "/", "stderr": subprocess.PIPE, "env": {**os.environ, **limits}}
     process = (
-        subprocess.Popen(command, **how)  # packages that are installed there are found at the import of ours
+        subprocess.Popen(command, **how)  # packages there must be found when ours is imported
         if "PYTHONPATH" in limits
         else ForkedProcess(command, zygote=start_zygote(DAEMON), **how)
     )
@@ -131,7 +133,7 @@ def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:
-    """Exit status of a process that ends by itself."""
+    """Wait for a process that ends by itself, and return its exit status."""
     return process.wait(DEADLINE_SECONDS)
 
 

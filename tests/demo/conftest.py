@@ -1,4 +1,4 @@
-"""Records of two real demo runs of 400 steps, losses rounded to 0.001."""
+"""Fixtures: the records of two real demo runs of 400 steps, with losses rounded to 0.001."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkers of the programs that read the files in deploy/."""
+"""Checks files of deploy/ with the checkers of the programs that read them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 KUBERNETES = ("1.29", "1.37")
-"""The oldest that starts sidecars as these do, and the newest whose schemas are to be had."""
+"""Kubernetes versions to check: the oldest that starts sidecars as these do, and the newest with published schemas."""
 
 
 def find_tool(name: str, source: str) -> str:
-    """Where a program is; without it the test is skipped."""
+    """Return the path of a program; without it the test is skipped."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed ({source})")
@@ -27,14 +27,14 @@ def find_tool(name: str, source: str) -> str:
 
 
 def run_checker(*command: str, cwd: Path = DEPLOY, **environment: str) -> str:
-    """What a program says that must not fail."""
+    """Run a program that must not fail; return its output."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def check_manifest(document: dict[str, Any], version: str) -> None:
-    """Raises where a version of Kubernetes does not take it, or whoever defines a resource of its own kind."""
+    """Raise if a version of Kubernetes does not accept a resource, or the project that defines its kind does not."""
     if document["kind"] == "PodMonitor":
         unknown = _not_in(document, POD_MONITOR, "PodMonitor")
         assert not unknown, unknown
@@ -50,7 +50,7 @@ def check_manifest(document: dict[str, Any], version: str) -> None:
 
 
 OF_KUBEFLOW = {"JobSet": JobsetV1alpha2JobSet, "TrainJob": TrainerV1alpha1TrainJob}
-"""The models that Kubeflow Trainer's own package has of both."""
+"""The models of both kinds in Kubeflow Trainer's own package."""
 
 
 POD_MONITOR: dict[str, Any] = {
@@ -67,12 +67,14 @@ POD_MONITOR: dict[str, Any] = {
         }],
     },
 }  # fmt: skip
-"""The part of the resource that is used, after prometheus-operator.dev/docs/api-reference/api (PodMonitor, v1): its
-schema comes with the operator, not with Kubernetes."""
+"""The shape of the used part of a PodMonitor (v1), from prometheus-operator.dev/docs/api-reference/api.
+
+Its schema comes with the operator, not with Kubernetes.
+"""
 
 
 def _not_in(content: Any, allowed: Any, path: str) -> list[str]:
-    """Paths that a shape does not allow."""
+    """Return the paths in a resource that a shape does not allow."""
     if isinstance(allowed, dict):
         if not isinstance(content, dict):
             return [path]

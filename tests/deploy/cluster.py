@@ -1,4 +1,4 @@
-"""A run of simulated ranks, another node's exporter, and a real Prometheus that scrapes them."""
+"""Runs simulated ranks, another node's exporter, and a real Prometheus that scrapes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYERS = tuple(f"h.{number}.weight" for number in range(24))
 
 @contextlib.contextmanager
 def training(path: Path) -> Iterator[None]:
-    """Ranks that report all that there is, ten times a second, with a loss of 9 and a heartbeat."""
+    """Run ranks that report all signals ten times a second, with a loss of 9 and a heartbeat."""
     stop, page = threading.Event(), os.memfd_create(heartbeat_page.PAGE)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, page)
@@ -84,7 +84,7 @@ def _beat(page: int) -> None:
 
 @contextlib.contextmanager
 def gpu_node() -> Iterator[str]:
-    """Our collector over GPUs that are made up, and what dcgm-exporter says of them; yields host and port."""
+    """Serve our metrics of made-up GPUs, and dcgm-exporter's metrics of them; yields host and port."""
     body = _devices() + b"".join(
         f'{name}{{gpu="{n}",UUID="GPU-{n}",modelName="H200",hostname="gpu-node",device="nvidia{n}"}} 0.5\n'.encode()
         for n in range(RANKS)
@@ -128,7 +128,7 @@ def _devices() -> bytes:
 
 @contextlib.contextmanager
 def served_prometheus(root: Path, daemon: str, exporter: str) -> Iterator[str]:
-    """One that scrapes both every half second; yields the address of its API."""
+    """Run a Prometheus that scrapes both every half second; yields the address of its API."""
     found = shutil.which("prometheus")
     if found is None:
         pytest.skip("prometheus is not installed (Debian package: prometheus)")

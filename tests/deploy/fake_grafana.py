@@ -1,4 +1,4 @@
-"""A Grafana that enforces what its documents say of the HTTP API: authentication, statuses, versions, required keys.
+"""A fake Grafana that enforces its documented HTTP API: authentication, statuses, versions, required keys.
 
 grafana.com/docs/grafana/latest/developers/http_api: dashboard, folder, data_source, annotations, other (health).
 """
@@ -19,7 +19,7 @@ VIEWER = "glsa_viewer_0123456789"
 
 
 class RejectedError(Exception):
-    """An answer with an error's status."""
+    """A request to answer with an error's status."""
 
     def __init__(self, code: int, message: str, **more: Any) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class RejectedError(Exception):
 
 
 class FakeGrafana:
-    """Its state, and what was asked of it."""
+    """The fake's state, and the write requests that it got."""
 
     def __init__(self) -> None:
         self.url, self.version = "", "11.6.0"
@@ -39,7 +39,7 @@ class FakeGrafana:
         self.annotations: list[dict[str, Any]] = []
         self.writes: list[str] = []
         self.saved_between: set[str] = set()
-        """Dashboards that somebody saves right after they were read."""
+        """Dashboards that another user saves right after they were read."""
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any, token: str) -> Any:
         if path == "/api/health":
@@ -164,7 +164,7 @@ def _required(body: Any, *keys: str) -> None:
 
 @contextmanager
 def fake_grafana() -> Iterator[FakeGrafana]:
-    """One that listens."""
+    """Run a fake Grafana that listens; yields its state."""
     state = FakeGrafana()
 
     class Handler(http.server.BaseHTTPRequestHandler):

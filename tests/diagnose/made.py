@@ -1,4 +1,4 @@
-"""Evidence of our own making."""
+"""Makes synthetic evidence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Values = Mapping[str, float]
 
 
 WAITING = {"run": {"wait": 0.1, "whole": 0.2}}
-"""InputBound's numbers: half of each step."""
+"""InputBound's numbers, with half of each step spent waiting for data."""
 
 
 def run_of(count: int, values: Callable[[int], Values]) -> list[RunStep]:
@@ -25,7 +25,7 @@ def run_of(count: int, values: Callable[[int], Values]) -> list[RunStep]:
 
 
 def layered(seqs: Sequence[int], values: Callable[[int], Mapping[str, Values]]) -> list[tuple[int, LayerStats]]:
-    """(seq, statistics): `values` gives signals by layer."""
+    """Return (seq, layer statistics) for each step; `values` gives a step's signals by layer."""
     blocks = []
     for seq in seqs:
         found = values(seq)
@@ -46,7 +46,7 @@ def judged(
     since: int | None = None,
     **more: Any,
 ) -> Finding:
-    """What is said of an alert that fired at the last step, its condition having held since `since`."""
+    """Diagnose an alert that fired at the last step and whose condition has held since `since`."""
     last = steps[-1]
     since = last.seq if since is None else since
     signs = first_signs(steps, since, last.seq)

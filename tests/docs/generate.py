@@ -1,7 +1,7 @@
-"""Write every generated page and file: `make docs`, which is `python -m tests.docs.generate`.
+"""Writes every generated page and file: `make docs`, which is `python -m tests.docs.generate`.
 
-What is generated is a whole file, or the part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Tables
-of measurements are not: they take hours, and `bench/` writes them. Pictures are not either: `make pictures`.
+A generated part is a whole file, or the part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Tables
+of measurements take hours, and are written by `bench/`; pictures are made by `make pictures`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Part:
     file: str
     make: Callable[[], str]
     name: str = ""
-    """Empty: the whole file."""
+    """Name of the part; empty: the whole file."""
 
     def render(self) -> str:
-        """The whole text of the file with this part as it should be."""
+        """Return the whole text of the file, with this part up to date."""
         if not self.name:
             return self.make()
         before, begin, rest = (ROOT / self.file).read_text().partition(f"<!-- generated: {self.name} -->\n")
@@ -75,7 +75,7 @@ class Part:
 
 
 def list_commands(command: click.Command = cli, path: tuple[str, ...] = ("sentinel",)) -> Iterator[tuple[str, str]]:
-    """(name, help) of every command and group."""
+    """Yield (name, help) of every command and group."""
     context = click.Context(
         command,
         info_name=path[-1],
@@ -93,23 +93,23 @@ def list_commands(command: click.Command = cli, path: tuple[str, ...] = ("sentin
 
 
 def make_commands_page() -> str:
-    """docs/commands.md: the help of each command."""
+    """Return docs/commands.md: the help of each command."""
     return "\n".join([COMMANDS_HEAD, *(f"## {name}\n\n```\n{text.rstrip()}\n```\n" for name, text in list_commands())])
 
 
 def list_rule_files() -> list[Path]:
-    """The stock rule files, without their tests."""
+    """Return the paths of the stock rule files, without their tests."""
     folder = Path(str(resources.files("sentinel.rules")))
     return sorted(path for path in folder.glob("*.yaml") if not path.stem.endswith("_test"))
 
 
 def make_rules_page() -> str:
-    """docs/rules.md: rules, signals and functions."""
+    """Return docs/rules.md: rules, signals and functions."""
     return reference((f"rules/{path.name}", path.read_text()) for path in list_rule_files())
 
 
 def make_rules_table() -> str:
-    """README: the names of all rules, by group."""
+    """Return the README's table with the names of all rules, by group."""
     groups = defaultdict[str, list[str]](list)
     for path in list_rule_files():
         rule_file = load_rules(path.read_text(), path.name)
@@ -119,7 +119,7 @@ def make_rules_table() -> str:
 
 
 def make_causes(alert: str) -> str:
-    """docs/runbook.md: the causes that the diagnosis of this alert tells apart."""
+    """Return a list for docs/runbook.md: the causes that the diagnosis of this alert distinguishes."""
     return (
         "\n".join(
             textwrap.fill(
@@ -142,17 +142,17 @@ def make_causes(alert: str) -> str:
 
 
 def leave_out_facts(text: str) -> str:
-    """Words of the catalogue, with `…` where the evidence fills in a number or a name."""
+    """Return words of the catalogue with `…` where the evidence fills in a number or a name."""
     return re.sub(r"(?<!\{)\{[^{}]+\}", "…", text).replace("{{", "{").replace("}}", "}")
 
 
 def make_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ("---",) * len(head), *rows])
 
 
 def read_attribute_docstrings(struct: type) -> dict[str, str]:
-    """Name of a field -> the docstring under it. Python does not keep them, so the source is read."""
+    """Return field name -> the docstring under the field, from the source, because Python does not keep it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -164,7 +164,7 @@ def read_attribute_docstrings(struct: type) -> dict[str, str]:
 
 
 def show_default(value: object) -> str:
-    """As somebody would write it in a settings file."""
+    """Return a default value as it would be written in a settings file."""
     if isinstance(value, Duration):
         return next(f"{value / seconds:g}{unit}" for unit, seconds in UNITS if value % seconds == 0)
     if isinstance(value, Size):
@@ -173,7 +173,7 @@ def show_default(value: object) -> str:
 
 
 def make_settings_table() -> str:
-    """docs/settings.md: keys of the settings file."""
+    """Return the table in docs/settings.md with the keys of the settings file."""
     rows = [
         (f"`{table} {field.encode_name}`", show_default(field.default), docstrings[field.name])
         for table, struct in SETTINGS.items()
@@ -184,7 +184,7 @@ def make_settings_table() -> str:
 
 
 def make_rollback_arguments() -> str:
-    """docs/settings.md: arguments of `sentinel.Rollback`."""
+    """Return the table in docs/settings.md with the arguments of `sentinel.Rollback`."""
     docstrings = read_attribute_docstrings(Rollback)
     rows = [
         (f"`{field.name}`", "none" if field.default in (None, MISSING) else str(field.default), docstrings[field.name])
@@ -194,7 +194,7 @@ def make_rollback_arguments() -> str:
 
 
 def make_metrics_table() -> str:
-    """docs/metrics.md: every metric that the daemon exports, as its collector names them."""
+    """Return the table in docs/metrics.md with every metric that the daemon exports, from its collector."""
     rows: list[tuple[str, ...]] = []
     for family in LiveCollector({"r1": watched(crowded(1))}, Reloads(), FaultCounter()).collect():
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -218,7 +218,7 @@ PARTS = [
 
 
 def main() -> None:
-    """Write what is not as it should be, and say what was written."""
+    """Write the parts that are out of date, and print their names."""
     for part in PARTS:
         text = part.render()
         path = ROOT / part.file

@@ -1,4 +1,4 @@
-"""Training scripts with one mistake each, as people write them, and healthy ones."""
+"""Training scripts with one mistake each, as users write them, and healthy ones."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ PLANTED = {
     "error": _BEGIN + _MODEL + _SGD + "for step in range(9):" + _STEP + "    assert step < 1, 'out of data'\n",
     "no-step": _BEGIN + _MODEL + "print(model(x).shape)\n",
 }  # fmt: skip
-"""Name of the finding -> a script that has the mistake."""
+"""Name of the finding -> a script with the mistake."""
 
 PLANTED_AGAIN = {
     "a list of losses, in an object": ("loss-graph-kept", _BEGIN + _MODEL + _SGD
@@ -214,7 +214,7 @@ PLANTED_AGAIN = {
     "a schedule forgotten at the end of the epoch": ("scheduler-never-stepped",
     _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS),
 }  # fmt: skip
-"""Other forms of a mistake -> (name of the finding, a script that has it)."""
+"""Other form of a mistake -> (name of the finding, a script with it)."""
 
 HEALTHY = {
     "plain SGD": _BEGIN + _MODEL + _SGD + _FOR + _STEP,

@@ -1,10 +1,10 @@
-"""Have an earlier version write what today's must read: histories, snapshots, a recording, an outbox, messages.
+"""Makes an earlier version write what today's must read: histories, snapshots, a recording, an outbox, messages.
 
     git worktree add build/earlier 92762d0
     pip install --no-deps --target build/package build/earlier
     PYTHONPATH=build/package python tests/earlier/make.py tests/earlier/92762d0.tar.xz
 
-It runs with that version's code, and so imports nothing of today's tests. README.md says what is in the archive.
+It runs with that version's code, and so imports no modules of today's tests. README.md describes the archive.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ type = "webhook"
 url_env = "PAGER"
 """
 NOBODY = "http://127.0.0.1:9/"
-"""Where no receiver answers."""
+"""An address at which no receiver answers."""
 EVERY, FAULT, LENGTH, STEPS = 50, 400, 20, 700
 BROKEN, RECORDED = 60, 120
 
 
 class Training:
-    """A classifier whose data can be corrupted; all of its state is in `list_state`."""
+    """A classifier whose data can be corrupted; `list_state` returns all of its state."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class Training:
         self.schedule.step()
 
     def list_state(self) -> dict[str, torch.Tensor]:
-        """What a snapshot must bring back to the bit, by name."""
+        """Return the tensors that a snapshot must restore to the bit, by name."""
         state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             state |= {f"adam.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
@@ -79,7 +79,7 @@ class Training:
 
 
 def train_finished(folder: Path) -> None:
-    """Spikes, is rolled back, goes on to a later snapshot on disk, and ends."""
+    """Train with a spike and its rollback, go on to a later snapshot on disk, and end."""
     import sentinel
 
     training, rolled, states = Training(), list[int](), dict[int, dict[str, torch.Tensor]]()
@@ -100,7 +100,7 @@ def train_finished(folder: Path) -> None:
 
 
 def train_killed(folder: Path) -> None:
-    """Breaks, and is killed while its incident is open."""
+    """Train until a NaN loss, and wait to be killed while its incident is open."""
     import sentinel
 
     training = Training()
@@ -113,7 +113,7 @@ def train_killed(folder: Path) -> None:
 
 
 def train_recorded(folder: Path) -> None:
-    """Breaks, with no daemon there."""
+    """Train with a NaN loss, without a daemon."""
     import sentinel
 
     training = Training()
@@ -123,7 +123,7 @@ def train_recorded(folder: Path) -> None:
 
 
 class Tap:
-    """Between a rank and its daemon: keeps what either says."""
+    """Sits between a rank and its daemon, and records what each sends."""
 
     def __init__(self, daemon: Path, here: Path) -> None:
         self.heard = {"rank": bytearray(), "daemon": bytearray()}
@@ -149,7 +149,7 @@ class Tap:
 
 @contextlib.contextmanager
 def watched(task: str, folder: Path, kept: Path) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
-    """A daemon and its run; what they said to each other is kept."""
+    """Run a daemon and its training; yield both processes, and keep what they sent to each other."""
     place = folder / task
     place.mkdir(mode=0o700)
     command = [sys.executable, "-m", "sentinel", "daemon", "--config", str(folder / "sentinel.toml"), "--directory"]
@@ -176,7 +176,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def is_waiting(history: Path) -> bool:
-    """Whether a message to the pager has failed, and the steps and the state of the rules are kept."""
+    """Return whether a message to the pager has failed, and steps and the rules' state are in the history."""
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(f"file:{history}?mode=ro", uri=True)) as database,
@@ -189,7 +189,7 @@ def is_waiting(history: Path) -> bool:
 
 
 def describe_messages() -> bytes:
-    """The fields of all messages, as a JSON schema."""
+    """Return the fields of all messages, as a JSON schema."""
     from sentinel import wire
 
     _, components = msgspec.json.schema_components([*get_args(wire.FromRank), *get_args(wire.ToRank)])
@@ -197,7 +197,7 @@ def describe_messages() -> bytes:
 
 
 def leave_out_index(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """SQLite's index of a write-ahead log is made again by who opens it."""
+    """Leave out SQLite's indexes of write-ahead logs, which are rebuilt when opened, and lock files."""
     return None if member.name.endswith(("-shm", ".lock")) else member
 
 

@@ -1,4 +1,4 @@
-"""Bugs of the loop that raise nothing."""
+"""Faults: bugs in the loop that raise no exception."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.faults.fault import Fault, Trial
 from tests.faults.models import classifier, images
 
 ROUND = 256
-"""Steps between two samples of what changes slowly."""
+"""Steps between two samples of signals that change slowly."""
 LATE = 16 * ROUND + 10
-"""Steps in which tier 3 is looked at more than twice, even if a busy machine leaves the opening examination no time."""
+"""Steps in which tier 3 is sampled more than twice, even if a busy machine leaves the opening examination no time."""
 
 
 def overwritten(trial: Trial) -> None:
-    """B1: each step is undone, as where the model is loaded again from an average that nobody updates."""
+    """B1: each step is undone, as when the model is loaded again from an average that is never updated."""
     model = classifier()
     average = dict[str, torch.Tensor]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -37,8 +37,10 @@ def overwritten(trial: Trial) -> None:
 
 
 def other_parameters(trial: Trial) -> None:
-    """B1: the optimizer holds what is frozen, and not what is to be trained. (One that holds tensors of no model at
-    all is refused by `attach`.)"""
+    """B1: the optimizer holds the frozen parameters instead of the others.
+
+    (`attach` refuses an optimizer that holds tensors of no model at all.)
+    """
     model = classifier()
     for parameter in model[:4].parameters():
         parameter.requires_grad_(False)
@@ -51,8 +53,10 @@ def other_parameters(trial: Trial) -> None:
 
 
 def last_layer_only(trial: Trial) -> None:
-    """B1: the optimizer was made from the last layer's parameters. The twin trains the rest by an optimizer that steps
-    rarely, and that nobody attached."""
+    """B1: the optimizer was made from the last layer's parameters only.
+
+    The twin trains the rest by another optimizer, which steps rarely and is not attached.
+    """
     model = classifier()
     optimizer = torch.optim.Adam(model[-1].parameters(), lr=1e-3)
     other = None if trial.faulty else torch.optim.SGD(model[:-1].parameters(), lr=1e-3)
@@ -66,7 +70,7 @@ def last_layer_only(trial: Trial) -> None:
 
 
 def averaging_on(trial: Trial) -> None:
-    """B2: a frozen body whose batch norm goes on averaging, as `model.train()` reaches it, too."""
+    """B2: a frozen body whose batch norm goes on averaging, because `model.train()` reaches it, too."""
     body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     model = nn.Sequential(body, nn.ReLU(), nn.Linear(64, 10))
     body.requires_grad_(False)
@@ -128,7 +132,7 @@ def scheduled_first(trial: Trial) -> None:
 
 
 def schedule_over(trial: Trial) -> None:
-    """B6: a schedule to 0 over 100 steps of a run of 200, as where it was given steps after accumulation."""
+    """B6: a schedule to 0 over 100 of the run's 200 steps, as when it was given the steps after accumulation."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     total = 100 if trial.faulty else 200
@@ -142,11 +146,11 @@ def schedule_over(trial: Trial) -> None:
 
 
 def frozen_late(trial: Trial) -> None:
-    """B2: a layer that is frozen after the optimizer was made, whose weight decay goes on."""
+    """B2: a layer is frozen after the optimizer was made, whose weight decay goes on."""
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-2)
     trial.attach(model, optimizer)
-    zeroed = trial.faulty  # what is left of the last gradient is set to 0, and not taken away
+    zeroed = trial.faulty  # the last gradients are set to 0 instead of None
     for (step, _), (x, y) in zip(trial.steps(LATE, 20), images(trial.seed), strict=False):
         if step == 20:
             for parameter in model[0].parameters():
@@ -157,7 +161,7 @@ def frozen_late(trial: Trial) -> None:
 
 
 def never_cleared(trial: Trial) -> None:
-    """B3: no zero_grad()."""
+    """B3: zero_grad() is not called."""
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     trial.attach(model, optimizer)
@@ -169,7 +173,7 @@ def never_cleared(trial: Trial) -> None:
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Batches of digits. `whole`: each worker gives all of them, and not its share."""
+    """Batches of digits. `whole`: each worker gives all of them instead of its share."""
 
     def __init__(self, seed: int, whole: bool) -> None:
         self.seed, self.whole = seed, whole
@@ -194,7 +198,7 @@ def same_stream(trial: Trial) -> None:
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Digits with noise from a generator that is made here, and so copied into each worker."""
+    """Digits with noise from a generator that is made by the data set, and so copied into each worker."""
 
     def __init__(self, seed: int) -> None:
         self.rows = list(itertools.islice(images(seed, 8), 220))
@@ -209,14 +213,14 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def seed_worker(_: int) -> None:
-    """Gives the data set of this worker a generator of its own."""
+    """Give this worker's data set a generator of its own."""
     worker = get_worker_info()
     assert worker is not None
     worker.dataset.generator = numpy.random.default_rng(worker.seed)
 
 
 def same_noise(trial: Trial) -> None:
-    """B4: two workers that add the same noise to different samples. The twin seeds it in each."""
+    """B4: two workers add the same noise to different samples. The twin seeds the generator in each worker."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     prepare = None if trial.faulty else seed_worker
@@ -229,7 +233,7 @@ def same_noise(trial: Trial) -> None:
 
 
 def summed(trial: Trial) -> None:
-    """S7: four micro-batches a step, and no loss is divided by four."""
+    """S7: four micro-batches per step, whose losses are not divided by four."""
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loader = DataLoader(Stream(trial.seed, whole=False), batch_size=None)
@@ -244,7 +248,7 @@ def summed(trial: Trial) -> None:
 
 
 class TwoHeads(nn.Module):
-    """A second head, which the loss may leave out."""
+    """A model with a second head, which the loss may leave out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A fault that is trained, and its healthy twin: one loop, with the fault or without."""
+"""A fault and its healthy twin: one training loop, with the fault or without."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ from tests.hooks.sessions import find_session
 CONNECT_SECONDS = 30.0
 LATE_STEPS = 2000, 5000
 LATE_SECONDS = 5.0
-"""An alert may come so long after its fault, at default settings."""
+"""Most seconds from a fault to its alert at default settings."""
 AHEAD_STEPS = 512
-"""Steps that may wait for the sender: a loop of a millisecond outruns the daemon, and what it drops is not judged."""
+"""Steps that may wait for the sender: a loop of 1 ms steps outruns the daemon, and dropped steps are not judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A row of the catalogue (docs/detection.md), or one of the ways to get there."""
+    """A row of the catalogue (docs/detection.md), or one of several ways to cause it."""
 
     id: str
-    """The row; `P1 backward` is another way into P1."""
+    """The row's id; `P1 backward` is another way to cause P1."""
     what: str
     alert: str
     signal: str
-    """Whose samples the delay is counted in; `seconds` where it is measured by the clock."""
+    """The signal in whose samples the delay is counted; `seconds` or `readings`: it is measured by the clock."""
     delay: int
-    """The most of them from the first step at which the fault has an effect to the alert."""
+    """Most samples (or seconds) from the first step at which the fault has an effect to the alert."""
     cause: str
-    """A pattern that the diagnosed cause must match. ONSET stands for the step at which the fault begins, NEAR for one
-    of the ten from the step before, AROUND for `between steps` of two samples that it lies between."""
+    """Pattern that the diagnosed cause must match.
+
+    ONSET stands for the step at which the fault begins, NEAR for one of ten steps from the step before on, AROUND for
+    `between steps` with the numbers of two samples around it.
+    """
     late_cause: str = ""
-    """What it must match where values stay on a device and are read some steps later, if not the same."""
+    """Pattern for a device, where values are read some steps later; empty: the same."""
     names: tuple[str, ...] = ()
-    """Patterns of what the case must say besides."""
+    """Patterns that the case must match as well."""
     loop: Callable[[Trial], None]
     begins: bool = False
-    """Whether it can begin at any step of a run, and is trained so too (`Trial.steps`)."""
+    """Whether it can begin at any step of a run, and is also trained so (`Trial.steps`)."""
     own_pace: bool = False
-    """Whether the time of its steps is part of it: it is trained at no other pace."""
+    """Whether the time of its steps is part of the fault: then it is trained at no other pace."""
     every_step: bool = False
-    """Whether it is told in time, and with its cause, only where everything is sampled at every step."""
+    """Whether it is reported in time, with its cause, only if everything is sampled at every step."""
     synthetic: str = ""
-    """What is made up, where something is: the hardware that is not there."""
+    """What is made up, such as hardware that is not there; empty: nothing is."""
 
 
 class Trial:
-    """One run of a loop. The loop says from which step on the fault has an effect (`onset`)."""
+    """One run of a fault's loop, which says from which step on the fault has an effect (`onset`)."""
 
     def __init__(
         self,
@@ -67,8 +70,11 @@ class Trial:
         late: bool = False,
         pace: int = 0,
     ) -> None:
-        """`every_step`: everything is sampled at every step; else as the default settings have it. `late`: the fault
-        begins at a random step of `LATE_STEPS`. `pace`: milliseconds that a step takes at least."""
+        """Prepare the run.
+
+        `every_step`: sample everything at every step, not as by default. `late`: the fault begins at a random step of
+        `LATE_STEPS`. `pace`: least milliseconds of a step.
+        """
         self.fault, self.faulty, self.seed, self.every_step = fault, faulty, seed, every_step
         self.run = f"{fault.id} {'faulty' if faulty else 'healthy'} {seed}"
         self._step_seconds = pace / 1000
@@ -80,7 +86,7 @@ class Trial:
         torch.manual_seed(seed)
 
     def attach(self, model: Any, optimizer: Any, **options: Any) -> sentinel.Monitor:
-        """Watched from the first step on."""
+        """Attach Sentinel, and wait until the daemon is connected, so that the first step is seen."""
         overhead = {"overhead": 1.0} if self.every_step else {}
         options = {**overhead, "run": self.run, "address": self._address, **options}
         self._monitor = sentinel.attach(model, optimizer, **options)
@@ -91,8 +97,10 @@ class Trial:
         return self._monitor
 
     def steps(self, count: int, onset: int = 0) -> Iterator[tuple[int, bool]]:
-        """(step, whether the fault is on): at `onset` and after it, in a faulty run. Of one that begins late the steps
-        that go before are negative."""
+        """Yield (step, whether the fault is on): in a faulty run it is on from `onset` on.
+
+        If the fault begins late, the steps that are put before are negative.
+        """
         ahead = max(self._late - onset, 0)
         self.onset = onset + ahead
         sender = find_session(self._monitor).sender
@@ -109,7 +117,7 @@ class Trial:
                 time.sleep(0.005)
 
     def train(self) -> None:
-        """The loop, until its daemon has all of it."""
+        """Run the loop, and wait until the daemon has all of it."""
         monitor_module.GOODBYE_SECONDS = 60.0
         try:
             self.fault.loop(self)

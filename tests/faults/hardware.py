@@ -1,4 +1,4 @@
-"""Hardware that fails, as NVML would say it: made up, by a driver of our own that the daemon loads."""
+"""Faults: hardware that fails, as NVML would report it; made up by a fake driver that the daemon loads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from tests.faults.fault import Fault, Trial
 from tests.faults.models import classifier, images
 
 XID = 48
-"""Double-bit ECC error."""
+"""XID of a double-bit ECC error."""
 STEP_SECONDS, ONSET = 0.05, 110
 
 
 def reported(trial: Trial, state: dict[str, int], seconds: float) -> None:
-    """Train for some seconds on what is said to be GPU 0, whose driver says `state` from the 110th step on: by then the
-    daemon has opened it, which is about four seconds after the first rank came."""
+    """Train for some seconds on a made-up GPU 0, whose driver reports `state` from the 110th step on.
+
+    By then the daemon has opened the driver, which takes about four seconds from the first rank's arrival.
+    """
     file = Path(os.environ["FAKE_STATE"])
     file.unlink(missing_ok=True)
     attach.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
@@ -41,12 +43,12 @@ def reported(trial: Trial, state: dict[str, int], seconds: float) -> None:
 
 
 def broken_memory(trial: Trial) -> None:
-    """H1: an XID of the memory."""
+    """H1: an XID for a memory error."""
     reported(trial, {"xid": XID}, 9.0)
 
 
 def hot(trial: Trial) -> None:
-    """H2: clocks are held down by heat."""
+    """H2: heat holds the clocks down."""
     reported(trial, {"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown}, 28.0)
 
 

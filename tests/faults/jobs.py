@@ -1,4 +1,4 @@
-"""Faults of real jobs: two ranks under torchrun, on gloo."""
+"""Faults in real jobs of two ranks under torchrun, on gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NETWORK_SECONDS, STEP_SECONDS, LATE_SECONDS = 0.06, 0.03, 0.04
 
 
 def _slowly(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over the ranks, by a network that takes its time."""
+    """Return the mean over the ranks, delayed as by a slow network."""
     reduced = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True).get_future()
 
     def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -30,8 +30,10 @@ def _slowly(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def slow_network(trial: Trial) -> None:
-    """T3: the reduction of gradients takes 60 ms, as of a model of some 100 M parameters over 10 Gbit/s. The bytes are
-    reduced by gloo; the time beyond is slept, so that it hangs on no other load of the machine."""
+    """T3: the reduction of gradients takes 60 ms, as for a model of some 100 M parameters over 10 Gbit/s.
+
+    gloo reduces the bytes; the rest of the time is slept, so that it does not depend on the machine's load.
+    """
     model = DistributedDataParallel(classifier())
     if trial.faulty:
         model.register_comm_hook(None, lambda _, bucket: _slowly(bucket))
@@ -48,7 +50,7 @@ def slow_network(trial: Trial) -> None:
 
 
 class Late(nn.Module):
-    """A classifier whose forward pass takes its time, without this machine's cores, and more of it where it is late."""
+    """A classifier whose forward pass sleeps, and sleeps longer while `late` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory that is not given back. What a CUDA allocator would say is made up, and logged as if it had said so."""
+"""Faults: memory that is not given back. A CUDA allocator's figures are made up, and logged as if they were real."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ SPACING = 8
 
 
 def kept_losses(trial: Trial) -> None:
-    """M1: losses.append(loss), which keeps the graph of each; the twin appends loss.item(). A backward pass frees what
-    the graph had saved: what is left of it is a few hundred bytes an operation."""
+    """M1: losses.append(loss), which keeps the graph of each; the twin appends loss.item().
+
+    A backward pass frees the tensors that the graph has saved: only a few hundred bytes per operation are left.
+    """
     model = deep(8, 2**0.5, normed=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     monitor = trial.attach(model, optimizer)
     losses: list[Tensor | float] = []
     for (step, _), (x, y) in zip(trial.steps(2600), images(trial.seed), strict=False):
         if step > 1000:
-            time.sleep(0.01)  # two counts take some seconds, which is a few steps of a loop of real size
-        loss = F.cross_entropy(model(x + 0.5 * torch.randn_like(x)), y)  # or it knows them by heart by now
+            time.sleep(0.01)  # two counts take some seconds, which are only a few steps of a real loop
+        loss = F.cross_entropy(model(x + 0.5 * torch.randn_like(x)), y)  # noise, so that they are not memorised by now
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss if trial.faulty else loss.item())
-    monitor.detach()  # while what it may be asked for is there
+    monitor.detach()  # while the objects that it may be asked about are there
 
 
 def in_pieces(trial: Trial) -> None:
@@ -57,7 +59,7 @@ def in_pieces(trial: Trial) -> None:
 
 
 class Passages(IterableDataset[Tensor]):
-    """Rows of a length of their own for each batch, a quarter to three quarters of the context; `longest` at one."""
+    """Batches of rows whose length varies from a quarter to three quarters of the context, and is `longest` at one."""
 
     def __init__(self, seed: int, at: int, longest: int) -> None:
         self.seed, self.at, self.longest = seed, at, longest
@@ -70,7 +72,7 @@ class Passages(IterableDataset[Tensor]):
 
 
 def long_sequence(trial: Trial) -> None:
-    """M3: one batch of the full context; memory by batch is made up, and a cudaMalloc fails once."""
+    """M3: one batch with the full context; the memory of each batch is made up, and a cudaMalloc fails once."""
     model = Reader()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     at = 200
@@ -85,7 +87,7 @@ def long_sequence(trial: Trial) -> None:
             memory_peak_bytes=peak, allocation_retries=retries,
         )  # fmt: skip
         if step > at - 20:
-            time.sleep(0.06)  # batches are looked at every 50 ms: in a loop of real size, all of them
+            time.sleep(0.06)  # batches are examined every 50 ms: in a real loop, all of them
         optimizer.zero_grad()
         read_loss(model, rows).backward()
         optimizer.step()
@@ -97,11 +99,11 @@ _MESSAGE = (
     "free. Of the allocated memory {allocated} GiB is allocated by PyTorch, and 1.90 GiB is reserved by PyTorch but "
     "unallocated."
 )
-"""As c10/cuda/CUDACachingAllocator.cpp writes it."""
+"""The message as c10/cuda/CUDACachingAllocator.cpp writes it."""
 
 
 class Hungry(nn.Module):
-    """A classifier whose hidden layer wants more than there is, once."""
+    """A classifier whose forward pass fails for lack of memory while `full` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ class Hungry(nn.Module):
 
 
 def ran_out(trial: Trial) -> None:
-    """M4: an allocation of the forward pass fails. The exception's figures are made up: a CPU keeps no such books."""
+    """M4: an allocation in the forward pass fails. The exception's figures are made up, as a CPU has none."""
     model, at, own = Hungry(), 60, oom_report._on_host
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     message = _MESSAGE.format(capacity=CAPACITY_GIB, allocated=ALLOCATED_GIB)
@@ -129,7 +131,7 @@ def ran_out(trial: Trial) -> None:
                 loss.backward()
                 optimizer.step()
     except torch.OutOfMemoryError:
-        trial.onset = at - 1  # the last step that there was
+        trial.onset = at - 1  # the last step that was made
     finally:
         oom_report._on_host = own
 

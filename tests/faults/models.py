@@ -1,4 +1,4 @@
-"""Small models and real data: scikit-learn's digits, the text of the standard library, generated sequences."""
+"""Small models and real data for faults: scikit-learn's digits, and the text of the standard library."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ BYTES, CONTEXT, WIDTH = 256, 32, 32
 
 
 def device_type() -> str:
-    """Of the device that a family is trained on (`tests.faults.train --device`)."""
+    """Return the type of the device that a family is trained on (`tests.faults.train --device`)."""
     return torch.get_default_device().type
 
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of 8x8, in 0 to 1, and which digit each shows."""
-    from sklearn.datasets import load_digits  # takes a second, which most tests that load this file need not wait
+    """Return 1,797 images of 8x8 pixels, from 0 to 1, and the digit that each shows."""
+    from sklearn.datasets import load_digits  # takes a second, which most users of this module can save
 
     found = load_digits()
     return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
 
 
 def images(seed: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of digits without end, in an order of its own for each seed."""
+    """Yield batches of digits without end, in an order that depends on the seed."""
     generator = torch.Generator().manual_seed(seed)
     x, y = digits()
     while True:
@@ -41,14 +41,14 @@ def images(seed: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
 
 @functools.cache
 def text() -> Tensor:
-    """The first 400 kB of the standard library's sources, as bytes."""
+    """Return the first 400 kB of the standard library's sources, as bytes."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     whole = b"".join(source.read_bytes() for source in sources)[:400_000]
     return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
 
 
 def passages(seed: int, size: int = 16, length: int = CONTEXT) -> Iterator[Tensor]:
-    """Batches of `size` rows of length + 1 bytes, without end."""
+    """Yield batches of `size` rows of length + 1 bytes, without end."""
     generator = torch.Generator().manual_seed(seed)
     source = text()
     while True:
@@ -58,7 +58,7 @@ def passages(seed: int, size: int = 16, length: int = CONTEXT) -> Iterator[Tenso
 
 
 def classifier(width: int = 64, depth: int = 2) -> nn.Sequential:
-    """An MLP for digits."""
+    """Return an MLP for digits."""
     layers: list[nn.Module] = []
     inputs = PIXELS
     for _ in range(depth):
@@ -68,7 +68,7 @@ def classifier(width: int = 64, depth: int = 2) -> nn.Sequential:
 
 
 def deep(depth: int, gain: float, *, normed: bool) -> nn.Sequential:
-    """Layers of tanh with weights of a gain of their own; or of ReLU, with a normalisation before each."""
+    """Return layers of tanh whose weights have this gain; `normed`: of ReLU, with a normalisation before each."""
     layers: list[nn.Module] = [nn.Linear(PIXELS, 32)]
     for _ in range(depth):
         linear = nn.Linear(32, 32)
@@ -78,7 +78,7 @@ def deep(depth: int, gain: float, *, normed: bool) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """Attention and an MLP, normed before them, or after."""
+    """Attention and an MLP, each with a norm before it, or after it (`post_norm`)."""
 
     def __init__(self, width: int, post_norm: bool) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """A transformer that guesses the next byte."""
+    """A transformer that predicts the next byte."""
 
     def __init__(self, depth: int = 2, width: int = WIDTH, *, post_norm: bool = False) -> None:
         super().__init__()
@@ -116,5 +116,5 @@ class Reader(nn.Module):
 
 
 def read_loss(model: nn.Module, rows: Tensor) -> Tensor:
-    """Nats a byte of (rows, length + 1)."""
+    """Return the loss on bytes of shape (rows, length + 1), in nats per byte."""
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())

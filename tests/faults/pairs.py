@@ -1,4 +1,4 @@
-"""Two faults that have nothing to do with each other, planted one after the other in one run.
+"""Pairs of independent faults, planted one after the other in one run.
 
 Alerts of one problem share a page, and consequences have none: the two faults of a pair are different problems.
 """
@@ -16,17 +16,17 @@ from tests.faults.fault import Fault, Trial
 from tests.faults.models import images
 
 ONSET, AFTERWARDS = 320, 600
-"""The step at which the first one begins, and the steps that follow the second."""
+"""The step at which the first fault begins, and the number of steps after the second begins."""
 APART = 5, 50, 500
 GB = 1e9
 
 
 class Plant(NamedTuple):
-    """One of the two."""
+    """One fault of a pair."""
 
     alert: str
     cause: str
-    """As in `Fault`."""
+    """Pattern of the cause, as in `Fault`."""
 
 
 PLANTS = {
@@ -39,7 +39,7 @@ PLANTS = {
     "clip": Plant("AlwaysClipping", "limit of 0.001 lies under the usual"),
     "memory": Plant("Fragmentation", "in pieces that fit no request"),
 }
-"""`memory` is what a caching allocator would say: made up."""
+"""Name -> fault. `memory` has made-up figures of a caching allocator."""
 
 PAIRS = (
     ("eval", "labels"), ("eval", "state"), ("eval", "rate"), ("eval", "nan"), ("eval", "memory"), ("eval", "zero"),
@@ -47,11 +47,11 @@ PAIRS = (
     ("memory", "zero"), ("memory", "clip"), ("zero", "eval"), ("zero", "memory"), ("zero", "nan"),
     ("labels", "eval"), ("labels", "memory"), ("state", "eval"), ("rate", "memory"),
 )  # fmt: skip
-"""After a NaN there is nothing left to see."""
+"""(first, second). A NaN is never the first: no fault after it could be seen."""
 
 
 def train_with_both(first: str, second: str, apart: int, trial: Trial) -> None:
-    """A classifier, as most people train one; each of the two is on from its step."""
+    """Train an ordinary classifier, with each of the two faults on from its step on."""
     begins = {first: ONSET, second: ONSET + apart}
 
     def is_on(plant: str, step: int) -> bool:
@@ -79,14 +79,14 @@ def train_with_both(first: str, second: str, apart: int, trial: Trial) -> None:
                 memory_allocated_bytes=18 * GB, memory_reserved_bytes=45 * GB, memory_inactive_split_bytes=pieces
             )
         optimizer.zero_grad()
-        F.cross_entropy(model(x + 0.3 * torch.randn_like(x)), y).backward()  # or it knows them by heart soon
+        F.cross_entropy(model(x + 0.3 * torch.randn_like(x)), y).backward()  # noise, so that they are not memorised
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if is_on("clip", step) else 10.0)
         optimizer.step()
         scheduler.step()
 
 
 def make_pair(first: str, second: str, apart: int) -> Fault:
-    """As the fault that begins first."""
+    """Return a pair as a `Fault`, with the alert and cause of the fault that begins first."""
     plant = PLANTS[first]
     return Fault(
         id=f"{first} {second} {apart}", what=f"{first}, and {second} {apart} steps later", alert=plant.alert,

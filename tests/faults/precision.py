@@ -1,4 +1,4 @@
-"""Numbers that leave their format, in real fp16 and bf16."""
+"""Faults: numbers out of the range or precision of their format, in real fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.models import classifier, device_type, images
 
 
 def bad_batch(trial: Trial) -> None:
-    """P1: a batch holds a NaN, as of a damaged file."""
+    """P1: a batch contains a NaN, as from a damaged file."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)
@@ -29,7 +29,7 @@ def bad_batch(trial: Trial) -> None:
 
 
 class Normed(nn.Module):
-    """Features over their length. Without an epsilon under the root (`safe`) the derivative at 0 is infinite."""
+    """Divides features by their length. Without an epsilon under the root (`safe`) the derivative at 0 is infinite."""
 
     def __init__(self, safe: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def blank_image(trial: Trial) -> None:
 
 
 class HalfUnit(nn.Module):
-    """Rows of length 1. Their epsilon is one that fp16 does not have, or one in float32."""
+    """Normalises rows to length 1, with an epsilon that is 0 in fp16 and not in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class HalfUnit(nn.Module):
 
 
 def collapsing(trial: Trial) -> None:
-    """P2: blank rows, masked out in the forward pass; 0 / 0 in the backward pass stays NaN, whatever the scale."""
+    """P2: blank rows, masked in the forward pass, give 0 / 0 in the backward pass: NaN, whatever the loss scale."""
     model = HalfUnit(torch.float16 if trial.faulty else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device_type(), init_scale=2.0**12)
@@ -90,7 +90,7 @@ def collapsing(trial: Trial) -> None:
 
 
 def unscaled(trial: Trial) -> None:
-    """P3: fp16 autocast, and nothing scales the loss."""
+    """P3: fp16 autocast without loss scaling."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device_type(), enabled=not trial.faulty)
@@ -120,7 +120,7 @@ def scaled_too_little(trial: Trial) -> None:
 
 
 def pure_bf16(trial: Trial) -> None:
-    """P5: weights in bf16, and a rate at which an update is under their last digit. The twin keeps them in float32."""
+    """P5: bf16 weights with a rate at which updates are below their last digit. The twin's weights are in float32."""
     model = classifier()
     if trial.faulty:
         model.bfloat16()
@@ -135,7 +135,7 @@ def pure_bf16(trial: Trial) -> None:
 
 
 def clipped_first(trial: Trial) -> None:
-    """P6: clips, and then unscales."""
+    """P6: gradients are clipped before they are unscaled."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device_type())
@@ -153,7 +153,7 @@ def clipped_first(trial: Trial) -> None:
 
 
 def summed_in_bf16(trial: Trial) -> None:
-    """P7: 16 passes a step, whose gradients are added up in bf16. The twin keeps its parameters in float32."""
+    """P7: the gradients of 16 passes per step are added up in bf16. The twin's parameters are in float32."""
     model = classifier()
     if trial.faulty:
         model.bfloat16()

@@ -1,4 +1,4 @@
-"""Losses and gradients that go wrong."""
+"""Faults: losses and gradients that go wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.models import Reader, classifier, deep, images, passages, read
 
 
 def garbage(trial: Trial) -> None:
-    """S1: 20 batches of another scale, with wrong labels, at a rate that does harm."""
+    """S1: 20 batches of another scale, with wrong labels, at a harmful learning rate."""
     model = classifier(256)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)
@@ -42,7 +42,7 @@ def zeroed_state(trial: Trial) -> None:
 
 
 class Wavy(nn.Module):
-    """A classifier, and the mean of its logits, for a term of the loss that is small and steep."""
+    """A classifier that also returns the mean of its hidden features, for a small and steep term of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Wavy(nn.Module):
 
 
 def steep_term(trial: Trial) -> None:
-    """S2: a term of the loss of at most 0.01, with a slope of 100. Clipping keeps the loss where it is."""
+    """S2: a term of the loss of at most 0.01, with a slope of 100. Clipping keeps the loss from rising."""
     model = Wavy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     trial.attach(model, optimizer)
@@ -75,7 +75,7 @@ def rate_jumps(trial: Trial, shows_at: int = 401) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     trial.attach(model, optimizer)
     for (step, _), (x, y) in zip(trial.steps(460, shows_at), images(trial.seed), strict=False):
-        if trial.faulty and step >= 400:  # a loss is computed before its own update: it moves at the next step
+        if trial.faulty and step >= 400:  # a step's loss is computed before its update, and so changes at the next step
             optimizer.param_groups[0]["lr"] = 0.5
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -83,12 +83,12 @@ def rate_jumps(trial: Trial, shows_at: int = 401) -> None:
 
 
 def rate_itself(trial: Trial) -> None:
-    """S3: the same, seen by the rate, which is that of its own step."""
+    """S3: the same, found by the learning rate itself, which changes at the step of the jump."""
     rate_jumps(trial, shows_at=400)
 
 
 def labels_mixed(trial: Trial) -> None:
-    """S3: from a step on labels do not belong to their images."""
+    """S3: from a step on, labels do not belong to their images."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     trial.attach(model, optimizer)
@@ -101,18 +101,20 @@ def labels_mixed(trial: Trial) -> None:
 
 
 ROUND = 256
-"""Steps between two samples of what changes slowly."""
+"""Steps between two samples of signals that change slowly."""
 
 
 def one_huge_gradient(trial: Trial) -> None:
-    """S4: one gradient of 100,000 times its size, as of a broken all-reduce. Adam's step is hardly larger for it; its
-    second moment has it for a thousand steps."""
+    """S4: one gradient of 100,000 times its size, as from a broken all-reduce.
+
+    Adam's step is hardly larger for it, but its second moment contains it for a thousand steps.
+    """
     hidden = (
         nn.Linear(64, 64),
         nn.Tanh(),
         nn.Linear(64, 64),
         nn.Tanh(),
-    )  # a ReLU that is off would have spared its own
+    )  # tanh: the weights of a ReLU that is off would not be affected
     model = nn.Sequential(*hidden, nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     trial.attach(model, optimizer)
@@ -127,7 +129,7 @@ def one_huge_gradient(trial: Trial) -> None:
 
 
 class Residual(nn.Module):
-    """A layer with a normalisation before it and a way around it."""
+    """A layer with a normalisation before it, and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class Residual(nn.Module):
 
 
 def trained_deep(trial: Trial, depth: int, gain: float) -> None:
-    """The twin is as deep, with a way around each layer."""
+    """Train a deep network without residual connections; the twin is as deep, and has one around each layer."""
     model = deep(depth, gain, normed=False)
     if not trial.faulty:
         model = nn.Sequential(nn.Linear(64, 32), *(Residual() for _ in range(depth)), nn.Linear(32, 10))
@@ -156,7 +158,7 @@ def vanishing(trial: Trial) -> None:
 
 
 def exploding(trial: Trial) -> None:
-    """S5: a gain of 3 in each of 42 layers: tanh bounds what goes forward, and nothing what comes back."""
+    """S5: a gain of 3 in each of 42 layers: tanh bounds activations, but not gradients."""
     trained_deep(trial, 40, 3.0)
 
 
@@ -176,7 +178,7 @@ def no_warmup(trial: Trial) -> None:
 
 
 def tiny_rate(trial: Trial) -> None:
-    """S8: a rate whose exponent is wrong."""
+    """S8: a learning rate with a wrong exponent."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-9 if trial.faulty else 1e-3)
     trial.attach(model, optimizer)
@@ -187,7 +189,7 @@ def tiny_rate(trial: Trial) -> None:
 
 
 def dead_relu(trial: Trial) -> None:
-    """S9: a bias of -100 before a ReLU, as a step of a huge rate leaves it."""
+    """S9: a bias of -100 before a ReLU, as a step with a huge rate leaves it."""
     model = classifier(depth=3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)
@@ -201,7 +203,7 @@ def dead_relu(trial: Trial) -> None:
 
 
 def starved(trial: Trial) -> None:
-    """S10: adapters (PEFT) at a rate that is a thousand times too small."""
+    """S10: adapters (PEFT) with a rate that is ten thousand times too small."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(Reader(), LoraConfig(r=4, target_modules=["qkv", "project"]))  # type: ignore[arg-type]
@@ -215,7 +217,7 @@ def starved(trial: Trial) -> None:
 
 
 def low_limit(trial: Trial) -> None:
-    """S11: a limit far under the usual norm."""
+    """S11: a clipping limit far below the usual gradient norm."""
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)

@@ -1,4 +1,4 @@
-"""Time that is lost, really: by sleeping."""
+"""Faults: lost time, which is really lost, by sleeping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.faults.models import classifier, images
 
 
 class Decoded(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Batches of digits, which take some seconds to decode from the n-th on."""
+    """Batches of digits, each of which takes `seconds` to decode from the batch `slow_from` on."""
 
     def __init__(self, seed: int, slow_from: int, seconds: float) -> None:
         self.seed, self.slow_from, self.seconds = seed, slow_from, seconds
@@ -41,7 +41,7 @@ def waiting(trial: Trial) -> None:
 
 
 def held_up(trial: Trial) -> None:
-    """T4: something in the loop takes 80 ms from a step on, such as a metric over all that was seen."""
+    """T4: from a step on, the loop has 80 ms more work, such as a metric over all data so far."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)
@@ -54,7 +54,7 @@ def held_up(trial: Trial) -> None:
 
 
 def in_data_parallel(trial: Trial) -> None:
-    """T6: nn.DataParallel (which has no devices on a CPU, and is there all the same)."""
+    """T6: nn.DataParallel, which works on a CPU too, without devices."""
     model: nn.Module = classifier()
     model = nn.DataParallel(model) if trial.faulty else model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -1,8 +1,8 @@
-"""Trains faults and their healthy twins, one after the other, in one process against one daemon.
+"""Trains faults and their healthy twins, one after the other, in one process with one daemon.
 
     python -m tests.faults.train precision --seed 0 --address unix:/tmp/watch/sentinel.sock [--only P1,P2]
 
-Prints a JSON line a run. `jobs` is one of two ranks, under torchrun: rank 0 prints.
+Prints one JSON line per run. The family `jobs` runs as two ranks under torchrun, of which rank 0 prints.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.faults.fault import Fault, Trial
 
 FAMILIES = ("memory", "precision", "stability", "throughput", "bugs", "hardware", "utilization", "jobs")
 PAIRS = "pairs"
-"""Of two faults each, for bench/proofs/pairs.py."""
+"""The family of pairs of faults, for bench/proofs/pairs.py."""
 
 
 def faults(family: str) -> Sequence[Fault]:
-    """Those of a family."""
+    """Return the faults of a family."""
     found: Sequence[Fault] = importlib.import_module(f"tests.faults.{family}").FAULTS
     return found
 
@@ -49,7 +49,7 @@ def main() -> None:
         torch.set_default_device(asked.device)
     if asked.every_step:
         governor.FIRST, governor.DECISIONS = dict.fromkeys(governor.FIRST, 1) | {3: governor.RARE[0]}, (1 << 30,)
-    warnings.simplefilter("ignore")  # some faults are told by torch, too
+    warnings.simplefilter("ignore")  # torch warns of some faults, too
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     for fault in faults(asked.family):
@@ -66,7 +66,7 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(json.dumps(told), flush=True)
     if "RANK" in os.environ:
-        time.sleep(0.5)  # gloo aborts at once after a barrier, now and then (pytorch#190489)
+        time.sleep(0.5)  # gloo sometimes aborts if it is destroyed right after a barrier (pytorch#190489)
         torch.distributed.destroy_process_group()
 
 

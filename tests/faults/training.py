@@ -1,4 +1,4 @@
-"""Runs a program of `tests/programs` with the daemon that it starts, and reads what was told of it."""
+"""Runs a program of `tests/programs` with the daemon that it starts, and reads the cases of its run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 def trained(program: str, *arguments: str, status: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """The cases of a run, and what the program printed."""
+    """Run a program; return the cases of its run, and what the program printed."""
     command = [sys.executable, str(PROGRAMS / program), *arguments]
     done = run_fork(command, TRAINING, timeout=100, cwd="/")
     assert done.returncode == status, done.stderr
     deadline = time.monotonic() + 60
-    while list(paths.runtime_root().iterdir()):  # the daemon takes its directory away last
+    while list(paths.runtime_root().iterdir()):  # the daemon removes its directory last
         assert time.monotonic() < deadline, "the daemon does not end with its run"
         time.sleep(0.05)
     (kept,) = paths.histories()

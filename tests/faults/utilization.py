@@ -1,5 +1,8 @@
-"""A GPU that idles, as NVML would say it: made up. The rule looks at six minutes, and here time runs 20 times as quick:
-the rule's windows and the daemon's readings are as much shorter, and all else is as it is.
+"""Fault: a GPU that idles, as a made-up NVML reports it, with the rule's time running 20 times as fast.
+
+The rule looks at six minutes; here its windows and the daemon's spacing of readings are 20 times shorter, and nothing
+else is changed.
+
 
     python -m tests.faults.utilization daemon ...       the daemon, with its readings at that pace
 """
@@ -28,11 +31,11 @@ QUICKER = 20
 READING_SECONDS = machine.READ_SECONDS / QUICKER
 SECONDS = 21.0
 BUSY = 12
-"""Per cent."""
+"""Per cent of the time for which the GPU is busy."""
 
 
 def rule() -> str:
-    """The stock rule, with shorter windows."""
+    """Return the stock rule, with shorter windows."""
     stock = dict(loader.stock())["sentinel/rules/throughput.yaml"]
     found = re.search(r"  - alert: LowUtilization\n.*?(?=\n  - alert: |\Z)", stock, re.S)
     assert found is not None
@@ -40,7 +43,7 @@ def rule() -> str:
 
 
 class Deep(nn.Module):
-    """A classifier whose forward pass takes the host 5 ms, as one of many layers does, whatever the batch."""
+    """A classifier whose forward pass takes 5 ms on the host whatever the batch, as in a model of many layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +55,14 @@ class Deep(nn.Module):
 
 
 def hardly_used(trial: Trial) -> None:
-    """T2: a batch of four; the host is at work all the time, and the GPU for an eighth of it."""
+    """T2: a batch of four; the host is busy all the time, and the GPU for an eighth of it."""
     from sentinel.hooks.session import attach
 
     file = Path(os.environ["FAKE_STATE"])
     file.write_text(json.dumps({"busy": BUSY} if trial.faulty else {}))
     attach.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
     model = Deep()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)  # a larger one ends in outliers, of four images
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)  # with batches of four, a larger rate leads to outliers
     trial.attach(model, optimizer)
     end = time.monotonic() + SECONDS
     batches = itertools.takewhile(lambda _: time.monotonic() < end, images(trial.seed, 4 if trial.faulty else 64))

@@ -1,4 +1,4 @@
-"""Trains a family against a real daemon, and reads from the histories what it told of each run."""
+"""Trains a family with a real daemon, and judges from the histories what was reported of each run."""
 
 from __future__ import annotations
 
@@ -30,46 +30,50 @@ from tests.zygote import RANKS, TORCHRUN, run_fork
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
 PACED_SECONDS = 7200.0
-"""9,000 steps of 200 ms are half an hour, and so is the twin."""
+"""Limit of a training at a pace, or late: 9,000 steps of 200 ms take half an hour, and so does the twin."""
 
 FIRST_STEPS = 64
-"""Within so many an alert may come at default settings, of a fault that is there from the start."""
+"""Most steps until the alert, at default settings, if the fault is there from the start."""
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
 OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow", "GpuShared")
-"""True of a machine that does something else meanwhile, and then no false alarm and a page of its own, where the fault
-is not about time."""
+"""Alerts that may be true on a machine with other work: no false alarms, if the fault is not about time.
+
+They come on pages of their own.
+"""
 
 
 @dataclass
 class Verdict:
-    """What was told of a fault and of its twin."""
+    """What was reported of a fault and of its twin."""
 
     id: str
     seed: int
     alert: str
     delay: int | None = None
-    """From the onset to the alert, in the unit of `Fault.signal`; None: it did not fire, or before the fault had an
-    effect. Without `every_step` samples are steps."""
+    """From the onset to the alert, in the unit of `Fault.signal`; without `every_step` in steps instead of samples.
+
+    None: the alert did not fire, or fired before the fault had an effect.
+    """
     allowed: int = 0
     cause: str = ""
     right: bool = False
-    """Whether the cause is the right one, and the case names what it must."""
+    """Whether the cause is right, and the case says all that it must."""
     also: tuple[str, ...] = ()
-    """What else fired."""
+    """Other alerts that fired."""
     false_alarms: tuple[str, ...] = ()
-    """What fired for the healthy twin."""
+    """Alerts that fired for the healthy twin."""
     pages: dict[str, int] = field(default_factory=dict)
-    """How often each receiver was paged for the faulty run."""
+    """Receiver -> number of pages about the faulty run."""
     one_page: bool = False
-    """Whether that is once, but for what is true of a busy machine."""
+    """Whether each receiver got one page, apart from those true of a busy machine."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    """What is not as it must be, in words."""
+    """What is wrong, in words."""
 
     @property
     def good(self) -> bool:
-        """Found in time, with the right cause, and its twin silent."""
+        """Whether the fault was found in time, with the right cause, by one page, and its twin raised no alarm."""
         return not self.notes
 
 
@@ -83,9 +87,12 @@ def verdicts(
     pace: int = 0,
     device: str = "cpu",
 ) -> list[Verdict]:
-    """Train a family, or some of its faults, and judge. `every_step`: everything is sampled at every step, and delays
-    are counted in samples; else the settings are the default ones, and delays are counted in steps. `late`: those that
-    can begin late do. `pace`: milliseconds that a step takes at least."""
+    """Train a family, or some of its faults, and judge them.
+
+    `every_step`: sample everything at every step, and count delays in samples; otherwise the settings are the defaults,
+    and delays are counted in steps. `late`: train only faults that can begin late, and let them. `pace`: least
+    milliseconds of a step.
+    """
     wanted = [fault for fault in faults(family) if (not only or fault.id in only) and (fault.begins or not late)]
     with tempfile.TemporaryDirectory(prefix="f") as folder:
         with (
@@ -103,8 +110,10 @@ def verdicts(
 
 @contextmanager
 def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """A daemon that stays, as (address, environment). At the end it keeps what it was told, and goes. For hardware it
-    has a driver of our own making."""
+    """Run a daemon with `--stay`; yields (address, environment), and ends it so that its histories are complete.
+
+    For hardware it gets a fake driver.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     places_ = {"SENTINEL_STATE": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     environment |= {**places_, "SENTINEL_RUNTIME": str(folder / "run"), "PYTHONPATH": str(ROOT)}
@@ -135,7 +144,7 @@ def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def find_histories(folder: Path) -> dict[str, Path]:
-    """By the name of the run."""
+    """Return run name -> path of its history."""
     found = {}
     for path in (folder / "state").rglob("*.sqlite"):
         with History(path) as history:
@@ -152,7 +161,7 @@ def trained(
     how: Sequence[str],
     seconds: float,
 ) -> dict[str, dict[str, Any]]:
-    """What the training process says of each run, by the run's name."""
+    """Train faults in a process; return what it prints about each run, by the run's name."""
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if family == "jobs" else [sys.executable]
     command = [*launch, "-m", "tests.faults.train", family, "--seed", str(seed)]
     command += ["--address", address, "--only", ",".join(ids), *how]
@@ -160,7 +169,7 @@ def trained(
     options: dict[str, Any] = {"env": environment, "cwd": ROOT, "timeout": seconds}
     if "cpu" in how:
         done = run_fork(command, RANKS, **options)
-    else:  # what CUDA has begun does not survive a fork
+    else:  # CUDA does not survive a fork
         done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "internal fault" not in done.stderr, done.stderr[-4000:]
@@ -204,8 +213,7 @@ def _judged(
 
 
 def hold_pages(pages: dict[str, int], expected: int, alerts: Iterable[str]) -> bool:
-    """Whether each receiver was sent so many pages. Those `alerts` that are true of a busy machine may have one more
-    each."""
+    """Return whether each receiver got `expected` pages, plus at most one for each alert true of a busy machine."""
     excused = sum(alert in OF_THE_MACHINE for alert in alerts)
     return all(expected <= count <= expected + excused for count in pages.values())
 
@@ -266,7 +274,7 @@ def _samples(history: History, signal: str) -> Sequence[int]:
 
 
 def fill_steps(pattern: str, onset: int) -> str:
-    """A pattern of `Fault` with the steps of this run."""
+    """Return a pattern of `Fault` with the steps of this run filled in."""
     before, after = range(max(onset - RARE_STEPS, 0), onset), range(onset, onset + RARE_STEPS)
     near, around = range(onset - 1, onset + 9), rf"between steps {_match_any(before)} and {_match_any(after)}\b"
     return pattern.replace("ONSET", rf"{onset}\b").replace("NEAR", _match_any(near)).replace("AROUND", around)

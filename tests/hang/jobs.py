@@ -1,4 +1,4 @@
-"""Real torchrun jobs of `tests/programs/waiting_ranks.py`, as bench/proofs/ranks.py runs them, too."""
+"""Runs real torchrun jobs of `tests/programs/waiting_ranks.py`, also for bench/proofs/ranks.py."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ RUN_ID = "h-ranks"
 
 
 class Job:
-    """One that is under way."""
+    """A running job."""
 
     def __init__(self, process: subprocess.Popen[str], release: Path) -> None:
         self.process, self._release = process, release
         self.stalled = 0.0
-        """Unix seconds at which its rank said that it stalls."""
+        """Unix seconds at which a rank last said that it stalls."""
         self.rounds = 0
 
     def stall(self) -> None:
-        """Wait for the next time that it does."""
+        """Wait until a rank says again that it stalls."""
         assert self.process.stdout is not None
         seen = []
         for line in self.process.stdout:
@@ -52,7 +52,7 @@ class Job:
 def job(
     kind: str, folder: Path, rules: str = SOON, world: int = 2, seconds: float = 0.0, rounds: int = 1
 ) -> Iterator[Job]:
-    """A job one of whose ranks stalls by now."""
+    """Run a job; yields it once one of its ranks stalls."""
     file, release = folder / "soon.yaml", folder / "go-on"
     file.write_text(rules)
     environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(file)}
@@ -72,7 +72,7 @@ def job(
 
 
 def known() -> list[dict[str, Any]]:
-    """Incidents, by the daemon while it is there, which is as long as its run, and then by the history."""
+    """Return the incidents, from the daemon as long as it and its run are there, and then from the history."""
     if cases := ask(RUN_ID, "incidents"):
         return list(cases)
     files = paths.histories()
@@ -83,8 +83,10 @@ def known() -> list[dict[str, Any]]:
 
 
 def told(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict[str, Any]:
-    """The incident of this name, or the one after `number` others, once its cause has all these words, and where it is
-    given this confidence: what its ranks say comes in one rank after the other."""
+    """Wait for the incident of an alert (after `number` others) whose cause has all these words; return it.
+
+    `confidence`, if given, must match too. The wait is needed because the ranks' evidence comes in one by one.
+    """
 
     def is_meant(case: dict[str, Any]) -> bool:
         sure = case["diagnosis"]["confidence"]
@@ -102,5 +104,5 @@ def told(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict
 
 
 def cause(case: dict[str, Any]) -> str:
-    """Why, as it says."""
+    """Return the cause that a case states."""
     return str(case["diagnosis"]["cause"])

@@ -1,6 +1,8 @@
-"""Stands in front of nvidia-ml-py on the path of a daemon under test: two fake GPUs, the first of which reports the
-XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers. FAKE_STATE names a file that says at any time what the
-first has: `{"xid": 48}`, `{"reasons": 64}`, `{"busy": 12}`; without it they are healthy then."""
+"""Replaces nvidia-ml-py on the path of a daemon under test: two fake GPUs.
+
+The first reports the XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers. FAKE_STATE names a file with the
+first GPU's present state: `{"xid": 48}`, `{"reasons": 64}`, `{"busy": 12}`; while the file is missing both are healthy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _spec = importlib.util.spec_from_file_location("pynvml_itself", _real)
 assert _spec is not None
 assert _spec.loader is not None
 _itself = importlib.util.module_from_spec(_spec)
-sys.modules["pynvml_itself"] = _itself  # it looks for itself there
+sys.modules["pynvml_itself"] = _itself  # the real module looks itself up there
 _spec.loader.exec_module(_itself)
 globals().update({name: value for name, value in vars(_itself).items() if not name.startswith("__")})
 
@@ -37,7 +39,7 @@ _told: set[int] = set()
 
 
 def _follow(file: Path) -> None:
-    """What the file says now."""
+    """Put the first GPU into the state that the file says now."""
     state = json.loads(file.read_text()) if file.exists() else {}
     _fake.boards[0].reasons = state.get("reasons", 0)
     _fake.boards[0].busy = state.get("busy", FakeBoard.busy)
@@ -51,11 +53,11 @@ def _follow(file: Path) -> None:
 if os.environ.get("FAKE_STATE"):
 
     def nvmlDeviceGetRemappedRows(board: object) -> tuple[int, int, int, int]:
-        """None."""
+        """Return that no rows are remapped."""
         return 0, 0, 0, 0
 
     def nvmlEventSetWait(events: object, timeout_ms: int) -> object:
-        """Comes when the file says so, whether anything is read meanwhile or not."""
+        """Wait for an event; one that the file asks for comes even if no figure is read meanwhile."""
         end = time.monotonic() + timeout_ms / 1000
         while _fake.events.empty() and time.monotonic() < end:
             _follow(Path(os.environ["FAKE_STATE"]))
@@ -64,7 +66,7 @@ if os.environ.get("FAKE_STATE"):
 
 
 def nvmlDeviceGetUtilizationRates(board: object) -> object:
-    """Of the second GPU never, where it is stuck."""
+    """Return the utilization; never returns for the second GPU if it is stuck."""
     if os.environ.get("FAKE_STATE"):
         _follow(Path(os.environ["FAKE_STATE"]))
     if os.environ.get("FAKE_STUCK") and board is _fake.boards[1]:
