@@ -1,9 +1,9 @@
 # ruff: noqa: E501
-"""Logs of launchers, and what is to be said of each: the first failure, or that it is not known.
+"""Logs of launchers, and what must be said of each: the first failure, or that it is not known.
 
-`torchrun/` holds what torchrun of torch 2.13 wrote in runs of 3 and 4 gloo ranks in which a rank failed in one way each
-(paths shortened, lines of carets left out). The others are short reproductions in the formats that public reports show;
-`source` is where the format can be seen.
+`torchrun/` holds what torchrun of torch 2.13 wrote in runs of 3 and 4 gloo ranks, in each of which a rank failed in
+another way (paths shortened, lines of carets left out). The other logs are short reproductions of the formats in public
+reports; `source` tells where the format can be seen.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Case(msgspec.Struct, frozen=True):
     name: str
     text: str
     cause: str
-    """What the cause has in it; `not known` where nothing names a rank."""
+    """Text in the cause; `not known` if nothing in the log names a rank."""
     most: str = "high"
     """The highest confidence that is justified."""
     source: str = "torchrun of torch 2.13"
     remedy: str = ""
-    """What the remedy has in it."""
+    """Text in the remedy."""
     file: str = "job.out"
 
 
@@ -36,7 +36,7 @@ def real(name: str, cause: str, most: str = "high", *more: str, remedy: str = ""
 
 
 def traceback(prefix: str, error: str, line: int = 40) -> str:
-    """As Python writes it, in a user's script."""
+    """Return a traceback as Python writes it, in a user's script, with a prefix before each line."""
     lines = (
         "Traceback (most recent call last):", f'  File "/home/me/train.py", line {line}, in main', "    step(batch)",
         '  File "/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1775, in _call_impl',
@@ -46,7 +46,7 @@ def traceback(prefix: str, error: str, line: int = 40) -> str:
 
 
 def footer(first: tuple[int, int, str], *others: tuple[int, int, str], prefix: str = "") -> str:
-    """torchrun's, with (rank, exit code, words) of the first failure and of the others."""
+    """Return torchrun's footer, with (rank, exit code, words) of the first failure and of the others."""
 
     def entry(index: int, rank: int, code: int, words: str) -> list[str]:
         return [
@@ -85,7 +85,7 @@ def watchdog(rank: int, seq: int, *, prefix: str = "", stamp: str = "", more: st
 
 
 def timeouts(*ranks: int, group: str = "PG ID 0 PG GUID 0(default_pg) ", verb: str = "NCCL work") -> str:
-    """As torch 2.2 to 2.5 write them: ranks that waited in number 808, after 807 were over."""
+    """Return time-outs as torch 2.2 to 2.5 write them: the ranks waited in collective 808, after 807 had completed."""
     lines = ""
     for rank in ranks:
         lines += watchdog(rank, 808, prefix=f"[rank{rank}]:", stamp="626 06:24:44.903881913")

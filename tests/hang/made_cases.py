@@ -1,4 +1,4 @@
-"""Sixty and more made standstills, as a table: how the ranks are laid out, what goes wrong, whose fault it is."""
+"""More than sixty made-up standstills: the layout of the ranks, what goes wrong, which ranks are to blame."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 3
 
 
 class Layout:
-    """Axes of a device mesh, the outermost first, and the groups that a training along them uses."""
+    """Axes of a device mesh, the outermost first, and the process groups that training on it uses."""
 
     def __init__(self, **axes: int) -> None:
         self.axes = axes
@@ -38,13 +38,13 @@ class Layout:
         )
 
     def beside(self, rank: int, axis: str, by: int) -> int:
-        """The next rank along an axis; -1: there is none."""
+        """Return the rank `by` places further along an axis; -1: there is none."""
         ranks = self.groups[self.group(rank, axis)][1]
         index = ranks.index(rank) + by
         return ranks[index] if 0 <= index < len(ranks) else -1
 
     def train(self, rank: int, steps: int = STEPS) -> list[Call]:
-        """What a rank of a healthy training issues."""
+        """Return the calls that a rank of a healthy training issues."""
         return [call for _ in range(steps) for call in self._step(rank)]
 
     def _step(self, rank: int) -> Iterator[Call]:
@@ -69,20 +69,20 @@ class Layout:
 
 
 class Case(NamedTuple):
-    """One standstill."""
+    """One standstill, and what must be said of it."""
 
     family: str
     name: str
     backend: str
     records: dict[int, dict[str, Any]]
-    """Rank -> its dump."""
+    """Rank -> its flight record, as dumped."""
     kinds: tuple[str, ...]
-    """Verdicts that are right; none: nobody stands."""
+    """Verdicts that are right; none: no rank is stuck."""
     culprits: tuple[int, ...]
     says: str = ""
-    """Words of the cause."""
+    """Words in the cause."""
     recorded: bool = True
-    """The records can tell. A pipeline of gloo leaves none of its transfers: then nobody may be blamed wrongly."""
+    """Whether the records show the cause. Pipelines on gloo record no transfers: then no rank may be blamed wrongly."""
 
 
 DP = Layout(dp=4)
@@ -96,11 +96,11 @@ LAYOUTS = {
 }
 BACKENDS = ("nccl", "gloo")
 MIDDLE = {"DP": 4, "TP x DP": 9, "TP x DP x PP": 12, "HSDP": 9, "experts": 8, "pipeline": 5}
-"""Which call of a rank goes wrong: in the second step."""
+"""Layout -> index of the call that goes wrong, which is in the second step."""
 
 
 def make_cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [case._replace(family=family) for family, make in FAMILIES.items() for case in make()]
 
 
@@ -122,7 +122,7 @@ def _spoil(layout: Layout, rank: int, spoil: Callable[[list[Call]], list[Call]])
 
 
 def _laid_out() -> Iterator[Case]:
-    """Healthy, one that stops in its own code, one that died, two that stop: in each layout."""
+    """Yield for each layout: healthy, one rank in its own code, one that died, two in their own code."""
     for (name, layout), backend in itertools.product(LAYOUTS.items(), BACKENDS):
         middle, late = MIDDLE[name], layout.world - 1
         programs = [layout.train(rank) for rank in range(layout.world)]
@@ -131,12 +131,12 @@ def _laid_out() -> Iterator[Case]:
         yield _record(f"{name}: rank 1 in its own code", backend, layout, one, ("missing",), (1,))
         yield _record(f"{name}: rank 1 died", backend, layout, one, ("silent", "missing"), (1,), dead=(1,))
         two = [calls[:middle] if rank in (1, late) else calls for rank, calls in enumerate(programs)]
-        blamed = (1,) if name == "pipeline" else (1, late)  # nobody has come to wait for the last stage
+        blamed = (1,) if name == "pipeline" else (1, late)  # no rank waits yet for the last stage
         yield _record(f"{name}: ranks 1 and {late} in their own code", backend, layout, two, ("missing",), blamed)
 
 
 def _chains() -> Iterator[Case]:
-    """Groups of two along a row: each rank but the last waits for the next one."""
+    """Yield groups of two along a row, in which each rank but the last waits for the next one."""
     start = Call("all_reduce", WORLD)
     for backend, length in itertools.product(BACKENDS, (3, 4)):
         layout, last = Layout(all=length), length - 1
@@ -156,7 +156,7 @@ def _chains() -> Iterator[Case]:
 
 
 def _between() -> Iterator[Case]:
-    """All are in it, or some have completed it."""
+    """Yield cases in which all ranks are in a collective, or some have completed it."""
     healthy = [DP.train(rank) for rank in range(4)]
     halted = {1: 7}
     yield _record("a kernel that does not end", "nccl", DP, healthy, ("unreached",), (1,), halted=halted, timing=True)
@@ -179,7 +179,7 @@ def _between() -> Iterator[Case]:
 
 
 def _mismatches() -> Iterator[Case]:
-    """Operations, sizes, orders."""
+    """Yield mismatches of operations, sizes and orders."""
     layout = LAYOUTS["TP x DP"]
     for backend in BACKENDS:
         for name, other, says in (
@@ -203,7 +203,7 @@ def _mismatches() -> Iterator[Case]:
 
 
 def _recorders() -> Iterator[Case]:
-    """What the ring no longer has, and what stands in hundreds."""
+    """Yield cases whose records the ring has dropped or that were not copied, and with hundreds of open calls."""
     many = [Call("all_reduce", "1", waits=False)] * 520
     layout, healthy = LAYOUTS["TP x DP"], [DP.train(rank) for rank in range(4)]
     for backend in BACKENDS:
@@ -224,7 +224,7 @@ def _recorders() -> Iterator[Case]:
 
 
 def _transfers() -> Iterator[Case]:
-    """Pipelines on NCCL: gloo records none."""
+    """Yield cases of transfers on NCCL; gloo records none."""
     layout = LAYOUTS["pipeline"]
     group, healthy = layout.group(0, "pp"), [layout.train(rank) for rank in range(4)]
     start, end = Call("all_reduce"), Call("sync")

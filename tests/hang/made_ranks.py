@@ -1,9 +1,9 @@
-"""Ranks that issue collectives and transfers as written, until none can go on, and the flight records they leave.
+"""Simulates ranks that issue given collectives and transfers until none can go on, and the flight records they leave.
 
-A program is a list of calls. A collective is over when all members have come to it with calls that fit; a transfer when
-both ends have. On gloo a rank waits for a call before it issues the next one; on NCCL the device does, and the rank
-itself runs ahead to the next `sync`. Records are as torch 2.13 writes them, with what they leave out: gloo has no
-members, no transfers and no states; both number their groups by process.
+A program is a list of calls. A collective completes when all members have reached it with matching calls; a transfer
+when both ends have. On gloo a rank waits for a call before it issues the next one; on NCCL the device does, and the
+rank itself runs ahead to the next `sync`. Records are as torch 2.13 writes them, with their gaps: gloo has no members,
+no transfers and no states; both number their groups by process.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ ROOT_FIRST, ROOT_LAST = {"broadcast", "scatter"}, {"reduce", "gather"}
 
 
 class Call(NamedTuple):
-    """What a rank issues."""
+    """A call that a rank issues."""
 
     op: str
     """`send`, `recv`, `sync`, or a collective."""
     group: str = "0"
     size: int = 4
     peer: int = -1
-    """Global rank, of a transfer."""
+    """Global rank of a transfer's other end."""
     root: int = -1
-    """Global rank."""
+    """Global rank of a collective's root."""
     waits: bool = True
-    """What comes later waits for it."""
+    """Whether later calls wait for it."""
     batch: int = 0
-    """Transfers of one rank under one number go together."""
+    """Transfers of a rank with the same number, other than 0, are one batch."""
 
 
 class Record:
@@ -40,7 +40,7 @@ class Record:
     def __init__(self, call: Call, seq: int, op_id: int, collectives: int, time: int) -> None:
         self.call, self.seq, self.op_id, self.time = call, seq, op_id, time
         self.collectives = collectives
-        """That the rank had issued in the group by then."""
+        """Number of collectives that the rank had issued in the group by then."""
         self.done = self.begun = False
 
     @property
@@ -49,7 +49,7 @@ class Record:
 
 
 class Ranks:
-    """Runs one program a rank."""
+    """Runs one program for each rank."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class Ranks:
         broken: dict[tuple[str, int], set[int]] | None = None,
         halted: dict[int, int] | None = None,
     ) -> None:
-        """`groups`: name -> description, members, in the order in which they are made. `broken`: group, number ->
-        ranks on which that is never over. `halted`: rank -> number of records after which its device does no more."""
+        """Run the programs until no rank can go on.
+
+        `groups`: name -> (description, members), in the order in which they are made. `broken`: (group, number) -> ranks
+        on which that call never completes. `halted`: rank -> number of records after which its device does nothing more.
+        """
         self.groups, self.programs, self.gloo = groups, programs, backend == "gloo"
         self.backend, self.broken, self.halted = backend, broken or {}, halted or {}
         self.records: list[list[Record]] = [[] for _ in programs]
@@ -87,7 +90,7 @@ class Ranks:
         return moved
 
     def _stands(self, rank: int) -> bool:
-        """Whether its thread waits for what it issued."""
+        """Return whether a rank's thread waits for what it has issued."""
         held = self.gloo or self.programs[rank][self._at[rank]].op == "sync"
         return held and any(each.call.waits or not self.gloo for _, each in self._pending[rank])
 
@@ -140,7 +143,7 @@ class Ranks:
         return index < len(theirs) and theirs[index].begun and theirs[index].call.size == each.call.size
 
     def dump(self, rank: int, ring: int = 2000, timing: bool = False) -> dict[str, Any]:
-        """What it leaves behind."""
+        """Return the flight record that a rank leaves, with the last `ring` entries."""
         own = [name for name, (_, ranks) in self.groups.items() if rank in ranks]
         used = [each for each in self.records[rank] if not (self.gloo and each.transfer)]
         entries = [entry for each in used for entry in self._entries(rank, each, own, timing)]
@@ -211,8 +214,10 @@ class Ranks:
 
 
 def _lets(earlier: Record, later: Record) -> bool:
-    """Whether one that is not over lets another of its rank begin: not in one group, between two ranks, or where it is
-    waited for."""
+    """Return whether an open call lets a later one of its rank begin.
+
+    Not if both are in one group, if both are transfers between the same two ranks, or if later calls wait for it.
+    """
     one, other = earlier.call, later.call
     if other.batch and one.batch == other.batch:
         return True

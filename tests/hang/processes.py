@@ -1,4 +1,4 @@
-"""What the tests of hangs share: a rule that does not wait for a minute, and questions to a run's daemon."""
+"""Shared by the tests of hangs: a rule that fires after 3 s instead of a minute, and queries to a run's daemon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rules:
 
 
 def ask(run_id: str, what: str) -> Any:
-    """Of the daemon that serves a run; nothing where there is none yet."""
+    """Ask the daemon of a run; return its answer, or an empty one if there is no daemon."""
     try:
         return ask_daemon(paths.socket_path(paths.run_directory(run_id)), what)
     except ConfigError:

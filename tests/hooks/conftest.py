@@ -1,4 +1,4 @@
-"""A daemon that only records, and the rule that a fault of ours that was swallowed is a failed test."""
+"""Fixtures: a daemon that only records, and the check that no internal fault of Sentinel was swallowed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ WAIT = 20.0
 
 
 class FakeDaemon(testing.FakeDaemon):
-    """With short names for what nearly every test calls."""
+    """A fake daemon with short names for what nearly every test calls."""
 
     of = testing.FakeDaemon.list_messages
     ended = testing.FakeDaemon.wait_for_goodbye
 
     def ended_as(self, **fields: Any) -> bool:
-        """Whether the run ended with this goodbye, at whatever moment."""
+        """Return whether the run ended with this goodbye, at any time."""
         goodbye = self.ended()
         return goodbye == wire.Goodbye(**fields, time=goodbye.time)
 
 
 @pytest.fixture
 def daemon(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
-    """A daemon that `attach` finds."""
+    """A fake daemon that `attach` finds."""
     made = FakeDaemon(private_places / "d.sock")
     monkeypatch.setenv("SENTINEL_ADDRESS", made.address)
     yield made
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def known_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first 50 steps are sampled as `FIRST` says: what a busy machine measures does not decide a test."""
+    """Sample the first 50 steps as `FIRST` says, so that a busy machine's timings do not decide a test."""
     if request.node.get_closest_marker("governed") is None:
         monkeypatch.setattr(governor, "DECISIONS", (50,))
         monkeypatch.setattr(governor, "MEASURED", 0)
@@ -68,7 +68,7 @@ def known_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(autouse=True)
 def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Faults of ours that did not reach the loop. They fail a test that is not marked `faults`."""
+    """Internal faults that did not reach the loop; they fail a test that is not marked `faults`."""
     fault_guard._told.clear()
     kept = _Kept()
     logger = logging.getLogger("sentinel.hooks")
@@ -78,7 +78,7 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
         session.end(wire.Goodbye(reason="detach"), 0.0)
     list_sessions().clear()
     for thread in threading.enumerate():
-        if isinstance(thread, Sender):  # the next test's daemon must not hear of this test's runs
+        if isinstance(thread, Sender):  # the next test's daemon must not get messages of this test's runs
             thread.stop(wire.Goodbye(reason="detach"), 0.0)
             thread.join(WAIT)
     logger.removeHandler(kept)
@@ -88,14 +88,14 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tiers are sampled at every step."""
+    """Sample all tiers at every step."""
     monkeypatch.setattr(Governor, "due", lambda self, tier, seq, first=True: True)
     monkeypatch.setattr(Governor, "rare", lambda self, seq, first=True: True)
 
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth step is looked at whole, whatever it costs, and a model is soon known."""
+    """Examine every fourth step in full, whatever it costs, and end the learning of a model early."""
     monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
     monkeypatch.setattr(governor, "WHOLE", 4)
     monkeypatch.setattr(probe, "EARLY", 4)

@@ -1,4 +1,4 @@
-"""Generated models with one fault each, and the module that is to be named for it."""
+"""Generated models with one fault each, and the module that must be named for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 8
 
 
 class Step(nn.Module):
-    """A module whose forward is a function."""
+    """A module whose forward pass is a given function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in a row, the middle of one of them at fault; `checkpointed`: reentrant or not, or None for neither."""
+    """Blocks in a row, one of them with the given middle. `checkpointed`: whether reentrant; None: not checkpointed."""
 
     def __init__(self, middle: nn.Module, depth: int = 3, at: int = 1, checkpointed: bool | None = None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 def _masked(x: Tensor) -> Tensor:
-    """Healthy: some scores are masked with minus infinity."""
+    """Return attention with some scores masked by minus infinity, which is healthy."""
     scores = x.unsqueeze(-1) * x.unsqueeze(-2)
     later = torch.ones(WIDTH, WIDTH, dtype=torch.bool, device=x.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(-1)
@@ -74,7 +74,7 @@ def _all_masked(x: Tensor) -> Tensor:
 
 
 def _left_out(x: Tensor) -> Tensor:
-    """Healthy in the forward pass: what is not finite is left out. Its gradient is not."""
+    """Return values without the non-finite ones: healthy in the forward pass, but not in the backward pass."""
     kept = x * (x > 0)
     return torch.where(kept > 0, torch.log(kept), 0.0)
 
@@ -96,7 +96,7 @@ BACKWARD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 class Case(NamedTuple):
-    """What is run, and what is to be said of it."""
+    """A model and batch to run, and what must be said of it."""
 
     name: str
     model: Net
@@ -110,7 +110,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Faults in the forward and in the backward pass, bad data, bad weights, bad losses; plain and checkpointed."""
+    """Yield faults in the forward and backward pass, plain and checkpointed, bad data, bad weights and bad losses."""
     batch = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(3))
     for number, (name, (function, operation)) in enumerate(FORWARD.items()):
         for checkpointed in (None, bool(number % 2)):

@@ -29,7 +29,7 @@ def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Loop:
-    """A training loop as people write it. `overflow`: steps at which a gradient is made infinite."""
+    """A training loop as users write it. `overflow`: steps at which a gradient is made infinite."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -42,7 +42,7 @@ class Loop:
     scheduler: Any = None
 
     def run(self, steps: int, before_step: Callable[[int], None] = lambda _: None) -> list[float]:
-        """Train. Returns the loss of each step, as a trainer would log it."""
+        """Train; return the loss of each step, as a trainer would log it."""
         losses, data = [], batches(steps * self.accumulate)
         for step in range(steps):
             self.optimizer.zero_grad()
@@ -74,7 +74,7 @@ class Loop:
 
 
 def fit(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
-    """Train. Returns the losses."""
+    """Train; return the losses."""
     losses = []
     for batch in batches(steps):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The sessions behind monitors: the one place where tests reach for what `attach` keeps to itself."""
+"""Finds the sessions behind monitors: the only module in which tests use what `attach` keeps private."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 
 
 def find_session(monitor: sentinel.Monitor) -> RunSession:
-    """That of a monitor that watches something."""
+    """Return the session of a monitor that watches something."""
     assert monitor._session is not None
     return monitor._session
 
 
 def find_heartbeat_writer(monitor: sentinel.Monitor) -> HeartbeatWriter:
-    """Of a run whose heartbeat the daemon can see."""
+    """Return the heartbeat writer of a run whose heartbeats the daemon can see."""
     writer = find_session(monitor).sender._heartbeat_writer
     assert writer is not None
     return writer
 
 
 def list_sessions() -> list[RunSession]:
-    """Those of this process, the newest last; ended ones until the next one begins."""
+    """Return this process's sessions, the newest last; ended ones stay until the next one begins."""
     return registry._sessions

@@ -1,4 +1,4 @@
-"""The fake daemon of the hooks' tests, for loops that somebody else wrote."""
+"""Fixtures: the fake daemon of the hooks' tests, for loops that frameworks own."""
 
 from __future__ import annotations
 

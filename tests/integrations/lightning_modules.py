@@ -1,4 +1,4 @@
-"""Lightning's modules for its tests. Loading Lightning takes seconds: only the tests that train with it do so."""
+"""LightningModules for tests. Loading Lightning takes seconds, so only the tests that train with it import this."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(lightning.LightningModule):
 
 
 class Logging(Net):
-    """Logs as a policy's module may."""
+    """Logs as the module of a policy may."""
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         loss = super().training_step(batch, index)

@@ -1,4 +1,4 @@
-"""Cases for the tests of notify."""
+"""Cases, and the origin of messages, for the tests of notify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that takes what the protocol's own definitions read, and nothing else."""
+"""An OpenTelemetry collector that takes only what the protocol's own definitions can parse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {
 
 
 class Collector(Vendor):
-    """What it took lies in `taken`: each request as its signal and the protocol's message."""
+    """A collector. `taken` has each accepted request, as its signal and the protocol's message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Collector(Vendor):
         return 200, {"Content-Type": "application/x-protobuf"}, b""
 
     def take(self, signal: str) -> Any:
-        """The next request of a signal; waits for it, and passes over others."""
+        """Wait for the next request of a signal, skipping others, and return it."""
         while True:
             found = self.next()
             if found["signal"] == signal:
@@ -48,32 +48,32 @@ class Collector(Vendor):
 
 
 def list_records(request: Any) -> list[Any]:
-    """Of a request to /v1/logs."""
+    """Return the log records of a request to /v1/logs."""
     return [
         record for resource in request.resource_logs for scope in resource.scope_logs for record in scope.log_records
     ]
 
 
 def list_spans(request: Any) -> list[Any]:
-    """Of a request to /v1/traces."""
+    """Return the spans of a request to /v1/traces."""
     return [span for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
 
 
 def list_metrics(request: Any) -> list[Any]:
-    """Of a request to /v1/metrics."""
+    """Return the metrics of a request to /v1/metrics."""
     return [
         metric for resource in request.resource_metrics for scope in resource.scope_metrics for metric in scope.metrics
     ]
 
 
 def read_attributes(pairs: Any) -> dict[str, Any]:
-    """Name -> value."""
+    """Return attributes as name -> value."""
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
 
 
 def _check(request: Any) -> None:
-    """What the definitions say in words: ids of their lengths, times in order, who sends."""
-    ((_, (sender, *_)),) = request.ListFields()  # one sender a request
+    """Check what the definitions say only in words: lengths of ids, order of times, the sender's attributes."""
+    ((_, (sender, *_)),) = request.ListFields()  # one sender per request
     assert read_attributes(sender.resource.attributes).keys() >= {"service.name", "service.instance.id", "host.name"}
     if isinstance(request, ExportTraceServiceRequest):
         for span in list_spans(request):

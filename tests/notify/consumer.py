@@ -1,4 +1,4 @@
-"""A webhook consumer that holds us to Alertmanager's documented contract, and can misbehave."""
+"""A webhook consumer that checks Alertmanager's documented contract, and can misbehave."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ Answer = int | str | tuple[int, dict[str, str]]
 
 
 class Consumer:
-    """Answers with `answers` in turn, then with 200. What it is sent lies in `received`, checked or not."""
+    """Answers with `answers` in turn, then with 200. `received` has all payloads, unchecked."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
         self.received: queue.Queue[dict[str, Any]] = queue.Queue()
         self.hung = threading.Event()
-        """Somebody is kept waiting."""
+        """Set once a request is kept waiting."""
         self.release = threading.Event()
-        """Set at the end: lets those go."""
+        """Set at the end: releases the requests that are kept waiting."""
         self.url = ""
         self.authorizations: list[str | None] = []
 
     def next(self) -> dict[str, Any]:
-        """The next payload; waits for it."""
+        """Wait for the next payload, and return it."""
         return self.received.get(timeout=DEADLINE_SECONDS)
 
 
 @contextlib.contextmanager
 def consumer(*answers: Answer) -> Iterator[Consumer]:
-    """Serve on a free port of loopback."""
+    """Serve on a free port of loopback; yields the consumer."""
     state = Consumer()
     state.answers = list(answers)
 
@@ -93,7 +93,7 @@ def consumer(*answers: Answer) -> Iterator[Consumer]:
 
 
 def shape(value: Any) -> Any:
-    """Keys and types of a payload; of label sets and annotations that all are texts: their keys are the sender's."""
+    """Return a payload's keys and types; for label sets and annotations, whose keys are the sender's, "texts"."""
     if isinstance(value, dict):
         if value and all(isinstance(item, str) for item in value.values()) and "status" not in value:
             return "texts"
@@ -104,7 +104,7 @@ def shape(value: Any) -> Any:
 
 
 def check(payload: dict[str, Any]) -> None:
-    """Assert what prometheus.io/docs/alerting/latest/configuration/#webhook_config says of a payload."""
+    """Check a payload against prometheus.io/docs/alerting/latest/configuration/#webhook_config."""
     assert shape(payload) == {
         "version": "str",
         "groupKey": "str",

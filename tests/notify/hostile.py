@@ -1,4 +1,4 @@
-"""Texts that a run, a layer or a person may bring, and that no receiver may choke on."""
+"""Odd texts that may come from a run, a layer or a user, and that no receiver may fail on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sentinel.diagnose.evidence import Finding
 from tests.notify.cases import case
 
 PLANES = "".join(chr(plane * 0x10000 + offset) for plane in range(17) for offset in (0x21, 0x500, 0xFFFD, 0xFFFF))
-"""Characters of every plane of Unicode."""
+"""Characters from every plane of Unicode."""
 ODD = [
     "x" * 20_000,
     "\U0001f525" * 5_000,
@@ -35,7 +35,7 @@ ODD = [
 
 
 def cases(count: int, *, wired: bool = False) -> list[Case]:
-    """Incidents whose every text is odd, a rule each. `wired`: as they come over the wire, which takes UTF-8 alone."""
+    """Return incidents whose texts are all odd, one per rule. `wired`: only texts that the wire can carry, in UTF-8."""
     chance = random.Random(7)
     texts = [text for text in ODD if not wired or text == text.encode(errors="ignore").decode()]
 

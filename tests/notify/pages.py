@@ -1,4 +1,4 @@
-"""Slack, PagerDuty and Alertmanager beside one daemon: who was paged how often for a run."""
+"""Counts how often fake Slack, PagerDuty and Alertmanager are paged about a run by one daemon."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ url = "{alertmanager}"
 
 
 class Paged:
-    """All that three receivers were sent. A page is what opens something new: a message in the channel that answers
-    none, a key that PagerDuty had not, a problem of which Alertmanager had no alert."""
+    """All that the three receivers got.
+
+    A page is what opens something new: a message in the channel that answers no other, a key that PagerDuty did not
+    have, a problem without an alert in Alertmanager.
+    """
 
     def __init__(self) -> None:
         self.slack, self.pagerduty, self.alertmanager = Slack(), PagerDuty(), Alertmanager()
@@ -43,7 +46,7 @@ class Paged:
         self._problems: set[tuple[str, str]] = set()
 
     def count(self, run: str) -> dict[str, int]:
-        """Pages for a run, by receiver. Raises AssertionError where one of them refused what it was sent."""
+        """Return the pages about a run, by receiver. Raises AssertionError if one of them refused anything."""
         for vendor in (self.slack, self.pagerduty, self.alertmanager):
             assert not vendor.refused, vendor.refused
         for message in self.slack.all():
@@ -65,7 +68,7 @@ class Paged:
 
 @contextlib.contextmanager
 def paged(folder: Path) -> Iterator[Paged]:
-    """Three receivers on loopback, and in `folder` a sentinel.toml that names them."""
+    """Run the three receivers on loopback, and write a sentinel.toml that names them into `folder`."""
     people = Paged()
     with serving(people.slack), serving(people.pagerduty), serving(people.alertmanager):
         folder.mkdir(parents=True, exist_ok=True)

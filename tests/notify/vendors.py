@@ -1,4 +1,4 @@
-"""Servers that hold us to what Slack, PagerDuty and Alertmanager document, and answer as they do where we do not.
+"""Servers that check requests against the documents of Slack, PagerDuty and Alertmanager, and answer as they do.
 
 Lengths are counted in UTF-16 units, the strictest way to read "characters".
 """
@@ -27,11 +27,11 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 class Wrong(Exception):
-    """The vendor's word for what it does not take."""
+    """A request that the vendor does not accept, with the vendor's own error message."""
 
 
 class Allowance:
-    """So many requests in so many seconds; then 429, and when to come back."""
+    """A limit of `count` requests in `seconds`; beyond it 429, with the time to wait."""
 
     def __init__(self, count: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._seconds, self._clock = count, seconds, clock
@@ -40,7 +40,7 @@ class Allowance:
         self.refused = 0
 
     def refuse(self) -> dict[str, str] | None:
-        """Headers of the refusal, where there is one."""
+        """Return the headers of a refusal; None: the request is allowed."""
         with self._lock:
             now = self._clock()
             while self._times and now - self._times[0] >= self._seconds:
@@ -53,22 +53,22 @@ class Allowance:
 
 
 class Vendor:
-    """What a server took lies in `taken`, in order; what it refused, with its word, in `refused`."""
+    """A vendor's server. `taken` has what it accepted, in order; `refused` the errors of what it did not."""
 
     def __init__(self) -> None:
         self.url = ""
         self.taken: queue.Queue[dict[str, Any]] = queue.Queue()
         self.refused: list[str] = []
         self.answers: list[Reply] = []
-        """Given first, instead of its own; None in the place of the status: the connection is cut."""
+        """Answers to give first, instead of its own; a status of None cuts the connection."""
         self.allowance = Allowance(1000, 1.0)
 
     def next(self) -> dict[str, Any]:
-        """The next that it took; waits for it."""
+        """Wait for the next accepted message, and return it."""
         return self.taken.get(timeout=DEADLINE_SECONDS)
 
     def all(self) -> list[dict[str, Any]]:
-        """What it took until now."""
+        """Return all messages accepted since the last call."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -76,7 +76,7 @@ class Vendor:
         return found
 
     def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
-        """What the vendor answers."""
+        """Return the vendor's answer to a request."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class Slack(Vendor):
         super().__init__()
         self.channels = {"#training": "C0123456789", "C0123456789": "C0123456789"}
         self.messages: dict[str, dict[str, Any]] = {}
-        """By ts."""
+        """Messages by their `ts`."""
         self.allowance = Allowance(1000, 1.0)
 
     def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
@@ -119,14 +119,14 @@ class Slack(Vendor):
     def _method(self, method: str, headers: dict[str, str], body: bytes) -> dict[str, Any]:
         if headers.get("authorization") != f"Bearer {BOT_TOKEN}":
             raise Wrong("invalid_auth")
-        assert headers["content-type"] == "application/json; charset=utf-8"  # else Slack warns of missing_charset
+        assert headers["content-type"] == "application/json; charset=utf-8"  # otherwise Slack warns of missing_charset
         message = slack_message(body)
         channel = self.channels.get(message.get("channel", ""))
         if channel is None:
             raise Wrong("channel_not_found")
         if method == "chat.update":
             if message["channel"] not in self.channels.values():
-                raise Wrong("channel_not_found")  # it wants the id, unlike chat.postMessage
+                raise Wrong("channel_not_found")  # it needs the id, unlike chat.postMessage
             if message.get("ts") not in self.messages:
                 raise Wrong("message_not_found")
             ts = message["ts"]
@@ -142,7 +142,7 @@ class Slack(Vendor):
 
 
 def slack_message(body: bytes) -> dict[str, Any]:
-    """A message within the documented limits, or Wrong with Slack's word."""
+    """Return a message that is within the documented limits; otherwise raise Wrong with Slack's error."""
     try:
         message = json.loads(body.decode("utf-8"))
     except ValueError:
@@ -166,7 +166,7 @@ def slack_message(body: bytes) -> dict[str, Any]:
 
 
 def slack_block(block: dict[str, Any]) -> int:
-    """Characters of a block."""
+    """Check a block; return its number of characters."""
     match block:
         case {"type": "header", "text": {"type": "plain_text", "text": str(text), **rest}}:
             longest = 150
@@ -185,7 +185,7 @@ def slack_block(block: dict[str, Any]) -> int:
 
 
 def slack_markup(text: str) -> None:
-    """Nobody is called, and nothing is linked but what the settings name: `<`, `>` and `&` stand for themselves."""
+    """Check that a text mentions no user and links only what the settings name: `<`, `>` and `&` are escaped."""
     if re.search(r"[<>]|&(?!amp;|lt;|gt;)", re.sub(r"<https://\w+\.example/[^<>|\s]*\|\w+>", "", text)):
         raise Wrong("invalid_blocks")
 
@@ -222,7 +222,7 @@ class PagerDuty(Vendor):
 
 
 def pagerduty_event(event: dict[str, Any]) -> None:
-    """Raise Wrong where an event is not as documented."""
+    """Raise Wrong if an event is not as documented."""
     _key(event)
     if event.get("event_action") not in ("trigger", "acknowledge", "resolve"):
         raise Wrong("'event_action' is missing or invalid")
@@ -243,7 +243,7 @@ def pagerduty_event(event: dict[str, Any]) -> None:
 
 
 def pagerduty_change(event: dict[str, Any]) -> None:
-    """Raise Wrong where a change event is not as documented."""
+    """Raise Wrong if a change event is not as documented."""
     _key(event)
     _payload(event, set())
     if event.keys() - {"routing_key", "payload", "links", "images"}:
@@ -273,7 +273,7 @@ def _payload(event: dict[str, Any], more: set[str]) -> dict[str, Any]:
 
 
 class Alertmanager(Vendor):
-    """api/v2/openapi.yaml of prometheus/alertmanager: postable alerts, and what its validation refuses."""
+    """Postable alerts of prometheus/alertmanager's api/v2/openapi.yaml, and what its validation refuses."""
 
     def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
         assert path == "/api/v2/alerts", path
@@ -290,7 +290,7 @@ class Alertmanager(Vendor):
 
 
 def postable_alert(alert: dict[str, Any]) -> None:
-    """Raise Wrong where an alert is not as documented."""
+    """Raise Wrong if an alert is not as documented."""
     if alert.keys() - {"labels", "annotations", "startsAt", "endsAt", "generatorURL"}:
         raise Wrong("unknown keys")
     for name, value in {**alert["labels"], **alert.get("annotations", {})}.items():
@@ -304,7 +304,7 @@ def postable_alert(alert: dict[str, Any]) -> None:
 
 
 def units(text: str) -> int:
-    """Length in UTF-16 units. Raises UnicodeEncodeError for a lone surrogate, which no server takes."""
+    """Return the length in UTF-16 units. Raises UnicodeEncodeError for a lone surrogate, which no server accepts."""
     return len(text.encode("utf-16-le")) // 2
 
 

@@ -1,4 +1,4 @@
-"""Two ranks train a small GPT under FSDP2 on gloo; rank 0 prints the peak of a real step in bytes.
+"""Trains a small GPT on two ranks under FSDP2 on gloo; rank 0 prints the peak of a real step in bytes.
 
 Run as a program, with width, layers and batch as arguments, in torchrun's environment.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"peak {peak}", flush=True)
     dist.barrier()
-    time.sleep(0.5)  # gloo aborts now and then where a rank leaves right after the barrier (pytorch#190489)
+    time.sleep(0.5)  # gloo sometimes aborts if a rank leaves right after the barrier (pytorch#190489)
     dist.destroy_process_group()
     os._exit(0)
 

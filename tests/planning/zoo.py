@@ -1,4 +1,4 @@
-"""Real small models, and the peak of their real steps by the CPU allocator's own records."""
+"""Small real models, and the peak memory of their real steps from the CPU allocator's own records."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def lora() -> Any:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Adam whose moments are a byte an element and a float32 scale for each block of 256, as bitsandbytes keeps them.
+    """Adam whose moments have a byte per element, and a float32 scale per block of 256, as bitsandbytes keeps them.
 
-    A stretch of blocks at a time, as a kernel would: it needs no copy of a whole tensor.
+    It works on a few blocks at a time, as a kernel would, and so needs no copy of a whole tensor.
     """
 
     def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
@@ -151,7 +151,7 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 def checkpointed(blocks: list[nn.Module]) -> None:
-    """Recompute each block in backward, as a user writes it."""
+    """Recompute each block in the backward pass, as users write it."""
     for block in blocks:
         forward = block.forward
         block.forward = lambda *a, forward=forward: checkpoint(forward, *a, use_reentrant=False)  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def checkpointed(blocks: list[nn.Module]) -> None:
 def measured(
     model: nn.Module, inputs: tuple[Tensor, ...], make: Callable[[Any], torch.optim.Optimizer], accumulation: int = 1
 ) -> int:
-    """Peak of a real step in bytes, inputs left out: what was there before it, and the allocator's records within."""
+    """Return the peak of a real step in bytes, without inputs: what exists before it, plus the allocator's records."""
     optimizer = make([p for p in model.parameters() if p.requires_grad])
 
     def step() -> None:

@@ -1,6 +1,6 @@
-"""Small reinforcement learning as people write it: sticks to balance, and four ways to learn how.
+"""Small reinforcement learning as users write it: sticks to balance, and five ways to learn it.
 
-Each learner takes a `Loop`, which makes the optimizer's step, and logs what such scripts log.
+Each learner takes a `Loop`, which makes the optimizer's steps, and logs what such scripts log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GAMES = 8
 
 
 class Sticks:
-    """Some games at once. A stick falls to the side to which it leans; each step that it stands has a reward of 1."""
+    """Several games at once. A stick falls to the side to which it leans; each step that it stands has a reward of 1."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -28,7 +28,7 @@ class Sticks:
         self.ages = torch.zeros(GAMES)
 
     def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which sticks fell, and which games are over; those begin again."""
+        """Move the sticks; return which fell, and which games are over."""
         angle, speed = self.state.T
         speed = speed + 0.1 * (3 * angle + 2 * (2 * actions - 1))
         self.state = torch.stack((angle + 0.1 * speed, speed), 1)
@@ -37,7 +37,7 @@ class Sticks:
         return fell, fell | (self.ages >= LONGEST)
 
     def begin_again(self, over: torch.Tensor) -> None:
-        """Games that are over."""
+        """Begin the games again that are over."""
         self.state = torch.where(over[:, None], self._begin(), self.state)
         self.ages[over] = 0
 
@@ -46,19 +46,19 @@ class Sticks:
 
 
 class Played(NamedTuple):
-    """One game each, step by step."""
+    """The steps of one game of each stick."""
 
     states: torch.Tensor
     actions: torch.Tensor
     logs: torch.Tensor
     returns: torch.Tensor
     length: float
-    """Mean, which is the mean reward as well."""
+    """Mean length of a game, which is also its mean reward."""
 
 
 @torch.no_grad()
 def play(model: nn.Module, games: Sticks) -> Played:
-    """Play until every game is over; only the steps before that are handed back."""
+    """Play until every game is over; return only the steps before a game's end."""
     games.begin_again(torch.ones(GAMES, dtype=torch.bool))
     steps, alive = [], torch.ones(GAMES, dtype=torch.bool)
     while alive.any():
@@ -73,14 +73,14 @@ def play(model: nn.Module, games: Sticks) -> Played:
 
 
 class Loop:
-    """The optimizer's step, and what is seen of it. `broken_at`: the step at which the loss is not a number."""
+    """Makes the optimizer's steps, and keeps their numbers. `broken_at`: the step at which the loss is NaN."""
 
     def __init__(self, log: Callable[..., None] = lambda **_: None, broken_at: int = -1) -> None:
         self.rows: list[dict[str, float]] = []
         self._log, self._broken_at = log, broken_at
 
     def optimize(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, **numbers: float) -> None:
-        """One step."""
+        """Make one step, and log `numbers`."""
         if len(self.rows) == self._broken_at:
             loss = loss * math.nan
         optimizer.zero_grad()
@@ -93,7 +93,7 @@ class Loop:
 
 
 class Replay:
-    """The last 10,000 steps of the games, to learn from in any order."""
+    """The last 10,000 steps of the games, from which random ones are drawn."""
 
     def __init__(self, seed: int, games: Sticks) -> None:
         self._games, self._draw = games, random.Random(seed)
@@ -101,7 +101,7 @@ class Replay:
         self._lengths = deque([1.0], 20)
 
     def step(self, before: torch.Tensor, actions: torch.Tensor) -> list[torch.Tensor]:
-        """Play on, and draw 64 steps: states, actions, states after them, whether the stick fell."""
+        """Play on, and draw 64 steps: their states, actions, next states, and whether the stick fell."""
         fell, over = self._games.step(actions)
         self._steps.extend(zip(before, actions, self._games.state, fell, strict=True))
         self._lengths.extend(self._games.ages[over].tolist())
@@ -111,7 +111,7 @@ class Replay:
 
     @property
     def reward(self) -> float:
-        """Mean of the last 20 games."""
+        """Mean length of the last 20 games."""
         return sum(self._lengths) / len(self._lengths)
 
 
@@ -122,11 +122,11 @@ def network(seed: int, outputs: int) -> nn.Sequential:
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 Setup = tuple[nn.Module, Optimizers, Callable[[Loop], None]]
-"""What is to be attached, and what trains it."""
+"""(model to attach, its optimizers, function that trains)."""
 
 
 def reinforce(seed: int, steps: int) -> Setup:
-    """The loss is a sum over the episode: it grows as episodes get longer."""
+    """REINFORCE, whose loss is a sum over the episode, and so grows as episodes get longer."""
     policy, games = network(seed, 2), Sticks(seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 
@@ -142,7 +142,7 @@ def reinforce(seed: int, steps: int) -> Setup:
 
 
 def actor_critic(seed: int, steps: int) -> Setup:
-    """Value loss and policy loss, summed over the episode."""
+    """Actor-critic, with value loss and policy loss summed over the episode."""
     model, games = network(seed, 3), Sticks(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 
@@ -161,7 +161,7 @@ def actor_critic(seed: int, steps: int) -> Setup:
 
 
 def ppo(seed: int, steps: int) -> Setup:
-    """Four epochs of minibatches of 64 over what was played."""
+    """PPO, with four epochs of minibatches of 64 over what was played."""
     model, games = network(seed, 3), Sticks(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
@@ -187,7 +187,7 @@ def ppo(seed: int, steps: int) -> Setup:
 
 
 def dqn(seed: int, steps: int) -> Setup:
-    """A replay buffer, and a target network that is renewed every 100 steps."""
+    """DQN, with a replay buffer, and a target network that is updated every 100 steps."""
     model, target, games = network(seed, 2), network(seed, 2), Sticks(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
@@ -212,8 +212,10 @@ def dqn(seed: int, steps: int) -> Setup:
 
 
 def sac(seed: int, steps: int) -> Setup:
-    """Soft actor-critic for two actions (Christodoulou, 2019): two critics with an optimizer of their own, and targets
-    that follow slowly."""
+    """Soft actor-critic for discrete actions (Christodoulou, 2019).
+
+    Two critics with an optimizer of their own, and targets that follow slowly.
+    """
     model, targets, games = network(seed, 2), nn.ModuleList(network(seed + n, 2) for n in (1, 2)), Sticks(seed)
     critics = nn.ModuleList(network(seed + n, 2) for n in (1, 2))
     judges = torch.optim.Adam(critics.parameters(), lr=2e-3)

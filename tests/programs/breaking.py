@@ -1,9 +1,9 @@
-"""A small training, alone or as ranks of torchrun, that saves, resumes, and breaks at step 230, or BREAKS_AT.
+"""A small training, alone or as ranks of torchrun, that saves, resumes, and breaks at step 230 or at BREAKS_AT.
 
 breaking.py FOLDER FAULT [always] [ours]
 
 FAULT is `hang`, `sleep`, `exit`, `kill`, `oom`, `nan` or `none`; without `always` it comes once. It saves and resumes
-in its own way; with `ours` by sentinel.Rollback(directory=) and sentinel.resume, and without a rollback in memory.
+by its own code; with `ours` by sentinel.Rollback(directory=) and sentinel.resume, without rollbacks in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BREAKS_AT = int(os.environ.get("BREAKS_AT", "230"))
 
 
 def restored(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """From the newest checkpoint that may be gone back to: the state before the step that is returned."""
+    """Load the newest checkpoint that may be used; return the step to begin at."""
     before = int(os.environ.get("SENTINEL_RESUME_BEFORE", STEPS))
     start = max((step for path in folder.glob("*.pt") if (step := int(path.stem)) <= before), default=0)
     if start:
@@ -46,7 +46,7 @@ def break_down(fault: str) -> None:
     match fault:
         case "hang":
             lock = threading.Lock()
-            with lock, lock:  # a sleep may come to its end
+            with lock, lock:  # unlike a sleep, it never ends
                 pass
         case "sleep":
             time.sleep(3600)
@@ -93,12 +93,12 @@ def main() -> None:
         optimizer.zero_grad()
         (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
-        time.sleep(0.01)  # the daemon is to be there before the fault is
-    sys.stdout.write("complete\n")  # at once: torchrun has its ranks unbuffered, where print() writes the end apart
+        time.sleep(0.01)  # so that the daemon is there before the fault
+    sys.stdout.write("complete\n")  # one write: unbuffered, as under torchrun, print() writes the end apart
     sys.stdout.flush()
     if ranks:
         dist.barrier()
-        time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+        time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What the daemon makes of the records of several ranks, and what one process has that trains on all of their data."""
+"""Combines the records of several ranks as the daemon does, and makes a reference from one process with all data."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Layer = tuple[float, float, float]
 
 
 class Expected(NamedTuple):
-    """One step of one process."""
+    """One step of the one process."""
 
     loss: float
     before: float
     after: float
-    """Norm before clipping, and after it."""
+    """Gradient norm before clipping (`before`) and after it."""
     layers: dict[str, Layer]
-    """Norm, minimum, maximum of each, after clipping."""
+    """Layer -> (norm, minimum, maximum) of its gradient, after clipping."""
     unclipped: dict[str, Layer]
 
 
 def torchrun(module: str, folder: Path, ways: Sequence[str]) -> None:
-    """One job for all ways: starting it costs more than what it does."""
+    """Run one job for all ways, because starting it costs more than its work."""
     command = [*TORCHRUN, "--nproc-per-node", str(WORLD), "-m", module]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = run_fork([*command, str(folder), *ways], RANKS, env=environment)
@@ -44,14 +44,14 @@ def torchrun(module: str, folder: Path, ways: Sequence[str]) -> None:
 
 
 def hellos(folder: Path, way: str) -> list[wire.Hello]:
-    """The ranks' first words."""
+    """Return the ranks' Hello messages."""
     return [message for file in _files(folder, way) for message in file[:1] if isinstance(message, wire.Hello)]
 
 
 def combined(folder: Path, way: str) -> list[RunStep]:
-    """The steps as the daemon closes them."""
+    """Return the steps as the daemon closes them."""
     run = Run(way, way, 0.0)
-    # The second rank is first: nothing may depend on who is quicker.
+    # The second rank comes first: nothing may depend on which rank is quicker.
     for file in reversed(_files(folder, way)):
         for message in file:
             if isinstance(message, wire.Hello):
@@ -70,7 +70,7 @@ def _files(folder: Path, way: str) -> list[list[wire.FromRank]]:
 
 @functools.cache
 def reference(*, clip: bool) -> list[Expected]:
-    """The steps of one process that has the whole model and all data."""
+    """Return the steps of one process that has the whole model and all data."""
     net, found = ranks.model(), []
     optimizer = torch.optim.AdamW(net.parameters(), lr=ranks.LEARNING_RATE)
     for batch in ranks.batches():
@@ -95,7 +95,7 @@ def _norm(net: nn.Module) -> float:
 
 
 def layers_of(step: RunStep) -> dict[str, Layer]:
-    """Norm, minimum and maximum of each layer, as the daemon has them."""
+    """Return layer -> (norm, minimum, maximum) of its gradient, as the daemon has them."""
     assert step.layers is not None
     signals = ("layer_grad_norm", "layer_grad_min", "layer_grad_max")
     return {name: (of[signals[0]], of[signals[1]], of[signals[2]]) for name, of in step.layers.items()}

@@ -1,6 +1,6 @@
-"""Runs a script with mounts of its own, as root of a namespace, which needs no right here: as `unshare` does it.
+"""Runs a script with mounts of its own, as root of a namespace, which needs no privileges: as `unshare` does.
 
-python contained.py COMMANDS SCRIPT ...    COMMANDS: what makes the mounts, for sh
+python contained.py COMMANDS SCRIPT ...    COMMANDS: shell commands that make the mounts
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
 def contain(commands: str) -> None:
-    """Make the mounts, which no other process sees."""
+    """Make mounts that no other process sees."""
     user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER):

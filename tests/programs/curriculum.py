@@ -1,4 +1,4 @@
-"""A run with rollback whose task becomes another one, much harder, half way through, and which says so or not.
+"""A run with rollback whose task changes to a much harder one half-way, announced by a stage or only by a phase.
 
     python curriculum.py stage|phase
 

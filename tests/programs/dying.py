@@ -1,4 +1,4 @@
-"""Trains a small network, whose loss explodes at step 150, and raises three steps later."""
+"""Trains a small network whose loss explodes at step 150, and raises three steps later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     monitor = sentinel.attach(model, optimizer, run="dying")
     deadline = time.monotonic() + 30
     while monitor.state != "streaming" and time.monotonic() < deadline:
-        time.sleep(0.01)  # else it may be over before a daemon on busy cores is up
+        time.sleep(0.01)  # otherwise it may end before a daemon on busy cores is up
     for step in range(AT + 3):
         loss = (model(torch.randn(32, 64)) - 1).square().mean() * (1e4 if step >= AT else 1.0)
         optimizer.zero_grad()

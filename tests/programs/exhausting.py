@@ -1,4 +1,4 @@
-"""Trains a small network and asks, at step 40, for a tensor that no machine has: an exception that ends the process."""
+"""Trains a small network, and at step 40 allocates more than any machine has: the exception ends the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     monitor = sentinel.attach(model, optimizer, run="exhausting")
     deadline = time.monotonic() + 30
     while monitor.state != "streaming" and time.monotonic() < deadline:
-        time.sleep(0.01)  # else it may be over before a daemon on busy cores is up
+        time.sleep(0.01)  # otherwise it may end before a daemon on busy cores is up
     for step in range(2 * AT):
         loss = model(torch.randn(32, 64)).square().mean()
         if step == AT:

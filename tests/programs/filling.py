@@ -1,6 +1,6 @@
-"""A real training run that takes memory at a given rate, of which it has 2 GB more than at its start (`ulimit -d`).
+"""A real training run that takes memory at a given rate, and may have 2 GB more than at its start (`ulimit -d`).
 
-python filling.py KIND STEPS SECONDS [ONSET]    KIND: bytes a step; or what a healthy loop takes
+python filling.py KIND STEPS SECONDS [ONSET]    KIND: bytes per step; or the name of a healthy loop's way to take memory
 """
 
 from __future__ import annotations
