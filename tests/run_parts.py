@@ -1,4 +1,4 @@
-"""Parts of a run that is watched, for tests that need no daemon around it."""
+"""Parts of a watched run, for tests that need no daemon around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sentinel.store import Store
 
 
 class SentMessages:
-    """A way to ranks that keeps what is sent to them."""
+    """Stands in for the connections to ranks, and keeps the messages."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, wire.Message]] = []
@@ -34,7 +34,7 @@ class SentMessages:
 
 
 class FakeIncidents:
-    """Incidents of a run without any, and what actions said to them."""
+    """Stands in for the incidents of a run without any, and keeps the evidence that actions add."""
 
     def __init__(self) -> None:
         self.evidence: list[str] = []
@@ -53,12 +53,12 @@ class FakeIncidents:
 
 
 class EndedRollbacks:
-    """Keeps how rollbacks ended."""
+    """Keeps the outcomes of rollbacks."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.done: list[tuple[str, bool]] = []
-        """What the case says of each, and whether it is ok."""
+        """For each, the case's last text about it, and whether it succeeded."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -68,6 +68,6 @@ class EndedRollbacks:
 def watch_run(
     run: Run, rules: Sequence[Rule] = (), store: Store | None = None, link: RankLink | None = None, notifier: Any = None
 ) -> WatchedRun:
-    """A run under watch; without a `link` its ranks hear nothing, without a `notifier` nobody does."""
+    """Watch a run; without a `link` its ranks get no messages, without a `notifier` no receiver does."""
     context = RunContext(run, store, link or NoRanks())
     return WatchedRun(context, notifier or make_silent_notifier(context), rules)

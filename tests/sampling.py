@@ -1,4 +1,4 @@
-"""Tests of which only a sample runs each time: of those marked `sampled(count)` so many cases, of slow ones a share.
+"""Chooses the tests to run: `count` cases of tests marked `sampled(count)`, and a share of the slow tests.
 
 The cases that CI leaves out are run by `make proof PART=cases` (bench/proofs/cases.py), all slow tests by `make slow`.
 """
@@ -14,12 +14,12 @@ MARKER = "sampled"
 
 
 def choose_cases(test: str, cases: list[str], count: int, seed: int) -> set[str]:
-    """The same ones for the same seed, whatever else there is to run."""
+    """Return the sample of a test's cases, which depends only on the seed and the test."""
     return set(random.Random(f"{seed} {test}").sample(sorted(cases), min(count, len(cases))))
 
 
 def leave_out_cases(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """All other tests, and a sample of the cases of those with the marker."""
+    """Return a sample of the cases of tests with the marker, and all other tests."""
     cases: dict[str, list[str]] = collections.defaultdict(list)
     counts: dict[str, int] = {}
     for item in items:
@@ -32,8 +32,7 @@ def leave_out_cases(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
 
 
 def leave_out_slow(items: list[pytest.Item], seed: int, share: int) -> list[pytest.Item]:
-    """All that is not slow, and of what is, a `share`-th of each package: what is left out has its turn at other
-    seeds."""
+    """Return all fast tests, and a `share`-th of the slow tests of each package; other seeds choose others."""
     slow: dict[str, list[str]] = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
@@ -43,5 +42,5 @@ def leave_out_slow(items: list[pytest.Item], seed: int, share: int) -> list[pyte
 
 
 def name_test(item: pytest.Item) -> str:
-    """The test without the name of its case."""
+    """Return a test's id without the name of its case."""
     return item.nodeid.partition("[")[0]

@@ -1,4 +1,4 @@
-"""Another user of this machine, for tests that run as root."""
+"""Runs functions as another user of this machine, in tests that run as root."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOBODY, SOMEBODY = 65534, 64999
 
 @functools.cache
 def other_python() -> str:
-    """An interpreter of our version that other users may start; empty where there is none."""
+    """Return an interpreter of this Python's version that other users may start; empty: there is none."""
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}", "/usr/local/bin/python3"):
         tried = subprocess.run(["setpriv", f"--reuid={NOBODY}", "sh", "-c", f"exec {python} -V"], capture_output=True)
         if tried.returncode == 0 and platform.python_version_tuple()[1] in tried.stdout.decode().split("."):
@@ -27,21 +27,21 @@ def other_python() -> str:
 
 @functools.cache
 def namespaces() -> bool:
-    """Whether mounts of one's own can be had here, as containers have them."""
+    """Return whether a process can have mounts of its own here, as containers have."""
     probe = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
 
 
 @functools.cache
 def networks() -> bool:
-    """Whether networks of one's own can be had here."""
+    """Return whether a process can have networks of its own here."""
     tried = ["unshare", "--net", "ip", "link", "add", "probe0", "type", "bridge"]
     known = shutil.which("unshare") is not None and shutil.which("ip") is not None
     return os.getuid() == 0 and known and subprocess.run(tried, capture_output=True).returncode == 0
 
 
 def can(marker: str) -> bool:
-    """Whether this machine and this user can do what a marker asks for."""
+    """Return whether this machine and user can do what a marker needs."""
     if marker == "networks":
         return networks()
     if marker == "namespaces":
@@ -50,7 +50,7 @@ def can(marker: str) -> bool:
 
 
 def as_user(uid: int, function: Callable[[], Any]) -> Any:
-    """What `function` returns in a process of this user: forked, so that it needs no right to our files."""
+    """Return what `function` returns in a forked process of a user, which needs no permission to read our files."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,13 +60,13 @@ def as_user(uid: int, function: Callable[[], Any]) -> Any:
             os.setuid(uid)
             answer = {"value": function()}
         except BaseException as error:
-            # Not its traceback: that may import modules, from folders that this user cannot read.
+            # No traceback: that may import modules, from folders that this user cannot read.
             answer = {"error": repr(error)}
         finally:
             try:
                 os.write(writer, json.dumps(answer).encode())
             finally:
-                os._exit(0)  # whatever happens: this is not to go on as the test run
+                os._exit(0)  # in any case: this process must not go on as the test run
     os.close(writer)
     with os.fdopen(reader) as file:
         answer = json.loads(file.read())

@@ -1,4 +1,4 @@
-"""Where the source is that Sentinel is built from."""
+"""The path of the source from which Sentinel is built."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import os
 from pathlib import Path
 
 SOURCE = Path(os.environ.get("SENTINEL_SOURCE") or Path(__file__).parent.parent).resolve()
-"""CI runs the tests in a tree without the package, and names the one with it. (Each test loses such variables.)"""
+"""The source tree: CI runs tests in a tree without the package, and names the other (tests lose such variables)."""

@@ -1,4 +1,4 @@
-"""The stock rules, compiled once for all tests that look at them."""
+"""The stock rules, compiled once for all tests that use them."""
 
 from __future__ import annotations
 

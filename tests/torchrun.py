@@ -1,4 +1,4 @@
-"""torchrun whose ranks are forks of it, which saves each four seconds of imports: the rest is torchrun's own.
+"""Runs torchrun with ranks that are forks of it, which saves each rank four seconds of imports.
 
 python tests/torchrun.py TORCHRUN'S ARGUMENTS
 """

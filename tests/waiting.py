@@ -1,4 +1,4 @@
-"""Waiting for what other processes bring about."""
+"""Waits for what other processes do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOK_SECONDS = 0.05
 
 
 def until(found: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    """Ask until there is something, and return it."""
+    """Call `found` until it returns something true, and return that; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := found()):
         assert time.monotonic() < deadline, f"{what} did not come"

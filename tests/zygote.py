@@ -1,8 +1,8 @@
-"""Python processes that begin with their imports done: forks of a process, the zygote, that imports and does no more.
+"""Starts Python processes with their imports done, as forks of a process (the zygote) that only imports.
 
-Importing torch and making a first optimizer takes four seconds of CPU, what a daemon imports one, a fork 0.05. Apart
-from that they are as `python ...` makes them: a child of whoever starts them, with its own arguments, environment,
-folder, streams and end. Where the start itself, memory or a command line is under test, start an interpreter.
+Importing torch and making a first optimizer takes four seconds of CPU, a daemon's imports one, a fork 0.05. Apart from
+that they are as `python ...` makes them: children of the process that starts them, with their own arguments,
+environment, folder, streams and end. To test the start itself, memory or a command line, start an interpreter.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, str(ROOT / "tests" / "torchrun.py")]
-"""torchrun, whose ranks are forks too."""
+"""Command of a torchrun whose ranks are forks too."""
 TRAINING = ("numpy", "torch", "torch._dynamo", "torch.utils.data")
-"""What a training script imports. Making the first optimizer imports the third."""
+"""Modules that a training script imports. Making the first optimizer imports the third."""
 RANKS = (*TRAINING, "torch.distributed.run")
 DAEMON = (
     "rich.console", "sentinel.cli.daemon", "sentinel.cli.incidents", "sentinel.cli.log_format", "sentinel.cli.status",
     "sentinel.daemon.app", "sentinel.daemon.frontend.metrics", "sentinel.web.http",
 )  # fmt: skip
-"""What `sentinel daemon` imports, and the commands that ask it."""
+"""Modules that `sentinel daemon` imports, and those of the commands that query it."""
 LONGEST_REQUEST = 1 << 17
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Zygote:
-    """The way to one."""
+    """The connection to a zygote."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -51,7 +51,7 @@ class Zygote:
     def fork(
         self, arguments: Sequence[str], folder: str, environment: Mapping[str, str], streams: list[int], session: bool
     ) -> int:
-        """The process id of a new child. The zygote's side orphans it, and orphans come to us meanwhile."""
+        """Fork a child; return its pid. The zygote orphans it, and orphans become this process's children meanwhile."""
         request = json.dumps([arguments, folder, dict(environment), session]).encode()
         _adopt_orphans(True)
         try:
@@ -68,13 +68,13 @@ def _adopt_orphans(wanted: bool) -> None:
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
-    """Its two ends."""
+    """Return the two ends of a channel to a zygote."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @functools.cache
 def start_zygote(imports: tuple[str, ...]) -> Zygote:
-    """The one of this process that has imported these."""
+    """Return this process's zygote with these imports, starting it at the first call."""
     ours, theirs = open_channel()
     with theirs:
         command = [sys.executable, "-c", "from tests import zygote; zygote.main()", str(theirs.fileno()), *imports]
@@ -90,7 +90,7 @@ def start_zygote(imports: tuple[str, ...]) -> Zygote:
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """`Popen([sys.executable, ...])`, made by a fork."""
+    """`Popen([sys.executable, ...])`, as a fork of a zygote."""
 
     def __init__(self, args: Sequence[Any], *, zygote: Zygote, **options: Any) -> None:
         self._zygote = zygote
@@ -114,7 +114,7 @@ class ForkedProcess(subprocess.Popen[Any]):
 def run_fork(
     command: Sequence[Any], imports: tuple[str, ...], timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run([sys.executable, ...], capture_output=True, text=True)`, by a fork."""
+    """Run a command as `subprocess.run([sys.executable, ...], capture_output=True, text=True)` does, by a fork."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     with ForkedProcess(command, zygote=start_zygote(imports), **pipes) as process:
         try:
@@ -126,7 +126,7 @@ def run_fork(
 
 
 def main() -> NoReturn:
-    """The zygote: `python -c ... DESCRIPTOR MODULE...`."""
+    """Run as the zygote: `python -c ... DESCRIPTOR MODULE...`."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
@@ -134,8 +134,8 @@ def main() -> NoReturn:
 
 
 def serve(channel: socket.socket) -> NoReturn:
-    """Fork for each request, until the other end hangs up. In a fork: be the program."""
-    gc.freeze()  # as tests/conftest.py: what is loaded by now is no object of a program's
+    """Fork for each request, and run its program in the fork, until the other end closes the channel."""
+    gc.freeze()  # as in tests/conftest.py: objects loaded by now are not the program's
     while True:
         request, descriptors, _, _ = socket.recv_fds(channel, LONGEST_REQUEST, 3)
         if not request:
@@ -160,8 +160,10 @@ def serve(channel: socket.socket) -> NoReturn:
 
 
 def _run(*request: Any) -> NoReturn:
-    """Be the program, and end as the interpreter does, up to where it takes itself apart: with torch that is a second,
-    and after `gc.freeze` native modules say then that their objects leak."""
+    """Run the program, and exit as the interpreter does, but without its finalization.
+
+    With torch that takes a second, and after `gc.freeze` native modules would report leaked objects.
+    """
     code: Any = 0
     try:
         _become(*request)
@@ -177,13 +179,13 @@ def _run(*request: Any) -> NoReturn:
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(code)
 
 
 def _become(arguments: list[str], folder: str, environment: dict[str, str], session: bool) -> None:
-    """`python [-u] (-c CODE | -m MODULE | SCRIPT) ...`."""
+    """Run as `python [-u] (-c CODE | -m MODULE | SCRIPT) ...`."""
     if session:
         os.setsid()
     os.environ.clear()

@@ -62,8 +62,8 @@ class Ranks:
     ) -> None:
         """Run the programs until no rank can go on.
 
-        `groups`: name -> (description, members), in the order in which they are made. `broken`: (group, number) -> ranks
-        on which that call never completes. `halted`: rank -> number of records after which its device does nothing more.
+        `groups`: name -> (description, members), in the order in which they are made. `broken`: (group, number) ->
+        ranks on which that call never ends. `halted`: rank -> number of records after which its device does no more.
         """
         self.groups, self.programs, self.gloo = groups, programs, backend == "gloo"
         self.backend, self.broken, self.halted = backend, broken or {}, halted or {}

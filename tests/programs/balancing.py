@@ -20,7 +20,7 @@ GAMES = 8
 
 
 class Sticks:
-    """Several games at once. A stick falls to the side to which it leans; each step that it stands has a reward of 1."""
+    """Several games at once. A stick falls to the side to which it leans; each step that it stands is rewarded by 1."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)

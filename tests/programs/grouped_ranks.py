@@ -1,4 +1,4 @@
-"""Four ranks of gloo in groups, one of which does something else: each leaves its flight record once it stands.
+"""Runs four ranks on gloo in groups, of which one does something else; each leaves its flight record once all wait.
 
 torchrun --nproc-per-node 4 grouped_ranks.py KIND FOLDER
 """
@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 FOLDER = Path(sys.argv[2])
 STEPS = 5
 STILL = 20
-"""Looks in a row, a tenth of a second apart, at which the record is the same."""
+"""Number of looks in a row, a tenth of a second apart, at which the record must be the same."""
 
 
 def write_record() -> None:
-    """Once nothing moves any more; then wait for the other ranks', and end."""
+    """Write the flight record once nothing moves any more; then wait for the other ranks' records, and exit."""
     record, looks = b"", 0
     while looks < STILL:
         time.sleep(0.1)
@@ -38,7 +38,7 @@ def write_record() -> None:
 
 
 _begun = threading.Event()
-"""Whether all groups are made and used."""
+"""Set once all groups are made and used."""
 
 
 def stand() -> None:
@@ -46,7 +46,7 @@ def stand() -> None:
 
 
 def chain(rank: int) -> None:
-    """3 is in its own code, 2 waits for it, 1 for 2, 0 for 1."""
+    """Rank 3 is in its own code, 2 waits for it, 1 for 2, 0 for 1."""
     if rank == 3:
         stand()
     for pair in (rank, rank - 1):
@@ -55,14 +55,14 @@ def chain(rank: int) -> None:
 
 
 def circle(rank: int) -> None:
-    """1 and 2 do two things in opposite order."""
+    """Ranks 1 and 2 issue two collectives in opposite order."""
     both: list[Callable[[], object]] = [lambda: dist.barrier(group=_pairs[1]), dist.barrier]
     for each in (reversed(both) if rank == 1 else both) if rank in (1, 2) else both[1:]:
         each()
 
 
 def mesh(rank: int) -> None:
-    """3 does not come to its all_reduce over the second axis; the others wait there, or in the next step."""
+    """Rank 3 does not come to an all_reduce over the axis `dp`; the others wait there, or in the next step."""
     for step in range(STEPS):
         dist.all_reduce(torch.ones(6), group=_mesh.get_group("tp"))
         if rank == 3 and step == 3:
@@ -71,7 +71,7 @@ def mesh(rank: int) -> None:
 
 
 def transfer(rank: int) -> None:
-    """1 waits for a transfer that 0 never sends, the others for 1. 0 has left its loop."""
+    """Rank 1 waits for a transfer that 0 never sends, the others for 1. Rank 0 has left its loop."""
     if rank == 0:
         stand()
     if rank == 1:
@@ -80,7 +80,7 @@ def transfer(rank: int) -> None:
 
 
 def gather(rank: int) -> None:
-    """2 takes itself for the root."""
+    """Rank 2 takes itself for the root."""
     root = 2 if rank == 2 else 0
     lists = [torch.ones(3) for _ in range(4)] if rank == root else None
     dist.gather(torch.ones(3), lists, dst=root)

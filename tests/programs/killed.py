@@ -1,9 +1,9 @@
-"""Three ranks that are to roll back, one of which is killed in the midst of it: at another point in each of its starts.
+"""Trains three ranks that roll back, one of which is killed in the middle of it: at another point in each start.
 
     torchrun --max-restarts N --nproc-per-node 3 killed.py FOLDER POINT:RANK...     a start for each, and a healthy one
 
-Who survives does not heed torchrun's SIGTERM: it comes to its end by itself, or the job hangs. Ranks leave
-FOLDER/START.RANK.json: what they told of the rollback, a number for their weights after each step, and how it ended.
+Surviving ranks ignore torchrun's SIGTERM: they end by themselves, or the job hangs. Ranks leave FOLDER/START.RANK.json:
+their answers about the rollback, a number for their weights after each step, and how the start ended.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ rules:
   - {override: MemoryCreep, disable: true}
 """
 ASKED_AT, STEPS, MOST_STEPS = 40, 80, 4000
-"""A start has so many steps, and more until the rollback was answered: a busy daemon may take a second for it."""
+"""Step of the rollback; least steps of a start; most steps, if a busy daemon answers the rollback late."""
 VERDICT_SECONDS = 2.0
-"""Where the survivors are to wait in vain. Elsewhere nobody does, and a busy machine may need longer."""
+"""The ranks' limit where survivors wait in vain. Elsewhere none does, and a busy machine may need longer."""
 LONG_SECONDS = 60.0
 GROUP_SECONDS = 600.0
-"""Of the loop's own process group: whoever waited that long would be seen to hang."""
+"""Time-out of the loop's own process group: a rank that waited that long would be found to hang."""
 
 
 def killed_before(owner: Any, name: str) -> None:
-    """The next call of this is the last thing that this process does."""
+    """Kill this process at the next call of a function, before it."""
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_after(owner: Any, name: str) -> None:
-    """The same, of what follows the next call."""
+    """Kill this process at the next call of a function, after it."""
     function = getattr(owner, name)
 
     def last(*arguments: Any, **more: Any) -> None:
@@ -67,16 +67,19 @@ POINTS: dict[str, Callable[[], None]] = {
     "said": lambda: killed_after(RankConsensus, "_write"),
     "decided": lambda: killed_after(RankConsensus, "ask_ranks"),
 }
-"""On receipt of the order; at its step, before the verdict; before and after it says that it is ready; and
-once all have agreed, before it restores."""
+"""Points at which a rank is killed.
+
+On receipt of the order; at its step, before the verdict; before and after it writes that it is ready; and once all have
+agreed, before it restores.
+"""
 IN_VAIN = ("waiting", "ready")
 AFTER_GO = "go"
-"""The point at which rank 0, which hosts the process group's store, ends once rank 1 knows that all restore, and before
-rank 2 has looked."""
+"""The point at which rank 0, the host of the process group's store, ends after rank 1 knows that all restore, but
+before rank 2 has looked."""
 
 
 def end_host_after_go(rank: int, folder: Path) -> None:
-    """Put the three ranks into that order."""
+    """Make the three ranks act in the order of `AFTER_GO`."""
     ask, write = RankConsensus.ask_ranks, RankConsensus._write
     host, knows = folder / "host", folder / "knows"
 
@@ -102,14 +105,14 @@ def end_host_after_go(rank: int, folder: Path) -> None:
 
 
 def wait_for(found: Callable[[], bool]) -> None:
-    """For less than anybody waits in the agreement."""
+    """Wait for a condition, for less time than any rank waits in the agreement."""
     until = time.monotonic() + LONG_SECONDS / 2
     while not found() and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def has_ended(process: int) -> bool:
-    """Whether its sockets are closed: it is gone, or nobody has asked for its status yet."""
+    """Return whether a process's sockets are closed: it is gone, or a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -117,7 +120,7 @@ def has_ended(process: int) -> bool:
 
 
 def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
-    """Have what a restorer answers to a commit noted here."""
+    """Make restorers add their answers to a commit to `told`."""
     create = Restorer.__init__
 
     def made(restorer: Restorer, *arguments: Any, send: Callable[[wire.FromRank], None], **more: Any) -> None:
@@ -148,7 +151,7 @@ def train(told: list[dict[str, Any]], weights: list[int]) -> None:
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         weights.append(sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters()))
-        time.sleep(0.02)  # so that the order comes while there still are steps
+        time.sleep(0.02)  # so that the order comes before the last step
     dist.barrier()
     monitor.detach()
 
@@ -168,11 +171,11 @@ def main(folder: Path, points: list[str]) -> None:
     end = ""
     try:
         train(told, weights)
-    except RuntimeError as error:  # of the loop's own collective: a rank is gone
+    except RuntimeError as error:  # from the loop's own collective: a rank is gone
         end = str(error)
     found = {"told": told, "weights": weights, "end": end}
     (folder / f"{start}.{rank}.json").write_text(json.dumps(found))
-    os._exit(bool(end))  # pytorch#190489: gloo's threads else may abort the process at its end
+    os._exit(bool(end))  # pytorch#190489: otherwise gloo's threads may abort the process at its end
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A real training run that keeps something from step to step, or keeps nothing.
 
-python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     until it is told who holds it
+python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     census: until an alert has it
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sentinel
 
 
 class Keeper:
-    """What a loop may keep. Only `graph`, `outputs` and `mean` grow."""
+    """Keeps what loops may keep. Only `graph`, `outputs` and `mean` grow."""
 
     def __init__(self, kind: str, model: nn.Module) -> None:
         self.kind, self.model = kind, model
@@ -28,12 +28,12 @@ class Keeper:
         if self.kind == "graph":
             self.kept.append(loss)  # and its graph
         elif self.kind == "outputs":
-            self.kept.append(output.detach()[:, 0])  # a view: it keeps the whole
+            self.kept.append(output.detach()[:, 0])  # a view, which keeps the whole tensor
         elif self.kind == "mean":
             self.mean = 0.9 * self.mean + 0.1 * loss  # a chain of all graphs
         elif self.kind == "cycles":
             garbage: list[object] = [torch.empty(5000)]
-            garbage.append(garbage)  # until the garbage collector comes
+            garbage.append(garbage)  # kept until the next garbage collection
         elif self.kind == "evaluations" and step % 150 == 149:
             with torch.no_grad():
                 self.model(torch.randn(2048, 64))
@@ -49,7 +49,7 @@ def main() -> None:
     monitor = sentinel.attach(model, optimizer, run=kind, overhead=1.0)  # every 8th step is sampled
     deadline = time.monotonic() + 30
     while monitor.state == "looking for the daemon" and time.monotonic() < deadline:
-        time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
+        time.sleep(0.01)  # otherwise the run may end before a daemon on busy cores is up
     counted = threading.Event()
     monitor.on_alert(lambda alert: counted.set() if alert["census"] else None)
     deadline = time.monotonic() + (60 if "census" in sys.argv else 0)

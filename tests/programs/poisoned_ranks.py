@@ -1,4 +1,4 @@
-"""Two ranks on gloo; rank 1 gets a batch with a NaN at step 40. Once under DDP, once under FSDP2.
+"""Trains two ranks on gloo, first under DDP, then under FSDP2; rank 1 gets a batch with a NaN at step 40.
 
 torchrun --nproc-per-node 2 poisoned_ranks.py        runs `poisoned ddp` and `poisoned fsdp`
 """
@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for way in WAYS:
         train(way)
-    time.sleep(0.5)  # gloo aborts at once after a barrier, now and then (pytorch#190489)
+    time.sleep(0.5)  # gloo sometimes aborts if it is destroyed right after a barrier (pytorch#190489)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Trains a small network in which something makes NaN at step 40: poisoning.py WHAT
+"""Trains a small network in which WHAT makes a NaN at step 40: poisoning.py WHAT
 
 operation   the square root of 0 in the middle, whose derivative is infinite
 data        a sample that is not finite
@@ -19,7 +19,7 @@ AT, STEPS = 40, 60
 
 
 class Middle(nn.Module):
-    """Roots of squares, a little above 0."""
+    """Takes square roots of numbers a little above 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def main(what: str) -> None:
     with sentinel.attach(model, optimizer, run="poisoning", overhead=1.0) as monitor:
         deadline = time.monotonic() + 30
         while monitor.state != "streaming" and time.monotonic() < deadline:
-            time.sleep(0.01)  # else it may be over before a daemon on busy cores is up
+            time.sleep(0.01)  # otherwise it may end before a daemon on busy cores is up
         for step in range(STEPS):
             batch = torch.randn(32, 8)
             target = batch.square().mean(1, keepdim=True)

@@ -1,6 +1,6 @@
-"""Ranks of torchrun: the same training with and without Sentinel, recorded, in each way of spreading a model.
+"""Ranks of torchrun that train with and without Sentinel, recorded, for each way of spreading a model over ranks.
 
-torchrun --nproc-per-node 2 ranks.py FOLDER WAY...     prints a line of JSON for each way, from rank 0
+torchrun --nproc-per-node 2 ranks.py FOLDER WAY...     each rank writes FOLDER/WAY.RANK.json for each way
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LEARNING_RATE = 0.05
 
 
 def model() -> nn.Sequential:
-    """31 rows split unevenly, one row leaves the second rank an empty shard."""
+    """Return a model whose layers of 31 rows split unevenly; the layer of one row leaves rank 1 an empty shard."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 31), nn.GELU(), nn.LayerNorm(31), nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 1))
 
 
 def batches() -> list[torch.Tensor]:
-    """(ROWS, 6) each, of which every rank takes its part."""
+    """Return batches of shape (ROWS, 6), of which every rank takes its part."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(ROWS, 6, generator=generator) for _ in range(STEPS)]
 
@@ -45,8 +45,11 @@ def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def spread(way: str) -> nn.Module:
-    """`ddp`, `ddp-inner` (of which the module within is attached), `fsdp`, `hsdp` (replicas of shards): each may end in
-    `-clip`. `fsdp1`, `fsdp1-flat`: the older one."""
+    """Return the model spread over the ranks.
+
+    `ddp`, `ddp-inner` (whose inner module is attached), `fsdp`, `hsdp` (replicas of shards), each with `-clip` or
+    without. `fsdp1`, `fsdp1-flat`: the older FSDP.
+    """
     net, kind = model(), way.removesuffix("-clip")
     if kind.startswith("ddp"):
         return nn.parallel.DistributedDataParallel(net)
@@ -64,12 +67,12 @@ def spread(way: str) -> nn.Module:
 
 
 def collectives() -> int:
-    """That this process has begun."""
+    """Return the number of collectives that this process has begun."""
     return len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"])
 
 
 def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int]:
-    """(this rank's weights and the last gradients, collectives that the steps took)."""
+    """Train; return (this rank's weights and last gradients, number of collectives in the steps)."""
     net = spread(way)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     attached = net.module if way == "ddp-inner" else net
@@ -102,7 +105,7 @@ def main() -> None:
             json.dumps({"same": same, "bare": without, "watched": taken})
         )
     dist.barrier()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

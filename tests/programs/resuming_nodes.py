@@ -1,8 +1,8 @@
-"""A rank that goes on from disk, and says from where and with which weights.
+"""A rank that resumes from disk, and writes down from which step and with which weights.
 
     torchrun --nnodes N resuming_nodes.py FOLDER...
 
-Node K looks into the K-th folder.
+Node K uses the K-th folder.
 """
 
 from __future__ import annotations

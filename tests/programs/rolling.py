@@ -1,8 +1,8 @@
-"""Ranks that wreck their weights, are rolled back, and are compared with the same training in which it never happened.
+"""Ranks that wreck their weights, are rolled back, and are compared with a training in which that did not happen.
 
     torchrun --nproc-per-node N rolling.py DEED:WAY:FOLDER...
 
-    train     until a snapshot of later is on disk
+    train     until a snapshot from after the rollback is on disk
     resume    goes on from it, to the step at which `train` ended
     move      goes on from it with another number of ranks, for a few steps
 
@@ -39,14 +39,17 @@ rules:
 EVERY = 10
 FAULT = 25
 AFTER = 8
-"""Steps after the rollback that are compared at least."""
+"""Least number of steps after the rollback that are compared."""
 WRITTEN = 85
-"""About when the first snapshot goes to disk: none is taken within 50 steps of an alert."""
+"""About the step at which the first snapshot goes to disk: none is taken within 50 steps of an alert."""
 
 
 class Training:
-    """Dropout draws from the generator, BatchNorm has buffers of each rank, 31 rows split unevenly over ranks, one row
-    leaves most of them an empty part."""
+    """A training whose state is hard to restore.
+
+    Dropout draws from the generator, BatchNorm has buffers of each rank, 31 rows split unevenly over ranks, and one row
+    leaves most ranks an empty part.
+    """
 
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)
@@ -62,7 +65,7 @@ class Training:
                 mesh = init_device_mesh("cpu", (world,))
             else:
                 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
-            fully_shard(net[4], mesh=mesh)  # the rest is in the root's group: each is three collectives a step
+            fully_shard(net[4], mesh=mesh)  # the rest is in the root's group: each is three collectives per step
             self.net = fully_shard(net, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=500)
@@ -77,14 +80,14 @@ class Training:
         self.schedule.step()
 
     def state(self) -> list[torch.Tensor]:
-        """Everything that must be as it would have been, this rank's part of it."""
+        """Return this rank's part of all that must be as without the rollback."""
         tensors: list[Any] = [*self.net.parameters(), *self.net.buffers()]
         tensors += [value for p in self.net.parameters() for value in self.optimizer.state[p].values()]
         tensors += [torch.tensor(self.schedule.get_last_lr()), torch.get_rng_state()]
         return [getattr(t, "_local_tensor", t).detach().clone() for t in tensors]
 
     def whole(self) -> list[torch.Tensor]:
-        """What does not depend on the number of ranks, put together. All ranks call it."""
+        """Return the whole state that does not depend on the number of ranks. All ranks must call it."""
         tensors: list[Any] = list(self.net.parameters())
         tensors += [value for p in self.net.parameters() for value in self.optimizer.state[p].values()]
         tensors += [torch.tensor(self.schedule.get_last_lr())]
@@ -102,7 +105,7 @@ def attached(training: Training, folder: Path, way: str, step: int) -> sentinel.
 
 
 def everywhere(flag: bool) -> bool:
-    """Whether rank 0 says so."""
+    """Return rank 0's flag on all ranks."""
     tensor = torch.tensor([int(flag)])
     dist.broadcast(tensor, 0)
     return bool(tensor.item())
@@ -125,7 +128,7 @@ def train(folder: Path, way: str) -> dict[str, Any]:
         steps = directory.steps(folder / f"{way}-snapshots")
         if late and everywhere(bool(steps) and steps[-1] > rolled[0][1]):
             break
-        time.sleep(0.1 if step > WRITTEN else 0.005)  # who writes has less than the loop's priority
+        time.sleep(0.1 if step > WRITTEN else 0.005)  # the writer has a lower priority than the loop
         step += 1
     monitor.detach()
     torch.save(training.state(), folder / f"{way}.{training.rank}.pt")

@@ -1,9 +1,9 @@
-"""Ranks on several nodes that break once FOLDER/break is there, and are compared with what never broke.
+"""Ranks on several nodes that break once FOLDER/break is there, and are compared with a training that never broke.
 
     torchrun --nnodes N rolling_nodes.py WAY FOLDER
 
-Only the last rank says that it broke: its node alone has an alert. Each rank leaves FOLDER/RANK.json: to which steps it
-was rolled back, at which, and whether its state is that of a training without them.
+Only the last rank logs that it broke: only its node has an alert. Each rank leaves FOLDER/RANK.json: to which steps it
+was rolled back, at which steps, and whether its state is that of a training without the undone steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sentinel
 from tests.programs.rolling import AFTER, EVERY, Training, everywhere
 
 LIMIT = 20_000
-"""Steps: about two minutes."""
+"""Most steps: about two minutes."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     training = Training(way)
     last = training.rank == dist.get_world_size() - 1
-    # They reach back further than a beat of the coordinator, by which a node knows what all of them hold.
+    # Snapshots reach back further than a beat of the coordinator, by which a node learns what all nodes hold.
     terms = sentinel.Rollback(every=EVERY, keep=16, margin=5, budget=2)
     monitor = sentinel.attach(training.net, training.optimizer, run=way, rollback=terms)
     rolled: list[tuple[int, int]] = []
@@ -41,7 +41,7 @@ def main() -> None:
         if last:
             monitor.log(broken=float(wrecked))
         training.step(step, wrecked)
-        if everywhere((folder / "stop").exists()):  # at one step: the others would wait
+        if everywhere((folder / "stop").exists()):  # at the same step on all ranks: others would wait
             break
         time.sleep(0.005)
         step += 1

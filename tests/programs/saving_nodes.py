@@ -1,10 +1,10 @@
-"""Ranks on several nodes whose snapshots go to disk, of which the last one dies once, and which go on from there.
+"""Ranks on several nodes whose snapshots go to disk; the last rank dies once, and all resume from disk.
 
     sentinel run -- torchrun --nnodes N saving_nodes.py WAY FOLDER PLACE...
 
-Node K writes to the K-th PLACE. The last rank is killed as soon as a snapshot of LATE steps or more is on all nodes.
-Each rank leaves FOLDER/RANK.json: from where it began at each start, and whether its state at the end is that of a
-training that was never disturbed.
+Node K writes to the K-th PLACE. The last rank is killed as soon as a snapshot of step LATE or later is on all nodes.
+Each rank leaves FOLDER/RANK.json: the step from which it began at each start, and whether its state at the end is that
+of an undisturbed training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMIT = 5_000
 
 
 def list_written(places: set[Path], node_count: int) -> set[int]:
-    """Steps of which every node has published its part."""
+    """Return the steps of the snapshots of which every node has published its part."""
     own = [path for place in places for _, path in node_parts.list_places(place)]
     return set.intersection(*(set(directory.steps(path)) for path in own)) if len(own) == node_count else set()
 
@@ -42,7 +42,7 @@ def main() -> None:
     place = places[rank // local]
     training = Training(way)
     if os.environ.get("SENTINEL_ATTEMPT", "0") != "0":
-        for other in range(3):  # somewhere else; and DDP sums in another order at its first step
+        for other in range(3):  # to another state; and DDP sums in another order at its first step
             training.step(other)
     start = sentinel.resume(training.net, training.optimizer, directory=place)
     log, died = folder / f"starts.{rank}", folder / "died"

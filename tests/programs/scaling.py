@@ -1,10 +1,10 @@
-"""A real training run in fp16 (on the CPU), with a real GradScaler or without one.
+"""A real training run in fp16 (on the CPU), with or without a real GradScaler.
 
 python scaling.py collapse|settles|missing
 
-collapse    from step 150 on a row is 0; its length is 0, and 0 / 0 is masked out of the loss, not of its gradient
-settles     starts 2^12 too high, and tries twice the scale every 40 steps
-missing     no scaler
+collapse    from step 150 on a row is 0, and so its length; 0 / 0 is masked in the loss, but not in its gradient
+settles     starts with a scale 2^12 too high, and doubles the scale every 40 steps
+missing     has no scaler
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAULT, STEPS = 150, 250
 
 
 class Unit(nn.Module):
-    """Rows of length 1, as far as they have a length."""
+    """Normalises rows to length 1, except for rows of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Unit(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         x = self.lift(rows)
-        unit = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-8)  # fp16 has no 1e-8
+        unit = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-8)  # 1e-8 is 0 in fp16
         output: torch.Tensor = self.out(torch.where((rows == 0).all(-1, keepdim=True), 0.0, unit))
         return output
 
@@ -51,7 +51,7 @@ def main() -> None:
     monitor = sentinel.attach(model, optimizer, run=kind, scaler=scaler)
     deadline = time.monotonic() + 30
     while monitor.state == "looking for the daemon" and time.monotonic() < deadline:
-        time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
+        time.sleep(0.01)  # otherwise the run may end before a daemon on busy cores is up
     with contextlib.closing(open(1, "w", buffering=1, closefd=False)) as out:
         for step in range(STEPS):
             rows = torch.randn(64, 16)

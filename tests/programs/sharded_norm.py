@@ -1,4 +1,4 @@
-"""FSDP2 without clipping: each rank has the norm of its own shards, and the script logs that of all.
+"""Trains under FSDP2 without clipping: each rank has the norm of its own shards, and the script logs that of all.
 
     torchrun --nnodes N sharded_norm.py FILE
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import sentinel
 
 LIMIT = 20_000
-"""Steps."""
+"""Most steps."""
 
 
 def norm_of_all(net: nn.Module) -> float:

@@ -1,8 +1,8 @@
-"""Ranks that keep what is theirs of the state, go on, and put it back, from memory and from disk.
+"""Ranks that take snapshots of their own part of the state, go on, and restore it, from memory and from disk.
 
     torchrun --nproc-per-node 2 sharded_state.py FOLDER WAY...      leaves FOLDER/WAY.RANK.json
 
-WAY is `zero` (ZeroRedundancyOptimizer under DDP) or `fsdp`. A profiler looks on while a snapshot is taken.
+WAY is `zero` (ZeroRedundancyOptimizer under DDP) or `fsdp`. A profiler records while a snapshot is taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sentinel.hooks.snapshot.snapshot import Snapshot, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
 
 NEVER = ("c10d", "gloo", "all_gather", "allgather", "all_reduce", "allreduce", "broadcast")
-"""Parts of the names of what sends to other ranks."""
+"""Parts of the names of operations that send to other ranks, of which a snapshot must use none."""
 
 
 class Training:
@@ -101,5 +101,5 @@ if __name__ == "__main__":
         result = check(Path(target), each)
         (Path(target) / f"{each}.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
-    time.sleep(0.5)  # or gloo may abort
+    time.sleep(0.5)  # otherwise gloo may abort
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Ranks on several nodes that train until a node is lost, and go on from disk with those that are left.
+"""Ranks on several nodes that train until a node is lost, and then resume from disk on the nodes that are left.
 
     sentinel run --allow-shrink MIN -- torchrun --nnodes={nodes} ... shrinking_nodes.py FOLDER
 
-Each rank adds to FOLDER/weights.RANK what its weights are after each step, and leaves FOLDER/RANK.json. Those that are
-left make FOLDER/left.RANK when they go on, and end once there is FOLDER/end.
+Each rank adds a digest of its weights after each step to FOLDER/weights.RANK, and leaves FOLDER/RANK.json. Remaining
+ranks make FOLDER/left.RANK when they go on, and end once there is FOLDER/end.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tests.programs.rolling import Training
 
 EVERY, AFTER = 10, 30
 LIMIT = 10_000
-"""Steps of the first start, which does not come to its end by itself."""
+"""Most steps of the first start, which does not end by itself."""
 
 
 def digest(training: Training) -> str:
-    """Of the weights' bits."""
+    """Return a digest of the weights' bits."""
     bits = b"".join(one.detach().numpy().tobytes() for one in training.net.parameters())
     return hashlib.sha256(bits).hexdigest()
 
 
 def is_end_wanted(folder: Path) -> bool:
-    """Whether all ranks see that it is."""
+    """Return whether all ranks see FOLDER/end."""
     seen = torch.tensor(float((folder / "end").exists()))
     dist.all_reduce(seen, dist.ReduceOp.MIN)
     return bool(seen)
@@ -55,7 +55,7 @@ def main() -> None:
         while end < LIMIT and not (start and end >= start + AFTER and is_end_wanted(folder)):
             training.step(end)
             log.write(f"{end} {digest(training)}\n")
-            time.sleep(0.05)  # a snapshot is written before it is overwritten
+            time.sleep(0.05)  # gives time to write a snapshot before it is overwritten
             end += 1
     said = {
         "start": start, "began": began, "end": end, "world": dist.get_world_size(), "ended": digest(training),

@@ -1,9 +1,9 @@
-"""A real training run that is wrecked at one step: 20 batches of corrupted data at a rate that does harm.
+"""A real training run that is wrecked from one step on: 20 batches of corrupted data at a harmful rate.
 
     python spiking.py [--nan]
 
-Prints one JSON object a step: step, loss, and at the end the steps of rollbacks. Watched it goes on until it has been
-rolled back, and then for as long as it had left to go.
+Prints one JSON object per step: step, loss, and at the end the steps of rollbacks. While it is watched, it goes on
+until it has been rolled back, and then for as many steps as it had left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sentinel
 
 FAULT, LENGTH, STEPS = 400, 20, 700
 MOST_STEPS = 20_000
-"""On busy cores the daemon's word may come seconds after the fault."""
+"""Most steps: on busy cores the daemon's order may come seconds after the fault."""
 
 
 def batches(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +36,7 @@ def main() -> None:
     monitor = sentinel.attach(model, optimizer, run="spiking", rollback=sentinel.Rollback(every=50, keep=4, margin=20))
     deadline = time.monotonic() + 30
     while monitor.state in ("looking for the daemon", "saying hello") and time.monotonic() < deadline:
-        time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
+        time.sleep(0.01)  # otherwise the run may end before a daemon on busy cores is up
     rollbacks: list[int] = []
     monitor.on_rollback(lambda *_: rollbacks.append(step))
     for step in range(MOST_STEPS):

@@ -1,8 +1,8 @@
-"""A healthy run that stalls after some steps, in the way that is asked for, until its stdin is closed.
+"""A healthy run that stalls after some steps, in the way KIND, until its stdin is closed.
 
     python stalling.py KIND
 
-Prints `stalling` when it does, and `done` at its end.
+Prints `stalling` when it stalls, and `done` at its end.
 """
 
 from __future__ import annotations

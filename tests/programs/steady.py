@@ -1,9 +1,9 @@
-"""A healthy training run that is watched from its first step to its last.
+"""A healthy training run, watched from its first step to its last.
 
     python steady.py [STEPS [SECONDS [FILE]]]
 
-Waits so many seconds at most until the daemon answers, or there will be none, and goes on until FILE is there; at its
-end it prints what the watch said of itself.
+Waits at most SECONDS until the daemon answers, or it is known that there is none, and goes on until FILE is there; at
+its end it prints the monitor's state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def has_children() -> bool:
-    """Whether a loop that waits for all children would wait."""
+    """Return whether the process has children, for which a loop that waits for all of them would wait."""
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

@@ -1,12 +1,12 @@
-"""A small training, alone or as ranks of torchrun, that a rule stops: it says `bad` from step 40 on.
+"""A small training, alone or as ranks of torchrun, that a rule stops: it logs `bad` from step 40 on.
 
 stopping.py FOLDER HOOK [stop_on] [rollback]
 
-HOOK is what `monitor.on_stop` does: `save`, with a collective; `raise` on the last rank; `die` on the last rank, by
-SIGKILL; `hang`, of which it has LAST_SECONDS; `none`: there is no function. With `stop_on` the alert is `Told`, whose
-rule does not stop by itself. Each rank leaves FOLDER/ATTEMPT.RANK.json: how many steps it did, the step that the
-function was given, the sum of all ranks' numbers, and the exit status that the loop saw. At the second start of
-torchrun nothing is bad.
+HOOK is what the function of `monitor.on_stop` does: `save`, with a collective; `raise` on the last rank; `die` on the
+last rank, by SIGKILL; `hang`, for which it has LAST_SECONDS; `none`: there is no function. With `stop_on` the alert is
+`Told`, whose rule does not stop by itself. Each rank leaves FOLDER/ATTEMPT.RANK.json: the number of its steps, the step
+that the function got, the sum of all ranks' numbers, and the exit status that the loop saw. At torchrun's second start
+nothing is bad.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ rules:
 """
 BAD_AT, STEPS = 40, 4000
 OFFSET = 100
-"""The user's number of the first step."""
+"""The user's number for the first step."""
 LAST_SECONDS = 1.0
 
 
@@ -70,7 +70,7 @@ def main(folder: Path, hook: str, words: list[str]) -> None:
             total = torch.tensor([rank + 1])
             dist.all_reduce(total)
             found["sum"] = int(total)
-            time.sleep(rank)  # torchrun ends who is left once one has gone
+            time.sleep(rank)  # torchrun ends the other ranks once one has exited
 
     if hook != "none":
         monitor.on_stop(last, seconds=LAST_SECONDS if hook == "hang" else 600.0)
@@ -88,7 +88,7 @@ def main(folder: Path, hook: str, words: list[str]) -> None:
             found["steps"] = step + 1
             time.sleep(0.01)
     except SystemExit as end:
-        found["steps"] += 1  # it ended within the step
+        found["steps"] += 1  # it exited within the step
         found["status"] = end.code
         raise
     finally:

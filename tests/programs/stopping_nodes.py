@@ -2,11 +2,10 @@
 
     torchrun --nnodes N stopping_nodes.py SIGNAL FOLDER
 
-Only the last rank says that it broke, by SIGNAL: its node alone has an alert. `bad` has a rule that stops the run, the
-script names that of `told` in `stop_on`. What `monitor.on_stop` does is a collective over all ranks, and not before
-FOLDER/hold is gone; of `bad`, nothing that ends, for which it has a second. Each rank leaves FOLDER/RANK.json: how many
-steps it did, the step that the function was given, the sum of all ranks' numbers, and the exit status that the loop
-saw.
+Only the last rank logs SIGNAL: only its node has an alert. `bad` has a rule that stops the run; the script names the
+alert of `told` in `stop_on`. The function of `monitor.on_stop` makes a collective over all ranks once FOLDER/hold is
+gone; with `bad` it then hangs, and has a second for it. Each rank leaves FOLDER/RANK.json: the number of its steps, the
+step that the function got, the sum of all ranks' numbers, and the exit status that the loop saw.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.programs.rolling import Training, everywhere
 from tests.programs.stopping import LAST_SECONDS
 
 LIMIT = 20_000
-"""Steps: about two minutes."""
+"""Most steps: about two minutes."""
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def main() -> None:
                 monitor.log(**{signal: float(broken)})
             found["steps"] = step + 1
             training.step(step)
-            if everywhere((folder / "stop").exists()):  # at one step: the others would wait
+            if everywhere((folder / "stop").exists()):  # at the same step on all ranks: others would wait
                 break
             time.sleep(0.005)
     except SystemExit as end:

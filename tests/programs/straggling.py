@@ -1,4 +1,4 @@
-"""Four healthy ranks on gloo; in each way of spreading the model one of them is slow by itself from some step on.
+"""Trains four healthy ranks on gloo; for each way of spreading the model one rank is slow from some step on.
 
 torchrun --nproc-per-node 4 straggling.py        attempts of one run, one after the other: the ways below
 """
@@ -26,7 +26,7 @@ STRAGGLERS = {"ddp forward": 2, "ddp data": 1, "fsdp data": 3}
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Every batch is one row long, and late where its rank is the straggler."""
+    """Rows, one per batch; on the straggler (`late`) they come late from row HEALTHY on."""
 
     def __init__(self, late: bool) -> None:
         self._late = late
@@ -41,7 +41,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Layer(nn.Linear):
-    """Takes its time, as a real one would, without this machine's cores."""
+    """A layer that sleeps in its forward pass: it takes time as a large one would, but no CPU."""
 
     late = False
     calls = 0

@@ -1,6 +1,6 @@
-"""Short runs of one loop, each with a run open in a tracker. It reports an alert before it goes on.
+"""Short runs of one loop, each with a run open in a tracker; each waits for an alert before it goes on.
 
-python tracked.py TRACKER NAME...    what it logs is in the working directory
+python tracked.py TRACKER NAME...    the trackers write into the working directory
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a script that uses DeepSpeed without the extension that it compiles at the first use, for a minute.
+"""Runs a script that uses DeepSpeed without the extension that it would compile at its first use, for a minute.
 
 python uncompiled.py SCRIPT
 """
@@ -11,7 +11,7 @@ import sys
 
 
 def spare() -> None:
-    """Have DeepSpeed do without it: it is for the CPU's own collectives, and gloo has its own."""
+    """Make DeepSpeed do without the extension, which is for collectives on the CPU: gloo has its own."""
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 

@@ -1,10 +1,10 @@
-"""A healthy DDP run on gloo in which one rank does something else half way through.
+"""A healthy DDP run on gloo in which one rank does something else half-way.
 
     torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS] [ROUNDS]
 
-The last rank is the one; with `node-drift` all of the last node; the first for what takes long with reason, or with
-`turns` all of them, each with something else. It prints `stalling` when it does, and hangs until FILE.0 is there; in
-the next round until FILE.1 is. What takes long takes SECONDS, and no file.
+That rank is the last; with `node-drift` all ranks of the last node; for what takes long with reason the first, or with
+`turns` all, each doing something else. It prints `stalling` then, and hangs until FILE.0 is there; in the next round
+until FILE.1 is. What takes long with reason takes SECONDS, and needs no file.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from sentinel.hooks.core import governor
 
 STEPS = 300
 SHORTER = 100
-"""By which the last rank's loader is shorter, where that is the fault."""
+"""Batches by which the last rank's loader is shorter, where that is the fault."""
 RELEASE = Path(sys.argv[2])
 SECONDS = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 ROUNDS = int(sys.argv[4]) if len(sys.argv) > 4 else 1
 CHECKSUM_STEPS = 16
 HELD_SECONDS = 9
-"""That the GIL is held: it is told after 5."""
+"""Seconds for which the GIL is held: it is reported after 5."""
 SLOT_STEPS = 10
 
 
 def tell() -> None:
-    sys.stdout.write("stalling\n")  # at once: torchrun has its ranks unbuffered, where print() writes the end apart
+    sys.stdout.write("stalling\n")  # one write: unbuffered, as under torchrun, print() writes the end apart
     sys.stdout.flush()
 
 
@@ -55,10 +55,10 @@ def wait_for_the_file() -> None:
 
 
 _stalled: list[Path] = []
-"""Rounds that are over."""
+"""Files of the rounds that are over."""
 
 
-# What hangs, dies or is wrong.
+# Faults: ranks that hang, die or do something wrong.
 
 
 def wait_for_a_lock() -> None:
@@ -97,11 +97,11 @@ def leave() -> None:
 
 
 _pairs: list[dist.ProcessGroup] = []
-"""Of each rank but the last with the next one."""
+"""Groups of each rank but the last with the next one."""
 
 
 def wait_in_a_chain(rank: int) -> None:
-    """Each rank for the next one, and nobody but the last for the file."""
+    """Make each rank wait for the next one, and only the last for the file."""
     if rank == len(_pairs):
         tell()
         wait_for_the_file()
@@ -111,7 +111,7 @@ def wait_in_a_chain(rank: int) -> None:
 
 
 def wait_in_a_circle(rank: int) -> None:
-    """The last two do two things in opposite order."""
+    """Make the last two ranks issue two collectives in opposite order."""
     if rank == len(_pairs):
         tell()
         dist.barrier()
@@ -121,7 +121,7 @@ def wait_in_a_circle(rank: int) -> None:
         dist.barrier()
 
 
-# What takes long, and is right to.
+# What takes long with reason.
 
 
 def translate(model: nn.Module) -> None:
@@ -179,7 +179,7 @@ def declared(monitor: sentinel.Monitor) -> None:
 
 
 STUCK = (wait_for_the_file, wait_for_a_lock, hold_the_gil_for_a_while)
-"""One a round."""
+"""One for each round."""
 HANGS = {
     "user-code": wait_for_the_file,
     "lock": wait_for_a_lock,
@@ -191,7 +191,7 @@ HANGS = {
 }
 LONG = (evaluate, export, write_a_checkpoint, recompile)
 TURNS = len(LONG) + 2
-"""A declared phase, and nothing."""
+"""Situations of `take_turns`: those of `LONG`, a declared phase, and none."""
 
 
 def half_way(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module) -> None:
@@ -224,7 +224,7 @@ def is_on_last_node() -> bool:
 
 
 def take_turns(slot: int, monitor: sentinel.Monitor) -> None:
-    """Each rank in another situation, and one in none: it waits for the rest."""
+    """Put each rank into another situation of a turn, and one into none, which waits for the others."""
     if dist.get_rank() == 0:
         tell()
     situation = (slot + dist.get_rank()) % TURNS
@@ -235,7 +235,7 @@ def take_turns(slot: int, monitor: sentinel.Monitor) -> None:
 
 
 def once(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One epoch. Batch norm's buffers are each rank's own, as their data are."""
+    """Train one epoch. Batch norm's buffers are each rank's own, as their data are."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     rows = STEPS - (SHORTER if kind == "uneven" and rank == last else 0)
     data = torch.randn(8 * rows, 16, generator=torch.Generator().manual_seed(rank))

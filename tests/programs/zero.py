@@ -1,4 +1,4 @@
-"""Ranks of torchrun with DeepSpeed: the same training with and without Sentinel, recorded, at each stage of ZeRO.
+"""Ranks of torchrun with DeepSpeed that train with and without Sentinel, recorded, for each stage of ZeRO.
 
 torchrun --nproc-per-node 2 zero.py FOLDER WAY...     leaves WAY.RANK (frames) and WAY.RANK.json for each way
 """
@@ -28,7 +28,7 @@ from tests.programs.ranks import CLIP, LEARNING_RATE, ROWS, batches, collectives
 
 
 def engine_of(way: str) -> Any:
-    """`STAGE`, then `-clip`, `-twice` (two micro-batches a step), `-bf16`, `-unasked` (no attach in the script)."""
+    """Return an engine. `way`: STAGE, then `-clip`, `-twice` (two micro-batches), `-bf16`, `-unasked` (no attach)."""
     stage, *options = way.split("-")
     config = {
         "train_micro_batch_size_per_gpu": ROWS // 4 if "twice" in options else ROWS // 2,
@@ -43,13 +43,13 @@ def engine_of(way: str) -> Any:
 
 
 def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int, bool]:
-    """(this rank's weights, collectives that the steps took, whether the engine is as it was)."""
+    """Train; return (this rank's weights, collectives in the steps, whether the engine was restored)."""
     engine = engine_of(way)
     methods = set(vars(engine.optimizer))
     unasked = "unasked" in way and watched
     hook = register_optimizer_step_pre_hook(lambda one, *_: auto_attach.attach_at_step(one)) if unasked else None
     monitor = None
-    if watched and not unasked:  # both ways to write it
+    if watched and not unasked:  # both ways to attach
         named = "clip" in way
         monitor = attach(engine, run=way) if named else sentinel.attach(engine, engine.optimizer, run=way)
     before, rank, micro = collectives(), dist.get_rank(), engine.train_micro_batch_size_per_gpu()
@@ -70,7 +70,7 @@ def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int, bool]:
 
 
 def kept(parameter: Any, rank: int) -> torch.Tensor:
-    """What this rank has of it. At stage 3 without what the last part is filled up with, which is any number."""
+    """Return this rank's part of a parameter; at stage 3 without the last part's padding, which is arbitrary."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().clone()  # type: ignore[no-any-return]
     part = parameter.ds_tensor.detach()

@@ -1,4 +1,4 @@
-"""Histories of made-up runs, written by the store that daemons write with."""
+"""Writes histories of made-up runs, with the store that daemons use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def history(
     gpus: int = 0,
     cases: tuple[dict[str, Any], ...] = (),
 ) -> Path:
-    """Loss falls as 1 / (1 + speed seq); it is NaN at step 120, and layer 1's gradient infinite at step 64."""
+    """Write a history whose loss falls as 1 / (1 + speed * seq); it is NaN at step 120, a gradient inf at 64."""
     store = Store(path, run=name, run_id=path.stem)
     hello = msgspec.msgpack.encode({"step_offset": 0, "facts": {"model": name, "parameters": 1_000_000}})
     store.records.begin_attempt(0, hello)

@@ -1,4 +1,4 @@
-"""Optimizers as people write them, each after a well-known public design."""
+"""Optimizers as users write them, each after a well-known public design."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 
 class LookaheadOfState(torch.optim.Optimizer):
-    """Lookahead (Zhang and others, 2019) without a call of the base's __init__: slow weights in a `state` of its own,
-    which its `state_dict` shows under another name."""
+    """Lookahead (Zhang and others, 2019) that does not call the base's __init__.
+
+    It keeps slow weights in a `state` of its own, which its `state_dict` shows under another name.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, k: int = 3, alpha: float = 0.5) -> None:
         self.optimizer, self.k, self.alpha = optimizer, k, alpha
@@ -45,7 +47,7 @@ class LookaheadOfState(torch.optim.Optimizer):
 
 
 class LookaheadOfAttribute(torch.optim.Optimizer):
-    """The same with slow weights and counter in attributes, which no `state_dict` shows."""
+    """Lookahead with slow weights and a counter in attributes, which no `state_dict` shows."""
 
     def __init__(self, base: torch.optim.Optimizer, k: int = 3, alpha: float = 0.5) -> None:
         super().__init__([{"params": group["params"]} for group in base.param_groups], {"lr": 0.0})
@@ -66,7 +68,7 @@ class LookaheadOfAttribute(torch.optim.Optimizer):
 
 
 class Phased(torch.optim.Optimizer):
-    """Goes from phase to phase, by a text of its own, and counts them in a dictionary that makes its entries."""
+    """Goes through phases, named by a string attribute, and counts their steps in a defaultdict in its state."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -83,7 +85,7 @@ class Phased(torch.optim.Optimizer):
 
 
 class LossScaled(torch.optim.SGD):
-    """Shows a number in its `state_dict` that an object of its own keeps, as fairseq's FP16Optimizer does."""
+    """Shows a number in its `state_dict` that another object keeps, as fairseq's FP16Optimizer does."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, 1e-2)
@@ -94,8 +96,10 @@ class LossScaled(torch.optim.SGD):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule (Defazio and others, 2024): the weights are another point in training than in evaluation,
-    and `train` and `eval` swap them."""
+    """SGD without a schedule (Defazio and others, 2024).
+
+    The weights for training and for evaluation differ, and `train` and `eval` swap them.
+    """
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.05, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
@@ -128,7 +132,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class EightBit(torch.optim.Optimizer):
-    """Momentum in a tensor that holds others: here two halves, elsewhere codes and scales."""
+    """Keeps its momentum in a tensor that consists of others: here of two tensors, elsewhere of codes and scales."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -146,7 +150,7 @@ class EightBit(torch.optim.Optimizer):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation (Foret and others, 2021): weights are moved, and moved back, around each step."""
+    """Sharpness-aware minimisation (Foret and others, 2021): weights are moved, and moved back, in each step."""
 
     def __init__(self, params: Iterable[Tensor], base: Callable[..., torch.optim.Optimizer], **more: Any) -> None:
         super().__init__(params, {"rho": 0.05, **more})

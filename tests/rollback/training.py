@@ -30,28 +30,28 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def wait_for_disk(restorer: Restorer) -> None:
-    """Until what was to be written last is on disk, or was refused."""
+    """Wait until the last snapshot to write is on disk, or was refused."""
     disk: Any = restorer._disk
     assert disk._written.wait(60)
 
 
 def find_latest(place: Path) -> DiskSnapshot | None:
-    """The newest sound snapshot on disk."""
+    """Return the newest sound snapshot on disk, or None."""
     return next((snapshot for snapshot in list_published(place) if not snapshot.flaw()), None)
 
 
 class Parts:
-    """What a ring takes snapshots of: always the same."""
+    """The parts of which a ring takes snapshots: always the same."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
     def refresh(self) -> None:
-        """Nothing comes."""
+        """Add nothing."""
 
 
 class Ema:
-    """A moving average of the weights, of the user's own make: it keeps what load_state_dict gives it."""
+    """A moving average of the weights, as users write it: it keeps the objects that load_state_dict gets."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -84,7 +84,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 class Training:
-    """Model with BatchNorm, dropout, a tied weight and a buffer of infinities; optimizer, scaler, schedule, EMA."""
+    """A model with BatchNorm, dropout, a tied weight and a buffer of infinities; optimizer, scaler, schedule, EMA."""
 
     def __init__(self, optimizer: str = "adamw", *, amp: bool = False, schedule: str = "cosine", zero: str = "start"):
         torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
@@ -116,7 +116,7 @@ class Training:
         self.on_exit(seq, skipped)
 
     def arm(self, terms: Rollback | None = None, **more: Any) -> tuple[Restorer, list[Any]]:
-        """The restorer, and what it has sent."""
+        """Add a restorer; return it, and the list of the messages that it sends."""
         sent: list[Any] = []
         restorer = Restorer(
             terms or Rollback(every=5, keep=2, margin=5, state={"ema": self.ema}), models=[self.model],
@@ -138,7 +138,7 @@ class Training:
         return loss
 
     def step(self, batch: Tensor) -> None:
-        """One iteration. `accumulate` has two backward passes to a step and zeroes after it."""
+        """Make one iteration. With `accumulate` it has two backward passes, and zeroes gradients after the step."""
         self.on_next()
         if self.zero == "start":
             self.optimizer.zero_grad()
@@ -170,7 +170,7 @@ class Training:
         self.losses.append(float(self.optimizer.step(closure).detach()))
 
     def state(self) -> dict[str, Any]:
-        """Everything that a rollback must put back, and the loop's view of it."""
+        """Return a copy of all that a rollback must restore, as the loop sees it."""
         return copy.deepcopy(
             {
                 "parameters": [p.detach() for p in self.model.parameters()],
@@ -189,18 +189,18 @@ class Training:
 
 
 def batches(count: int) -> list[Tensor]:
-    """Data that takes nothing from the global generators."""
+    """Return data that draws nothing from the global generators."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(12, 8, generator=generator) for _ in range(count)]
 
 
 def poisoned(batch: Tensor) -> Tensor:
-    """What wrecks a run: every weight is NaN afterwards, or the scaler withholds the step."""
+    """Return a batch that wrecks a run: every weight is NaN afterwards, or the scaler withholds the step."""
     return batch * float("inf")
 
 
 def roll_back(restorer: Restorer, *, at: int, to: int, **terms: Any) -> None:
-    """Agree, as the daemon does with one rank."""
+    """Order a rollback, as the daemon does with one rank."""
     restorer.receive(wire.Prepare(id=at, at=at, to=to))
     restorer.receive(wire.Commit(id=at, **terms))
 
@@ -214,7 +214,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_same(one: Any, other: Any, path: str = "") -> None:
-    """Equal to the bit."""
+    """Check that two states are equal to the bit."""
     if isinstance(one, Tensor):
         assert one.shape == other.shape, path
         assert one.dtype == other.dtype, path

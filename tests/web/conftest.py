@@ -1,4 +1,4 @@
-"""A real daemon with HTTP, and what its state file says."""
+"""Fixtures: a real daemon with HTTP, and the content of its state file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 class Served(msgspec.Struct):
-    """One daemon."""
+    """A running daemon."""
 
     socket: Path
     process: subprocess.Popen[bytes]
@@ -37,7 +37,7 @@ class Served(msgspec.Struct):
 
 @pytest.fixture
 def settings(private_places: Path) -> Path:
-    """The settings file that daemons of this test read."""
+    """The settings file that this test's daemons read."""
     file = private_places / "config" / "sentinel" / "sentinel.toml"
     file.parent.mkdir(parents=True)
     file.write_text("[daemon]\nhttp = 0\n")
@@ -46,7 +46,7 @@ def settings(private_places: Path) -> Path:
 
 @pytest.fixture
 def served(settings: Path) -> Iterator[Served]:
-    """A daemon that stays."""
+    """A daemon with `--stay`, and one rule."""
     with daemon_process("--stay", "--rules", str(_rules(settings.parent))) as (socket, process):
         file = paths.run_directory("r1") / paths.STATE
         until(file.exists, "the state file")
