@@ -1,4 +1,4 @@
-"""docs/architecture.md walks through the code: what it names exists, and the walks are short."""
+"""docs/architecture.md walks through the code: all that it names exists, and the walks are short."""
 
 from __future__ import annotations
 

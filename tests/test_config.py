@@ -1,4 +1,4 @@
-"""Settings: where they are found, what they may say, and sentences for what they may not."""
+"""Settings: where they are found, what they may be, and the messages for what they may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/detection.py on made-up runs: it counts what happened, and goes on where it was stopped."""
+"""bench/detection.py on made-up runs: it counts correctly, and continues where it was stopped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A fact about a signal stands with the signal, one about a rule in its file, one about a receiver in its own.
+"""Facts are in one place: about a signal with the signal, about a rule in its file, about a receiver in its module.
 
-So the machinery names none of them: it asks. Where a module does name one, it measures that signal or is about it.
+So the core names none of them: it queries. If a module does name a signal, it measures that signal or is about it.
 """
 
 from __future__ import annotations

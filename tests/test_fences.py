@@ -1,6 +1,7 @@
-"""What import-linter cannot say.
+"""Rules about imports and code that import-linter cannot check.
 
-No torch where there is none, no code that is run from a rule's text, no file too long to be read."""
+No torch where it may be missing, no code that is run from a rule's text, no file too long to be read.
+"""
 
 from __future__ import annotations
 

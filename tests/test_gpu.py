@@ -1,4 +1,4 @@
-"""bench/gpu.py where there is no GPU: each check as a toy, and the script around them."""
+"""bench/gpu.py without a GPU: each check as a toy, and the script around them."""
 
 from __future__ import annotations
 

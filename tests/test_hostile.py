@@ -1,4 +1,4 @@
-"""What means harm: in names of runs, in paths of the API, in files. Snapshots and checkpoints: beside their tests."""
+"""Malicious names of runs, paths of the API and files. Those for snapshots and checkpoints are beside their tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""However Sentinel is installed, it works in the root of a clone too, with its kernel; and a broken copy says so.
+"""However Sentinel is installed, it works in the root of a clone too, with its kernel; a broken copy says so.
 
-Builds copies of the source in environments of their own, without a network: what Sentinel needs is this environment's.
+Builds copies of the source in environments of their own, without a network: the packages that Sentinel needs are those
+of the present environment.
 """
 
 from __future__ import annotations

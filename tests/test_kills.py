@@ -1,4 +1,4 @@
-"""A daemon that is killed again and again, and a run that does not notice: of `make proof PART=history`, short."""
+"""A daemon that is killed again and again, and a run that does not notice: part of `make proof PART=history`."""
 
 from __future__ import annotations
 

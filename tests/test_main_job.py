@@ -1,4 +1,4 @@
-"""The main job, whole: a real training process, the daemon that it starts, a real fault, the alert, the rollback."""
+"""The main job as a whole: a real training process, the daemon that it starts, a real fault, alert and rollback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning is known by what is logged: columns as trainers really log them."""
+"""Reinforcement learning is recognised by what is logged: columns as trainers really log them."""
 
 from __future__ import annotations
 

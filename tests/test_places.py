@@ -1,4 +1,4 @@
-"""Sockets and history: whose the directory is, what cannot be used, and what the mend is."""
+"""Sockets and histories: who owns the directory, when it cannot be used, and how to fix that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A seeded sample of each long proof (bench/proof.py): what `make proof` runs for hours, a few trials of it."""
+"""A seeded sample of each long proof (bench/proof.py): a few trials of what `make proof` runs for hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/public_draw.py and bench/public_runs.py: the list obeys the rule, and the tables say what was found."""
+"""bench/public_draw.py and bench/public_runs.py: the list follows the rule, and the tables match the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of tests with many cases at a high price a sample runs each time, and a proof knows all of them."""
+"""Of tests with many costly cases only a sample runs each time, and a proof knows all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of ours on a terminal that a progress bar writes on."""
+"""Sentinel's lines on a terminal on which a progress bar writes."""
 
 from __future__ import annotations
 

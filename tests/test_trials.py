@@ -1,4 +1,4 @@
-"""Odd machines: each trial ends in a run that is watched, or in one clear sentence and a run that is not."""
+"""Unusual machines: each trial ends in a watched run, or in one clear sentence and an unwatched run."""
 
 from __future__ import annotations
 

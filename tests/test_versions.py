@@ -1,4 +1,4 @@
-"""Peers of another version: another protocol is refused in words by both sides, another version is said on both."""
+"""Peers of different versions: another protocol is refused with a message by both, another version reported by both."""
 
 from __future__ import annotations
 

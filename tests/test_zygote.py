@@ -1,4 +1,4 @@
-"""A fork of a zygote is to the test what an interpreter of its own would be."""
+"""A fork of a zygote behaves in a test as an interpreter of its own would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots from people who mean harm."""
+"""Malicious allocator snapshots are refused."""
 
 from __future__ import annotations
 

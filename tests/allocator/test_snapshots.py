@@ -1,4 +1,4 @@
-"""What is read from a snapshot, and what is said of it."""
+"""What is read from allocator snapshots, and what is reported about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sentinel explain` as a person reads it in a terminal."""
+"""`sentinel explain` as it looks in a terminal."""
 
 from __future__ import annotations
 

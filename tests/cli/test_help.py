@@ -1,4 +1,4 @@
-"""What is said to somebody who names no command, or asks for help."""
+"""Output of `sentinel` without a command, and of requests for help."""
 
 from __future__ import annotations
 

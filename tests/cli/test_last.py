@@ -1,4 +1,4 @@
-"""`sentinel last`: what came of the runs, by their histories and by the daemons that watch them."""
+"""`sentinel last`: how runs ended, from their histories and from the daemons that watch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists as somebody reads them in a terminal, and as another program gets them."""
+"""Lists as they look in a terminal, and as another program gets them."""
 
 from __future__ import annotations
 

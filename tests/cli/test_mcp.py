@@ -1,4 +1,4 @@
-"""`sentinel mcp`: asked over stdio by the SDK's own client, of histories and of a live daemon."""
+"""`sentinel mcp`, queried over stdio by the SDK's own client, about histories and a live daemon."""
 
 from __future__ import annotations
 

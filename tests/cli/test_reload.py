@@ -1,4 +1,4 @@
-"""`sentinel reload`, beside daemons with and without mistakes in their rule files."""
+"""`sentinel reload`, with daemons whose rule files have mistakes, and with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon that is there and does not answer."""
+"""Commands with a daemon that accepts connections and does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that would drive a terminal: none of them gets out of any command, nor into the daemon's log."""
+"""Names with terminal control characters: no command prints them, and the daemon's log does not contain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sentinel --version`, as reports of faults quote it."""
+"""`sentinel --version`, as bug reports quote it."""
 
 from __future__ import annotations
 

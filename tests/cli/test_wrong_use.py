@@ -1,4 +1,4 @@
-"""Each command, used wrongly in twenty ways and more: a sentence and an exit code, and never a traceback."""
+"""Each command, used wrongly in more than twenty ways, answers with a sentence and an exit code, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In how many of a job's incidents each node was, as the coordinator counts it and hands it on."""
+"""The number of a job's incidents in which each node was: how the coordinator counts it and hands it on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's connection to the others, without a network: what is tried, and when."""
+"""A node's connection to the others, without a network: which addresses are tried, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that have no address find each other by the process group's store: what is asked, written, read and refused."""
+"""Nodes without an address find each other by the process group's store: what they ask, write, read and refuse."""
 
 from __future__ import annotations
 

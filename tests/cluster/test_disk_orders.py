@@ -1,4 +1,4 @@
-"""What all nodes have on disk is not deleted, whatever is late, lost or dead: the rules, without processes."""
+"""Rules that keep what all nodes have on disk from being deleted, whatever is late, lost or dead; without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a node follows, and whom a coordinator counts on: what keeps two of them from acting at the same time."""
+"""Which coordinator a node follows, and which nodes a coordinator relies on, so that no two act at the same time."""
 
 from __future__ import annotations
 

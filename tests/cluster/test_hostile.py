@@ -1,4 +1,4 @@
-"""What is sent with ill intent, by real Zenoh sessions to real daemons, with the secret and without it."""
+"""Malicious messages, sent by real Zenoh sessions to real daemons, with the secret and without it."""
 
 from __future__ import annotations
 

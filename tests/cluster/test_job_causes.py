@@ -1,4 +1,4 @@
-"""The cause of an alert that ranks of other nodes decide: made positions, and real daemons with ranks that answer."""
+"""Causes of alerts that ranks of other nodes decide: made-up positions, and real daemons with ranks that answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks of torchrun on two nodes: what only shows between nodes is one page, which names the rank and its node."""
+"""Real ranks of torchrun on two nodes: a fault that shows only between nodes is one page naming its rank and node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts on one problem of a node are one problem of the job."""
+"""Alerts about one problem of a node are one problem of the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a former coordinator does about the cases that it judged over the ranks of all nodes."""
+"""What a former coordinator does about the cases that it judged for the ranks of all nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules over the ranks of all nodes find what they would if all ranks were on one node."""
+"""Rules over the ranks of all nodes find what they would find if all ranks were on one node."""
 
 from __future__ import annotations
 

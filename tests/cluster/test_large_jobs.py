@@ -1,4 +1,4 @@
-"""What a job of thousands of nodes needs, in small. `bench/cluster.py` measures the load."""
+"""What jobs of thousands of nodes need, tested on a small scale. `bench/cluster.py` measures the load."""
 
 from __future__ import annotations
 

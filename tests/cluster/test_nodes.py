@@ -1,4 +1,4 @@
-"""Real node daemons of one job on loopback, with real Zenoh: one page for what several nodes see."""
+"""Real node daemons of one job on loopback, with real Zenoh: one page for an alert of several nodes."""
 
 from __future__ import annotations
 

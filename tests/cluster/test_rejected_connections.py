@@ -1,4 +1,4 @@
-"""Connections that were not let in are counted, from the kernel's table; those of the job's nodes are not."""
+"""Rejected connections are counted, from the kernel's table; those of the job's nodes are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job over several nodes ends and begins again as a whole: real daemons, and real `sentinel run` of torchrun."""
+"""A job over several nodes is ended and started again as a whole: real daemons, and real `sentinel run` of torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator orders of what it hears: pure decisions."""
+"""What a coordinator orders, given what the nodes report: pure decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who orders a rollback of a job over nodes, to which step, and what ends it: the nodes' daemons without a network."""
+"""Which daemon orders a rollback of a job over nodes, to which step, and what ends it: daemons without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks of torchrun on two nodes, each with its own daemon, go back together: to the same step, or none does."""
+"""Real ranks of torchrun on two nodes, each with its own daemon, roll back to the same step together, or not at all."""
 
 from __future__ import annotations
 

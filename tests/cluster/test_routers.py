@@ -1,4 +1,4 @@
-"""Nodes that meet at a Zenoh router of the site: none of them listens, and any of the first ones is the coordinator."""
+"""Nodes that meet at a site's Zenoh router: none of them listens, and any of the first ones can be the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[cluster]`: what is refused, in which words, and what the environment replaces."""
+"""`[cluster]`: what is refused, with which messages, and what environment variables replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes a job goes on with where some may be left out, and who may decide it: pure decisions."""
+"""With which nodes a job goes on if some may be left out, and which daemon may decide it: pure decisions."""
 
 from __future__ import annotations
 

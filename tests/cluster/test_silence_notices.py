@@ -1,4 +1,4 @@
-"""What is said of nodes that fall silent: one line for many, and each change once."""
+"""Notices about nodes that fall silent: one line for many nodes, and each change once."""
 
 from __future__ import annotations
 

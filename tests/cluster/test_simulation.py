@@ -1,4 +1,4 @@
-"""What holds of the protocol whatever is lost and whoever dies."""
+"""What must hold of the protocol whatever is lost and whichever node dies."""
 
 from __future__ import annotations
 

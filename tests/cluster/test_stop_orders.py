@@ -1,4 +1,4 @@
-"""Who has the ranks of all nodes leave, and what keeps them: the nodes' daemons without a network."""
+"""Which daemon makes the ranks of all nodes leave, and what prevents it: the nodes' daemons without a network."""
 
 from __future__ import annotations
 

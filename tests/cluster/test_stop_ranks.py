@@ -1,4 +1,4 @@
-"""Real ranks of torchrun on two nodes, each with its own daemon and `sentinel run`, leave together by a rule of one."""
+"""Real ranks on two nodes, each with its own daemon and `sentinel run`, leave together by a rule that fires on one."""
 
 from __future__ import annotations
 

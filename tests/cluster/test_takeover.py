@@ -1,4 +1,4 @@
-"""Real node daemons on loopback: the coordinator's daemon is killed, and another node goes on under the same keys."""
+"""Real node daemons on loopback: the coordinator's daemon is killed, and another node takes over with the same keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that meet over TLS: those that have a certificate of the job's authority, and no others."""
+"""Nodes that meet over TLS: only those with a certificate of the job's authority are let in."""
 
 from __future__ import annotations
 

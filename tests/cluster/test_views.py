@@ -1,4 +1,4 @@
-"""Any node of a job shows all of it: incidents, whole cases, where the ranks of all nodes stand."""
+"""Any node of a job shows all of it: incidents, whole cases, and where the ranks of all nodes are."""
 
 from __future__ import annotations
 

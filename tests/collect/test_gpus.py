@@ -1,4 +1,4 @@
-"""GPUs by NVML: what they offer is read, what they do not is left out, and one that is stuck holds nothing up."""
+"""GPUs by NVML: offered figures are read, missing ones left out, and a stuck GPU holds up no other work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host by psutil, and the container's own limit."""
+"""The host's figures by psutil, and a container's own limit."""
 
 from __future__ import annotations
 

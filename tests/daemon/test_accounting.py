@@ -1,4 +1,4 @@
-"""What the daemon costs, and whom."""
+"""What the daemon costs, and how that is shared out among ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of 1, 4 and 64 ranks: late, silent, lost, back again."""
+"""Steps of 1, 4 and 64 ranks that are late, silent, lost or back again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollback is armed only while all ranks are there, and each of them armed it."""
+"""A rollback is armed only while all ranks are there and each of them offers it."""
 
 from __future__ import annotations
 

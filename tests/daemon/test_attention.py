@@ -1,4 +1,4 @@
-"""How long every step is sampled for an alert that stays open."""
+"""How long every step is sampled while an alert stays open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Since when: the first sign of an incident is near it and explains it, or it begins with its own condition."""
+"""When an incident began: at a first sign that is near it and explains it, or with its own condition."""
 
 from __future__ import annotations
 

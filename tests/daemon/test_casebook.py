@@ -1,4 +1,4 @@
-"""An alert that comes and goes: what a daemon keeps at hand does not grow with it, and nothing is lost."""
+"""An alert that comes and goes does not let a daemon's memory grow, and no case is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a container is paused."""
+"""Whether a container is found to be paused."""
 
 from __future__ import annotations
 

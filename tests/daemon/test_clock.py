@@ -1,5 +1,7 @@
-"""The node's clock is set while a run is watched: windows, `for` and `keep_firing` in time are as long as ever, and
-people are shown the clock that they have."""
+"""The node's clock is set while a run is watched.
+
+Windows, `for` and `keep_firing` in time keep their length, and messages show the clock that users have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon answers to a goodbye: what the run came to, where that is understood."""
+"""The daemon's answer to a goodbye: a summary of the run, for ranks that understand it."""
 
 from __future__ import annotations
 

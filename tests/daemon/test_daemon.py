@@ -1,4 +1,4 @@
-"""The real daemon process, and ranks that speak the wire to it."""
+"""The real daemon process, with simulated ranks that speak the wire protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon whose history is damaged under it, and one whose receivers could not be told: both are said."""
+"""A daemon whose history is damaged meanwhile, and a daemon whose receivers cannot be reached: both are reported."""
 
 from __future__ import annotations
 

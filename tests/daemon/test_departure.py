@@ -1,4 +1,4 @@
-"""How runs are let go of, many at a time."""
+"""How a daemon lets go of runs that have ended, many at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that end while their daemon is still starting: it judges them all the same, after their end."""
+"""Runs that end while their daemon is still starting are judged all the same, after their end."""
 
 from __future__ import annotations
 

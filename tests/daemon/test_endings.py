@@ -1,4 +1,4 @@
-"""How processes ended, by the kernel's word, in the moment before their parent asks."""
+"""How processes ended, as the kernel tells in the moment before their parent asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that send nonsense: they are told so in words, and cost nobody else a step."""
+"""Ranks that send nonsense get an explanation, and cost no other rank a step."""
 
 from __future__ import annotations
 

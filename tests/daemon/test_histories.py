@@ -1,4 +1,4 @@
-"""A run that comes back to a history which cannot be read for a moment: no descriptor is left, or it is locked."""
+"""A run returns while its history cannot be read for a moment: no descriptor is free, or it is locked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that ends soon after its alert: what its ranks hold is still taken, and nobody is held up for it for long."""
+"""A run that ends soon after its alert: its ranks' evidence is still collected, without holding them up for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs and host as the daemon reads them: who is on which, what the rules see, and what holds nothing up."""
+"""GPUs and host as the daemon reads them: which rank is on which, what the rules see, and that nothing is held up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real daemon and a webhook's consumer: told once, whatever dies between."""
+"""A real daemon and a webhook's consumer: each message comes once, whatever dies in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Once the opening examination is over, one line says what came of it: on the terminal and in `sentinel status`."""
+"""After the opening examination one line gives its result, on the terminal and in `sentinel status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions and receivers that another package brings, in a real daemon: the one that works and the one that does not."""
+"""Actions and receivers of another package in a real daemon: one that works and one that does not."""
 
 from __future__ import annotations
 

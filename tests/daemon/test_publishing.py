@@ -1,4 +1,4 @@
-"""Which snapshots are asked for: good ones, that all ranks hold, now and then."""
+"""Which snapshots are asked for: good ones that all ranks hold, from time to time."""
 
 from __future__ import annotations
 

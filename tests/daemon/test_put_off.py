@@ -1,4 +1,4 @@
-"""What rules over very many layers put off to the next step is done, and told, where no next step comes."""
+"""Work that rules over very many layers put off to the next step is done, and reported, if no next step comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line is answered, however much there is."""
+"""Answers to the command line, however much there is to answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collector as people run one: Rotel takes what the daemon sends, and hands it on to an intake that parses it."""
+"""A real collector (Rotel) takes what the daemon sends, and hands it on to an intake that parses it."""
 
 from __future__ import annotations
 

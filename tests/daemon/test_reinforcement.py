@@ -1,4 +1,4 @@
-"""A run that is judged as reinforcement learning, by a real daemon: where it is said, and what its jumps are."""
+"""A run that a real daemon judges as reinforcement learning: where that is shown, and how its jumps are judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records judged afterwards: the same incidents as live, from one file or from the files of all ranks."""
+"""Records judged afterwards give the same incidents as live, from one file or from the files of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers differ, from what the ranks send."""
+"""Which layers of replicas differ, from what the ranks send."""
 
 from __future__ import annotations
 

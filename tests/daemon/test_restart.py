@@ -1,4 +1,4 @@
-"""A daemon is killed with -9 and another takes over: the same attempt, the same incidents, nobody alerted twice."""
+"""A daemon is killed with -9 and another takes over: the same attempt, the same incidents, and no alert sent twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it takes to bring the rules back is kept once any rank offers rollback, not before: it costs at every step."""
+"""The rules' state for rollbacks is kept once any rank offers rollback, and not before: it costs at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's service: all users of the node, each of whom sees and touches their own runs alone."""
+"""A node's service for all users of the node, each of whom sees and changes only their own runs."""
 
 from __future__ import annotations
 

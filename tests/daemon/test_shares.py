@@ -1,4 +1,4 @@
-"""What each user has of a daemon that serves several: caps on frames, turns, portions, and limits."""
+"""Each user's share of a daemon that serves several: caps on frames, turns, portions, and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that reach the daemon before it can serve them: they wait, and are served then."""
+"""Signals that reach the daemon before it can serve them wait, and are served then."""
 
 from __future__ import annotations
 

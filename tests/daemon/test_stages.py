@@ -1,4 +1,4 @@
-"""A stage that a run announces, by a real daemon: what the loss does there is no fault, and what comes later is."""
+"""A stage that a run announces to a real daemon: what the loss does at its start is no fault, what comes later is."""
 
 from __future__ import annotations
 

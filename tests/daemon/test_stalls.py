@@ -1,4 +1,4 @@
-"""Ranks that are compared while all is well: their collectives are asked for now and then."""
+"""Ranks are compared while all is well: they are asked for their collectives from time to time."""
 
 from __future__ import annotations
 

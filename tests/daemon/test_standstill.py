@@ -1,4 +1,4 @@
-"""A loop that stands still is said early: one quiet line, and `stalled` in status and top. The alert comes later."""
+"""A loop that stands still is reported early, by one quiet line and `stalled` in status and top; the alert is later."""
 
 from __future__ import annotations
 

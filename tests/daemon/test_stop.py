@@ -1,4 +1,4 @@
-"""The action `stop`: the real daemon has ranks that speak the wire leave at one step, all of them or none."""
+"""The action `stop`: the real daemon makes simulated ranks leave at one step, all of them or none."""
 
 from __future__ import annotations
 

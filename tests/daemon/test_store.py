@@ -1,4 +1,4 @@
-"""History: what is written is read back, NaN and gaps too; a full disk is said and survived."""
+"""The history: what is written is read back, with NaN and gaps; a full disk is reported and survived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs of four ranks, one of which is slow by itself; and ranks that lag or say nothing, whom nobody waits for."""
+"""Real jobs of four ranks, one of which is slow by itself; and ranks that lag or are silent, for which none waits."""
 
 from __future__ import annotations
 

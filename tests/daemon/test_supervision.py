@@ -1,4 +1,4 @@
-"""What a supervisor is told of its job, by a real daemon; the job is one rank that speaks the wire."""
+"""What a real daemon tells a supervisor about its job, which is one simulated rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of what has ended go to an OpenTelemetry collector, each once, also where a daemon is killed with -9."""
+"""Spans of what has ended go to an OpenTelemetry collector, each once, even if a daemon is killed with -9."""
 
 from __future__ import annotations
 

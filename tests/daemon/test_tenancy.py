@@ -1,4 +1,4 @@
-"""Leftovers of killed processes are swept away; what somebody lives in, or put there, is not touched."""
+"""Leftovers of killed processes are removed; what is in use, or was put there by users, is not touched."""
 
 from __future__ import annotations
 

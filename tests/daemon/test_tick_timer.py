@@ -1,4 +1,4 @@
-"""How often a daemon looks at everything: once a second while all is well, and more often while something is open."""
+"""How often a daemon examines all runs: once a second while all is well, more often while something is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo and its script as a stranger runs them."""
+"""The demo and its script as a new user runs them."""
 
 from __future__ import annotations
 

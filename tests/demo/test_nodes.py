@@ -1,4 +1,4 @@
-"""The demo of a job over several nodes: what is made of it, and whole runs, in namespaces and on loopback."""
+"""The demo of a job over several nodes: its record, and whole runs, in namespaces and on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demos of faults that Sentinel tells of: words, picture, page, and one whole run."""
+"""The demos of faults that Sentinel finds: texts, picture, page, and one whole run."""
 
 from __future__ import annotations
 

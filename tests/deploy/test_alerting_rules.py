@@ -1,4 +1,4 @@
-"""Rules as Prometheus' alerting rules: translated, checked and tested by promtool."""
+"""Rules as Prometheus' alerting rules, checked and tested by promtool."""
 
 from __future__ import annotations
 

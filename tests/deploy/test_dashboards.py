@@ -1,4 +1,4 @@
-"""Dashboards: Grafana's own model knows it, and a real Prometheus has data for it."""
+"""Dashboards: Grafana's own model accepts them, and a real Prometheus has data for them."""
 
 from __future__ import annotations
 

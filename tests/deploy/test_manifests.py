@@ -1,4 +1,4 @@
-"""What is in deploy/: each file against the checker of whoever reads it."""
+"""Each file in deploy/ against the checker of the program that reads it."""
 
 from __future__ import annotations
 

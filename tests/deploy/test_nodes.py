@@ -1,4 +1,4 @@
-"""Deployments of jobs over several nodes: each node is started with the same address, secret and number of nodes."""
+"""Deployments of jobs over several nodes start each node with the same address, secret and number of nodes."""
 
 from __future__ import annotations
 

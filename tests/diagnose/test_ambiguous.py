@@ -1,4 +1,4 @@
-"""What cannot be told is not told: evidence that fits several causes, or lacks what would decide."""
+"""Ambiguous evidence gives no cause: it fits several causes, or lacks what would decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue as a whole: every stock alert has a diagnosis, and every cause says where it is known from."""
+"""The catalogue as a whole: every stock alert has a diagnosis, and every cause names its source."""
 
 from __future__ import annotations
 

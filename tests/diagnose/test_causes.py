@@ -1,4 +1,4 @@
-"""Causes, and the numbers that say so."""
+"""Causes, and the numbers that support them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flight recorders of several ranks, held against each other."""
+"""Flight recorders of several ranks, compared with each other."""
 
 from __future__ import annotations
 

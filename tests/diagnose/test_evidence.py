@@ -1,4 +1,4 @@
-"""What ranks collect comes into the case, whenever it arrives, and into the diagnosis, with what it does not say."""
+"""What ranks collect comes into the case, whenever it arrives, and into the diagnosis, with what is missing in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs and hosts: the case names what the driver said, whom it concerns and which node."""
+"""GPUs and hosts: the case names what the driver reported, which ranks are concerned, and the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank died of, as far as the kernel said."""
+"""How a rank died, as far as the kernel knows."""
 
 from __future__ import annotations
 

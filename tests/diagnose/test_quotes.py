@@ -1,4 +1,4 @@
-"""What a summary and a diagnosis say of one thing are the same numbers: those that the rule judged by."""
+"""A summary and its diagnosis quote the same numbers: those by which the rule judged."""
 
 from __future__ import annotations
 

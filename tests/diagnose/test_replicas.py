@@ -1,4 +1,4 @@
-"""Which of the replicas is another."""
+"""Which of the replicas differs."""
 
 from __future__ import annotations
 

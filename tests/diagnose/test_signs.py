@@ -1,4 +1,4 @@
-"""Which signal moved first, and which layers with it."""
+"""Which signal departed first, and which layers with it."""
 
 from __future__ import annotations
 

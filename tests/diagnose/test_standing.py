@@ -1,4 +1,4 @@
-"""Ranks that stand still, with evidence that comes late or goes again: a case does not depend on the moment."""
+"""Ranks that stand still, with evidence that comes late or disappears: a case does not depend on the moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides between two causes, from both of its sides; and the numbers and words of a cause where it is told."""
+"""Thresholds between two causes, from both sides; and the numbers and words with which a cause is stated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of steps that take longer: since which step, and of how many backward passes."""
+"""What is reported of steps that take longer: since which step, and how many backward passes they have."""
 
 from __future__ import annotations
 

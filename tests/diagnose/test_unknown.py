@@ -1,4 +1,4 @@
-"""Where a cause is not known, a person gets to know what is missing, and what gets it."""
+"""If a cause is unknown, the case says what is missing, and how to get it."""
 
 from __future__ import annotations
 

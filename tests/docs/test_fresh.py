@@ -1,4 +1,4 @@
-"""What is generated is as `make docs` writes it."""
+"""Generated files are as `make docs` writes them."""
 
 from __future__ import annotations
 

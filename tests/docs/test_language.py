@@ -1,7 +1,7 @@
-"""One word for one thing: the glossary's terms are used, and words that it replaced are not.
+"""The glossary's terms are used, and the words that they replaced are not.
 
-The glossary is in docs/README.md. Names of settings, JSON keys and metrics stay what they are: in the docs they stand
-in backticks, which are not looked at.
+The glossary is in docs/README.md. Names of settings, JSON keys and metrics keep their words: in the docs they stand in
+backticks, which are not checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the docs say of the code, held against the code."""
+"""Statements of the docs about the code, compared with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice is said once: in causes.yaml, a rule's remedy, doctor's findings, or the runbook's own text."""
+"""Advice is given in one place: causes.yaml, a rule's remedy, doctor's findings, or the runbook's own text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sentinel doctor` as it is called."""
+"""The command line of `sentinel doctor`."""
 
 from __future__ import annotations
 

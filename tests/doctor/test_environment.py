@@ -1,4 +1,4 @@
-"""What is said of a machine. Made-up machines: each is healthy but for one thing."""
+"""Findings about machines, which are made up: each is healthy but for one thing."""
 
 from __future__ import annotations
 

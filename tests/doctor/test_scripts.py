@@ -1,4 +1,4 @@
-"""Every planted mistake is found, and nothing is said of healthy scripts."""
+"""Every planted mistake is found, and healthy scripts have no findings."""
 
 from __future__ import annotations
 

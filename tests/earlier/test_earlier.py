@@ -1,4 +1,4 @@
-"""What an earlier version wrote is read, and what it says on the wire is understood: README.md says what there is."""
+"""Files of an earlier version are read, and its wire messages understood; README.md lists what there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad rule files: each mistake with its exact place and a message that says how to mend it."""
+"""Bad rule files: each mistake is reported with its exact place and a message that says how to fix it."""
 
 # ruff: noqa: E501 (tables: a mistake a line)
 

@@ -1,5 +1,6 @@
-"""What a sample costs must not grow with the window, and hardly with the layers: lines of Python that run, which do not
-depend on the machine.
+"""The cost of a sample must not grow with the window, and hardly with the layers.
+
+Cost is counted in executed lines of Python, which do not depend on the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that are made of others: what each says, and that a call does what its definition does, written out."""
+"""Functions that are defined by others: what each gives, and that a call equals its definition written out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules are run as Python functions: what these are made of, whatever a rule says."""
+"""Rules are run as generated Python functions: what these consist of, whatever a rule says."""
 
 from __future__ import annotations
 

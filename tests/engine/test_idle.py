@@ -1,4 +1,4 @@
-"""A rule that a step has nothing for is not looked at: what comes out is as if it had been."""
+"""A rule for which a step has no samples is skipped: the results are as if it had been evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files beside the stock ones: a rule changed in part, or switched off, by name."""
+"""Files in addition to the stock ones: a rule changed in part, or switched off, by name."""
 
 from __future__ import annotations
 

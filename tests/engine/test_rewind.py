@@ -1,4 +1,4 @@
-"""After a rollback the rules stand as if the samples that were taken back had never been."""
+"""After a rollback the rules are in the state that they would have without the undone samples."""
 
 from __future__ import annotations
 

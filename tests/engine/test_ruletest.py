@@ -1,4 +1,4 @@
-"""Rule tests: the short form of series, what is compared, and mistakes with their places."""
+"""Rule tests: the short form of series, what is compared, and the places of mistakes."""
 
 # ruff: noqa: E501 (tables: a mistake a line)
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of rule files says what the loader says, as far as shapes go."""
+"""The JSON Schema of rule files agrees with the loader, as far as shapes go."""
 
 from __future__ import annotations
 

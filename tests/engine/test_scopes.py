@@ -1,4 +1,4 @@
-"""Rules about GPUs and nodes, and rules that are none for a run."""
+"""Rules about GPUs and nodes, and rules that do not apply to a run."""
 
 from __future__ import annotations
 

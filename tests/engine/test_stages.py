@@ -1,4 +1,4 @@
-"""With a stage that was announced rules over losses, gradients and times start over, and no other."""
+"""When a stage is announced, rules over losses, gradients and times start over, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules' state goes into bytes and back: what follows is as if nothing had happened."""
+"""The rules' state is saved as bytes and restored: results afterwards are as if nothing had happened."""
 
 from __future__ import annotations
 

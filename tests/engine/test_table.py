@@ -1,4 +1,4 @@
-"""Layers in columns are judged, kept and brought back as the same layers one by one."""
+"""Layers in columns are judged, kept and restored like the same layers one by one."""
 
 from __future__ import annotations
 

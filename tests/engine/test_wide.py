@@ -1,4 +1,4 @@
-"""Rules over very many entities are worked off in portions, and what comes of them is as if each step had waited."""
+"""Rules over very many entities are worked off in portions, with the results as if each step had waited for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every window against the plainest computation of the same thing, on any input with gaps and non-finite samples."""
+"""Every window function against the simplest computation of it, on any input with gaps and non-finite samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/faults.py counts what was found."""
+"""bench/faults.py counts its results correctly."""
 
 from __future__ import annotations
 

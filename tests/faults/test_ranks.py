@@ -1,4 +1,4 @@
-"""A value that is not finite in a real job of two ranks: who made it, or why nobody can say."""
+"""A non-finite value in a real job of two ranks: where it came from, or why that cannot be known."""
 
 from __future__ import annotations
 

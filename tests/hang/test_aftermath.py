@@ -1,4 +1,4 @@
-"""What a hung job left behind: dumps, error files, logs; some of it hostile."""
+"""What a hung job left: dumps, error files, logs; some of it malicious."""
 
 from __future__ import annotations
 

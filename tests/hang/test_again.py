@@ -1,4 +1,4 @@
-"""The faults between ranks, several times each: the same rank is named each time, and what takes long stays silent.
+"""The faults between ranks, several times each: the same rank is named each time, and what takes long raises no alert.
 
 `make proof PART=ranks` does each twenty times.
 """

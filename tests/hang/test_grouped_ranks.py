@@ -1,4 +1,4 @@
-"""Real gloo jobs of four ranks in groups: the records they leave, read back."""
+"""Real gloo jobs of four ranks in groups: the flight records that they leave, read back."""
 
 from __future__ import annotations
 

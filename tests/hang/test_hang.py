@@ -1,4 +1,4 @@
-"""Real training processes that make no progress: those that hang are told of, with the place; the others are not."""
+"""Real training processes that make no progress: hangs are reported with their place, other processes are not."""
 
 from __future__ import annotations
 

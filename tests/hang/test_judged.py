@@ -1,4 +1,4 @@
-"""What the daemon makes of a heartbeat page, without a process."""
+"""How the daemon judges a heartbeat page, without a process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Made standstills, read back from files as any job leaves them: the rank to blame, and no innocent one for certain.
+"""Made-up standstills, read back from files as a job leaves them: the right rank is blamed, and surely no innocent one.
 
-`bench/hang_verdicts.py` prints them side by side with torch's own analyser.
+`bench/hang_verdicts.py` prints them side by side with the verdicts of torch's own analyser.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real notebook kernel: idle, it hangs not; a cell that stands still in its loop does, with the place in the cell."""
+"""A real notebook kernel: idle, it does not hang; a cell that stands still in its loop does, and its place is named."""
 
 from __future__ import annotations
 

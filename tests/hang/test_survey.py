@@ -1,4 +1,4 @@
-"""`sentinel hang` has the ranks say where they are, and answers as soon as they have."""
+"""`sentinel hang` makes the ranks say where they are, and answers as soon as they have."""
 
 from __future__ import annotations
 

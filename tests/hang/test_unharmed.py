@@ -1,4 +1,4 @@
-"""Whose stacks are wanted must live: the signal is for a process all of whose threads stand, and for no other."""
+"""Collecting stacks must kill no process: the signal is only for a process all of whose threads stand still."""
 
 from __future__ import annotations
 

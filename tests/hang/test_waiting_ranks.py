@@ -1,4 +1,4 @@
-"""Real DDP jobs under torchrun in which a rank does not come: who is missing, in which collective, and why."""
+"""Real DDP jobs under torchrun in which a rank does not come: which one, in which collective, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `on_alert` promises: each alert once, on one thread, and nobody waits for what the user does there."""
+"""`on_alert`: each alert once, on one thread, and no other work waits for the user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `attach` accepts, what it refuses and in which words, and how a run ends."""
+"""What `attach` accepts, what it refuses with which messages, and how a run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting the daemon: once for all ranks, apart from the trainer's terminal, in a directory that is ours."""
+"""Starting the daemon: once for all ranks, detached from the trainer's terminal, in a directory of Sentinel's own."""
 
 from __future__ import annotations
 

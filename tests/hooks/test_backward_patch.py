@@ -1,4 +1,4 @@
-"""What is noted of a backward pass, and what is told of it."""
+"""What is recorded of a backward pass, and what is reported of it."""
 
 from __future__ import annotations
 

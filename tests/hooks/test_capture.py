@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: that the stream is capturing is pretended. Nothing may be launched into a graph."""
+"""CUDA graphs without a GPU: capturing is simulated. Nothing may be launched into a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds what grows: every way in which loops keep tensors, by its name and place."""
+"""What holds objects that grow: every way in which loops keep tensors, by its name and place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line at the end of a run: once, by the first rank, and no more in it than was judged."""
+"""The line at the end of a run: once, from the first rank, about no more than was judged."""
 
 from __future__ import annotations
 

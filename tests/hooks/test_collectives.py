@@ -1,4 +1,4 @@
-"""The flight recorders of torch as a rank reads them (synthetic: what NCCL's has is made up here)."""
+"""torch's flight recorders as a rank reads them (synthetic: NCCL's content is made up here)."""
 
 from __future__ import annotations
 

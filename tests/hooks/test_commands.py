@@ -1,4 +1,4 @@
-"""What the daemon says, and what comes of it: notices, governor, rollback, batches that are skipped."""
+"""Messages of the daemon and their effects: notices, governor, rollback, skipped batches."""
 
 from __future__ import annotations
 

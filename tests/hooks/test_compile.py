@@ -1,4 +1,4 @@
-"""torch.compile: what is watched has no more graph breaks and no more graphs than what is not."""
+"""torch.compile: a watched model has no more graph breaks and no more graphs than an unwatched one."""
 
 from __future__ import annotations
 

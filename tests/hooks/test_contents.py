@@ -1,4 +1,4 @@
-"""What is told of a batch, and of how a model is trained on it."""
+"""What is reported about a batch, and about how a model is trained on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of a network as a whole: gradients by depth, Post-LN, the time that their reduction takes."""
+"""Signals of a network as a whole: gradients by depth, Post-LN, the time of the gradients' reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU feels of our time: with a simulated device, which runs what a loop launches behind the host."""
+"""What Sentinel costs a GPU's time, on a simulated device that runs a loop's launches behind the host."""
 
 from __future__ import annotations
 

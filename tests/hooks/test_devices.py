@@ -1,4 +1,4 @@
-"""What only a GPU does, with stand-ins for torch.cuda (synthetic: not recorded on a GPU)."""
+"""Code that only runs with a GPU, with stand-ins for torch.cuda (synthetic: not recorded on a GPU)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Models on GPUs, without one: torch's fake tensors know where they are, refuse arithmetic across devices, and refuse
-to be read. Reading one, and copying one to the host at once, is a wait for the device."""
+"""Models on GPUs, without a GPU, by torch's fake tensors.
+
+These know where they are, refuse arithmetic across devices, and refuse to be read. Reading one, and copying one to the
+host synchronously, is a wait for the device.
+"""
 
 from __future__ import annotations
 

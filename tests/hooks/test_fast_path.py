@@ -1,4 +1,4 @@
-"""Steps of which only the loss is taken, in loops so fast that the cost of more is measurable."""
+"""Steps of which only the loss is taken, in loops so fast that the cost of anything more is measurable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the loader that trains has come."""
+"""How far the training loader has come."""
 
 from __future__ import annotations
 

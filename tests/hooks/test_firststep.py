@@ -1,4 +1,4 @@
-"""Attach with no code: what is found at the first step, and who gives way to whom."""
+"""Attaching without code: what is found at the first step, and which attachment gives way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch norms that are frozen and go on averaging are counted, and named by their weight's row."""
+"""Frozen batch norms that go on averaging are counted, and named by their weight's row."""
 
 from __future__ import annotations
 

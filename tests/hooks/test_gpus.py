@@ -1,4 +1,4 @@
-"""Which GPUs a rank says that it trains on. There is none here: torch.cuda is stood in for (synthetic)."""
+"""Which GPUs a rank reports to train on. There are none here: torch.cuda is replaced (synthetic)."""
 
 from __future__ import annotations
 

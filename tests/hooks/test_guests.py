@@ -1,4 +1,4 @@
-"""A guest stays: errors of the machine that pass cost a sample, and what is the user's goes to the user."""
+"""Sentinel survives passing errors of the machine, which cost a sample, and passes the user's own errors on."""
 
 from __future__ import annotations
 

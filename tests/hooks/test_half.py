@@ -1,4 +1,4 @@
-"""Whether a run is in fp16, and whether something scales its loss."""
+"""Whether a run is in fp16, and whether its loss is scaled."""
 
 from __future__ import annotations
 

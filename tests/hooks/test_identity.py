@@ -1,4 +1,4 @@
-"""Who a rank is, and that all ranks of a job come to the same."""
+"""A rank's identity, and that all ranks of a job determine the same run."""
 
 from __future__ import annotations
 

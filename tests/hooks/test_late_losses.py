@@ -1,5 +1,7 @@
-"""Whose batch it was, where a loss is known some steps after its update. The CPU stands in for the device: a value has
-arrived once its word is there."""
+"""The batch to which a loss belongs that is known only some steps after its update.
+
+The CPU stands in for the device: a value has arrived once its marker word is there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, tied and frozen parameters, wrappers, and parameters that are spread over ranks."""
+"""Names of layers, tied and frozen parameters, wrappers, and parameters that are sharded over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be as it was without us: variables, generators, parameters, batches, copies; and weights to the bit."""
+"""What must be unchanged by Sentinel: variables, generators, parameters, batches, copies; and weights to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user lets go of is gone: nothing of ours holds a model, an optimizer, or what a function of his has."""
+"""What the user deletes is freed: Sentinel keeps no model, no optimizer, and no object that a user's function holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that are not one optimizer's plain loop: the signals are right, and the weights the same to the bit."""
+"""Loops with more than one plain optimizer step: the signals are right, and the weights the same to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A guest in somebody else's process: never raises, never blocks, never grows, and leaves no trace."""
+"""Sentinel in the user's process: it never raises, never blocks, never grows, and leaves no trace."""
 
 from __future__ import annotations
 

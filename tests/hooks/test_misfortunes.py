@@ -1,4 +1,4 @@
-"""What goes wrong at the user's, at the daemon, and with what others bring: training goes on."""
+"""Failures in the user's code, of the daemon, and in other packages: training goes on."""
 
 from __future__ import annotations
 

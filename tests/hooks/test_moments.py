@@ -1,4 +1,4 @@
-"""Second moments that are out of line, and the exponents of gradients, when the daemon asks."""
+"""Second moments that are out of line, and the exponents of gradients, collected when the daemon asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops, models and optimizers that are odd and right all the same: they train on, and what is streamed is true."""
+"""Unusual but correct loops, models and optimizers: they train on, and the signals are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, parameters and gradients that are odd and right: measured as they are, or said to be left out."""
+"""Unusual but correct models, parameters and gradients: they are measured as they are, or reported as left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernel against torch's own operations, in double."""
+"""The compiled kernel against torch's own operations in float64."""
 
 from __future__ import annotations
 

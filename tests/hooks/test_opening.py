@@ -1,4 +1,4 @@
-"""The first steps of a run are looked at whole, within a limit."""
+"""The first steps of a run are examined in full, within a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocations that fail: what memory was spent on, and an exception that is the user's as before."""
+"""Allocations that fail: how memory was used, and that the user's exception is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that train, get gradients and are in no optimizer are counted while they stand still; no others are."""
+"""Parameters that get gradients and are in no optimizer are counted while they do not move; no others are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/overhead.py takes us out of the loop and puts us back: what it calls bare is bare, and nothing breaks."""
+"""bench/overhead.py takes Sentinel out of the loop and puts it back: its bare blocks are bare, and nothing breaks."""
 
 from __future__ import annotations
 

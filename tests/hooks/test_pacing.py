@@ -1,4 +1,4 @@
-"""How often the costly statistics are taken."""
+"""How often the governor lets the costly statistics be taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen around backward passes: gradients that nobody cleared, losses that nobody divided, sums in bf16."""
+"""What is seen around backward passes: uncleared gradients, undivided losses, sums in bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the first value that is not finite came from; and that the run is the same with and without the question."""
+"""Where the first non-finite value came from, and that the run is the same with and without the question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat as a guest: it takes a signal and two files in memory, and gives them back."""
+"""The heartbeat in the user's process: it takes a signal and two files in memory, and gives them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, on gloo: what the daemon makes of their parts equals one process that has all of it."""
+"""Real ranks under torchrun, on gloo: the daemon combines their parts to what one process with all data has."""
 
 from __future__ import annotations
 

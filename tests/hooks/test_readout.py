@@ -1,4 +1,4 @@
-"""The way of values that are on a device, with the CPU in its place: packed, copied, read once the word has arrived."""
+"""How values on a device are read, with the CPU in its place: packed, copied, and read once a marker word has arrived."""
 
 from __future__ import annotations
 

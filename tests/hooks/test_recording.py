@@ -1,4 +1,4 @@
-"""SENTINEL_RECORD: the frames go into a file, no daemon is started, and the file never grows out of bounds."""
+"""SENTINEL_RECORD: the frames go into a file, no daemon is started, and the file's size is limited."""
 
 from __future__ import annotations
 

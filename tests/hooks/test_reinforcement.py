@@ -1,4 +1,4 @@
-"""As what a run is judged: by what the script logs, or as the user says."""
+"""Whether a run is judged as reinforcement learning: by what the script logs, or by the user's argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sentinel run`: a script with no line of ours is watched, and in all else is as it was."""
+"""`sentinel run`: a script without a line of Sentinel is watched, and otherwise behaves as before."""
 
 from __future__ import annotations
 

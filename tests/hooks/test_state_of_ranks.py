@@ -1,4 +1,4 @@
-"""State that only a collective would give is refused by name, and the collective is not issued: ranks would wait."""
+"""State that needs a collective to be read is refused by name, without issuing it: ranks would wait."""
 
 from __future__ import annotations
 

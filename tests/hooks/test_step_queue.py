@@ -1,4 +1,4 @@
-"""The queue between the thread that trains and the sender's, without either."""
+"""The queue between the training thread and the sender's thread, without either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is to leave the run with all others: at the step that was agreed on, with the exit status 87."""
+"""A rank that must leave the run with all others, at the agreed step, with exit status 87."""
 
 from __future__ import annotations
 

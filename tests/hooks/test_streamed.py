@@ -1,4 +1,4 @@
-"""What is streamed is what a person would compute by hand."""
+"""Streamed signals are what one would compute by hand."""
 
 from __future__ import annotations
 

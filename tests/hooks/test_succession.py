@@ -1,4 +1,4 @@
-"""Backward passes with no step of the watched optimizer: another one takes over, or it is said that none steps."""
+"""Backward passes without a step of the watched optimizer: another one takes over, or the lack of steps is reported."""
 
 from __future__ import annotations
 

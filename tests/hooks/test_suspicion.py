@@ -1,4 +1,4 @@
-"""The look on the training thread: an odd loss, and what is none."""
+"""The check on the training thread for loss outliers: which losses are, and which are not."""
 
 from __future__ import annotations
 

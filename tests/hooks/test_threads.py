@@ -1,4 +1,4 @@
-"""Threads that are there before they are needed, and starts of threads that cannot hang."""
+"""Threads that are started before they are needed, and thread starts that cannot hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Marks on their way into a tracker: which, when, how many; and that neither the loop nor its end waits for one.
+"""Marks on their way into a tracker: which, when, how many; neither the loop nor its end waits for one.
 
-What real trackers keep is in `tests/integrations/test_trackers.py`. Here Trackio's place is taken.
+What real trackers keep is tested in `tests/integrations/test_trackers.py`. Here Trackio is replaced.
 """
 
 from __future__ import annotations

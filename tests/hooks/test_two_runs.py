@@ -1,4 +1,4 @@
-"""Two runs of one process, each with its own `attach`: whose loss is whose."""
+"""Two runs in one process, each with its own `attach`: to which of them a loss belongs."""
 
 from __future__ import annotations
 

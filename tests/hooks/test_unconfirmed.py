@@ -1,4 +1,4 @@
-"""What the daemon has and has not kept: held for the next one, and given back to the system when it is kept."""
+"""Messages that the daemon has not confirmed are held for the next daemon; their memory is freed once it has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a thread is, by its stack: in the training loop, beyond it, or in something that takes long."""
+"""Where a thread is, from its stack: in the training loop, beyond it, or in something that takes long."""
 
 from __future__ import annotations
 

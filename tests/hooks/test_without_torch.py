@@ -1,4 +1,4 @@
-"""Without torch the hooks say what to install, however they are imported."""
+"""Without torch, any import of the hooks says what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backward passes count for a step, and with what loss; and that a step is told its own batch."""
+"""Which backward passes count for a step, and with which loss; and that a step gets its own batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random generators of a data set that are copied into the workers of its loader."""
+"""Random generators of a data set that are copied into its loader's workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate, at its current release."""
+"""Accelerate, in its current release."""
 
 from __future__ import annotations
 

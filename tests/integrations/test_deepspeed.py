@@ -1,4 +1,4 @@
-"""DeepSpeed, at its current release, under torchrun on gloo, at each stage of ZeRO."""
+"""DeepSpeed, in its current release, under torchrun on gloo, at each stage of ZeRO."""
 
 from __future__ import annotations
 

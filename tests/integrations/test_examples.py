@@ -1,4 +1,4 @@
-"""Every example runs as it is, and is seen."""
+"""Every example runs as it is, and is watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's own Trainer, at its current release, with the callback."""
+"""Lightning's own Trainer, in its current release, with the callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frameworks under `sentinel run`: their checkpoint, our decision which. The examples, and something that breaks."""
+"""Frameworks under `sentinel run` resume from their own checkpoint, which Sentinel chooses: the examples, broken."""
 
 from __future__ import annotations
 

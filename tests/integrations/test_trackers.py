@@ -1,4 +1,4 @@
-"""Trackers in their offline modes: what the script logs is the same with our marks and without them."""
+"""Trackers in their offline modes: the script's own data is the same with and without Sentinel's marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer, at its current release, on a small real model, with the callback."""
+"""The Hugging Face Trainer, in its current release, on a small real model, with the callback."""
 
 from __future__ import annotations
 

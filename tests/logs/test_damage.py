@@ -1,4 +1,4 @@
-"""Whatever is in a file: it is read as far as it can be, or told in a sentence. Never anything else."""
+"""Whatever a file contains, it is read as far as possible, or refused in one sentence."""
 
 from __future__ import annotations
 

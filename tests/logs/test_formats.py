@@ -1,4 +1,4 @@
-"""Each format, as its program writes it: recognised by its content, read to the number."""
+"""Each format, as its program writes it: recognised by its content, with exact numbers."""
 
 from __future__ import annotations
 

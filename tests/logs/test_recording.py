@@ -1,4 +1,4 @@
-"""What the rules see of a log: steps, times, resumes; and of our own history."""
+"""What the rules see of a log: steps, times, resumes; and of Sentinel's own history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event files: one that torch.utils.tensorboard wrote, and ones made by the byte."""
+"""Event files: one that torch.utils.tensorboard wrote, and others made byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training loops print: names before numbers, in the shapes of public projects."""
+"""Output of training loops: names before numbers, in the forms of public projects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trackers keep of a run, as their own packages write it."""
+"""Files of trackers about a run, as their own packages write them."""
 
 from __future__ import annotations
 

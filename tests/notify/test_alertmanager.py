@@ -1,4 +1,4 @@
-"""Our webhook beside a real Alertmanager's: the same alert, the same keys and types, the same fingerprint."""
+"""Sentinel's webhook compared with a real Alertmanager's: the same alert, keys, types and fingerprint."""
 
 from __future__ import annotations
 

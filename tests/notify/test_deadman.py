@@ -1,4 +1,4 @@
-"""The dead man's switch: told while all is watched, and not while the daemon is blind."""
+"""The dead man's switch gets heartbeats while all is watched, and none while the daemon sees nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen while alerts are under way: kill -9, receivers away for an hour, a clock that is set back."""
+"""Faults while alerts are being delivered: kill -9, receivers away for an hour, a clock that is set back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one receiver is told, and when: no clock but the one in the tests."""
+"""Which messages one receiver gets, and when, by the tests' own clock."""
 
 from __future__ import annotations
 

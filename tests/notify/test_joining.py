@@ -1,4 +1,4 @@
-"""A daemon that was started again, in a job whose nodes have yet to find each other."""
+"""A daemon that was restarted, in a job whose nodes have not yet found each other."""
 
 from __future__ import annotations
 

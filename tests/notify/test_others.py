@@ -1,4 +1,4 @@
-"""Receivers by Apprise: real Apprise, and a server that it is told to POST to."""
+"""Receivers by Apprise: the real Apprise, and a server to which it posts."""
 
 from __future__ import annotations
 

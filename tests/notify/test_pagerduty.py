@@ -1,4 +1,4 @@
-"""PagerDuty: what it is sent, within its limits, and what its answers mean."""
+"""PagerDuty: the events it gets, within its limits, and the meaning of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queues of a run: none waits for another, nothing is lost or told twice, over restarts too."""
+"""The queues of a run: none waits for another, and nothing is lost or sent twice, even over restarts."""
 
 from __future__ import annotations
 

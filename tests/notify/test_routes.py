@@ -1,4 +1,4 @@
-"""Who is told of what: routes, rate limits, and other settings while alerts are under way."""
+"""Which receivers get what: routes, rate limits, and changed settings while alerts are being delivered."""
 
 from __future__ import annotations
 

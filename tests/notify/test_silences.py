@@ -1,4 +1,4 @@
-"""Silences: kept in one file, and what they keep people from."""
+"""Silences: kept in one file, and which messages they hold back."""
 
 from __future__ import annotations
 

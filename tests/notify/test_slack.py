@@ -1,4 +1,4 @@
-"""Slack: what it is sent, within its limits, and what its answers mean."""
+"""Slack: the messages it gets, within its limits, and the meaning of its answers."""
 
 from __future__ import annotations
 

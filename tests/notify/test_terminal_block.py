@@ -1,4 +1,4 @@
-"""The block of an alert on the training terminal: short, and what is to be copied stays whole."""
+"""An alert's block on the training terminal: short, with texts to copy in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The webhook: its payload, and what it makes of consumers that answer, and of those that do not."""
+"""The webhook: its payload, and how it treats consumers that answer, and those that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A probe and a receiver of another package, tested as its authors can test them: by `sentinel.testing` alone."""
+"""A probe and a receiver of another package, tested as its authors can: only by `sentinel.testing`."""
 
 from __future__ import annotations
 

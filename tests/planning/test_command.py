@@ -1,4 +1,4 @@
-"""`sentinel plan` as people and scripts call it."""
+"""`sentinel plan` as users and scripts call it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sentinel precision`: what is counted equals what a real cast does; what is hostile is refused."""
+"""`sentinel precision`: its counts equal those of a real cast; malicious files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours of the page and the report: readable for all, and no colour tells anything alone."""
+"""Colours of the page and the report: readable for all, and no meaning is carried by colour alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: what is in it, and what can't be."""
+"""The report: its content, and what must not be in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of several ranks that leave after the commit the first is named: the others end for want of it."""
+"""If several ranks leave after the commit, the first is named: the others end because they lack it."""
 
 from __future__ import annotations
 

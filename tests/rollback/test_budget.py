@@ -1,4 +1,4 @@
-"""The budget is for one stretch of trouble: unrelated faults, each rolled back well, end no run."""
+"""The rollback budget is for one stretch of trouble: unrelated faults, each rolled back well, end no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks' last word before a restore: they all say the same, whoever is late, stays away or sees something else."""
+"""The rank consensus before a restore: all ranks decide the same, if one is late, stays away or sees something else."""
 
 from __future__ import annotations
 

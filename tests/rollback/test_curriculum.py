@@ -1,4 +1,4 @@
-"""A real run whose task becomes another one: told of it, nothing alarms, and nothing is rolled back."""
+"""A real run whose task changes: if the stage is announced, there is no alert and no rollback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot on disk that was cut short, at whatever byte and whatever call, is never taken for good."""
+"""A snapshot on disk that was cut short, at any byte and any call, is never taken for good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots on disk: what comes back is what was taken, bit by bit, in a process that was started again."""
+"""Snapshots on disk: a restarted process gets back what was taken, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is rolled back is, to the bit, the run that it should have been."""
+"""A run that was rolled back is, to the bit, as it would have been without the fault."""
 
 from __future__ import annotations
 

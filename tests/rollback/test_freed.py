@@ -1,5 +1,7 @@
-"""Memory that the loop frees while it is copied beside it. Where that were read on, the process would be gone: each
-has one of its own."""
+"""Memory that the loop frees while a snapshot of it is being copied.
+
+Reading it after that would kill the process, so each test has a process of its own.
+"""
 
 from __future__ import annotations
 

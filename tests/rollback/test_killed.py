@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a rollback, in real jobs: no rank waits without end, or goes on alone."""
+"""A rank is killed in the middle of a rollback, in real jobs: no rank waits without end, or goes on alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes back to the bit, in memory and from disk, and what is refused by name: the table of docs/rollback.md."""
+"""What is restored to the bit, in memory and from disk, and what is refused by name: the table of docs/rollback.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight: what is needed against what is left."""
+"""Preflight: memory that snapshots need, against the memory that is left."""
 
 from __future__ import annotations
 

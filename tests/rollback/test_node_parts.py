@@ -1,4 +1,4 @@
-"""Snapshots of which each node wrote a part: which step all ranks take, and what is said where parts are missing."""
+"""Snapshots of which each node wrote a part: which step all ranks take, and what is reported if parts are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which alerts keep snapshots from being taken: those that may roll back, and no others. And how old the newest is."""
+"""Which alerts keep snapshots from being taken: only those that may roll back; and the age of the newest snapshot."""
 
 from __future__ import annotations
 

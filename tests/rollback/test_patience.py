@@ -1,4 +1,4 @@
-"""A rank on a starved machine answers late: it is asked once more, and as often as is told, not more."""
+"""A rank on an overloaded machine answers late: the rollback is ordered again, a limited number of times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, rolled back together, started again, gone on with by others: the same to the bit."""
+"""Real ranks under torchrun, rolled back together, restarted, resumed by other numbers of ranks: all to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the restore does and does not touch, what it refuses, and what follows it."""
+"""What a restore changes and what it does not, what it refuses, and what follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on from disk: no snapshot is passed over, renamed or deleted because it could not be read."""
+"""Resuming from disk: no snapshot is skipped, renamed or deleted because it could not be read."""
 
 from __future__ import annotations
 

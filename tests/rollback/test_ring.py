@@ -1,4 +1,4 @@
-"""Which snapshots are kept, and what becomes of one that was torn."""
+"""Which snapshots are kept, and what happens to a torn one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank keeps its own part of the state, without a word to the others."""
+"""Each rank keeps its own part of the state, without communication."""
 
 from __future__ import annotations
 

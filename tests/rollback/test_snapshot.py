@@ -1,4 +1,4 @@
-"""Every kind of tensor and nesting comes back as it was."""
+"""Every kind of tensor and nesting is restored as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks' last word where they are on several nodes: in the process group's store, which may end."""
+"""The rank consensus over several nodes: in the process group's store, which may end."""
 
 from __future__ import annotations
 

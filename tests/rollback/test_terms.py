@@ -1,4 +1,4 @@
-"""What the user may write, and what it is answered."""
+"""Arguments of the user, and the answers to them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""How long a rank stands at a step in an agreement, at most: what docs/rollback.md and docs/cluster.md promise. In a
-time of the test's own, which passes only where the rank waits."""
+"""How long a rank waits at a step in an agreement, at most, as docs/rollback.md and docs/cluster.md promise.
+
+Time is the test's own, and passes only while the rank waits.
+"""
 
 from __future__ import annotations
 

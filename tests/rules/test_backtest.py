@@ -1,4 +1,4 @@
-"""`sentinel rules backtest`: the same rules, over runs that have been."""
+"""`sentinel rules backtest`: the same rules, over recorded runs."""
 
 from __future__ import annotations
 

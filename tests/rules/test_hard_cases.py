@@ -1,5 +1,7 @@
-"""What makes other detectors blind, or noisy: the stock rules over each, in health and with a fault. A spike that stays
-is told at its second sample."""
+"""Cases in which other detectors are blind or noisy: the stock rules over each, healthy and with a fault.
+
+A spike that stays is reported at its second sample.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reinforcement learning, whose losses measure no progress: a Q-network with a target network, and a policy gradient.
 
-All learn; what a rule takes for a fault is their way. Losses and gradient norms of real loops go through the rules:
-without what they log beside, and as a log by which they are recognised.
+All runs learn; what a rule could take for a fault is normal for them. Losses and gradient norms of real loops go
+through the rules: without the other numbers that they log, and as a log by which they are recognised.
 """
 
 from __future__ import annotations

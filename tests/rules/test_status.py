@@ -1,4 +1,4 @@
-"""`sentinel rules status`: of a real daemon, and how many ranks are shown as one."""
+"""`sentinel rules status` of a real daemon, and how it shows many ranks as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock rules: their own tests, what each must have, and what the docs say of the language."""
+"""The stock rules: their own tests, what each must have, and what the docs say about the language."""
 
 from __future__ import annotations
 

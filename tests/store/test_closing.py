@@ -1,4 +1,4 @@
-"""A history is closed by one thread while another may be about to write: SQLite does not survive the two at once."""
+"""A history is closed by one thread while another may be about to write: SQLite does not survive both at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows become columns and rows again."""
+"""Rows are turned into columns and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A history that somebody harms while it is written: SQLite, which works from its cache, would not see it."""
+"""A history that is damaged while it is written, which SQLite, working from its cache, would not notice."""
 
 from __future__ import annotations
 

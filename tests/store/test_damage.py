@@ -1,4 +1,4 @@
-"""A damaged history is moved aside, that is said, and another takes its place."""
+"""A damaged history is moved aside, that is reported, and a new one takes its place."""
 
 from __future__ import annotations
 

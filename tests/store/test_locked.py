@@ -1,4 +1,4 @@
-"""A history that cannot be written for a while, be it locked, on a full disk, or without a descriptor."""
+"""A history that cannot be written for a while: locked, on a full disk, or without a descriptor."""
 
 from __future__ import annotations
 

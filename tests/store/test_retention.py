@@ -1,4 +1,4 @@
-"""Which histories go, and which stay."""
+"""Which histories are deleted, and which stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of steps that are far behind."""
+"""Which of the steps far behind the newest are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a job: found wherever they are, ended to the last, without what they leave in shared memory."""
+"""A job's processes: found wherever they are, and all ended, with what they leave in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--allow-shrink` makes of a command, and what it needs to know."""
+"""How `--allow-shrink` changes a command, and what it needs to know."""
 
 from __future__ import annotations
 

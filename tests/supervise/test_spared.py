@@ -1,4 +1,4 @@
-"""Which stalls end a job: not that of a single rank in what may come to its end by itself."""
+"""Which stalls end a job: not a single rank's in work that may end by itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`sentinel run` of jobs that break: each is completed, or stopped with the right exit code and the reason, and nothing
-of it is left."""
+"""`sentinel run` of jobs that break.
+
+Each job is completed, or stopped with the right exit code and the reason, and nothing of it is left.
+"""
 
 from __future__ import annotations
 

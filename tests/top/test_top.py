@@ -1,4 +1,4 @@
-"""`sentinel top`: the picture, and the program in a real terminal."""
+"""`sentinel top`: its picture, and the program in a real terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP over HTTP: asked by the SDK's own client, of a real daemon."""
+"""MCP over HTTP: a real daemon, queried by the SDK's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library of the charts comes from a registry, and only as it was pinned. The registry here is one of our own."""
+"""The charts' library comes from a registry, and only as pinned. The registry here is a local fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health, token, Host, reload: of a real daemon."""
+"""Health, token, Host and reload of a real daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page: an empty shell for everybody, the rest for whoever has the token, and what a browser makes of it."""
+"""The live page: an empty shell without the token, the rest with it, and how a browser shows it."""
 
 from __future__ import annotations
 

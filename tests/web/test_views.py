@@ -1,4 +1,4 @@
-"""Every view of the page and of the report, as somebody goes through them in a browser.
+"""Every view of the page and the report, as a user goes through them in a browser.
 
 `make pictures` (WRITE_PICTURES=1) takes the screenshots of docs/images.
 """
