@@ -1,4 +1,4 @@
-"""How values on a device are read, with the CPU in its place: packed, copied, and read once a marker word has arrived."""
+"""How values on a device are read, with the CPU in its place: packed, copied, read once a marker word has arrived."""
 
 from __future__ import annotations
 
