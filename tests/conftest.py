@@ -28,7 +28,7 @@ settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("ours")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes that tests start inherit it
-os.environ.setdefault("TRITON_INTERPRET", "1")  # no test has a GPU; read where torch imports Triton
+os.environ.setdefault("TRITON_INTERPRET", "1")  # no test has a GPU; read when torch imports Triton
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

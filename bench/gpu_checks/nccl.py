@@ -39,7 +39,7 @@ def _check_record(way: str, found: dict[str, Any], errors: str) -> Iterator[Line
         return
     issued = max((number for number, _ in found["groups"].values()), default=0)
     said = f"{issued} collectives: {', '.join(found['operations']) or 'none'}"
-    # A mesh of one rank needs no collective of FSDP's.
+    # On a mesh of one rank FSDP issues no collective.
     yield Line(f"{way}: flight recorder", said, issued > 0 if way == "ddp" else None, "some" if way == "ddp" else "")
     yield Line(f"{way}: members of the groups", str([ranks for _, ranks in found["groups"].values()]))
     yield Line(f"{way}: time-out of the process group", f"{found['timeout']:g} s", found["timeout"] > 0)

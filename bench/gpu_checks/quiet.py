@@ -93,7 +93,7 @@ def profile_steps(loop: Loop, steps: int) -> Counter[str]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device == "cuda" else [])]
     with profile(activities=activities) as trace:
         loop.run(steps)
-        settle(loop.device)  # one wait, with and without
+        settle(loop.device)  # one wait, with Sentinel and without
     assert trace.profiler is not None
     found: Counter[str] = Counter()
     for event in trace.profiler.kineto_results.events():

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._dynamo  # the first optimizer of a process imports it: two seconds, in each child
+import torch._dynamo  # the first optimizer of a process imports it, which takes two seconds, otherwise in each child
 
 from sentinel.hooks.examine import __main__
 

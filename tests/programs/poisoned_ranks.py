@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for way in WAYS:
         train(way)
-    time.sleep(0.5)  # gloo sometimes aborts if it is destroyed right after a barrier (pytorch#190489)
+    time.sleep(0.5)  # gloo sometimes aborts if destroyed right after a barrier (pytorch#190489)
     dist.destroy_process_group()
 
 

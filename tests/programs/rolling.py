@@ -144,7 +144,7 @@ def train(folder: Path, way: str) -> dict[str, Any]:
 
 def resume(folder: Path, way: str) -> dict[str, Any]:
     training = Training(way)
-    for step in range(3):  # somewhere else
+    for step in range(3):  # moves to another state
         training.step(step)
     step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
     end = json.loads((folder / f"train.{way}.{training.rank}.json").read_text())["end"]
@@ -157,7 +157,7 @@ def resume(folder: Path, way: str) -> dict[str, Any]:
 
 def move(folder: Path, way: str) -> dict[str, Any]:
     training = Training(way)
-    for step in range(3):  # somewhere else
+    for step in range(3):  # moves to another state
         training.step(step)
     step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
     whole = torch.load(folder / f"{way}.whole.pt")
@@ -177,7 +177,7 @@ def main() -> None:
         dist.barrier()
         (Path(folder) / f"{deed}.{way}.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

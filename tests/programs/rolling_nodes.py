@@ -54,7 +54,7 @@ def main() -> None:
     (folder / f"{training.rank}.json").write_text(json.dumps({"rolled": rolled, "same": same, "broken": broken}))
     dist.barrier()
     monitor.detach()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

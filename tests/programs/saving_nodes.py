@@ -59,7 +59,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         elif died.exists() and start and ends == LIMIT:
             ends = start + AFTER
-        time.sleep(0.05)  # a snapshot is written before it is overwritten
+        time.sleep(0.05)  # gives time to write a snapshot before it is overwritten
         step += 1
     reference = Training(way)
     for other in range(step):
@@ -69,7 +69,7 @@ def main() -> None:
     (folder / f"{rank}.json").write_text(json.dumps({"starts": begun, "same": same, "end": step}))
     dist.barrier()
     monitor.detach()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     monitor.detach()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 

@@ -288,7 +288,7 @@ def main(kind: str) -> None:
     if kind == "turns" or (kind == "long" and rank == 0):
         if rank == 0:
             tell()
-        time.sleep(SECONDS)  # beyond the loop
+        time.sleep(SECONDS)  # after the loop
     dist.barrier()
     time.sleep(0.5)
     dist.destroy_process_group()

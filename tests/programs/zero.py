@@ -90,7 +90,7 @@ def main() -> None:
         said = {"same": same, "bare": without, "watched": taken, "restored": restored}
         (folder / f"{way}.{dist.get_rank()}.json").write_text(json.dumps(said))
     dist.barrier()
-    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    time.sleep(0.5)  # pytorch#190489: otherwise gloo's threads may abort the process at its end
     dist.destroy_process_group()
 
 
