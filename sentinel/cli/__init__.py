@@ -1,4 +1,4 @@
-"""The command line: one file a command, each imported when it is called."""
+"""The command line: one file per command, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COMMANDS = {
 every --help would cost five times the time."""
 
 _INTERRUPTED = 130
-"""As shells have it: 128 and SIGINT."""
+"""Exit code after an interrupt, as in shells: 128 + SIGINT."""
 
 
 class _Commands(click.Group):
@@ -94,10 +94,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point. A person's mistake is a sentence on stderr and exit code 2, never a traceback."""
+    """Run the command line. A user's mistake is a sentence on stderr and exit code 2, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files and runs may be of any bytes
+            stream.reconfigure(errors="backslashreplace")  # names of files and runs may hold any bytes
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError as error:  # `sentinel rules`: its message is the help
@@ -113,9 +113,9 @@ def main() -> None:
     except SentinelError as error:
         _fail(str(error))
     except OSError as error:
-        if error.filename is None:  # stdout's; the interpreter would flush, and fail, once more
+        if error.filename is None:  # of stdout; the interpreter would flush, and fail, once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if isinstance(error, BrokenPipeError):  # `| head` has had enough
+        if isinstance(error, BrokenPipeError):  # the reader, as in `| head`, has closed the pipe
             sys.exit(1)
         _fail(f"{error.filename or 'what it prints'}: {error.strerror or error}")
 

@@ -1,4 +1,4 @@
-"""`sentinel rules backtest`: what rules would have said of recorded runs."""
+"""`sentinel rules backtest`: the alerts that rules would have raised in recorded runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sentinel.toolkit.logs import LogFile
 
 LISTED_RUNS = 20
-"""With more, only the runs with an alert, without a loss, or with lines that could not be read are listed."""
+"""Runs up to which all are listed; of more, only those with an alert, without a loss, or with unreadable lines."""
 
 SHOWN_COLUMNS = 12
 
@@ -67,10 +67,10 @@ def backtest(
     from sentinel.web import json
 
     terms = Terms(rules=rules, alerts=alerts, names=_names(names), curves=plot is not None)
-    if plot is not None and plot.suffix != ".svg":  # said before a long replay
+    if plot is not None and plot.suffix != ".svg":  # reported before a long replay
         name = plot.with_suffix(".svg") if plot.name else "picture.svg"
         raise ConfigError(f"--plot {plot}: the picture is written as SVG: name it {name}")
-    rules_of(terms)  # a mistake in a rule file is an error before a long replay, and of one process
+    rules_of(terms)  # a mistake in a rule file is reported before a long replay, and by one process only
     found = logs.find_logs(map(_resolve_run, runs))
     began = time.perf_counter()
     replayed = list(_follow_progress(found, terms, jobs or os.cpu_count() or 1))
@@ -93,7 +93,7 @@ def backtest(
 
 
 def _resolve_run(run: str) -> str:
-    """What can be a file stays as it is; else it is the history of the run of that name or id."""
+    """Return `run` if it can be a file or a pattern, else the path of the history of the run of that name or id."""
     if os.path.exists(run) or set(run) & set("/*?["):
         return run
     try:
@@ -113,7 +113,7 @@ def _names(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def _follow_progress(found: list[LogFile], terms: Terms, jobs: int) -> Iterator[Result]:
-    """The results, with a bar on the terminal meanwhile."""
+    """Yield the results, with a progress bar on the terminal meanwhile."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -178,7 +178,7 @@ def _reason(looked: Looked) -> str:
 
 
 def _could_not_look(results: list[Result]) -> Iterator[str]:
-    """A rule that saw nothing has not found the run well."""
+    """Yield which rules saw no data, and why: that they raised no alert does not mean that the run is well."""
     reasons = Counter((looked.rule, _reason(looked)) for result in results for looked in result.blind)
     reasons.update((name, "the log has no times") for result in results for name in result.untimed)
     if not reasons:

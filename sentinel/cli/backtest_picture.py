@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 METRIC_LIMIT, RUN_LIMIT, LABEL_LIMIT = 4, 12, 6
 TITLE_LIMIT = 48
-"""Letters of a run's name above its plot."""
+"""Most characters of a run's name above its plot."""
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Write one run with a plot a metric; of several, one plot each, those with an alert first."""
+    """Write a picture: of one run a plot per metric; of several runs one plot each, those with an alert first."""
     shown = sorted((result for result in results if result.curves), key=lambda result: not result.alerts)
     if not shown:
         raise ConfigError(f"{path}: there is nothing to draw")

@@ -1,4 +1,4 @@
-"""Talks to live daemons for the commands that show their state."""
+"""Ask live daemons, for the commands that show their state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _reported: set[str] = set()
 
 
 def ask_daemons(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
-    """Answers of all living daemons. The socket of a killed daemon is skipped, but reported on stderr if the
-    environment names it, as is a daemon of another version or without an answer."""
+    """Return the answers of all live daemons. The socket of a killed daemon is skipped, but reported on stderr if the
+    environment names it. A daemon of another version, or without an answer, is reported too."""
     answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
     for path in paths.live_sockets():
         try:
@@ -29,12 +29,12 @@ def ask_daemons(what: str, arguments: dict[str, Any] | None = None) -> list[Any]
 
 
 def _report(text: str) -> None:
-    """Once: `top` asks again and again."""
+    """Report a text once only, because `top` asks again and again."""
     if text not in _reported:
         _reported.add(text)
         echo(f"sentinel: {text}", err=True)
 
 
 def list_runs() -> list[dict[str, Any]]:
-    """The runs that are watched now, as `sentinel status --json` has them."""
+    """Return the runs that are watched now, as `sentinel status --json` prints them."""
     return [run for answer in ask_daemons("status") for run in answer["runs"]]

@@ -96,8 +96,8 @@ def daemon(
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
-    """A mistake is an error for a user who types the command. A run that starts its daemon is still watched, with the
-    defaults, and gets a note."""
+    """Return the settings, and notes about them. A mistake is an error for a user who types the command. A run that
+    starts its daemon is still watched, with the defaults, and gets a note."""
     from sentinel.config import settings as config
     from sentinel.errors import ConfigError
 
@@ -110,7 +110,8 @@ def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tup
 
 
 def _widen() -> None:
-    """A rank takes four descriptors: its connection, its process, two files in memory. 1,024 are the usual limit."""
+    """Raise the limit of open files, usually 1,024. A rank takes four: its connection, its process, two files in
+    memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -132,17 +133,17 @@ async def _serve(
     from sentinel.cli.mcp import make_server
     from sentinel.daemon.app import Daemon
 
-    # Made inside the loop: its events belong to it.
+    # Created inside the loop, because its events belong to the loop.
     daemon = Daemon(
         directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter,
-        # The tools read the histories of the user who runs them, which are not those that a service keeps.
+        # The tools read the histories of the user who runs them, not those that a service keeps.
         make_assistants=None if service else make_server,
     )  # fmt: skip
-    # Not before: on a busy node it would start so slowly that a run which breaks in its first steps is over by then.
-    # Nor later: threads that there are keep the priority that they have.
+    # Not earlier: on a busy node the daemon would start so slowly that a run which breaks in its first steps is over
+    # by then. Not later: threads that exist already keep their priority.
     os.nice(nice)
-    # What is there now stays to the end: the garbage collector, which stops everything for 25 ms to look through it, is
-    # not to do so again and again.
+    # All objects made so far stay until the end. The garbage collector, which stops everything for 25 ms to scan them,
+    # must not do so again and again.
     gc.collect()
     gc.freeze()
     await daemon.serve()

@@ -1,4 +1,4 @@
-"""`sentinel demo`: watch Sentinel save a run, or report one that it cannot save."""
+"""`sentinel demo`: show how Sentinel saves a run, or reports one that it cannot save."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sentinel.errors import ConfigError
 SAVED, REPORTED = ("spike", "nan"), ("scaler", "leak", "hang")
 """Faults that a rollback fixes, and faults that are reported."""
 OF_NODES = ("spike", "kill", "hang", "cut")
-"""Faults of one node of several."""
+"""Faults of one of several nodes, for --nodes."""
 STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400, "hang": 1000}
 LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000, "hang": 200}
-"""LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs 160 samples, of every 8th
-step."""
+"""Fewest steps with each fault. LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs
+160 samples, of every 8th step."""
 NODE_STEPS = 360
-"""At fewer the loss is no level yet when the fault comes."""
+"""Steps with --nodes, and the fewest: with fewer, the loss has not levelled off when the fault comes."""
 MOST_NODES = 5
 _NEEDED = ("torch", "numpy")
 _PACKAGES = {"zenoh": "eclipse-zenoh"}
-"""Package of a module, where that has another name."""
+"""Module -> its package, where that has another name."""
 
 
 @click.command()
@@ -83,7 +83,7 @@ def demo(fault: str, nodes: int | None, seed: int, steps: int | None, out: Path,
     if count < least:
         raise click.BadParameter(f"{count} is too few: {fault} needs {least}", param_hint="--steps")
     _require(*_NEEDED, *(("zenoh",) if nodes else ()))
-    # SIGTERM as Ctrl-C: either way all training processes are ended.
+    # Handle SIGTERM like Ctrl-C: either way all training processes are ended.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     fresh = not out.exists()
     try:

@@ -10,7 +10,7 @@ _THROTTLED = {"thermal": "heat", "hardware": "hardware", "power": "power limit"}
 
 
 def lines(gpus: dict[str, Any], host: Mapping[str, float]) -> Iterator[str]:
-    """One a GPU that the run trains on, and one of the host, where they were read."""
+    """Yield a line per GPU that the run trains on, and one about the host, where they were read."""
     if gpus["trouble"]:
         yield f"  gpu       not read: {gpus['trouble']}"
     for gpu in gpus["devices"]:
@@ -25,7 +25,7 @@ def lines(gpus: dict[str, Any], host: Mapping[str, float]) -> Iterator[str]:
 
 
 def describe_gpu(values: Mapping[str, float]) -> Iterator[str]:
-    """What it says of itself, a word or two each."""
+    """Yield what a GPU reports, in a few words per fact."""
     if values.get("gpu_lost"):
         yield "lost"
     if silent := values.get("gpu_silent_seconds"):

@@ -55,12 +55,12 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
 
 
 def check_environment() -> list[DoctorFinding]:
-    """What is known to be wrong with this machine's environment, the worst first."""
+    """Return the known mistakes in this machine's environment, the worst first."""
     return sort_findings(environment.findings(environment.machine()))
 
 
 def judge_ranks(seen: Examined) -> list[DoctorFinding]:
-    """Of all ranks: what each has, once."""
+    """Return the findings of all ranks, and of the run as a whole where it did not complete its steps."""
     found = [finding for facts in seen.ranks for finding in _judge_rank(facts, len(seen.ranks))]
     found += model.across(seen.ranks)
     if seen.timed_out:

@@ -19,9 +19,9 @@ from sentinel.rulebook import loader
 from sentinel.web import json
 
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]*)#?([^)]*)\)")
-"""Into the documentation, where a terminal cannot follow it."""
+"""A link within the documentation, which a terminal cannot follow."""
 _COLUMNS = 100
-"""Longer lines are hard to read, however wide the terminal."""
+"""Most columns of a line: longer ones are hard to read, however wide the terminal."""
 
 
 @click.command()
@@ -58,7 +58,7 @@ def explain(alert: str | None, as_json: bool) -> None:
 
 
 def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
-    """The rule of that name, in any spelling. Raises ConfigError, which names similar ones."""
+    """Return the rule of that name, in any spelling. Raises ConfigError, which names similar ones."""
     known = {_key(name): rule for rule in rules for name in (rule.runbook, rule.name) if name}
     if (rule := known.get(_key(alert))) is not None:
         return rule
@@ -68,7 +68,7 @@ def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
 
 
 def sections() -> Mapping[str, str]:
-    """The runbook that comes with Sentinel: name of a section -> its text, without the heading."""
+    """Return the runbook that comes with Sentinel: name of a section -> its text, without the heading."""
     text = (resources.files("sentinel.rules") / "runbook.md").read_text(encoding="utf-8")
     parts = re.split(r"^## (.+)$", re.sub(r"<!--.*?-->\n+", "", text), flags=re.MULTILINE)
     return {name: body.strip() for name, body in zip(parts[1::2], parts[2::2], strict=True)}
@@ -84,13 +84,13 @@ def _list_rules(rules: Sequence[Rule]) -> str:
 
 
 def _own_words(rule: Rule) -> str:
-    """What a rule that the runbook does not know says of itself."""
+    """Return the annotations of a rule that has no section in the runbook."""
     said = [rule.annotations.get(name, "") for name in ("summary", "description", "remedy")]
     return "\n\n".join([f"**{rule.name}**, {rule.severity}.", *filter(None, said)])
 
 
 def _spell_link(link: re.Match[str]) -> str:
-    """A section of the runbook as the command that prints it, of another page as the page's name."""
+    """Spell a link to a section of the runbook as the command that prints it, to another page as the page's name."""
     words, page, section = link.groups()
     place = f"docs/{page}" + (f", section {section}" if section else "") if page else f"`sentinel explain {section}`"
     return place if words in (page, section) else f"{words} ({place})"
@@ -101,17 +101,17 @@ def _where(rule: Rule) -> str:
 
 
 def load_rulebook() -> loader.Rulebook:
-    """The stock rules, and those of the settings. Raises ConfigError where the settings cannot be read."""
+    """Load the stock rules, and those of the settings. Raises ConfigError where the settings cannot be read."""
     return loader.load(settings.load(None).daemon.rules)
 
 
 def summarize_rules(rules: Sequence[Rule]) -> list[dict[str, str]]:
-    """What `sentinel explain --json` lists."""
+    """Return what `sentinel explain --json` lists."""
     return [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
 
 
 def describe_rule(rule: Rule) -> dict[str, object]:
-    """A rule with its section of the runbook."""
+    """Return a rule with its section of the runbook."""
     return {
         "alert": rule.name,
         "severity": rule.severity,
@@ -128,7 +128,7 @@ def describe_rule(rule: Rule) -> dict[str, object]:
 
 
 def _show(text: str) -> None:
-    """Set for a terminal; as it is written for everything else."""
+    """Print Markdown: formatted on a terminal, unchanged elsewhere."""
     if not sys.stdout.isatty():
         echo(text)
         return
@@ -140,11 +140,11 @@ def _show(text: str) -> None:
 
 
 def _without_tables(text: str) -> str:
-    """Tables as lists: the columns of a terminal are too narrow for them, and a command that is cut off is none."""
+    """Turn tables into lists: a terminal's columns are too narrow for them, and a truncated command is useless."""
     lines, head = list[str](), list[str]()
     for line in text.splitlines():
         parts = line.strip("| ").split(" | ") if line.startswith("|") else []
-        cells = [part.strip().replace("\\|", "|") for part in parts]  # as Markdown has it within a cell
+        cells = [part.strip().replace("\\|", "|") for part in parts]  # as Markdown escapes it within a cell
         if not cells:
             head = []
             lines.append(line)

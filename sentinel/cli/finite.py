@@ -1,4 +1,4 @@
-"""Options that are finite numbers."""
+"""The type of options that are finite numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 class Finite(click.FloatRange):
-    """A number within bounds. click takes `nan` to be within any bounds, and `1e400` within open ones."""
+    """A finite number within bounds. click alone accepts `nan` within any bounds, and `1e400` within open ones."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))

@@ -40,7 +40,7 @@ def grafana() -> None:
 def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dry_run: bool, as_json: bool) -> None:
     """Put folder, dashboards, and annotations at incidents onto a Grafana server, 10.0 or newer.
 
-    What is the same already is not written. A dashboard that somebody changed is reset; Grafana keeps its versions.
+    What is the same already is not written. A dashboard that was changed is reset; Grafana keeps its versions.
     The token is that of a service account with the role Editor; for --prometheus, Admin. It is not an option:
     others on the machine can see options.
 

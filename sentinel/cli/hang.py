@@ -19,8 +19,9 @@ from sentinel.web import json
 SURVEY_SECONDS = 2.0
 """Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
 LOOK_SECONDS = 0.05
+"""Seconds between two questions to the daemons."""
 APART = 4
-"""Up to this many ranks of a node have a line each; of more, ranks in the same place share one."""
+"""Ranks of a node up to which each has a line; of more, ranks in the same place share one."""
 
 
 @click.command()
@@ -30,8 +31,8 @@ APART = 4
 def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     """Say which rank is missing in which collective, and why.
 
-    Without PATHS: for the runs that are watched on this node now, of a job whose nodes meet with the ranks of all
-    nodes. With PATHS: for a job that has ended, from
+    Without PATHS: for the runs that are watched on this node now; for a job whose nodes are connected, with the ranks
+    of all nodes. With PATHS: for a job that has ended, from
     files or folders of flight-recorder dumps (pickle or JSON), torchrun's error files, and logs whose lines begin with
     the rank (`7: `, `[rank7]:`) or whose names end with it. Nothing in them is run.
 
@@ -54,7 +55,7 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
 
 
 def survey_runs() -> list[dict[str, Any]]:
-    """What the ranks say of themselves, as soon as all have, or time is up."""
+    """Return where the ranks of the watched runs stand, as soon as all have answered or the time is up."""
     deadline, answers = time.monotonic() + SURVEY_SECONDS, ask_daemons("hang")
     while not all(run["answered"] for answer in answers for run in answer) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
@@ -63,7 +64,7 @@ def survey_runs() -> list[dict[str, Any]]:
 
 
 def _offline(paths: tuple[Path, ...], as_json: bool) -> bool:
-    """Whether there is something to look at: a cause, or that it is not known."""
+    """Print what the files show. Returns whether there is a cause, or one that is not known."""
     from sentinel.toolkit.postmortem.files import remains
     from sentinel.toolkit.postmortem.verdict import verdict
 
@@ -107,7 +108,7 @@ def _live(run: dict[str, Any]) -> list[str]:
 
 
 def _list_ranks(ranks: list[dict[str, Any]]) -> list[str]:
-    """What the ranks of a node do; if there are many, ranks that do the same in the same place are listed together."""
+    """Return lines about what a node's ranks do; of many ranks, those that do the same in the same place share one."""
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for rank in ranks:
         doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")

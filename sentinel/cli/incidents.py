@@ -24,10 +24,10 @@ from sentinel.web import json
 
 TEXT_COLUMN = 14
 FRAME_INDENT = "  "
-"""Evidence that is a frame of a stack: left out where the stacks are shown whole."""
+"""Beginning of evidence that is a frame of a stack: left out where the stacks are shown whole."""
 
 _OF_JOB = re.compile(r"n(\d+)-(.+)")
-"""Id of an incident of a job: the node and its case that opened it."""
+"""Id of a job's incident: the node that opened it, and that node's id of the case."""
 
 _RUN = click.option(
     "--run", callback=complete_option, help="Name or id of a run, or the beginning of its id. [default: all runs]"
@@ -57,7 +57,8 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
 
 
 def format_incidents(cases: list[dict[str, Any]], nothing: str) -> str:
-    """A row a case; in a terminal those of a run below its name, each with its words. `nothing` where there is none."""
+    """Return a row per case; on a terminal those of a run below its name, with their summaries. `nothing`: the text
+    where there is no case."""
     if not cases:
         return nothing
     if sys.stdout.isatty():
@@ -76,7 +77,7 @@ def format_incidents(cases: list[dict[str, Any]], nothing: str) -> str:
 
 
 def _name(case: dict[str, Any]) -> str:
-    """The alert; that of a consequence indented."""
+    """Return the alert's name, indented for a consequence."""
     return ("  " if case.get("parent") else "") + str(case["alert"])
 
 
@@ -108,11 +109,11 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
 
 
 def find_incident(identity: str, run: str | None) -> dict[str, Any]:
-    """The newest of this id. Raises ConfigError."""
+    """Return the newest incident of this id. Raises ConfigError where there is none."""
     cases = collect_incidents(run)
     _must_be_known(run, cases)
     found = [case for case in cases if case["id"] == identity]
-    found = found or [case for case in cases if identity in case.get("own", ())]  # what this node called it by itself
+    found = found or [case for case in cases if identity in case.get("own", ())]  # this node's own id of the case
     if not found:
         where = f" in run {run}" if run else ""
         raise ConfigError(f"no incident {identity}{where}; see `sentinel incidents`{_say_where(identity)}")
@@ -121,7 +122,7 @@ def find_incident(identity: str, run: str | None) -> dict[str, Any]:
 
 
 def _say_where(identity: str) -> str:
-    """Who has an incident of a job that is over."""
+    """Return which nodes keep an incident of a job that has ended; empty for other ids."""
     if (named := _OF_JOB.fullmatch(identity)) is None:
         return ""
     node, case = named.groups()
@@ -129,8 +130,8 @@ def _say_where(identity: str) -> str:
 
 
 def collect_incidents(run: str | None) -> list[dict[str, Any]]:
-    """Cases of live daemons, and of the histories of all other runs; of a job over several nodes, the job's. Nodes that
-    could not be asked are named on stderr."""
+    """Return the cases of live daemons, and of the histories of all other runs; for a job over several nodes, the
+    job's. Nodes that could not be asked are named on stderr."""
     runs = list_runs()
     live = {run["run_id"] for run in runs}
     cases, unasked = collect_live_incidents(runs, run)
@@ -153,8 +154,8 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
 def collect_live_incidents(
     runs: Iterable[dict[str, Any]], run: str | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Cases of live daemons, of a job over several nodes the job's; and which nodes could not be asked, in words.
-    `run`: a name or an id, of which alone nodes are asked."""
+    """Return the cases of live daemons (for a job over several nodes, the job's), and which nodes could not be asked,
+    in words. `run`: name or id of the only run for which nodes are asked."""
     jobs = [job for job in ask_jobs(runs) if run in (None, job["run"], job["run_id"])]
     joined = {job["run_id"] for job in jobs}
     cases = [case for answer in ask_daemons("incidents") for case in answer if case["run_id"] not in joined]
@@ -164,20 +165,21 @@ def collect_live_incidents(
 
 
 def ask_jobs(runs: Iterable[dict[str, Any]], identity: str = "") -> list[dict[str, Any]]:
-    """Incidents of the jobs over several nodes that `runs` are a part of; with an id, that one with its evidence."""
+    """Return the incidents of the jobs over several nodes that `runs` are part of; with an id, that one with its
+    evidence."""
     if not any(run.get("job") for run in runs):
         return []
     return [job for answer in ask_daemons("job_incidents", {"id": identity} if identity else None) for job in answer]
 
 
 def _must_be_known(run: str | None, cases: list[dict[str, Any]]) -> None:
-    """A name of no run has no incidents either, and is a slip. Raises ConfigError."""
+    """Raise ConfigError where no run has this name: a mistyped name must not look like a run without incidents."""
     if run is not None and not cases and (said := explain_unknown(run)):
         raise ConfigError(said)
 
 
 def _say_untold(history: History) -> None:
-    """What a daemon that is gone could not deliver."""
+    """Print on stderr what a daemon that has ended could not deliver."""
     for entry in untold(history.path):
         why = f" ({entry.trouble})" if entry.trouble else ""
         echo(f"sentinel: run {history.run}: {entry.alert} was not delivered to {entry.receiver}{why}", err=True)

@@ -1,5 +1,7 @@
-"""How the daemon's log is written: for people, or a JSON object a line for programs that collect logs. Not without end:
-it lies in /tmp, where training has its files, too."""
+"""Formats of the daemon's log: text for people, or a JSON object per line for programs that collect logs.
+
+Its size is limited: it lies in /tmp, where training has its files, too.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,29 @@ from sentinel.text import spell_controls, spell_line
 
 PERIOD_SECONDS = 3600.0
 MOST = 500
-"""Records of one line of code per period. A thousand ranks say hello in two lines, a tick that fails has 3 kB."""
+"""Most records of one line of code per period. A thousand ranks say hello in two lines, a tick that fails has 3 kB."""
 
 
 class LineFormatter(logging.Formatter):
-    """For people: time, level, message, and a traceback below it. What a terminal obeys is spelled out."""
+    """Format for people: time, level, message, and a traceback below it. Control characters are spelled out."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever a peer has sent: none can be made up."""
+        """Return one line, whatever a peer has sent: a peer cannot forge another record."""
         return spell_line(super().formatMessage(record))
 
     def formatException(self, error: Any) -> str:
-        """Its lines."""
+        """Return the traceback's lines."""
         return spell_controls(super().formatException(error))
 
 
 class JsonLines(logging.Formatter):
-    """`time` (RFC 3339, UTC), `level`, `logger`, `message`, and `traceback` where there is one."""
+    """Format for programs: `time` (RFC 3339, UTC), `level`, `logger`, `message`, and `traceback` where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return the record as one line."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -51,7 +53,7 @@ class JsonLines(logging.Formatter):
 
 
 class Sparing(logging.Filter):
-    """Leaves out what one line of code says over and over: a fault at every tick, a peer at every second."""
+    """Drops what one line of code logs over and over: a fault at every tick, a peer at every second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Sparing(logging.Filter):
         self._until = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written."""
+        """Return whether a record is written."""
         if (now := self._clock()) >= self._until:
             self._counts.clear()
             self._until = now + PERIOD_SECONDS

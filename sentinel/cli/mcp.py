@@ -1,4 +1,4 @@
-"""`sentinel mcp`: what the command line knows, for assistants that speak the Model Context Protocol."""
+"""`sentinel mcp`: serve what the commands show to assistants that speak the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def mcp(allow_write: bool, as_json: bool) -> None:
 
 
 def make_server(*, allow_write: bool = False, local: bool = False) -> MCPServer:
-    """The server, with its tools and resources. `local`: for an assistant on this machine. Raises ConfigError if the
-    package mcp is not installed."""
+    """Return the server, with its tools and resources. `local`: for an assistant on this machine. Raises ConfigError if
+    the package mcp is not installed."""
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("MCP needs the package mcp: pip install 'training-sentinel[mcp]'")
     from mcp.server import MCPServer
@@ -74,7 +74,7 @@ def make_server(*, allow_write: bool = False, local: bool = False) -> MCPServer:
 
 
 def _say_mistakes(tool: Callable[..., str]) -> Callable[..., str]:
-    """A mistake is a sentence, as for a person. It may name runs, and is therefore quoted as data."""
+    """Wrap a tool so that a mistake is a sentence, as for a person; it may name runs, and is thus quoted as data."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     @functools.wraps(tool)
@@ -90,7 +90,7 @@ def _say_mistakes(tool: Callable[..., str]) -> Callable[..., str]:
 
 
 def _add_resources(server: MCPServer) -> None:
-    """The runbook, whole and by section, and each rule file, as they are at the moment of reading."""
+    """Add the runbook, whole and by section, and each rule file, as they are at the moment of reading."""
     from mcp.server.mcpserver.resources import FunctionResource
 
     from sentinel.cli import explain

@@ -36,7 +36,7 @@ from sentinel.toolkit.memory.stacks import growing
 from sentinel.toolkit.plan.recipe import CARDS, OPTIMIZERS, PRECISIONS
 
 INCIDENTS, RANKS, STEPS, SIGNALS, STACKS = 50, 16, 200, 16, 10
-"""In one answer, at most; ranks of an incident in the list."""
+"""Most of each in one answer; RANKS: of each listed incident."""
 MOST_SIZE = 10**9
 _OF_INCIDENT = ("id", "run", "run_id", "alert", "severity", "state", "first_step", "step", "time", "summary")
 
@@ -187,7 +187,7 @@ READING: tuple[Callable[..., str], ...] = (
     check_environment, plan_memory,
 )  # fmt: skip
 LOCAL: tuple[Callable[..., str], ...] = (read_memory_snapshot,)
-"""They open files that they are given, and take a while: not in a daemon that serves HTTP."""
+"""Tools that open files named by the caller, and take a while: not offered by a daemon that serves HTTP."""
 CHANGING: tuple[Callable[..., str], ...] = (silence_alert, reload_rules)
 
 
@@ -196,7 +196,7 @@ def _complete_run(run: str) -> str | None:
 
 
 def _find_last_change(case: dict[str, Any]) -> tuple[float, str, str]:
-    """When it last fired or ended; the ids tell those of one moment apart."""
+    """Return when a case last fired or ended, and its ids, which order cases of the same moment."""
     return max(case["time"], case.get("resolved_time") or 0.0), case["run_id"], case["id"]
 
 

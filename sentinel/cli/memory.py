@@ -1,4 +1,4 @@
-"""`sentinel memory`: a snapshot of the CUDA caching allocator, read for people."""
+"""`sentinel memory`: analyse snapshots of the CUDA caching allocator."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sentinel.toolkit.memory.timeline import TimelineMoment, peaks
 from sentinel.web import json
 
 _BAR, _FRAME = 56, 72
-"""Letters of a picture of memory, and of a stack's frame."""
+"""Characters of a picture of memory, and of a stack's frame."""
 _SEGMENTS = 8
-"""Lines of the map."""
+"""Most lines of a GPU's map."""
 
 
 @click.command()
@@ -58,7 +58,7 @@ def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames:
 def describe_snapshots(
     snapshots: list[AllocatorSnapshot], growth: list[Growth], found: list[Advice], top: int
 ) -> dict[str, Any]:
-    """What `--json` prints: `top` stacks of the last snapshot, and of what grew."""
+    """Return what `--json` prints: `top` stacks of the last snapshot, and of what grew."""
     return {
         "snapshots": [{"file": snapshot.file, "gpus": _gpus(snapshot)} for snapshot in snapshots],
         "stacks": [_builtins(holder) for holder in holders(snapshots[-1])[:top]],
@@ -138,7 +138,7 @@ def _stack(title: str, stack: tuple[str, ...], frames: int) -> list[str]:
     if not stack:
         return [f"  {title}", "      no stack was recorded"]
     where = place(stack)
-    told = [where] if where not in stack else []  # of C++ alone: what its thread does
+    told = [where] if where not in stack else []  # a stack of C++ alone: what its thread does
     return [f"  {title}", *(f"      {_short(frame)}" for frame in (*told, *select_telling(stack))[:frames])]
 
 

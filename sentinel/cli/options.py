@@ -14,7 +14,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def json_option(text: str = "Print JSON instead of text.") -> Callable[[_F], _F]:
-    """`--json`, as the argument `as_json`. `text`: its help, where it means something else."""
+    """Return the option `--json`, passed as `as_json`. `text`: its help, where it means something else."""
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
@@ -29,7 +29,7 @@ rules_option = click.option(
 
 
 def parse_duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Callback of an option that takes a duration: `14d` in seconds."""
+    """Return the seconds of a duration such as `14d`; callback of options. Raises click.BadParameter."""
     try:
         return None if text is None else settings.duration(text)
     except ValueError as error:

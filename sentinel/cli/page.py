@@ -40,7 +40,7 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
     a history file), the address of that run. Where no daemon watches it, or there is none, the page is served from the
     histories until Ctrl-C.
 
-    The address holds a token: whoever has it may read. From another machine, forward the port first:
+    The address holds a token: anyone who has it may read. From another machine, forward the port first:
     ssh -L 9477:127.0.0.1:9477 NODE.
 
     Exit code 0; 1: no daemon of yours serves a page, and no history is kept; 2: there is no such run.
@@ -75,12 +75,12 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
 
 
 def list_served() -> list[dict[str, Any]]:
-    """State files of our daemons that serve HTTP: `pid`, `http` (the address) and `token`."""
+    """Return the state of this user's daemons that serve HTTP: `pid`, `http` (the address) and `token`."""
     return [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
 
 
 def _serve_stored(file: Path | None, *, opens: bool, as_json: bool) -> None:
-    """Serve the page from the histories, until SIGINT or SIGTERM: of the run of `file`, or the list. Raises
+    """Serve the page from the histories until SIGINT or SIGTERM: the run of `file`, or the list of runs. Raises
     ConfigError."""
     from sentinel.report.stored_runs import StoredRuns
     from sentinel.web import http
@@ -104,7 +104,7 @@ def _serve_stored(file: Path | None, *, opens: bool, as_json: bool) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.end)
         echo(plain_json.text([row]) if as_json else f"{row['page']}\n{ended}; Ctrl-C ends the page")
-        opening = [asyncio.to_thread(_open, str(row["page"]))] if opens else []  # some browsers are waited for
+        opening = [asyncio.to_thread(_open, str(row["page"]))] if opens else []  # some browsers block until closed
         await asyncio.gather(server.serve(listening), *opening)
 
     with contextlib.closing(listening):
@@ -117,12 +117,12 @@ def _row(state: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any], *, alone: bool) -> str:
-    """The address, and where there are several, whose it is."""
+    """Return the address; where there are several, with the names of its runs."""
     return str(row["page"]) if alone or not row["runs"] else f"{row['page']}  {', '.join(row['runs'])}"
 
 
 def _open(address: str) -> None:
-    """By way of a file that only its owner can read: all users of a machine can see the browser's command line."""
+    """Open the address through a file that only its owner can read: all users can see the browser's command line."""
     file = paths.private_directory(paths.runtime_root()) / _REDIRECT
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as redirect:
@@ -134,6 +134,6 @@ def _open(address: str) -> None:
 def _state(path: Path) -> dict[str, Any] | None:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not yet there, no longer, or another user's
+    except (OSError, ValueError):  # not there yet, already gone, or another user's
         return None
     return state if isinstance(state, dict) and state.get("http") else None

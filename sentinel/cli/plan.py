@@ -1,4 +1,4 @@
-"""`sentinel plan`: what a run needs of each GPU, before it runs."""
+"""`sentinel plan`: estimate what a run needs of each GPU before it runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def plan(ctx: click.Context, /, target: str | None, as_json: bool, **given: Any)
 
 
 def rank_candidates(target: str | None, given: dict[str, Any]) -> tuple[Subject, Setup, list[Candidate]]:
-    """Strategies for a model, the fastest that fits first. `given`: all options of the command, by name."""
+    """Return the model, the setup, and strategies for them, the fastest that fits first. `given`: all options of the
+    command, by name."""
     setup = _setup(given)
     subject, share = _subject(target, setup, given)
     setup = msgspec.structs.replace(setup, lora=share)
@@ -106,7 +107,7 @@ def _setup(given: dict[str, Any]) -> Setup:
 
 
 def _subject(target: str | None, setup: Setup, given: dict[str, Any]) -> tuple[Subject, float]:
-    """What is planned for, and the share of its parameters that LoRA would add."""
+    """Return the model to plan for, and the share of its parameters that LoRA would add."""
     if target and (given["params"] or given["layers"] or given["hidden"]):
         raise click.UsageError("give a config or a module, or sizes, not both")
     if target and ":" in target and not Path(target).exists():

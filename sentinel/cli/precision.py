@@ -1,4 +1,4 @@
-"""`sentinel precision`: fp16 and bf16 problems of a checkpoint or a run."""
+"""`sentinel precision`: find fp16 and bf16 problems of a checkpoint or a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sentinel reload`: the daemons read rule files and settings again."""
+"""`sentinel reload`: have the daemons read rule files and settings again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sentinel.cli.plain import echo
 from sentinel.web import json
 
 SECONDS = 10.0
-"""For a daemon to answer."""
+"""Seconds that a daemon has to answer."""
 
 
 @click.command()
@@ -41,7 +41,7 @@ def reload(ctx: click.Context, as_json: bool) -> None:
 
 
 def reload_daemons() -> list[dict[str, Any]]:
-    """What each daemon of this user answers: `reloaded`, or the mistakes."""
+    """Have each daemon of this user reload. Returns their answers: `reloaded`, or the mistakes."""
     found = []
     for state in list_served():
         try:

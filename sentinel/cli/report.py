@@ -1,4 +1,4 @@
-"""`sentinel report`: one offline HTML file about a run, or about two side by side."""
+"""`sentinel report`: write one offline HTML file about a run, or about two side by side."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
 
 
 def read_reports(runs: Sequence[str]) -> list[Report]:
-    """From the histories of these runs: names, ids or files. Raises ConfigError."""
+    """Read the reports of these runs (names, ids or files) from their histories. Raises ConfigError."""
     reports, live = [], {one["run_id"]: one for one in list_runs()}
     for name in runs:
         with History(find_history(name)) as history:
@@ -61,7 +61,7 @@ def read_reports(runs: Sequence[str]) -> list[Report]:
 
 
 def _add_job(one: Report, run: dict[str, Any]) -> Report:
-    """The report of a node's run with the incidents of its job. `run`: what `sentinel status` shows of it."""
+    """Return the report of a node's run with the incidents of its job. `run`: what `sentinel status` shows of it."""
     job = run["job"]
     cases, unasked = collect_live_incidents([run], one.run_id)
     own = [case for case in cases if case["run_id"] == one.run_id]
@@ -83,7 +83,7 @@ def _find_time(case: dict[str, Any]) -> float:
 
 
 def list_figures(one: Report) -> dict[str, Any]:
-    """What `sentinel report --json` says of a run."""
+    """Return what `sentinel report --json` prints of a run."""
     return {
         "run": one.run,
         "run_id": one.run_id,

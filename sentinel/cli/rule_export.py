@@ -1,4 +1,4 @@
-"""`sentinel rules export`: rules for other programs."""
+"""`sentinel rules export`: convert rules for other programs."""
 
 from __future__ import annotations
 

@@ -44,17 +44,17 @@ def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
 
 
 def find_runs(run: str | None) -> list[dict[str, Any]]:
-    """The runs of this name or id that are watched now; without one, all."""
+    """Return the runs of this name or id that are watched now; without one, all."""
     return [found for found in list_runs() if run in (None, found["run"], found["run_id"])]
 
 
 def pick_rules(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each run where its rules stand."""
+    """Return, for each run, its name, its id and where its rules stand."""
     return [{key: found[key] for key in ("run", "run_id", "rules")} for found in runs]
 
 
 def lines(rules: list[dict[str, Any]]) -> Iterator[str]:
-    """A line a rule and state. Of many ranks or layers in one state the first is shown, and how many they are."""
+    """Yield a line per rule and state. Of many ranks or layers in one state it shows the first and their number."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for rule in rules:
         found.setdefault((rule["state"], rule["rule"]), []).append(rule)

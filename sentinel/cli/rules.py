@@ -26,20 +26,20 @@ _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(
 
 
 class RuleFault(msgspec.Struct):
-    """A mistake in a file, or something that a test did not find as expected."""
+    """A mistake in a file, or an expectation that a test did not meet."""
 
     message: str
     line: int
-    """0: the file as a whole."""
+    """Line of the file, from 1; 0: the file as a whole."""
     column: int = 1
 
     def format(self, file: str) -> str:
-        """As the error itself prints."""
+        """Return the text of the error as RuleError prints it."""
         return str(RuleError(self.message, file=file, line=self.line, column=self.column))
 
 
 class Checked(msgspec.Struct, kw_only=True):
-    """One file, checked."""
+    """The result of checking one file."""
 
     file: str
     ok: bool = True
@@ -51,7 +51,7 @@ class Checked(msgspec.Struct, kw_only=True):
 
 
 class CheckOutcome(msgspec.Struct):
-    """One test, run."""
+    """The result of one test."""
 
     name: str
     ok: bool
@@ -59,7 +59,7 @@ class CheckOutcome(msgspec.Struct):
 
 
 class Tested(msgspec.Struct, kw_only=True):
-    """One test file, run."""
+    """The results of one test file."""
 
     file: str
     ok: bool = True
@@ -153,7 +153,7 @@ def schema() -> None:
 
 
 def _list_files(files: Iterable[Path], what: str, only: Callable[[Path], bool] = lambda _: True) -> list[Path]:
-    """The files; of a folder, all rule and test files in it, or `only` some, of which `what` says what they are."""
+    """Return the files, and of a folder its YAML files for which `only` is true; `what` names them for an error."""
     found: list[Path] = []
     for path in list(files) or [Path(str(resources.files("sentinel.rules")))]:
         if not path.is_dir():

@@ -1,4 +1,4 @@
-"""`sentinel run`: a training command under watch, without code changes."""
+"""`sentinel run`: run a training command under watch, without code changes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sentinel.supervise.job_nodes import find_job_nodes
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
-"""Options of Python under which it reads no PYTHONPATH, or no sitecustomize."""
+"""Options with which Python ignores PYTHONPATH, or imports no sitecustomize."""
 
 
 @click.command(
     context_settings={
         "ignore_unknown_options": True,
-        "allow_interspersed_args": False,  # what comes after the command's name is its own, with or without `--`
+        "allow_interspersed_args": False,  # all options after the command's name are its own, with or without `--`
     },
 )
 @click.option("--name", help="Name of the run. [default: $SENTINEL_RUN, the script's]")
@@ -92,10 +92,10 @@ def run(
     nodes = find_job_nodes(allow_shrink, given, command) if allow_shrink is not None else None
     if nodes is not None and nodes.members.whole < 3:
         echo("sentinel: --allow-shrink: of fewer than three nodes none can be left out: more than half go on", err=True)
-    if nodes is not None and nodes.members.whole == 1:  # it is started again as any job of one node
+    if nodes is not None and nodes.members.whole == 1:  # it is started again like any job of one node
         command, given, nodes = tuple(nodes.fill(command)), given | nodes.list_environment(), None
     made = environment(given, command, name)
-    if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # one inside another has nothing to do
+    if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # a nested one has nothing to do
         execute(command if nodes is None else nodes.fill(command), made)
     from sentinel.supervise.supervisor import Supervisor, leave
 
@@ -108,11 +108,11 @@ def run(
 
 
 def environment(given: Mapping[str, str], command: Sequence[str], name: str | None) -> dict[str, str]:
-    """What the command needs to be watched: all its processes inherit it."""
+    """Return the environment in which the command is watched: all its processes inherit it."""
     hook = str(Path(sentinel.__file__).parent / "launch")
     paths = [path for path in given.get("PYTHONPATH", "").split(os.pathsep) if path and path != hook]
     made = {**given, "PYTHONPATH": os.pathsep.join([hook, *paths])}
-    # A store that torchrun's restarts share keeps addresses of the dead: gloo then hangs (pytorch#135712).
+    # A store that torchrun's restarts share keeps addresses of dead processes: gloo then hangs (pytorch#135712).
     made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if name:
         made["SENTINEL_RUN"] = name
@@ -124,7 +124,7 @@ def environment(given: Mapping[str, str], command: Sequence[str], name: str | No
 
 
 def execute(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Become the command. Returns only by SystemExit."""
+    """Replace this process with the command. Never returns; raises SystemExit where the command cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
     with _starting(command[0]):
@@ -133,7 +133,7 @@ def execute(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _starting(command: str) -> Iterator[None]:
-    """Exit as a shell does where it cannot be started: 127 not found, 126 not to be executed."""
+    """Exit as a shell does where the command cannot be started: 127 not found, 126 not executable."""
     try:
         yield
     except (FileNotFoundError, ValueError):  # ValueError: an empty name, or one with a null byte
@@ -145,13 +145,13 @@ def _starting(command: str) -> Iterator[None]:
 
 
 def _alone(given: Mapping[str, str], command: Sequence[str]) -> bool:
-    """Whether all ranks are started here. Else the scheduler's id, or torchrun's, is what they share."""
+    """Whether all ranks are started here. If not, they share the scheduler's id, or torchrun's."""
     nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
     return "SLURM_JOB_ID" not in given and (nodes is None or nodes[1] in ("1", "1:1"))
 
 
 def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:
-    """Whether other nodes, or other tasks, have ranks of the job, too: it is started again on all at once, or not."""
+    """Whether other nodes or tasks have ranks of the job, too: it is then restarted on all at once, or not at all."""
     nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
     spread = nodes is not None and nodes[1] not in ("1", "1:1")
     return spread or given.get("SLURM_STEP_NUM_TASKS", "1") != "1"
@@ -164,5 +164,5 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """What the id of a run may have; it is cut where it is too long."""
+    """Return a text with only the characters that a run's id may have, cut where it is too long."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:30] or "run"

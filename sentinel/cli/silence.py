@@ -83,20 +83,20 @@ def silence(
 
 
 def add_silence(alert: str, run: str, seconds: float, comment: str) -> Silence:
-    """Begin one, in our file and at a node's service."""
+    """Begin a silence, in this user's file and at a node's service."""
     made = silences.add(silences.file(), alert=alert, run=run, seconds=seconds, comment=comment)
     _service({"add": msgspec.to_builtins(made)})
     return made
 
 
 def _service(order: dict[str, Any]) -> list[Silence]:
-    """Tell a node's service, which does not read our file, and answer what it knows of us."""
+    """Send an order to a node's service, which does not read this user's file. Returns this user's silences there."""
     try:
         if (socket := paths.address()) is None:
             return []
         return msgspec.convert(ask_daemon(socket, "silence", order), list[Silence])
     except ConfigError:
-        return []  # none serves there, or it does not know this silence
+        return []  # no service runs there, or it does not know this silence
     except ProtocolError as error:
         echo(f"sentinel: {error}", err=True)
         return []
@@ -125,7 +125,7 @@ def _say(one: Silence, what: str, as_json: bool) -> None:
 
 
 def _warn(alert: str) -> None:
-    """A name that no rule has is a slip more often than not."""
+    """Warn of an alert that no rule has: it is most likely mistyped."""
     names = {rule.name for rule in loader.load(_settings_rules()).rules}
     names |= {rule["rule"] for run in list_runs() for rule in run["rules"]}
     if not set(alert) & set("*?[") and alert not in names:

@@ -1,4 +1,4 @@
-"""The stacks of a case, as a person reads them: the thread that trains first, and where the user's own code is."""
+"""Format the stacks of a case for people: the training thread first, with the user's own code marked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from sentinel.diagnose.standstill.stacks import StackFrame, Thread, threads
 
 RANKS = 8
 FRAMES = 25
-"""Of the thread that trains; of the others only where they are, and whose code called that."""
+"""Most frames of the training thread; of others only the innermost frame and the user's code that called it."""
 
 
 def format_stacks(stacks: Mapping[str, str]) -> str:
-    """A block a rank; empty where there are no stacks. `>` marks the innermost frame of the user's own code."""
+    """Return a block per rank; empty without stacks. `>` marks the innermost frame of the user's own code."""
     blocks = [block for rank, dump in list(stacks.items())[:RANKS] for block in _rank(rank, threads(dump))]
     if len(stacks) > RANKS:
         blocks.append(f"\n  {len(stacks) - RANKS} more ranks: see --json")
@@ -41,5 +41,5 @@ def _locate(thread: Thread) -> str:
 
 
 def _line(frame: StackFrame) -> str:
-    """File and line come first and stay whole, to be copied."""
+    """Return a frame's line; file and line number come first and stay whole, to be copied."""
     return f"{frame.file}:{frame.line}  {frame.function}"

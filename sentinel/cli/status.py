@@ -1,4 +1,4 @@
-"""`sentinel status`: the runs that are watched now."""
+"""`sentinel status`: show the runs that are watched now."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sentinel.web import json
 _OPENING = (
     f"for now more, and at a higher cost: the first {OPENING_STEPS} steps are examined whole, some of those up to 512"
 )
-"""Said as long as the opening examination (hooks/core/opening.py) is on, or part of the cost that was measured."""
+"""Shown as long as the opening examination (hooks/core/opening.py) is on, or part of the measured cost."""
 
 
 @click.command()
@@ -55,7 +55,7 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
 
 
 def _list_undelivered() -> list[str]:
-    """What daemons that are gone could not tell; the next one says it on the training terminal too."""
+    """Return what daemons that have ended could not deliver; the next one shows it on the training terminal too."""
     try:
         return undelivered.describe_left(undelivered.read(paths.state_directory()))
     except ConfigError:
@@ -63,7 +63,7 @@ def _list_undelivered() -> list[str]:
 
 
 def _show(run: dict[str, Any], with_rules: bool) -> None:
-    """A run. What a daemon of an earlier version does not say is asked for by `get`."""
+    """Print a run. Keys that a daemon of an earlier version does not send are read with `get`."""
     parts = (
         _describe_now(run),
         *(_describe_rank(rank) for rank in run["ranks"]),
@@ -103,7 +103,7 @@ def _describe_rank(rank: dict[str, Any]) -> Iterator[str]:
 
 def _describe_sampling(run: dict[str, Any]) -> Iterator[str]:
     given: Iterator[dict[str, int]] = (rank["spacing"] for rank in run["ranks"] if rank["spacing"])
-    spacing = next(given, {})  # the daemon gives all ranks the same
+    spacing = next(given, {})  # the daemon gives all ranks the same spacing
     for title, line in zip(("samples", *3 * ("",)), _list_samples(spacing), strict=False):
         yield f"  {title:<9} {line}"
     if "opening_step" in run["values"]:
@@ -111,12 +111,12 @@ def _describe_sampling(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _describe_watch(run: dict[str, Any]) -> Iterator[str]:
-    """What is not seen, what costs more than it could, and what the first steps showed."""
+    """Yield what is not seen, what costs more than it could, and what the first steps showed."""
     for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
         yield f"  not seen  {what}"
     for why in sorted({rank["kernel_missing"] for rank in run["ranks"]} - {""}):
         yield f"  slower    no compiled kernel reads the gradients ({why})"
-    if opening := run.get("opening"):  # it may not be over yet
+    if opening := run.get("opening"):  # absent until the opening is over
         yield f"  opening   {opening['text']}"
 
 
@@ -140,7 +140,7 @@ def _state(rank: dict[str, Any]) -> str:
 
 
 def _describe_wanted(rank: dict[str, Any]) -> str:
-    """What a rank would choose if the others were not there, where that is something else."""
+    """Return the spacings that a rank would choose alone; empty where they are those in use."""
     if all(rank["wanted"].get(tier, every) == every for tier, every in rank["spacing"].items()):
         return ""
     every = ", ".join(f"{steps:,}" for _, steps in sorted(rank["wanted"].items()))
@@ -148,7 +148,7 @@ def _describe_wanted(rank: dict[str, Any]) -> str:
 
 
 def _list_samples(spacing: dict[str, int]) -> Iterator[str]:
-    """What is looked at how often."""
+    """Yield which tiers are sampled how often."""
     for every, tiers in itertools.groupby(sorted(spacing), spacing.__getitem__):
         names = " and ".join(f"{TIERS[int(tier)]} (tier {tier})" for tier in tiers)
         yield f"{'every step' if every == 1 else f'every {every:,} steps'}: {names}"
@@ -168,7 +168,7 @@ def _show_daemon(answer: dict[str, Any]) -> None:
 
 
 def describe_rollback(rollback: dict[str, Any]) -> Iterator[str]:
-    """Lines: whether it is armed, and what there is to go back to."""
+    """Yield lines: whether rollback is armed, and which snapshots it can restore."""
     if not rollback["armed"]:
         yield "  rollback  not armed"
         return

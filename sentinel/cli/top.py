@@ -1,4 +1,4 @@
-"""`sentinel top`: the runs of this node, live, in a terminal; of a job over several nodes, all of it."""
+"""`sentinel top`: show the runs of this node, live, in a terminal; a job over several nodes is shown whole."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> No
 
 
 def _read() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Runs, their incidents, and which nodes could not be asked for theirs, in words."""
+    """Return the runs, their incidents, and which nodes could not be asked for theirs, in words."""
     runs = list_runs()
     return runs, *collect_live_incidents(runs)
 
 
 def _live(interval: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Until `q` or an interrupt. The last state of the runs, and their incidents."""
+    """Show the runs until `q` or an interrupt. Returns their last state, and their incidents."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -87,7 +87,7 @@ def _live(interval: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come one by one and unseen. Where stdin is no terminal, none come."""
+    """Read keys one by one, without echo. Where stdin is no terminal, there are none."""
     if not sys.stdin.isatty():
         yield
         return

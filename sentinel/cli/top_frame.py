@@ -1,4 +1,4 @@
-"""What `sentinel top` shows, line by line: made from the answers of daemons alone, for any size of terminal."""
+"""Lines that `sentinel top` shows, made from the answers of daemons alone, for any size of terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _TRACED = ("loss", "grad_norm")
 _PHASES = ("data", "forward", "backward", "optimizer", "other")
 _PAST = 512
-"""Samples of a signal that are remembered."""
+"""Most samples of a signal that are remembered."""
 _LABEL = 11
 _NODES = 8
-"""Of a job, of which each has a line."""
+"""Most nodes of a job that have a line each."""
 _STYLES = {"silent": "red", "left": "dim"}
 _LEAST = 24
-"""Columns in which it is worth wrapping the words of an incident."""
+"""Fewest columns in which it is worth wrapping an incident's summary."""
 
 
 class TopLine(NamedTuple):
@@ -36,14 +36,14 @@ class TopLine(NamedTuple):
 
 
 class Traces:
-    """The past of each run's loss and gradient norm: from its history at first, then as it is seen."""
+    """The past of each run's loss and gradient norm: from its history at first, then from the daemons' answers."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str], deque[float]] = {}
         self._steps: dict[str, int] = {}
 
     def add(self, runs: Sequence[Mapping[str, Any]]) -> None:
-        """What the runs say now."""
+        """Add what the runs report now."""
         for run in runs:
             key = run["run_id"]
             if key not in self._steps:
@@ -55,7 +55,7 @@ class Traces:
             self._steps[key] = run["step"]
 
     def list_values(self, run_id: str, name: str) -> list[float]:
-        """The oldest first."""
+        """Return the values of a signal, the oldest first."""
         return list(self._find_values(run_id, name))
 
     def _find_values(self, run_id: str, name: str) -> deque[float]:
@@ -71,7 +71,7 @@ class Traces:
                 for name in _TRACED:
                     values = history.series(name, attempt=run["attempt"]).values
                     self._find_values(run["run_id"], name).extend(values[-_PAST:])
-        except (ConfigError, OSError):  # another user's, or being made: the past is then not shown
+        except (ConfigError, OSError):  # another user's, or not complete yet: the past is then not shown
             return
 
 
@@ -83,8 +83,8 @@ def frame(
     height: int,
     unasked: Sequence[str] = (),
 ) -> list[TopLine]:
-    """At most `height` lines of at most `width` characters. `unasked`: nodes whose incidents are not among `cases`, in
-    words."""
+    """Return at most `height` lines of at most `width` characters. `unasked`: nodes whose incidents are not among
+    `cases`, in words."""
     opened = [case for case in cases if case["state"] == "firing"]
     lines = [TopLine(_head(len(runs), len(opened), width), "bold red" if opened else "bold")]
     if not runs:
@@ -134,14 +134,14 @@ def _trace(name: str, past: Sequence[float], width: int) -> str:
 
 
 def sparkline(past: Sequence[float], width: int) -> str:
-    """The newest at the right; a character is the highest of the samples in it, x where one is not finite. Logarithmic
-    where they span two decades or more: a spike would flatten all else."""
+    """Return a line with the newest samples at the right; a character is the highest of its samples, x where one is not
+    finite. Logarithmic where they span two decades or more: a spike would flatten all else."""
     share = max(1, -(-len(past) // width))
     cells = [past[at : at + share] for at in range(0, len(past), share)]
     finite = [value for value in past if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     height = math.log10 if low > 0 and high >= 100 * low else float
-    # Halves: no float holds how far 1e308 is from -1e308.
+    # Halved: the distance from -1e308 to 1e308 exceeds the largest float.
     bottom, room = height(low) / 2, (height(high) / 2 - height(low) / 2) or 1.0
 
     def level(cell: Sequence[float]) -> str:
@@ -154,7 +154,7 @@ def sparkline(past: Sequence[float], width: int) -> str:
 
 def _phases(values: Mapping[str, float]) -> str:
     seconds = {name: values.get(f"{name}_seconds", 0.0) for name in _PHASES}
-    total = max(values["step_seconds"], sum(seconds.values())) or 1.0  # of many ranks each is the slowest one's
+    total = max(values["step_seconds"], sum(seconds.values())) or 1.0  # of many ranks, each phase is the slowest rank's
     shares = [(name, part / total) for name, part in seconds.items()]
     said = "  ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     return f"{'step':<{_LABEL}}{values['step_seconds'] * 1e3:<8.4g}ms {said}"
@@ -170,7 +170,7 @@ def _facts(run: Mapping[str, Any]) -> str:
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
-    """A character for each rank; below it, the ranks that are not live."""
+    """Return a character for each rank; below it, the ranks that are not live."""
     marks = "".join(RANK_MARKS.get(rank["state"], "?") for rank in ranks)
     room = max(8, width - _LABEL)
     odd = [rank for rank in ranks if rank["state"] not in ("live", "gone")]
@@ -186,7 +186,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
     for rank in odd[:3]:
         stall = rank["stall"]["seconds"]
         since = f", no progress for {stall:.0f} s" if stall > 0 else ""
-        since += f" at {at}" if (at := rank["stall"].get("at")) else ""  # a daemon of an earlier version does not say
+        since += f" at {at}" if (at := rank["stall"].get("at")) else ""  # daemons of earlier versions do not send it
         lines.append(
             TopLine(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red")
         )
@@ -194,7 +194,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
 
 
 def _job(job: Mapping[str, Any]) -> list[TopLine]:
-    """The nodes of the run's job, with their ranks: first those that are not heard, then those that are behind."""
+    """Return the nodes of the run's job, with their ranks: first those not alive, then those that are behind."""
     stale = job_status.is_stale(job)
     lines = [TopLine(f"{'job':<{_LABEL}}{job_status.describe_view(job)}", "yellow" if stale else "")]
     if shrunk := job_status.describe_shrink(job):
@@ -214,7 +214,7 @@ def _job(job: Mapping[str, Any]) -> list[TopLine]:
 
 
 def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> list[TopLine]:
-    """The newest last, open ones marked."""
+    """Return lines of the incidents, the newest last, open ones marked."""
     if not cases:
         return []
     rows, left = list[list[TopLine]](), max(1, room - 2)

@@ -1,4 +1,4 @@
-"""What `sentinel --version` prints: all that a report of a fault should name. Imports no torch, which takes seconds."""
+"""What `sentinel --version` prints: all that a bug report should name. Does not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.node.compiled_kernel import load_kernel
 
 
 def describe_versions() -> str:
-    """Versions of Sentinel, torch, Python and the platform, and whether the compiled kernel is there."""
+    """Return the versions of Sentinel, torch, Python and the platform, and whether the compiled kernel is there."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
