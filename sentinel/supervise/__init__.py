@@ -1,12 +1,12 @@
-"""`sentinel run`: stays beside a training command, ends it where it cannot go on, and starts it again.
+"""The supervisor of `sentinel run`: watches a training command, ends it where it cannot go on, and restarts it.
 
-    Supervisor    signals, the command's end, the daemon's word -> what is done
-    Words         what the daemon says of the job, which it is asked for once
+    Supervisor    acts on signals, the command's end and the daemon's messages
+    Words         the connection to the daemon, which reports on the job once it was asked
     Job           the command and all its descendant processes
-    Policy        start it again, or not: pure
-    Telling       what it says on stderr
+    Policy        decides whether the job is started again: pure
+    Telling       what the supervisor prints on stderr
 
-The daemon judges and collects the evidence; this process has hands: it is the parent of the job, and outlives it.
+The daemon judges and collects the evidence; this process acts: it is the parent of the job, and outlives it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command and all its descendant processes.
 
-torchrun starts each rank in a session of its own, loaders and compilers have workers: neither a process group nor a
-session holds a job. This process adopts each that loses its parent (PR_SET_CHILD_SUBREAPER), so that the job is all
-that descends from it. Only Sentinel's own daemon is not of it: it is to tell how the job died.
+torchrun starts each rank in a session of its own, and loaders and compilers have workers: neither a process group nor a
+session holds a whole job. This process adopts each process that loses its parent (PR_SET_CHILD_SUBREAPER), so that the
+job is all descendants of this process. Sentinel's own daemon is left out: it reports how the job ended.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 GRACE_SECONDS = 15.0
-"""Between SIGTERM and SIGKILL: time for a checkpoint on the way out. Slurm gives 30 s in all (KillWait)."""
+"""Time between SIGTERM and SIGKILL, enough for a last checkpoint. Slurm gives 30 s in all (KillWait)."""
 KILLED_SECONDS = 5.0
-"""In which the kernel takes a killed process away; one in uninterruptible sleep takes longer, and is left to it."""
+"""Time for the kernel to remove a killed process; one in uninterruptible sleep takes longer, and is left to it."""
 HELPERS_SECONDS = 2.0
-"""That the keepers of shared memory get to remove what the killed have left."""
+"""Time for the keepers of shared memory to remove what killed processes have left."""
 _LOOK_SECONDS = 0.05
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""They ignore SIGTERM, and exit by themselves after the processes they serve."""
+"""Keepers of shared memory: they ignore SIGTERM, and exit by themselves after the processes they serve."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class _Process(NamedTuple):
     pid: int
     started: str
-    """Clock ticks: with the pid it is one process, and not a later one."""
+    """Start time in clock ticks, which tells the process from a later one with the same pid."""
     words: list[bytes]
 
 
@@ -40,17 +40,17 @@ class Job:
     """One start of the command. Linux only."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], mask: Collection[int]) -> None:
-        """Starts it, with the signal mask `mask`. Raises OSError where it cannot be.
+        """Start the command, with the signal mask `mask`. Raises OSError where it cannot be started.
 
         At a terminal it shares this process' group, so that the terminal's keys reach it and it may read what is typed;
-        elsewhere it has its own, and gets signals from here alone.
+        elsewhere it has its own group, and gets signals from this process alone.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.shares_group = _in_foreground()
 
         def prepare() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # a supervisor that is killed leaves no job behind
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # a killed supervisor leaves no job behind
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         group = None if self.shares_group else 0
@@ -59,10 +59,10 @@ class Job:
                 list(command), env=dict(environment), process_group=group, preexec_fn=prepare
             )
         except OSError:
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)  # there is no job: this process is as it was before
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)  # there is no job: undo the setting
             raise
         self.status: int | None = None
-        """Of the command, once it has ended: its exit status, or a signal's number, negative."""
+        """The command's exit status, or a signal's number, negative; None until it has ended."""
 
     def reap(self) -> int | None:
         """Reap the processes that have ended. Returns the command's status, once it has one."""
@@ -76,12 +76,12 @@ class Job:
         return self.status
 
     def signal(self, number: int) -> None:
-        """Signal the command: it alone, as if this process were not there."""
+        """Signal the command alone, as if this process did not exist."""
         if self.reap() is None:
             os.kill(self._process.pid, number)
 
     def end(self, grace: float = GRACE_SECONDS) -> None:
-        """End all of it: SIGTERM, and SIGKILL after `grace` seconds."""
+        """End all processes of the job: SIGTERM, and SIGKILL after `grace` seconds."""
         for number, seconds, spared in (
             (signal.SIGTERM, grace, ()),
             (signal.SIGKILL, KILLED_SECONDS, _HELPERS),
@@ -92,7 +92,8 @@ class Job:
                 return
 
     def _signal_all(self, number: int, until: float, spared: tuple[bytes, ...]) -> bool:
-        """Signal each process once, also those born meanwhile. Returns whether none is left but the spared."""
+        """Signal each process but those spared once, also new ones, until none is left or the time `until` has come.
+        Returns whether the job has no process left; False where some are spared."""
         told: set[tuple[int, str]] = set()
         while True:
             self.reap()
@@ -109,7 +110,7 @@ class Job:
 
 
 def members() -> list[_Process]:
-    """The living descendants of this process, but Sentinel's daemons and what is theirs."""
+    """Return the living descendants of this process, without Sentinel's daemons and their descendants."""
     children: dict[int, list[_Process]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (found := _read(Path("/proc") / entry)) is not None:
@@ -118,8 +119,8 @@ def members() -> list[_Process]:
 
 
 def count_launched_nodes(wanted: int) -> int | None:
-    """Of how many nodes, with as many ranks each, the ranks here are that a torchrun started which wants so many nodes;
-    None: there are none yet."""
+    """Return how many nodes have ranks of the job, if each has as many as this one, according to ranks here that a
+    torchrun for `wanted` nodes started; None: there are none yet."""
     for process in members():
         with contextlib.suppress(OSError, KeyError, ValueError):
             words = (Path("/proc") / str(process.pid) / "environ").read_bytes().split(b"\0")
@@ -141,7 +142,7 @@ def _below(pid: int, children: Mapping[int, list[_Process]]) -> Iterator[_Proces
 
 
 def _read(folder: Path) -> tuple[int, _Process] | None:
-    """(parent, process); None if it has ended, reaped or not."""
+    """Return (parent's pid, process); None if it has ended, reaped or not."""
     try:
         fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
         words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -161,7 +162,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _in_foreground() -> bool:
-    """Whether there is a terminal whose keys this process gets."""
+    """Whether there is a terminal, and its keys reach this process."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,10 +1,10 @@
-"""Which nodes a job goes on with where some may be left out, as one of its supervisors knows it. Pure.
+"""The nodes that a job goes on with where some may be left out, as one of its supervisors knows them. Pure.
 
-Sentinel's number of a node stays what it was at the first start. The launcher gets ranks without gaps:
+Sentinel's number of a node stays that of the first start. The launcher gets ranks without gaps:
 
     nodes 0, 1, 2, 3; node 2 is left out      0 -> 0   1 -> 1   3 -> 2      {nodes} is 3, {node_rank} of node 3 is 2
 
-A supervisor is what remembers an agreement (`cluster/protocol/restart.py`): it outlives the daemon of its node.
+The supervisor remembers an agreement (`cluster/protocol/restart.py`), because it outlives the daemon of its node.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from sentinel import wire
 from sentinel.errors import ConfigError
 
 NODES, NODE_RANK = "SENTINEL_NODES", "SENTINEL_NODE_RANK"
-"""In the environment of `sentinel run`, which of how many nodes this is; in that of the job, the launcher's numbers."""
+"""Variables with the number of nodes and this node's: for `sentinel run` Sentinel's, for the job the launcher's."""
 NODE, MEMBERS = "SENTINEL_NODE", "SENTINEL_MEMBERS"
-"""What the job's ranks say of it: Sentinel's number of the node, and `wire.Members` in JSON."""
+"""Variables that the job's ranks report: Sentinel's number of the node, and `wire.Members` in JSON."""
 _PLACES = ((NODES, NODE_RANK), ("SLURM_NNODES", "SLURM_NODEID"))
 _NODES_WORD, _RANK_WORD = "{nodes}", "{node_rank}"
 
 
 class JobNodes:
-    """Of one job, as one of its nodes has it."""
+    """The nodes of one job, as one of its nodes knows them."""
 
     def __init__(self, least: int, node: int, whole: int) -> None:
-        """`least`: nodes that the job may go on with. `node`: this one, of `whole`."""
+        """`least`: the fewest nodes that the job may go on with. `node`: the number of this one, of `whole`."""
         self.least, self.node = least, node
         self.members = wire.Members(nodes=tuple(range(whole)), whole=whole)
-        """Of the present start."""
+        """The nodes of the present start."""
         self.promised = 0
         self.accepted: wire.Order | None = None
 
     def hear(self, order: wire.Order) -> bool:
-        """An order about the present start, which has ended here. Returns whether the coordinator is to know more."""
+        """Take in an order about the present start, which has ended here. Returns whether the coordinator needs a new
+        report."""
         if order.does != "end" or order.epoch < self.promised:
             return False
         before = self.promised, self.accepted
@@ -50,24 +51,24 @@ class JobNodes:
         return order.does in ("begin", "stop") and bool(order.nodes) and self.node not in order.nodes
 
     def begin(self, order: wire.Order) -> tuple[int, ...]:
-        """The next start has the nodes of this order, this one among them. Returns those that it has no more."""
+        """Take the nodes of this order, this one among them, for the next start. Returns the nodes that are lost."""
         before, nodes = self.members.nodes, order.nodes or self.members.nodes
         self.members = msgspec.structs.replace(self.members, start=order.start + 1, nodes=nodes, job=order.job)
         return tuple(node for node in before if node not in nodes)
 
     def add_to(self, report: wire.JobReport) -> wire.JobReport:
-        """The report with what a coordinator is to know of it."""
+        """Return the report with what the coordinator needs to know of these nodes."""
         return msgspec.structs.replace(
             report, allow_shrink=self.least, members=self.members, promised=self.promised, accepted=self.accepted
         )
 
     def fill(self, command: Sequence[str]) -> list[str]:
-        """The command with the launcher's numbers of this start."""
+        """Return the command with the launcher's numbers of this start filled in."""
         nodes, rank = str(len(self.members.nodes)), str(self.members.nodes.index(self.node))
         return [word.replace(_NODES_WORD, nodes).replace(_RANK_WORD, rank) for word in command]
 
     def list_environment(self) -> dict[str, str]:
-        """What ranks and scripts of this start find in theirs."""
+        """Return the variables for the environment of this start's ranks and scripts."""
         nodes = self.members.nodes
         return {
             NODES: str(len(nodes)),
@@ -78,7 +79,7 @@ class JobNodes:
 
 
 def find_job_nodes(least: int, given: Mapping[str, str], command: Sequence[str]) -> JobNodes:
-    """What `--allow-shrink` needs to know. `given`: the environment. Raises ConfigError."""
+    """Find the nodes that `--allow-shrink` needs to know. `given`: the environment. Raises ConfigError."""
     words = " ".join(command)
     if lacking := [word for word in (_NODES_WORD, _RANK_WORD) if word not in words]:
         raise ConfigError(

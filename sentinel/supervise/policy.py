@@ -1,11 +1,11 @@
-"""Whether a job that ended is started again, when, and from how far back. Pure: no clock, no process.
+"""Decide whether a job that ended is started again, when, and from how far back. Pure: no clock, no process.
 
     the same fault at the same step     stop: a third start would meet it too
-    no restart left                     stop: somewhere else, or later, it may go on
-    else                                again, after a pause that doubles
+    no restart left                     stop: elsewhere, or later, the job may go on
+    else                                start again, after a pause that doubles
 
-What was saved since the first sign of a fault that harms the weights is not gone back to: neither by the start that
-follows nor by later ones, until the run has come past the step at which it was ended, and has written it again.
+What was saved since the first sign of a fault that harms the weights is not used again: neither by the next start nor
+by later ones, until the run has passed the step at which it was ended, and has saved again.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.wire import JobFault
 
 RESTARTS = 3
-"""Where nothing is said: as many as a rollback's budget."""
+"""Restarts by default: as many as the rollback budget."""
 PAUSE_SECONDS = 5.0
-"""Before the first restart: ports, GPUs and file locks of the dead are free again by then."""
+"""Pause before the first restart: by then ports, GPUs and file locks of dead processes are free again."""
 LONGEST_PAUSE = 300.0
 LEAST_NEAR = 2
-"""Steps by which two reports of one place may differ."""
+"""Steps by which two reports of the same fault may differ."""
 NEAR_SECONDS = 2.0
-"""The same in time: the last second of a killed process was never sent."""
+"""Time by which they may differ: the last second of a killed process was never sent."""
 
 
 class Again(msgspec.Struct, frozen=True):
-    """Start it again."""
+    """The decision to start the job again."""
 
     number: int
-    """Of this restart, from 1."""
+    """Number of this restart, from 1."""
     pause: float
+    """Seconds before it."""
     before: int | None
     """Only what was saved before this step is good; None: all of it is."""
 
 
 class Over(msgspec.Struct, frozen=True):
-    """Do not."""
+    """The decision not to start the job again."""
 
     status: int
     """Exit status."""
@@ -48,7 +49,7 @@ class Policy:
     """Decides at each end of a job."""
 
     def __init__(self, restarts: int, pause: float = PAUSE_SECONDS) -> None:
-        """`restarts` that may be made; `pause` in seconds, before the first of them."""
+        """`restarts`: how many may be made. `pause`: seconds before the first of them."""
         self.restarts, self._pause = restarts, pause
         self._faults: list[JobFault] = []
         self._before: int | None = None
@@ -56,11 +57,11 @@ class Policy:
 
     @property
     def made(self) -> int:
-        """Restarts so far."""
+        """How many restarts were made so far."""
         return len(self._faults)
 
     def decide(self, fault: JobFault) -> Again | Over:
-        """What follows a fault."""
+        """Return what follows a fault."""
         if any(is_same_fault(fault, earlier) for earlier in self._faults):
             return Over(
                 EXIT_STOPPED, f"{fault.kind} came back at step {_find_place(fault)}: another start would meet it again"

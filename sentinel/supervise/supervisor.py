@@ -1,7 +1,7 @@
-"""Runs a command, and runs it again: the loop of `sentinel run`.
+"""The loop of `sentinel run`: runs a command, and runs it again.
 
-All signals wait in the kernel and are taken one by one (sigtimedwait), with who sent them: no handler, no race. What
-comes from outside is passed on to the command, once; after one that means the end nothing is started again.
+All signals wait in the kernel and are taken one by one (sigtimedwait), with their sender: no handler, no race. Signals
+from outside are passed on to the command, once; after one that means the end nothing is started again.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from sentinel.supervise.words import Words
 from sentinel.text import close_run, format_duration, name_nodes, name_reached
 
 MARK = "SENTINEL_SUPERVISOR"
-"""In the environment of the job: whose it is."""
+"""Variable of the job's environment with the mark of its supervisor."""
 ATTEMPT, BEFORE = "SENTINEL_ATTEMPT", "SENTINEL_RESUME_BEFORE"
-"""What a script that is started again is told: which start it is, and before which step what it saved is good."""
+"""Variables for a script that is started again: which attempt it is, and before which step its saves are good."""
 LOOK_SECONDS = 0.5
-"""Between two looks for the daemon's word."""
+"""Seconds between two looks for messages of the daemon."""
 LAST_WORD_SECONDS = 5.0
-"""That the daemon gets to look into how the job died."""
+"""Time for the daemon to examine how the job ended."""
 CLOSING_SECONDS = 1.0
-"""That it gets, once more, for what came of the run."""
+"""Further time for the daemon to report the run's outcome."""
 ORDER_SECONDS = 120.0
-"""For which a node whose ranks have ended waits for the coordinator's word: twice what that waits for the nodes."""
+"""Time that a node whose ranks have ended waits for an order: twice as long as the coordinator waits for the nodes."""
 END_SECONDS = 10.0
-"""For which a node whose job is not started again stays, for the others to hear it. Ten beats of the coordinator."""
+"""Time that a node whose job is not started again stays, so that the others learn it: ten beats of the coordinator."""
 ORDER_LOOK_SECONDS = 0.1
 ATTACH_SECONDS, ATTACH_LOOK_SECONDS = 60.0, 10.0
-"""After which a rank that has not attached may wait for a job that it is not of; and between two looks, which read all
-of /proc."""
+"""Time after which ranks that have not attached may be waiting for another job's; and time between two looks, which
+read all of /proc."""
 WHOLE_AGAIN = "a job that runs takes no node back; end it, and start it on all nodes (docs/cluster.md)"
 _ELASTIC = "TORCHELASTIC_RUN_ID"
-"""In the environment of what torchrun starts."""
+"""Variable in the environment of processes that torchrun starts."""
 _WORDS = 1000
-"""Characters of what a fault is called, at most: it travels."""
+"""Most characters of a fault's kind and words, which are sent to other nodes."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 _PASSED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _SI_KERNEL = 0x80
-"""`si_code` of what a terminal's key sends (sigaction(2))."""
+"""`si_code` of signals that a terminal's keys send (sigaction(2))."""
 
 
 class Supervisor:
@@ -70,33 +70,33 @@ class Supervisor:
         nodes: JobNodes | None = None,
         as_json: bool = False,
     ) -> None:
-        """`restarts` that may be made. `always`: also of a script that does not say that it goes on from what it saved,
-        which else is watched and left alone. `pause` in seconds, before the first restart. `over_nodes`: other nodes
-        have ranks of the job, too, as the command says; its daemon may say so as well. `nodes`: of a job that may go on
-        without some of them. `as_json`: what is said, is said as JSON lines."""
+        """`restarts`: how many may be made. `always`: restart also a script that does not announce that it resumes from
+        what it saved; without `always` it is only watched. `pause`: seconds before the first restart. `over_nodes`:
+        according to the command, other nodes have ranks of the job, too; its daemon may report it as well. `nodes`: the
+        nodes of a job that may go on without some of them. `as_json`: print JSON lines."""
         self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
         self._always, self._over_nodes, self._nodes = always, over_nodes, nodes
         self._awaits_ranks = _ELASTIC not in environment
-        """Whether torchrun has started none yet, so that it may have met another job than this."""
+        """Whether torchrun has started no ranks yet, so that it may have met another job than this."""
         self._look_at = time.monotonic() + ATTACH_SECONDS
-        """When it is looked next what torchrun has met."""
+        """When to look next which job torchrun has met."""
         self._met = ""
-        """What it has met, in words; empty: no other job."""
+        """Which other job torchrun has met, in words; empty: none."""
         self._begun: wire.Order | None = None
-        """By which all nodes began the present start, or are to begin the next one."""
+        """The order by which all nodes began the present start, or will begin the next one."""
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
         self._words = Words(self._environment[MARK], run_id, always=always, print_notice=self._telling.pass_on)
         self._status: int | None = None
-        """How the present start of the command ended."""
+        """Exit status of the present start of the command; None: it runs, or it was ended."""
         self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
         self._ended_by: int | None = None
-        """Signal from outside that means the end."""
+        """The signal from outside that means the end, if one came."""
         self._passed: set[int] = set()
 
     def run(self) -> int:
-        """Run it to its end. Returns the exit status; negative: the signal that ended the command.
+        """Run the command to its end. Returns the exit status; negative: the signal that ended the command.
 
         Raises OSError where the command cannot be started.
         """
@@ -143,7 +143,7 @@ class Supervisor:
         return Job(self._nodes.fill(self._command), {**self._environment, **self._nodes.list_environment()}, mask)
 
     def _follow_job(self, job: Job, awaited: set[int]) -> int | None:
-        """Until the command has ended: its status. None: it is to be ended."""
+        """Wait until the command has ended, and return its status; None: it must be ended."""
         while True:
             taken = signal.sigtimedwait(awaited, LOOK_SECONDS)
             if taken is not None and taken.si_signo != signal.SIGCHLD:
@@ -157,7 +157,7 @@ class Supervisor:
                 return None
 
     def _name_own_reason(self, standing: wire.Standing | None) -> str:
-        """Why the command is ended that would go on, in words; empty: its end was asked for, and it did not come."""
+        """Return why a command that would go on is ended, in words; empty: a signal from outside asked for its end."""
         if self._ended_by is not None:
             return ""
         order = self._words.order
@@ -168,8 +168,8 @@ class Supervisor:
         return _fault(None, standing, order).words or "a fault on another node"
 
     def _meets_smaller_job(self) -> bool:
-        """Whether torchrun met one at its address, which goes on without this node: no daemon is there to say so before
-        a rank attaches, and these ranks would wait for others in vain. On node 0 is the address itself."""
+        """Whether torchrun met a smaller job at its address, which goes on without this node: before a rank attaches no
+        daemon can say so, and these ranks would wait for others in vain. Never on node 0, which has the address."""
         if self._nodes is None or self._nodes.node == 0 or not self._awaits_ranks or time.monotonic() < self._look_at:
             return False
         self._look_at += ATTACH_LOOK_SECONDS
@@ -185,11 +185,11 @@ class Supervisor:
             self._ended_by = taken.si_signo
             self._words.announce_end(taken.si_signo)
         self._passed.add(taken.si_signo)
-        if not (job.shares_group and taken.si_code == _SI_KERNEL):  # the terminal has told the command itself
+        if not (job.shares_group and taken.si_code == _SI_KERNEL):  # the terminal has signalled the command itself
             job.signal(taken.si_signo)
 
     def _verdict(self, status: int | None, standing: wire.Standing | None, awaited: set[int]) -> int | Again:
-        """The exit status, or what follows."""
+        """Return the exit status, or the restart that follows."""
         if self._ended_by is not None or (status is not None and -status in self._passed):  # it was asked for
             self._say_wanted(status, standing)
             return status if status is not None else -(self._ended_by or signal.SIGTERM)
@@ -221,25 +221,25 @@ class Supervisor:
     def _decide(
         self, fault: wire.JobFault, standing: wire.Standing | None, awaited: set[int], *, over_nodes: bool
     ) -> int | Again:
-        """The same, of a job that may be started again."""
+        """Return the exit status, or the restart that follows, of a job that may be started again."""
         decided = self._decide_with_nodes(fault, awaited) if over_nodes else self._policy.decide(fault)
         if self._ended_by is not None:
             return -self._ended_by
         if isinstance(decided, Again):
             self._say_again(decided)
             return decided
-        # Over nodes that is one node's word, and all are to have the same exit status.
+        # Over several nodes this is one node's view only, and all need the same exit status.
         stopped = not over_nodes and _used_up_rollbacks(standing)
         return self._leave(EXIT_STOPPED if stopped else decided.status, decided.why)
 
     def _leave(self, code: int, why: str, said: str = "") -> int:
-        """Say why nothing is started again; `said`: in other words than usual. Returns the exit code."""
+        """Print why nothing is started again; `said`: in other words than usual. Returns the exit code."""
         said = said or f"not started again: {why}"
         self._telling.say("stopped", f"{said} (exit code {code})", status=code, why=why)
         return code
 
     def _decide_with_nodes(self, fault: wire.JobFault, awaited: set[int]) -> Again | Over:
-        """The same as on all nodes of the job: each has its policy decide the fault that the coordinator names."""
+        """Decide the same on all nodes of the job: each node's policy judges the fault that the coordinator names."""
         self._report(fault)
         until = time.monotonic() + ORDER_SECONDS
         while self._ended_by is None and time.monotonic() < until:
@@ -260,8 +260,8 @@ class Supervisor:
         return Over(EXIT_UNFINISHED, f"no order came from the job's coordinator within {ORDER_SECONDS:g} s: {why}")
 
     def _end_with_nodes(self, fault: wire.JobFault, awaited: set[int]) -> None:
-        """Have the ranks of the other nodes ended: they may wait for these for as long as torch lets them. This job is
-        not started again."""
+        """Have the ranks of the other nodes ended, which may wait for the ranks here for as long as torch lets them.
+        This job is not started again."""
         self._report(fault, final=True)
         until = time.monotonic() + END_SECONDS
         while self._ended_by is None and time.monotonic() < until:
@@ -274,7 +274,7 @@ class Supervisor:
         return self._nodes is not None and self._nodes.is_left_out(order)
 
     def _say_nodes(self, order: wire.Order, fault: wire.JobFault) -> None:
-        """Which nodes go on after this fault."""
+        """Print which nodes go on after this fault."""
         lost = self._nodes.begin(order) if self._nodes is not None else ()
         if self._nodes is None or not lost:
             self._telling.say("nodes", f"all nodes have ended: {fault.words}", kind=fault.kind)
@@ -286,8 +286,8 @@ class Supervisor:
         self._telling.say("nodes", said, kind=fault.kind, nodes=members.nodes, left_out=lost)
 
     def _report(self, fault: wire.JobFault | None, *, final: bool = False) -> None:
-        """Tell the daemon how the job stands here: for the history, and for the other nodes. `final`: it is not started
-        again here, whatever was allowed."""
+        """Send the daemon the job's state on this node: for the history, and for the other nodes. `final`: the job is
+        not started again here, whatever was allowed."""
         standing = self._words.standing
         attempt = max(self._attempt, standing.attempt if standing is not None else 0)
         start, restarts = self._policy.made, 0 if final else self._policy.restarts
@@ -298,7 +298,7 @@ class Supervisor:
         self._words.report(self._nodes.add_to(report) if self._nodes is not None else report)
 
     def _pause(self, seconds: float, awaited: set[int]) -> int | None:
-        """Wait, unless a signal that means the end comes: which."""
+        """Wait, unless a signal that means the end comes. Returns that signal."""
         until = time.monotonic() + seconds
         while self._ended_by is None and (rest := until - time.monotonic()) > 0:
             taken = signal.sigtimedwait(awaited, rest)
@@ -307,7 +307,7 @@ class Supervisor:
         return self._ended_by
 
     def _prepare(self, again: Again, standing: wire.Standing | None) -> None:
-        """What the next start is told."""
+        """Set the environment of the next start."""
         attempt = 1 + max(self._attempt, standing.attempt if standing is not None else 0)
         self._environment[ATTEMPT], self._attempt = str(attempt), attempt
         self._environment.pop(BEFORE, None)
@@ -345,7 +345,7 @@ class Supervisor:
             self._telling.say("complete", f"the run is complete, after {made} restart(s)", restarts=made)
 
     def _say_closing(self, status: int, seconds: float) -> None:
-        """What came of each run of the job: nothing where it has none, or no daemon told of it."""
+        """Print the outcome of each run of the job, or that no daemon reported one; nothing where no run attached."""
         self._words.last(CLOSING_SECONDS)
         how = ending(status) if status else ""
         for standing in self._words.standings.values():
@@ -369,16 +369,16 @@ def leave(status: int) -> None:
     if status < 0:
         resource.setrlimit(
             resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-        )  # it has left its own
+        )  # the command has left its own core
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-        status = 128 - status  # what a shell says, where this process outlives it
+        status = 128 - status  # as a shell reports it, if this process outlives the signal
     sys.exit(status)
 
 
 def _broke_in_training(standing: wire.Standing | None) -> bool:
-    """And not in what came after it."""
+    """Whether the job broke in training, and not after it."""
     return standing is not None and bool(standing.alert or standing.raised)
 
 

@@ -1,6 +1,6 @@
-"""What the daemon says of the job. It is asked once for each connection, and speaks when there is something to say.
+"""The connection to the job's daemon. It is asked once per connection, and then sends what there is to report.
 
-The run's daemon is started by the job and goes with it, so that this end looks for it again and again: a call that
+The run's daemon is started by the job and ends with it, so this side looks for it again and again: a call that
 finds no socket, twice a second.
 """
 
@@ -24,43 +24,43 @@ from sentinel.node import paths
 _CREDENTIALS = struct.Struct("3i")
 _CHUNK = 65536
 SHORT_SECONDS = 0.05
-"""Between two looks for a daemon that is on its way."""
+"""Seconds between two looks for a daemon that is starting."""
 
 
 class Words:
-    """The connection to the job's daemon, and what the daemon said last."""
+    """The connection to the job's daemon, and the daemon's last messages."""
 
     def __init__(self, mark: str, run_id: str | None, *, always: bool, print_notice: Callable[[str], None]) -> None:
-        """`mark`: the job's, which its ranks say in their hello. `run_id`: None where others choose it. `always`: the
-        job may be ended though it does not say that it can go on from a snapshot. `print_notice` prints what no rank of
-        the job can print any more."""
+        """`mark`: the job's, which its ranks send in their hello. `run_id`: None where others choose it. `always`: the
+        job may be ended even if it does not announce that it can go on from a snapshot. `print_notice` prints what no
+        rank of the job can print any more."""
         self._print_notice = print_notice
         self._said = wire.Supervise(mark=mark, always=always)
         self._run_id = run_id
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
         self.standing: wire.Standing | None = None
-        """What was said last of this start of the job."""
+        """The last report on this start of the job."""
         self.standings: dict[str, wire.Standing] = {}
-        """The same of each of its runs, by id: it may attach to several."""
+        """The last report on each run of this start, by run id: a job may have several."""
         self.order: wire.Order | None = None
-        """What the coordinator of a job over several nodes said last of this start."""
+        """The last order about this start from the coordinator of a job over several nodes."""
         self.attached = False
-        """Whether the job came so far that it looked for a daemon, whatever became of that."""
+        """Whether the job came so far that it looked for a daemon, found or not."""
         self._attempt = 0
 
     def forget(self, attempt: int) -> None:
-        """The job is started again, as this attempt: what is said of former ones counts no more. The connection stays,
+        """Discard all reports on former attempts: the job is started again, as this attempt. The connection stays,
         and with it the daemon."""
         self.standing, self.order, self._attempt = None, None, attempt
         self.standings.clear()
 
     def report(self, job: wire.JobReport) -> None:
-        """How the job stands here: each daemon that is there is told, or comes."""
+        """Send the job's state on this node to each daemon that is connected now or later."""
         self._said = msgspec.structs.replace(self._said, job=job)
         self._say(self._said)
 
     def read(self) -> wire.Standing | None:
-        """What is said by now."""
+        """Return the last report received by now."""
         for path in self._paths():
             if path not in self._connections:
                 self._connect(path)
@@ -70,13 +70,14 @@ class Words:
         return self.standing
 
     def announce_end(self, number: int, why: str = "") -> None:
-        """The job is to be sent this signal, and to end by it: its ranks are not lost. 0: its command is gone, and what
-        it left behind is ended and lost. `why`: the supervisor's own reason; empty: the signal came from outside."""
+        """Announce that the job gets this signal and ends by it: its ranks are not lost. 0: its command is gone, and
+        what it left behind is ended and lost. `why`: the supervisor's own reason; empty: the signal came from
+        outside."""
         self.read()
         self._say(msgspec.structs.replace(self._said, ending=number, why=why))
 
     def last(self, seconds: float) -> wire.Standing | None:
-        """The last that is to be said of a job that has ended, waited for at most `seconds`."""
+        """Return the final report on a job that has ended, or the newest one after `seconds`."""
         until = time.monotonic() + seconds
         self.read()
         while not (self.standing is not None and self.standing.over) and self._is_daemon_expected():
@@ -94,22 +95,22 @@ class Words:
                 connection.sendall(wire.frame(message))
 
     def _is_daemon_expected(self) -> bool:
-        """Whether there is a daemon that has something to say: one that has said something, or is only coming."""
+        """Whether a report may still come: from a daemon that has sent one, or that is starting."""
         return bool(self._connections) if self.standing is not None else self._has_place()
 
     def _has_place(self) -> bool:
-        """Whether the run has a directory for its daemon: `attach` makes it."""
+        """Whether the run has a directory for its daemon: `attach` creates it."""
         return self._run_id is not None and paths.run_directory(self._run_id).exists()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for path in list(self._connections):
             self._hang_up(path)
 
     def _paths(self) -> Iterable[Path]:
         try:
             named = paths.address()
-        except ConfigError:  # `attach` says so
+        except ConfigError:  # `attach` reports it
             return []
         if named is None and self._run_id is not None:
             return [paths.run_directory(self._run_id) / paths.SOCKET]
