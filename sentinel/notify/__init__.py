@@ -1,9 +1,9 @@
-"""Who gets alerts, and how.
+"""Send alerts to the training terminal and to receivers.
 
     incident -> Notifier -> silenced?  -> the training terminal, at once
-                                       -> Pipeline: one queue a receiver -> outbox -> Receiver.deliver
+                                       -> Pipeline: one queue per receiver -> outbox -> Receiver.deliver
 
-One file a receiver, in `receivers/`. Other packages bring theirs under the entry point group `sentinel.receivers`: a
+One file per receiver, in `receivers/`. Other packages add theirs under the entry point group `sentinel.receivers`: a
 callable that gets the `sentinel.config.settings.ReceiverSettings` of a settings file and returns a Receiver.
 """
 
@@ -21,31 +21,31 @@ from sentinel.diagnose.case import Case
 from sentinel.notify.limiter import Limiter
 
 Event = Literal["fired", "updated", "resolved", "rolled_back"]
-"""`updated`: ranks or layers joined the incident, or an action ended."""
+"""What happened to an incident; `updated`: ranks or layers joined it, or an action ended."""
 
 Fault = Literal["connection", "timeout", "rate limited", "server error", "rejected", "settings", "internal"]
-"""Why a delivery failed, in one of a few words: a label of metrics."""
+"""Why a delivery failed, as one of a few values: a label of metrics."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run is, whose it is, and where people read of it, by absolute addresses. Empty: not known."""
+    """A run's host, its user, and the absolute addresses of pages about it. Empty: not known."""
 
     host: str = ""
-    """The daemon's: of a job over several nodes the coordinator's."""
+    """Host of the daemon; for a job over several nodes, of the coordinator."""
     user: str = ""
     dashboard: str = ""
     page: str = ""
     report: str = ""
     runbook: str = ""
-    """With `{section}` in it."""
+    """Address of the runbook, with `{section}` in it."""
 
     @property
     def link(self) -> str:
-        """Where people see the run, for receivers that have room for one address."""
+        """Address of the run, for receivers that have room for one address."""
         return self.dashboard or self.page or self.report
 
     def link_section(self, section: str) -> str:
-        """The address of a section of the runbook; empty where it has none."""
+        """Return the address of a section of the runbook; empty where it has none."""
         return fill_link(self.runbook, {"section": section}) if section else ""
 
 
@@ -58,36 +58,36 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     run_id: str
     alert: str
-    """Of the incident that the receiver was told of first."""
+    """Alert of the incident that the receiver got first."""
     problem_id: str = ""
     """See `Case`."""
     cases: tuple[Case, ...]
     """Cases that fire, and cases that ended since the last message (all ended ones if they are one problem), the oldest
     first."""
     quiet: frozenset[str] = frozenset()
-    """Ids of consequences that came after the receiver got the problem, by a case at least as severe."""
+    """Ids of consequences that came after the receiver got the problem, with a case at least as severe."""
     escalated: bool = False
-    """Whether the receiver got the problem before, and a more severe case has come."""
+    """Whether a more severe case has come since the receiver got the problem."""
     reference: str = ""
-    """What the receiver called the last message about this group; empty: it has none that is still about it."""
+    """The receiver's own id of its last message about this group; empty: it has none that is still about the group."""
     repeated: bool = False
-    """Whether all of it was sent before, and is sent again because it goes on."""
+    """Whether all of it was sent before, and is sent again because the incidents go on."""
     unchanged: frozenset[str] = frozenset()
-    """Ids of cases that the receiver was told of as they are now."""
+    """Ids of cases that the receiver already got in their present state."""
     held: tuple[str, ...] = ()
     """Names of alerts that wait behind this one because of a rate limit."""
     lost: tuple[str, ...] = ()
-    """Names of alerts that this receiver was not told of, and why, since the last message that it took."""
+    """Names of alerts that could not be sent to this receiver, and why, since the last message that it took."""
     origin: Origin = UNKNOWN_ORIGIN
 
     @property
     def group(self) -> str:
-        """Unique, and the same in every message about this group: a receiver's key for what belongs together."""
+        """Unique key of the group, the same in every message about it, by which a receiver groups messages."""
         return f"{self.run_id}/{self.problem_id or self.alert}"
 
     @property
     def firing(self) -> bool:
-        """Whether any of it still fires."""
+        """Whether any case still fires."""
         return any(case.state == "firing" for case in self.cases)
 
     @property
@@ -99,23 +99,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Hash of `group`, for those who limit its length."""
+        """Hash of `group`, for receivers that limit a key's length."""
         return hashlib.blake2b(self.group.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """How it went."""
+    """The result of one attempt to deliver a message."""
 
     fault: Fault | None = None
-    """None: it is there."""
+    """Why it failed; None: the message was delivered."""
     detail: str = ""
-    """For people. Holds no secret: no URL, no token, nothing that the receiver answered."""
+    """Explanation for people. Holds no secret: no URL, no token, nothing that the receiver answered."""
     retry: bool = False
     """Whether the same message may be accepted later."""
     after: float = 0.0
-    """Seconds that the receiver asked to be left alone for."""
+    """Seconds for which the receiver asked for no further message."""
     reference: str = ""
-    """What it calls the message: handed back to it with the next one about the group."""
+    """The receiver's own id of the message: passed back to it with the next one about the group."""
 
 
 DELIVERED = Delivery()
@@ -125,10 +125,10 @@ class Receiver(Protocol):
     """A channel that gets messages about alerts."""
 
     async def deliver(self, message: Message) -> Delivery:
-        """Try once. No retry, no pause: the pipeline has both. It is cancelled when its time is up."""
+        """Try to deliver once. No retry, no pause: the pipeline has both. It is cancelled when its time is up."""
 
     async def close(self) -> None:
-        """No more will come."""
+        """Release what is held open: no more messages will come."""
 
 
 class Route(NamedTuple):
@@ -138,9 +138,9 @@ class Route(NamedTuple):
     receiver: Receiver
     wants: Callable[[Case], bool]
     timeout: float
-    """Seconds for one delivery."""
+    """Most seconds for one delivery."""
     grouping: Grouping
     limiter: Limiter
-    """Shared by all runs."""
+    """The receiver's rate limits, shared by all runs."""
     edits: bool = False
     """Whether another message about a group edits the first one, without a second notification."""

@@ -1,6 +1,6 @@
-"""One attempt at a delivery, whatever the receiver's code does: it may be another package's.
+"""Make one attempt at a delivery, whatever the receiver's code does: it may be another package's.
 
-Of what it raises only the kind is said: the text may hold the URL.
+Of an exception only its class is reported: its text may hold the URL.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sentinel.notify import DELIVERED, Delivery, Message, Route
 log = logging.getLogger(__name__)
 
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)
-"""Faults of a plugin's code: what it waited for may be cancelled, without this task."""
+"""Exceptions from a plugin's code. CancelledError: what it waited for may be cancelled, without this task."""
 CLOSE_SECONDS = 1.0
-"""That a receiver may take to let go of what it holds open."""
+"""Most seconds that a receiver may take to release what it holds open."""
 
 
 async def attempt(route: Route, message: Message) -> Delivery:
@@ -33,12 +33,12 @@ async def attempt(route: Route, message: Message) -> Delivery:
         return Delivery(fault="internal", detail=f"{type(error).__name__} in its code", retry=True)
     if isinstance(delivery, Delivery):
         return delivery if _is_sound(delivery) else _unsound(route, delivery)
-    kind = type(delivery).__name__  # it may well be there: to send it for a day would be worse than to say so
+    kind = type(delivery).__name__  # it may have been delivered: repeating it for a day would be worse than an error
     return Delivery(fault="internal", detail=f"its code answers {kind} and no Delivery")
 
 
 def _is_sound(delivery: Delivery) -> bool:
-    """Whether its fields have their types, which is not checked before: an `after` from a header may be text."""
+    """Whether its fields have their types, which nothing checks before: an `after` from a header may be text."""
     try:
         return msgspec.convert(msgspec.to_builtins(delivery), Delivery).after >= 0.0
     except (msgspec.MsgspecError, TypeError):
@@ -46,7 +46,7 @@ def _is_sound(delivery: Delivery) -> bool:
 
 
 def _unsound(route: Route, delivery: Delivery) -> Delivery:
-    """The pipeline could not go on with it, nor another daemon read it from the outbox."""
+    """Return a sound Delivery instead of one that the pipeline cannot use, nor another daemon read from the outbox."""
     log.error("receiver %s: its code returned a Delivery with a field of the wrong type", route.name)
     if delivery.fault is None:
         return DELIVERED
@@ -54,7 +54,7 @@ def _unsound(route: Route, delivery: Delivery) -> Delivery:
 
 
 async def close(route: Route) -> None:
-    """Have it let go of what it holds open. Does not raise either, nor wait without end."""
+    """Have a receiver release what it holds open, within `CLOSE_SECONDS`. Raises nothing but CancelledError, as above."""
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
             await route.receiver.close()
@@ -65,6 +65,6 @@ async def close(route: Route) -> None:
 
 
 def _is_cancelled() -> bool:
-    """Whether the present task is; not only what it waits for."""
+    """Whether the present task is cancelled, and not only what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,8 +1,9 @@
-"""A dead man's switch: at each interval a server elsewhere gets a sign that all is watched, and raises the alarm if the
-sign is missing. None is sent while the daemon is blind; and this runs on the loop that judges the steps, so that it
-cannot outlive that.
+"""Send heartbeats to a dead man's switch.
 
-Any server that takes a POST: healthchecks.io, Better Stack, Opsgenie heartbeats, Dead Man's Snitch, Uptime Kuma.
+At each interval a server elsewhere gets a heartbeat as long as all runs are watched, and raises the alarm if it is
+missing. None is sent while the daemon is blind. This runs on the loop that judges the steps, so that it cannot outlive
+that loop. Any server that takes a POST will do: healthchecks.io, Better Stack, Opsgenie heartbeats, Dead Man's Snitch,
+Uptime Kuma.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ class Deadman(Periodic[HeartbeatSettings]):
     """Sends heartbeats."""
 
     def __init__(self, settings: HeartbeatSettings | None, blind: Callable[[], str]) -> None:
-        """`blind` says why the daemon does not see what it should; empty where it does."""
+        """`blind` returns why the daemon does not see what it should; empty where it does."""
         super().__init__(settings)
         self._blind = blind
         self.sent = self.withheld = self.failed = 0
         self.trouble = ""
-        """Why the last one was not sent, or did not arrive."""
+        """Why the last heartbeat was not sent, or did not arrive."""
 
     def status(self) -> dict[str, Any] | None:
-        """None: there is no heartbeat in the settings."""
+        """Return counts and trouble for `sentinel status`; None: there is no heartbeat in the settings."""
         if self.settings is None:
             return None
         return {"sent": self.sent, "withheld": self.withheld, "failed": self.failed, "trouble": self.trouble}
 
     async def send(self, settings: HeartbeatSettings) -> None:
-        """A heartbeat, unless the daemon is blind."""
+        """Send a heartbeat, unless the daemon is blind."""
         former, blind = self.trouble, self._blind()
         if blind:
             self.withheld += 1

@@ -1,7 +1,7 @@
-"""One POST over HTTP, and what its answer means. Every receiver that speaks HTTP sends through this.
+"""Send one POST over HTTP, and interpret its answer. Every receiver that speaks HTTP sends through this.
 
 No redirects (a receiver that moved is reported, not followed), certificates verified, one connection per message, the
-environment's proxies. Of an answer the status and Retry-After are read, and of its body no more than is asked for: it
+environment's proxies. The status and Retry-After of an answer are read, and no more of its body than is asked for: it
 may be anything, and endless. No URL and no text of the other side gets into a Delivery or a log.
 """
 
@@ -27,14 +27,14 @@ RETRIED = frozenset({408, 425, 429})
 """The client errors that mean "later" (RFC 9110, 6585, 8470). The others are permanent."""
 
 ANSWER_BYTES = 64 * 1024
-"""Of an answer that is read."""
+"""Most bytes that are read of an answer."""
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # its INFO lines hold the URL, which is a secret
 
 
 class Poster:
-    """A client that is made when it is first needed, in a thread: reading the system's certificates takes 50 ms, and
-    loading httpx2 more than that, for which commands that only read settings need not wait."""
+    """An HTTP client that is created in a thread when it is first needed: reading the system's certificates takes
+    50 ms, and loading httpx2 more than that. Commands that only read settings need not wait for it."""
 
     def __init__(self, timeout: float, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         """`timeout`: seconds for each of connecting, writing and reading. `transport`: for tests."""
@@ -49,7 +49,7 @@ class Poster:
     async def ask(
         self, url: str, body: bytes, headers: Mapping[str, str] = {}, limit: int = ANSWER_BYTES
     ) -> tuple[Delivery, bytes]:
-        """Send JSON once; also return the beginning of the answer's body where it was delivered."""
+        """Send JSON once; also return the first `limit` bytes of the answer's body where it was delivered."""
         if self._client is None:
             self._client = await asyncio.to_thread(self._make_client)
         import httpx2
@@ -97,7 +97,7 @@ async def _beginning(response: httpx2.Response, limit: int) -> bytes:
 
 
 def verdict(status: int, retry_after: str = "") -> Delivery:
-    """What a status means: 2xx is delivered, whatever the body says."""
+    """Return what a status means: 2xx is delivered, whatever the body says."""
     if 200 <= status < 300:
         return DELIVERED
     after = seconds_after(retry_after)
@@ -111,12 +111,13 @@ def verdict(status: int, retry_after: str = "") -> Delivery:
 
 
 def seconds_after(header: str) -> float:
-    """Retry-After, a number of seconds or a date (RFC 9110, 10.2.3), as seconds from now; 0 where it is neither."""
+    """Return the seconds from now of a Retry-After header, a number of seconds or a date (RFC 9110, 10.2.3); 0 where it
+    is neither."""
     if header.isascii() and header.strip().isdecimal():
         return float(header)
     try:
         when = email.utils.parsedate_to_datetime(header)
-    except (ValueError, OverflowError):  # no date; an hour of the day or a time zone that no calendar has
+    except (ValueError, OverflowError):  # not a date, or an hour or a time zone that does not exist
         return 0.0
     if when.tzinfo is None:
         when = when.replace(tzinfo=datetime.UTC)
@@ -124,7 +125,7 @@ def seconds_after(header: str) -> float:
 
 
 def cause(error: BaseException | None) -> str:
-    """Why there was no answer, in words of the system or our own. Never the error's text: it may hold the URL."""
+    """Return why there was no answer, in the system's words or ours. Never the error's text: it may hold the URL."""
     import httpx2
 
     while error is not None:

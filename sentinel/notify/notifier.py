@@ -1,4 +1,4 @@
-"""Decides for one run where a case is sent: nowhere under a silence, otherwise to the terminal and the receivers."""
+"""Decide for one run where a case is sent: nowhere under a silence, otherwise to the terminal and the receivers."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ class Outlet(Protocol):
     """A run's way to its receivers."""
 
     def put(self, case: Case) -> None:
-        """The case as it is now: who does not know it yet will be told."""
+        """Send the case as it is now to the receivers that do not have it yet."""
 
     def is_known(self, identity: str) -> bool:
-        """Whether a case is on its way, or was told as firing and not as ended."""
+        """Return whether a case waits to be sent, or was sent as firing and not as ended."""
 
     def hurry(self) -> None:
-        """The run is over: send what waits for more."""
+        """Send at once what waits for further changes: the run is over."""
 
     @property
     def pending(self) -> int:
-        """How much is not told yet."""
+        """How many messages are not delivered yet."""
 
 
 class Notifier:
-    """Decides where a case is sent. Whether it was sent is in the case, and thereby in the history."""
+    """Decides where a case is sent. Whether it was sent is stored in the case, and thereby in the history."""
 
     def __init__(
         self, terminal: Terminal, pipeline: Pipeline, silences: Silences, save: Callable[[Case], None]
     ) -> None:
-        """`save` records a case: here, that it is sent, or silenced."""
+        """`save` stores a case in the history: here, that it is sent, or silenced."""
         self.pipeline, self.silences = pipeline, silences
         self.outlet: Outlet = pipeline
-        """What the receivers' part goes through. In a job over several nodes it decides which node tells people."""
+        """The way to the receivers. In a job over several nodes it decides which node notifies people."""
         self._terminal, self._save = terminal, save
         self._changed: set[str] = set()
         self._ending: dict[str, Case] = {}
-        """By id: those of which the receivers are not told yet that they are over."""
+        """Id -> ended case whose end was not sent to the receivers yet."""
         self._resumed = False
         self.is_joining = False
-        """Whether it is yet to be found out where the nodes of the job meet: until then what an earlier daemon of this
-        node knew of is the job's, whose coordinator may have told people under another key."""
+        """Whether the job's nodes have yet to find each other. Until then, cases that an earlier daemon of this node
+        sent count as the job's, whose coordinator may have notified people under another key."""
 
     def replace(self, routes: Sequence[Route], origin: Origin, severities: frozenset[str]) -> None:
-        """Apply other settings: these receivers, and these severities on the terminal. New receivers get what fires."""
+        """Apply new settings: these receivers, and these severities on the terminal. New receivers get what fires."""
         self.pipeline.replace(routes, origin)
         self._terminal.severities = severities
         self._resumed = False
 
     def open_case(self, case: Case) -> None:
-        """An incident fired: decide whether it is sent, before it is recorded."""
+        """Decide whether an incident that fired is sent, before it is recorded."""
         self.silences.refresh()  # the run may have begun a moment ago
         case.silenced = self.silences.find_silence(case)
         case.told = not case.silenced
 
     def tell(self, event: Event, case: Case, others: Collection[Case] = ()) -> None:
-        """An incident fired, is over, or was undone by a rollback; the case is in the history by now. `others`: among
-        which are those of the same problem.
+        """Send that an incident fired, is over, or was undone by a rollback; the history has the case already.
+        `others`: cases among which are those of the same problem.
 
         A receiver that got the alert also gets its end, even under a silence: an alarm that was raised must end.
         """
@@ -72,14 +72,15 @@ class Notifier:
             self._put(case)
 
     def tell_again(self, case: Case, others: Collection[Case] = ()) -> None:
-        """A rank came back, and may have missed it: send it again. Hook and receivers know repeats by their ids."""
+        """Send a case again, after a rank came back that may have missed it. Hook and receivers know repeats by their
+        ids."""
         if case.told:
             self._show("fired", case, others)
             if case.state != "firing":
                 self._show("resolved" if case.state == "resolved" else "rolled_back", case, others)
 
     def separate_case(self, case: Case) -> None:
-        """A case taken for a consequence is a problem of its own: send it like any other."""
+        """Send a case that was taken for a consequence, but is a problem of its own, like any other."""
         if case.told:
             self._terminal.show_separate(case)
             self._put(case)
@@ -91,19 +92,21 @@ class Notifier:
         self._terminal.notify(event, case, quiet=quiet, going_on=going_on)
 
     def _put(self, case: Case) -> None:
-        """To the receivers, but the end of a problem, which may come back: that waits until it does not."""
+        """Send a case to the receivers. The end of a problem, which may come back, waits until it does not."""
         if case.problem_id and case.state != "firing":
             self._ending[case.id] = case
         else:
             self.outlet.put(case)
 
     def change_case(self, case: Case) -> None:
-        """A member joined, or an action ended. 64 ranks that join one after the other are one update, at the tick."""
+        """Note that a member joined, or an action ended. 64 ranks that join one after the other are one update, at the
+        next tick."""
         self._changed.add(case.id)
 
     def tick(self, cases: Iterable[Case], is_over: Callable[[Sequence[Case]], bool] = lambda _: True) -> None:
-        """Several times a second: what changed, silences that began or ended, and problems that are over. `is_over`:
-        whether these cases of a problem do not come back. A receiver may know of none that is less severe."""
+        """Send what changed, what silences that began or ended affect, and the ends of problems; called several times
+        a second. `is_over`: whether these cases of a problem do not come back. They are at least as severe as the
+        ended one, since a receiver may know of no less severe case."""
         self.silences.refresh()
         known = list(cases)
         if not self._resumed and not self.is_joining:
@@ -131,7 +134,7 @@ class Notifier:
             self.tell("updated", case)
 
     def _resume(self, cases: list[Case]) -> None:
-        """After a restart, or with other receivers: what the outbox does not know yet of cases that were told."""
+        """Send what the outbox lacks of cases that were sent, after a restart or with other receivers."""
         self._resumed = True
         for case in cases:
             if case.told and (case.state == "firing" or self.outlet.is_known(case.id)):

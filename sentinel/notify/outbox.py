@@ -1,7 +1,7 @@
-"""What receivers are to be told, in the run's history file: written before it is sent, marked after.
+"""The outbox: what receivers have to get, in the run's history file, written before it is sent and marked after.
 
-A connection of its own beside the history's writer; the write-ahead log lets one wait for the other, for milliseconds.
-Without a history it is kept in memory, and lost with the daemon.
+It has a connection of its own beside the history's writer; with the write-ahead log one waits milliseconds for the
+other. Without a history the outbox is in memory, and lost with the daemon.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ Row = tuple[str, str, bytes]
 
 
 class Outbox:
-    """Never raises: what cannot be written is said in `trouble`, and the sending goes on. One thread at a time."""
+    """The outbox of one run. Never raises: `trouble` says what cannot be written, and sending goes on. One thread at a
+    time."""
 
     def __init__(self, path: Path | None) -> None:
         self.trouble = "" if path else "notifications are kept in memory alone: they do not survive the daemon"
         self._path = path
         self._database: sqlite3.Connection | None = None
         self._file = (0, 0)
-        """Device and inode of what is open."""
+        """Device and inode of the open file."""
         self._rows: dict[tuple[str, str], bytes] = {}
-        """All that was written, and is to be: a row a receiver and rule."""
+        """(receiver, key) -> body of every row that was written or has to be; empty: the row is to be deleted."""
         self._unwritten = set[tuple[str, str]]()
         self._using = threading.RLock()
-        """Over the connection: the history's writer, on a thread of its own, may want it closed."""
+        """Lock of the connection: the history's writer, on a thread of its own, may have it closed."""
 
     @property
     def waits(self) -> bool:
-        """Whether something could not be written."""
+        """Whether rows wait that could not be written."""
         return bool(self._unwritten) and self._path is not None
 
     def entries(self) -> list[Entry]:
-        """What an earlier daemon left. Read only, so that a writer's lock on the file is not waited for."""
+        """Return what an earlier daemon left. Reads only, so that it does not wait for a writer's lock on the file."""
         if self._path is None or not os.path.exists(self._path):
             return []
         try:
@@ -97,13 +98,13 @@ class Outbox:
                 self._database = None
 
     def close(self) -> None:
-        """Before the history's writer closes, which wants the file alone."""
+        """Close the file, before the history's writer closes, which needs it to itself."""
         self.release()
         self._path = None
 
     def release(self) -> None:
-        """The file is about to be replaced: close it, and write everything again into the new one. SQLite
-        would take the new one's write-ahead log away with the old connection: it knows it by its name."""
+        """Close the file, which is about to be replaced, and have everything written again into the new one. Closing it
+        later would remove the new file's write-ahead log, which SQLite knows by its name."""
         with self._using:
             if self._database is not None:
                 self._database.close()
@@ -111,8 +112,8 @@ class Outbox:
             self._unwritten |= self._rows.keys()
 
     def _open_database(self) -> sqlite3.Connection | None:
-        """The database, opened when it is first needed: a run without receivers needs none. Opened again, and all of it
-        to be written again, where the history was damaged and its writer began another."""
+        """Return the database, opened when it is first needed: a run without receivers needs none. Where the history
+        was damaged and its writer began another, it is opened again, and all rows have to be written again."""
         if self._database is not None and self._path is not None and self._file != _identity(self._path, self._file):
             self._database.close()
             self._database = None
@@ -129,7 +130,7 @@ class Outbox:
         return self._database
 
     def report_unanswered(self) -> None:
-        """A write is under way for too long."""
+        """Report that a write takes too long."""
         self._fault("the disk does not answer")
 
     def _fault(self, why: object) -> None:
@@ -147,12 +148,12 @@ def _identity(path: Path, otherwise: tuple[int, int]) -> tuple[int, int]:
 
 
 def row(entry: Entry) -> Row:
-    """An entry as it is kept; what is finished is not."""
+    """Return an entry as a row; a finished one has an empty body, which deletes the row."""
     return entry.receiver, entry.key, b"" if entry.finished else msgspec.msgpack.encode(entry)
 
 
 def untold(path: Path) -> list[Entry]:
-    """What waits in the outbox of a run that has ended. Empty where there is none, or it cannot be read."""
+    """Return what waits in the outbox of a run that has ended. Empty where there is none, or it cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT body FROM outbox").fetchall()

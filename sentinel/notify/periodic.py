@@ -1,4 +1,4 @@
-"""A POST at each interval, for as long as the settings ask for it."""
+"""Send a POST at each interval, for as long as the settings ask for it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ class _Timed(Protocol):
 
 Settings = TypeVar("Settings", bound=_Timed)
 Request = tuple[str, bytes, dict[str, str], float]
-"""URL, content, headers, and the seconds that it may take, answer included."""
+"""URL, content, headers, and the seconds that the request may take, answer included."""
 
 
 class Periodic(ABC, Generic[Settings]):
-    """`serve` runs until it is cancelled; `replace` at other settings. None: nothing is sent."""
+    """Sends at each interval. `serve` runs until it is cancelled; `replace` applies other settings. None: nothing is
+    sent."""
 
     def __init__(self, settings: Settings | None) -> None:
         self.settings = settings
         self._changed = asyncio.Event()
         self._posters: dict[float, Poster] = {}
-        """By the time that a request may take."""
+        """Seconds that a request may take -> client."""
 
     @abstractmethod
     async def send(self, settings: Settings) -> None:
-        """What is due now. Never raises."""
+        """Send what is due now. Never raises."""
 
     def replace(self, settings: Settings | None) -> None:
-        """From now on."""
+        """Use these settings from now on."""
         self.settings = settings
         self._changed.set()
 
     async def serve(self) -> None:
-        """Until it is cancelled. Never raises."""
+        """Send at each interval, until it is cancelled. Never raises."""
         try:
             while True:
                 self._changed.clear()
@@ -55,7 +56,7 @@ class Periodic(ABC, Generic[Settings]):
             await self.close()
 
     async def close(self) -> None:
-        """Close the clients; another request makes others."""
+        """Close the clients; a later request creates new ones."""
         while self._posters:
             await self._posters.popitem()[1].close()
 

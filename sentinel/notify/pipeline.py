@@ -1,7 +1,7 @@
-"""From a case to the receivers of one run: one queue a receiver, so that none waits for another.
+"""Deliver cases to the receivers of one run, with one queue per receiver, so that none waits for another.
 
-An asyncio task a receiver takes what is due, sees that it is in the outbox, delivers it within the receiver's time, and
-marks it. The daemon's loop is not held up: the disk is written from a thread.
+An asyncio task per receiver takes what is due, makes sure that it is in the outbox, delivers it within the receiver's
+time, and marks it. The daemon's loop is not held up: a thread writes to the disk.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sentinel.notify.outbox import Outbox, row
 log = logging.getLogger(__name__)
 
 _WRITE_AGAIN = 5.0
-"""Seconds between two tries to write what did not fit on the disk."""
+"""Seconds between two attempts to write what could not be written."""
 _KEPT_SECONDS = 5.0
-"""Seconds that a message waits for being kept before it is sent: told twice is better than not told."""
+"""Most seconds that a message waits to be in the outbox before it is sent: a repeated message is better than none."""
 
 _BEGAN = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Unix seconds that never go backwards while this process runs."""
+    """Return unix seconds that never go backwards while this process runs."""
     return _BEGAN + time.monotonic()
 
 
 class Pipeline:
-    """The receivers of one run. `put` from the loop; the rest is done in its tasks."""
+    """The receivers of one run. `put` is called from the loop; the rest is done in the pipeline's tasks."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Pipeline:
         self._dirty: dict[tuple[str, str], Entry] = {}
         self._wake_sender, self._writing = asyncio.Event(), asyncio.Lock()
         self.queues: list[DeliveryQueue] = []
-        """One a receiver."""
+        """One queue per receiver."""
         self._served: dict[str, asyncio.Task[None]] = {}
         self._writer = list[asyncio.Task[None]]()
         self._saves = set[asyncio.Task[None]]()
         self._withdrawn = False
-        """Whether what people were told under the run's id is not to be said here."""
+        """Whether nothing is sent here about what was sent under the run's own id."""
         self.replace(routes, origin)
 
     def start(self) -> None:
@@ -69,7 +69,7 @@ class Pipeline:
 
     def replace(self, routes: Sequence[Route], origin: Origin = UNKNOWN_ORIGIN) -> None:
         """Use these receivers from now on. A receiver with the same name goes on where it was; what was not yet sent to
-        one that is gone stays in the outbox."""
+        a removed one stays in the outbox."""
         self._blank = msgspec.structs.replace(self._blank, origin=origin)
         former = {queue.name: queue for queue in self.queues}
         self.queues = [former.pop(route.name) if route.name in former else self._queue(route) for route in routes]
@@ -93,24 +93,24 @@ class Pipeline:
                 self._served[queue.name] = asyncio.create_task(queue.serve())
 
     def put(self, case: Case, run_id: str = "", *, moved: bool = False) -> None:
-        """The case as it is now: who does not know it yet will be told. `run_id`: under which, if not the run's;
-        receivers take what has another one for another thing. `moved`: they are told of it elsewhere from now on."""
+        """Send the case as it is now to the receivers that do not have it yet. `run_id`: the run id in the messages, if
+        not the run's; for receivers another id means another group. `moved`: it is sent elsewhere from now on."""
         for queue in self.queues:
             if (entry := queue.put(case, run_id, moved=moved)) is not None:
                 self._dirty[entry.receiver, entry.key] = entry
                 self._wake_sender.set()
 
     def is_known(self, identity: str, run_id: str = "") -> bool:
-        """Whether a case is on its way, or was told as firing and not as ended."""
+        """Return whether a case waits to be sent, or was sent as firing and not as ended."""
         return any(identity in entry.cases and entry.run_id == run_id for entry in self.entries)
 
     def withdraw(self) -> list[Entry]:
-        """Say no more of what people were told under the run's id. It stays in the outbox."""
+        """Send no more about what was sent under the run's own id, and return it. It stays in the outbox."""
         self._withdrawn = True
         return [entry for queue in self.queues for entry in queue.withdraw()]
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Say no more of what was withdrawn, nor the next daemon."""
+        """Remove what was withdrawn from the outbox, so that the next daemon does not send it either."""
         for entry in entries:
             blank = Entry(receiver=entry.receiver, alert=entry.alert, problem_id=entry.problem_id)
             self._dirty[entry.receiver, entry.key] = blank
@@ -124,23 +124,23 @@ class Pipeline:
         self.write_anew()
 
     def hurry(self) -> None:
-        """The run is over: send what waits for more."""
+        """Send at once what waits for further changes: the run is over."""
         for queue in self.queues:
             queue.hurry()
 
     @property
     def pending(self) -> int:
-        """Messages that receivers have not got yet."""
+        """How many messages are not delivered yet."""
         return sum(queue.pending for queue in self.queues)
 
     def write_anew(self) -> None:
-        """The outbox lost all: put it there again."""
+        """Write everything into the outbox again, which has lost it."""
         self._dirty.update(((entry.receiver, entry.key), entry) for entry in self.entries)
         self._wake_sender.set()
 
     @property
     def entries(self) -> list[Entry]:
-        """All that is known of all receivers."""
+        """The entries of all receivers."""
         return [entry for queue in self.queues for entry in queue.entries.values()]
 
     @property
@@ -149,11 +149,11 @@ class Pipeline:
         return self._outbox.trouble if self.queues else ""
 
     def status(self) -> list[dict[str, Any]]:
-        """A row a receiver."""
+        """Return a row per receiver."""
         return [queue.status() for queue in self.queues]
 
     async def close(self, patience: float = 0.0) -> None:
-        """Deliver what waits, for at most so many seconds, and stop. The rest is in the outbox."""
+        """Deliver what waits, for at most `patience` seconds, and stop. The rest stays in the outbox."""
         for queue in self.queues:
             queue.end()
         served = list(self._served.values())
@@ -175,7 +175,7 @@ class Pipeline:
             await self._save()
 
     async def _keep_entry(self, entry: Entry) -> None:
-        """Returns once it is in the file, or the disk has not answered for a while."""
+        """Write an entry. Returns once it is in the file, or the disk has not answered for `_KEPT_SECONDS`."""
         self._dirty[entry.receiver, entry.key] = entry
         self._saves.add(save := asyncio.create_task(self._save()))
         save.add_done_callback(self._saves.discard)
@@ -194,5 +194,5 @@ class Pipeline:
             try:
                 await asyncio.shield(written)
             except asyncio.CancelledError:
-                await written  # a thread is not cancelled, and the file must not be closed under it
+                await written  # the thread goes on, and the file must not be closed under it
                 raise

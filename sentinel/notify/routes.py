@@ -1,4 +1,4 @@
-"""From a settings file to receivers: which alerts each gets, how they are grouped and limited."""
+"""Create the receivers of a settings file: which alerts each gets, how they are grouped and limited."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def make_routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
-    """One route a receiver, and a note for each that cannot be had: it must not cost the others. The training terminal
-    is none of them."""
+    """Return a route per receiver, and a note for each receiver that cannot be created, which must not affect the
+    others. The training terminal is not among them."""
     found, notes = list[Route](), list[str]()
     for named in settings.receivers:
         kind = config.find_kind(named.type) or _OTHER
@@ -47,7 +47,7 @@ def make_routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
 
 
 def make_origin(settings: config.Settings, run: str, run_id: str, uid: int) -> Origin:
-    """What messages about a run say of where it is. `uid`: of its user."""
+    """Return the host, user and addresses that messages about a run name. `uid`: of its user."""
     host, user = socket.gethostname(), _name_user(uid)
     fill = functools.partial(fill_link, names={"run": run, "run_id": run_id, "host": host, "user": user})
     links = settings.links
@@ -82,7 +82,7 @@ def _limiter(named: config.ReceiverSettings, kind: config.ReceiverKind) -> Limit
 
 
 def _make_other(settings: config.ReceiverSettings) -> Receiver:
-    """Of a type that another package brings."""
+    """Return a receiver of a type that another package brings."""
     (entry,) = entry_points(group=config.RECEIVER_ENTRY_POINTS, name=settings.type)
     receiver: Receiver = entry.load()(settings)
     return receiver

@@ -1,7 +1,7 @@
 """Silences: for a while an alert is not sent. It is still recorded, and Sentinel still acts on it.
 
-One JSON file in the state directory, replaced in whole: it can be written with no daemon there, and survives all of
-them. Each daemon looks whether it changed. What ended is kept for a day.
+One JSON file in the state directory, replaced as a whole: it can be written while no daemon runs, and outlives all
+daemons. Each daemon checks whether it changed. Ended silences are kept for a day.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST_TEXT = 1000
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """Which alert of which run is muted, and until when."""
+    """One silence: which alert of which run is muted, and until when."""
 
     id: str
     alert: str
@@ -48,34 +48,34 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
     """The user who wrote it."""
 
     def holds(self, alert: str, run: str, run_id: str, now: float) -> bool:
-        """Whether it is about this alert of this run, now."""
+        """Return whether it mutes this alert of this run now."""
         return now < self.until and self.run in ("", run, run_id) and fnmatch.fnmatchcase(alert, self.alert)
 
 
 class Silences:
-    """What the file says, read again when it has changed. Never raises: with no file there is no silence."""
+    """The silences of the file, read again when it has changed. Never raises: with no file there is no silence."""
 
     def __init__(
         self, file: Path | None, clock: Callable[[], float] = time.time, beside: Silences | None = None
     ) -> None:
-        """`beside`: others that hold too."""
+        """`beside`: further silences that hold too."""
         self._file, self._clock, self._beside = file, clock, beside
         self._stamp: tuple[int, int, int] | None = None
         self._trouble = ""
         self._silences: tuple[Silence, ...] = ()
 
     def find_silence(self, case: Case) -> str:
-        """Id of the silence that is about a case now; empty: none."""
+        """Return the id of a silence that mutes a case now; empty: none."""
         holding = self.about(case.alert, case.run, case.run_id)
         return holding[0].id if holding else ""
 
     def about(self, alert: str, run: str, run_id: str) -> list[Silence]:
-        """The silences that hold for an alert of a run now."""
+        """Return the silences that hold for an alert of a run now."""
         now = self._clock()
         return [silence for silence in self._known if silence.holds(alert, run, run_id, now)]
 
     def of_run(self, run: str, run_id: str) -> list[Silence]:
-        """The silences that hold now and are about this run or about all runs."""
+        """Return the silences that hold now and concern this run or all runs."""
         now = self._clock()
         return [silence for silence in self._known if now < silence.until and silence.run in ("", run, run_id)]
 
@@ -84,7 +84,7 @@ class Silences:
         return self._silences + (self._beside._known if self._beside else ())
 
     def refresh(self) -> None:
-        """Look whether the file has changed; called several times a second."""
+        """Read the file again if it has changed; called several times a second."""
         if self._beside is not None:
             self._beside.refresh()
         if self._file is None:
@@ -94,7 +94,7 @@ class Silences:
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
             if stamp != self._stamp:
                 self._silences = tuple(read(self._file))
-                self._stamp = stamp  # not before: what cannot be read now may be in a moment
+                self._stamp = stamp  # only now: a file that cannot be read yet is tried again
             self._trouble = ""
         except FileNotFoundError:
             self._stamp, self._silences, self._trouble = None, (), ""
@@ -105,12 +105,12 @@ class Silences:
 
 
 def file() -> Path:
-    """Where they are kept. Raises ConfigError where there is no state directory."""
+    """Return the path of the silences' file. Raises ConfigError where there is no state directory."""
     return paths.state_directory() / FILE
 
 
 def read(path: Path) -> list[Silence]:
-    """All that are kept, ended ones too, in order of their end. Raises ConfigError where the file is damaged."""
+    """Return all silences kept, ended ones too, in order of their end. Raises ConfigError where the file is damaged."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=list[Silence])
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def read(path: Path) -> list[Silence]:
 
 
 def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Silence:
-    """Write a new silence. Raises ConfigError."""
+    """Create a silence and add it to the file. Raises ConfigError."""
     now = time.time()
     silence = Silence(
         id=secrets.token_hex(3), alert=alert, run=run, began=now, until=now + seconds, comment=comment, by=user()
@@ -131,7 +131,7 @@ def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Si
 
 
 def put(path: Path, silence: Silence) -> None:
-    """Write a silence. Raises ConfigError."""
+    """Add a silence to the file. Raises ConfigError where it is too long, or there are too many."""
     if not 0 < silence.until - time.time() <= LONGEST_SECONDS:
         ends = f"a silence ends within {LONGEST_SECONDS / 86400:.0f} days"
         raise ConfigError(f"{ends}, and not at once; give another --for")
@@ -159,7 +159,7 @@ def end(path: Path, identity: str) -> Silence:
 
 @contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Two commands at once must not lose one's silence."""
+    """Lock the file, so that two commands at once do not lose a silence."""
     try:
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -176,7 +176,7 @@ def _write(path: Path, silences: list[Silence]) -> None:
 
 
 def user() -> str:
-    """Who runs this, for people."""
+    """Return the name of the user who runs this, or the uid where there is none."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a container's uid without a name

@@ -1,5 +1,7 @@
-"""What could not be delivered when a daemon went: said on the training terminal by the next one of the same user, once,
-and by `sentinel status` until then. A run that goes on delivers its own from its outbox.
+"""What a daemon could not deliver before it ended.
+
+The same user's next daemon shows it on the training terminal, once, and `sentinel status` shows it until then. A run
+that goes on delivers its own messages from its outbox.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ log = logging.getLogger(__name__)
 
 FILE = "undelivered.jsonl"
 LIMIT = 200
-"""Lines: the newest. The histories have all."""
+"""Most lines of the file: the newest. The histories have all."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
-    """One group that one receiver does not know of, or not how it ended."""
+    """One group that one receiver does not have, or whose end it does not have."""
 
     run: str
     run_id: str
@@ -33,7 +35,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
-    """The groups of a run that a receiver does not know of, or not how they ended."""
+    """Return the groups of a run that a receiver does not have, or whose end it does not have."""
     return [
         Left(run=run, run_id=run_id, alert=entry.alert, receiver=entry.receiver, why=entry.lost or entry.trouble)
         for entry in entries
@@ -42,13 +44,13 @@ def list_left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
 
 
 def leave(folder: Path, found: Sequence[Left]) -> None:
-    """Note it for the next daemon. Never raises."""
+    """Write it down for the next daemon. Never raises."""
     if found:
         _write(folder, [*read(folder), *found][-LIMIT:])
 
 
 def read(folder: Path) -> list[Left]:
-    """What is noted. A line that cannot be read is passed over."""
+    """Return what is written down. A line that cannot be read is skipped."""
     try:
         lines = (folder / FILE).read_bytes().splitlines()
     except OSError:
@@ -63,7 +65,7 @@ def read(folder: Path) -> list[Left]:
 
 
 def take(folder: Path, run_id: str) -> list[str]:
-    """What was left by other runs than this one, in words; it is noted no more."""
+    """Return in words what other runs than this one left undelivered, and clear the file."""
     found = read(folder)
     if found:
         _write(folder, [])
@@ -71,7 +73,7 @@ def take(folder: Path, run_id: str) -> list[str]:
 
 
 def describe_left(found: Iterable[Left]) -> list[str]:
-    """A sentence a run."""
+    """Return a sentence per run."""
     by_run: dict[str, list[Left]] = {}
     for one in found:
         by_run.setdefault(one.run_id, []).append(one)

@@ -12,7 +12,7 @@ from sentinel.text import drop_controls, join_names
 
 
 def rows(case: Case) -> list[tuple[str, str]]:
-    """(label, text): where, since when, why, what to do, what was done. The summary, which is what, stands before."""
+    """Return (label, text): where, since when, why, what to do, what was done. The summary stands before them."""
     done = [("done", done) for done in case.done]
     found = [
         ("where", where(case)),
@@ -26,32 +26,32 @@ def rows(case: Case) -> list[tuple[str, str]]:
 
 
 def runbook(case: Case, message: Message) -> str:
-    """Where its section of the runbook is: an address where the settings have one, else the file in the repository."""
+    """Return the place of a case's runbook section: an address if the settings have one, else the repository's file."""
     return message.origin.link_section(case.runbook) or (f"docs/runbook.md#{case.runbook}" if case.runbook else "")
 
 
 def links(message: Message) -> list[tuple[str, str]]:
-    """(label, address) of the settings' links to the run."""
+    """Return (label, address) of the settings' links to the run."""
     origin = message.origin
     found = [("dashboard", origin.dashboard), ("page", origin.page), ("report", origin.report)]
     return [(label, link) for label, link in found if link]
 
 
 def place(message: Message) -> list[tuple[str, str]]:
-    """(label, text): on which host the run is, and whose it is."""
+    """Return (label, text): the run's host and its user."""
     found = [("host", message.origin.host), ("user", message.origin.user)]
     return [(label, text) for label, text in found if text]
 
 
 def notes(message: Message) -> list[tuple[str, str]]:
-    """(label, text): what this receiver was not told, and what waits."""
+    """Return (label, text): alerts that wait for the rate limit, and alerts that could not be sent."""
     held = join_names(list(message.held), 5) + " wait for the rate limit; sentinel incidents shows them"
     lost = "could not be told: " + join_names(list(message.lost), 5)
     return [*([("held", held)] if message.held else []), *([("lost", lost)] if message.lost else [])]
 
 
 def why(case: Case) -> str:
-    """The diagnosis, or what it lacks; empty where an alert has no causes, as the user's own have none."""
+    """Return the diagnosis, or what it lacks; empty where an alert has no known causes, as with users' rules."""
     diagnosis = case.diagnosis
     if diagnosis.confidence != "none":
         return f"{diagnosis.cause} (confidence: {diagnosis.confidence})"
@@ -59,24 +59,24 @@ def why(case: Case) -> str:
 
 
 def _ask(case: Case) -> str:
-    """What gets what a diagnosis lacks; empty where it lacks nothing."""
+    """Return the command that provides what a diagnosis lacks; empty where it lacks nothing."""
     diagnosis = case.diagnosis
     return diagnosis.command if diagnosis.confidence == "none" and diagnosis.missing else ""
 
 
 def more(case: Case) -> str:
-    """The command that shows the whole case."""
+    """Return the command that shows the whole case."""
     return f"sentinel incidents show {case.id} --run {case.run_id}"
 
 
 def describe_member(case: Case) -> str:
-    """One of several incidents of a problem, in a line."""
+    """Return a line about one of several incidents of a problem."""
     state = "" if case.state == "firing" else f", {end(case, undone=case.state == 'rolled_back')}"
     return f"{case.alert} ({case.severity}, since step {case.first_step}{state})"
 
 
 def end(case: Case, *, undone: bool = False) -> str:
-    """How it ended. `undone`: by a rollback."""
+    """Return how a case ended. `undone`: by a rollback."""
     by_word = case.done and (undone or case.resolved_step is None)
     return (
         case.done[-1] if by_word else f"over at step {case.resolved_step}" + (f": {case.leaves}" if case.leaves else "")
@@ -84,7 +84,7 @@ def end(case: Case, *, undone: bool = False) -> str:
 
 
 def where(case: Case) -> str:
-    """Ranks or layers."""
+    """Return the ranks or layers that a case concerns."""
     apart = [member.name for member in case.members if member.scope != "run"]
     if apart:
         scope = next(member.scope for member in case.members if member.scope != "run")
@@ -98,7 +98,7 @@ def where(case: Case) -> str:
 
 
 def describe_first_sign(case: Case) -> str:
-    """The first step, and what moved first."""
+    """Return the first step, and the signals that moved first."""
     if not case.signs:
         return f"step {case.first_step}"
     onsets = [
@@ -113,7 +113,8 @@ def _usually(sign: Sign) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """`text`, plain, in at most `limit` UTF-16 units, as JavaScript and Java count; an ellipsis where it was longer."""
+    """Return `text` without control characters, in at most `limit` UTF-16 units, as JavaScript and Java count; an
+    ellipsis where it was longer."""
     units = drop_controls(text).encode("utf-16-le")
     if len(units) <= 2 * limit:
         return units.decode("utf-16-le")

@@ -1,8 +1,8 @@
-"""Alertmanager, API v2: the alerts themselves, as Prometheus sends them.
+"""Alertmanager, API v2: send the alerts themselves, as Prometheus does.
 
-Sent again each minute while they fire, with an end four minutes ahead (4 x the larger of evaluation interval and resend
-delay, as Prometheus computes it): where Sentinel dies, the alert resolves itself. Grouping, routes and inhibition are
-Alertmanager's, so nothing waits here.
+Alerts are sent again each minute while they fire, with an end four minutes ahead (4 x the larger of evaluation interval
+and resend delay, as Prometheus computes it): if Sentinel dies, the alert resolves itself. Grouping, routes and
+inhibition are Alertmanager's, so nothing waits here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATH = "/api/v2/alerts"
 
 
 class Alertmanager(Webhook):
-    """POSTs alerts to one Alertmanager. Of a cluster each is a receiver of its own, as for Prometheus."""
+    """POSTs alerts to one Alertmanager. Each member of a cluster is a receiver of its own, as for Prometheus."""
 
     async def _post(self, message: Message, url: str, headers: dict[str, str]) -> Delivery:
         url = url.rstrip("/").removesuffix(PATH) + PATH
@@ -30,15 +30,15 @@ class Alertmanager(Webhook):
 
 
 def alerts(message: Message, now: float) -> list[dict[str, Any]]:
-    """One an alert name: all its cases in a group have the same labels, which say who it is."""
+    """Return one alert per name and quietness: its cases in a group have the same labels, which identify it."""
     newest = {(case.alert, case.id in message.quiet): case for case in message.cases}
     inhibits = max((case.level for (_, quiet), case in newest.items() if not quiet), default=0)
     found = []
     for (_, quiet), case in newest.items():
         body = alert(case, message)
-        # What inhibits the consequences lasts as long as they do.
+        # The alert that inhibits the consequences lasts as long as they do.
         fires = case.state == "firing" or (message.firing and not quiet and case.level == inhibits)
-        # An end before the beginning is refused, and clocks are set back.
+        # An end before the beginning is refused, and clocks may be set back.
         end = now + AHEAD_SECONDS if fires else max(min(case.resolved_time or now, now), case.time)
         kept = {name: body[name] for name in ("labels", "annotations", "startsAt", "generatorURL")}
         found.append({**kept, "endsAt": moment(end)})

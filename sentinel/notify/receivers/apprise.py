@@ -1,8 +1,8 @@
-"""Everything else, by Apprise (github.com/caronc/apprise): mail, Teams, Discord, Telegram, ntfy and some hundred more.
+"""Receivers by Apprise (github.com/caronc/apprise): mail, Teams, Discord, Telegram, ntfy and some hundred more.
 
-Its URLs hold secrets, and so do its log and its errors: of both nothing is passed on. It blocks, and cannot be told to
-stop: it works in a thread of its own, which may outlive a delivery that took too long. Then none is begun before that
-has returned.
+Its URLs hold secrets, and so do its log and its errors: nothing of either is passed on. It blocks, and cannot be
+stopped: it works in a thread of its own, which may outlive a delivery that took too long. No delivery begins before
+that thread has returned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sentinel.errors import ConfigError
 from sentinel.notify import DELIVERED, Delivery, Message, wording
 
 TITLE, BODY = 200, 3000
-"""Characters. Apprise cuts further where a service takes less."""
+"""Most characters of title and body. Apprise cuts further where a service takes less."""
 SHOWN_CASES = 8
 _KINDS = {"critical": "failure", "warning": "warning", "info": "info"}
 
@@ -26,7 +26,7 @@ class Apprise:
     """Hands messages to Apprise."""
 
     def __init__(self, settings: config.ReceiverSettings) -> None:
-        """Raises ImportError where Apprise is not installed. It is loaded in the thread: that takes half a second."""
+        """Raises ImportError where Apprise is not installed. It is loaded in the thread, which takes half a second."""
         if importlib.util.find_spec("apprise") is None:
             raise ImportError(name="apprise")
         self._settings = settings
@@ -35,7 +35,7 @@ class Apprise:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
     async def deliver(self, message: Message) -> Delivery:
-        """Try once."""
+        """Try to deliver once."""
         try:
             where, urls = self._settings.text("url")
         except ConfigError as error:
@@ -55,15 +55,15 @@ class Apprise:
             try:
                 loop.call_soon_threadsafe(_set, done, found)
             except RuntimeError:
-                pass  # the daemon is gone
+                pass  # the daemon's loop is closed
 
-        # A daemon thread, not the loop's executor: the process does not wait for it at its end.
+        # A daemon thread, not the loop's executor: the process does not wait for it when it exits.
         threading.Thread(target=work, name="sentinel-apprise", daemon=True).start()
         delivery: Delivery = await done
         return delivery
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is nothing to release."""
 
     def _try_delivery(self, where: str, urls: str, message: Message, body: str) -> Delivery:
         import apprise
@@ -83,13 +83,13 @@ def _set(done: asyncio.Future[Delivery], found: Delivery) -> None:
 
 
 def title(message: Message) -> str:
-    """One line."""
+    """Return the title, one line."""
     state = message.leading.severity if message.firing else "over"
     return f"[{state}] {message.leading.alert} in {message.run}"
 
 
 def text(message: Message) -> str:
-    """The message as plain text."""
+    """Return the message as plain text."""
     parts = []
     for case in message.cases[-SHOWN_CASES:]:
         if case.id in message.quiet and case is not message.leading:

@@ -1,4 +1,4 @@
-"""OpenTelemetry: each change of an incident is a log record, by OTLP over HTTP (docs/opentelemetry.md)."""
+"""OpenTelemetry: send each change of an incident as a log record, by OTLP over HTTP (docs/opentelemetry.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 SEVERITIES = {"info": 9, "warning": 13, "critical": 18}
-"""INFO, WARN and ERROR2, where OpenTelemetry's data model has what syslog calls critical."""
+"""Severity numbers INFO, WARN and ERROR2; OpenTelemetry's data model maps syslog's critical to ERROR2."""
 EVENT = "sentinel.incident"
 
 
@@ -34,9 +34,9 @@ class OpenTelemetry:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:
-        """Try once."""
+        """Try to deliver once."""
         news = [case for case in message.cases if case.id not in message.unchanged]
-        if not news:  # it goes on
+        if not news:  # the incidents go on unchanged
             return DELIVERED
         try:
             request = encode_logs(message, news, time.time())
@@ -55,8 +55,8 @@ class OpenTelemetry:
 
 
 def encode_logs(message: Message, cases: Iterable[Case], now: float) -> ExportLogsServiceRequest:
-    """A request to /v1/logs with these cases of a message. Labels and annotations are those of a webhook, as attributes
-    `sentinel.NAME`."""
+    """Return a request to /v1/logs with these cases of a message. Labels and annotations are those of a webhook, as
+    attributes `sentinel.NAME`."""
     from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
     from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
@@ -90,4 +90,4 @@ KIND = config.ReceiverKind(
     grouping=Grouping(wait=Duration(0), interval=Duration(1), repeat=Duration(3650 * 86400)),
     install=INSTALL,
 )
-"""What goes on is not recorded again."""
+"""`repeat` is ten years, so that an incident that goes on is not recorded again."""

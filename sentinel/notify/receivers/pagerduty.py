@@ -18,18 +18,18 @@ from sentinel.notify.receivers.webhook import moment
 from sentinel.text import join_names
 
 EVENTS = "https://events.pagerduty.com"
-"""Accounts in Europe: https://events.eu.pagerduty.com."""
+"""Default host; accounts in Europe use https://events.eu.pagerduty.com."""
 SUMMARY = 1024
-"""Characters of payload.summary. The whole event may have 512 kB, which `DETAIL` keeps far away."""
+"""Most characters of payload.summary. The whole event may have 512 kB; `DETAIL` keeps it far below that."""
 DETAIL = 4000
-"""Characters of another text."""
+"""Most characters of any other text."""
 LINKED = 2000
 SHOWN_OTHERS = 5
 SEVERITIES = {"critical": "critical", "warning": "warning", "info": "info"}
 
 
 def find_mistake(settings: config.ReceiverSettings) -> str:
-    """What its settings lack."""
+    """Return what a receiver's settings lack; empty: nothing."""
     if settings.has_token:
         return ""
     return "pagerduty needs the routing key of an Events API v2 integration: token_env or token_file"
@@ -42,7 +42,7 @@ class PagerDuty:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:
-        """Try once. What is sent twice, because its second half failed, meets the same incident by its key."""
+        """Try to deliver once. A message sent twice, because its second half failed, finds its incident by the key."""
         try:
             key = self._settings.token()
             host = self._settings.address().rstrip("/") if self._settings.has_address else EVENTS
@@ -63,7 +63,7 @@ class PagerDuty:
 
 
 def event(message: Message, routing_key: str) -> dict[str, Any]:
-    """`trigger` while any of the group fires, else `resolve`."""
+    """Return the event: `trigger` while any case of the group fires, else `resolve`."""
     case = message.leading
     base = {
         "routing_key": routing_key,
@@ -90,7 +90,7 @@ def event(message: Message, routing_key: str) -> dict[str, Any]:
 
 
 def change(message: Message, case: Case, routing_key: str) -> dict[str, Any]:
-    """That a run was rolled back."""
+    """Return the change event that a run was rolled back."""
     return {
         "routing_key": routing_key,
         "payload": {
@@ -104,7 +104,7 @@ def change(message: Message, case: Case, routing_key: str) -> dict[str, Any]:
 
 
 def _details(message: Message, case: Case) -> dict[str, str]:
-    """What the alert says, and how many others of the group fire."""
+    """Return the alert's texts, and the other incidents of the group."""
     found = {"what": case.summary, "run": message.run, "run_id": message.run_id, "step": str(case.step)}
     for label, text in wording.rows(case):
         found[label] = f"{found[label]}; {text}" if label in found else text
@@ -124,9 +124,9 @@ def _links(message: Message) -> list[dict[str, str]]:
 
 
 def _summary(text: str) -> str:
-    """One line: it is read out on the phone."""
+    """Return a text as one line, because it is read out on the phone."""
     return wording.cut(" ".join(text.split()), SUMMARY) or "-"
 
 
 KIND = config.ReceiverKind(make=PagerDuty, find_mistake=find_mistake, limit=(100, 60.0), edits=lambda _: True)
-"""PagerDuty answers 429 from about 120 events a minute and key on."""
+"""The limit is 100 events a minute: from about 120 per minute and key on PagerDuty answers 429."""

@@ -1,5 +1,5 @@
-"""Slack: one message a group. A bot edits it as things change, and answers in its thread when it is over or goes on for
-long; an incoming webhook can do neither, and posts a message each time.
+"""Slack: post one message per group. A bot edits it as the group changes, and replies in its thread when the group is
+over, escalates or goes on for long; an incoming webhook can do neither, and posts a message each time.
 
 Limits: docs.slack.dev/reference/block-kit/blocks. Escaping: docs.slack.dev/messaging/formatting-message-text.
 """
@@ -21,20 +21,20 @@ from sentinel.notify.http import Poster
 
 API = "https://slack.com/api"
 HEADER, SECTION = 150, 3000
-"""Characters of a header block and of a section's text."""
+"""Most characters of a header block, and of a section's text."""
 TOTAL = 12_000
-"""Of all blocks: somewhat above 13,000 Slack answers msg_blocks_too_long, which it does not document (bolt-js#2509)."""
+"""Most characters of all blocks: above some 13,000 Slack answers msg_blocks_too_long, undocumented (bolt-js#2509)."""
 LINKS = 2000
-"""Of the line of links."""
+"""Most characters of the line of links."""
 TEXT = 1000
-"""Of the notification; longer ones are cut on a phone."""
+"""Most characters of the notification; longer ones are cut on a phone."""
 LONGEST = (2000, 1000, 500, 250, 120, 60, 30)
-"""Of one row, tried in turn."""
+"""Most characters of one row, tried in turn until all rows fit."""
 SHOWN_CASES, SHOWN_ROWS = 8, 12
 
 LATER = frozenset({"fatal_error", "internal_error", "ratelimited", "request_timeout", "service_unavailable"})
 LOST = frozenset({"cant_update_message", "edit_window_closed", "message_not_found", "thread_not_found"})
-"""The message that is to be edited is no longer there, or not to be edited: it is posted again."""
+"""Errors that mean that the message to be edited is gone, or can no longer be edited: it is posted again."""
 FIXES = {
     "account_inactive": "its token belongs to an account that is gone; make a new one",
     "channel_not_found": "its channel is not known to the bot; check channel, and invite the bot to it",
@@ -46,16 +46,16 @@ FIXES = {
     "token_expired": "its token has expired; make a new one",
     "token_revoked": "its token was revoked; make a new one",
 }
-"""Slack's word for what a person can fix -> ours. Other words of its are not repeated."""
+"""Slack's error that a person can fix -> our words for it. Slack's other words are not repeated."""
 
 _MARKS = {"critical": "\U0001f534", "warning": "\U0001f7e1", "info": "\U0001f535", "": "\U0001f7e2"}
 _BARE = {"unfurl_links": False, "unfurl_media": False}
-"""No preview of a page that a run's texts happen to name."""
+"""Options against previews of pages that a run's texts happen to name."""
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 def find_mistake(settings: config.ReceiverSettings) -> str:
-    """What its settings lack, or have too much of."""
+    """Return what a receiver's settings lack, or have too much of; empty: nothing."""
     if not settings.has_address and not settings.has_token:
         return "slack needs url_env or url_file (a webhook), or token_env or token_file (a bot) and channel"
     if settings.has_token and not settings.channel:
@@ -72,7 +72,7 @@ class Slack:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:
-        """Try once."""
+        """Try to deliver once."""
         try:
             headers = self._settings.authorization()
             url = self._settings.address() if self._settings.has_address or not headers else API
@@ -103,7 +103,7 @@ class Slack:
 
 
 class _Call:
-    """One method of the Web API, which answers 200 and says in the body how it went."""
+    """Calls methods of the Web API, which answers 200 and reports errors in the body."""
 
     def __init__(self, poster: Poster, api: str, headers: dict[str, str]) -> None:
         self._poster, self._api, self._headers = poster, api, headers
@@ -123,7 +123,7 @@ class _Answer(msgspec.Struct):
 
 
 def judge_answer(answer: bytes) -> Delivery:
-    """What the body of a 200 says. A fault's `detail` is one of our sentences, or a word of `LOST`."""
+    """Return what the body of a 200 means. A fault's `detail` is one of our sentences, or a word of `LOST`."""
     try:
         found = msgspec.json.decode(answer, type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -141,7 +141,7 @@ def judge_answer(answer: bytes) -> Delivery:
 
 
 def payload(message: Message) -> dict[str, Any]:
-    """Text and blocks of a message."""
+    """Return text and blocks of a message."""
     leading = message.leading
     mark = _MARKS.get(leading.severity if message.firing else "", _MARKS["info"])
     ended = "" if message.firing else ": over"
@@ -165,7 +165,7 @@ def payload(message: Message) -> dict[str, Any]:
 
 
 def escape_markup(text: str, limit: int) -> str:
-    """Plain text as Slack's markup, in at most `limit` characters, no entity cut in two."""
+    """Return plain text as Slack's markup, in at most `limit` characters, no entity cut in two."""
     whole = wording.cut(text, limit).translate(_ENTITIES)
     short = wording.cut(whole, limit)
     return _fill_text(short if short == whole else re.sub(r"&[a-z]{0,3}\u2026$", "\u2026", short))
@@ -192,7 +192,7 @@ def _foot(message: Message, hidden: int) -> Sequence[tuple[str, str]]:
 
 
 def _list_links(message: Message) -> str:
-    """The settings' links, as many as there is room for: the only ones in a message."""
+    """Return the settings' links, as many as fit: the only links in a message."""
     runbook = message.origin.link_section(message.leading.runbook)
     text = ""
     for label, link in [*([("runbook", runbook)] if runbook else []), *wording.links(message)]:
@@ -207,12 +207,12 @@ def _section(rows: Sequence[tuple[str, str]], room: int) -> dict[str, Any]:
 
 
 def _mark_up(text: str) -> dict[str, Any]:
-    """`verbatim`: a name that looks like a link, a channel or a person is none."""
+    """Return a section block. `verbatim`: a name that looks like a link, a channel or a person is not made one."""
     return {"type": "section", "text": {"type": "mrkdwn", "text": _fill_text(text), "verbatim": True}}
 
 
 def _fitting(rows: Sequence[tuple[str, str]], room: int, longest: int) -> str:
-    """The rows, none longer than that; empty where they do not fit: what is long gives way to what is short."""
+    """Return the rows, none longer than `longest`; empty where they do not fit, so that long rows are cut first."""
     lines = [
         f"*{label}*  {escape_markup(text, longest)}" if label else escape_markup(text, longest) for label, text in rows
     ]
@@ -221,9 +221,9 @@ def _fitting(rows: Sequence[tuple[str, str]], room: int, longest: int) -> str:
 
 
 def _fill_text(text: str) -> str:
-    """Slack wants a character, and white space is none."""
+    """Return a text that is not blank, because Slack refuses blank ones."""
     return text if text.strip() else "-"
 
 
 KIND = config.ReceiverKind(make=Slack, find_mistake=find_mistake, limit=(1, 1.0), edits=lambda named: named.has_token)
-"""One message a second and channel: docs.slack.dev/apis/web-api/rate-limits."""
+"""The limit is one message per second and channel: docs.slack.dev/apis/web-api/rate-limits."""

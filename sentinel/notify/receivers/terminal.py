@@ -1,6 +1,6 @@
 """The training terminal: the alert as one readable block, printed by rank 0's hook, at once.
 
-No Receiver of the pipeline: it has no outbox, because the rank that prints it remembers, and nothing to wait for.
+It is no Receiver of the pipeline: it needs no outbox, because the rank that prints it remembers, and never waits.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from sentinel.notify import Event, wording
 from sentinel.text import drop_controls, join_names, wrap_words
 
 WIDTH = 79
-"""Columns: a terminal has 80 by default, and a wrapped frame is hard to read."""
+"""Columns of a block: a terminal has 80 by default, and a wrapped frame is hard to read."""
 LABEL = 8
 LINES = 16
-"""Of a block, unless what is never cut takes more: it would push the training's own lines off the screen."""
+"""Most lines of a block, unless rows that are never cut take more: longer ones push training output off the screen."""
 _WHOLE = ("where", "do", "to know", "more")
-"""Rows that are never cut: what of them is left out is of no use, as half a command."""
+"""Rows that are never cut, because a part of them is useless, such as half a command."""
 _SPARED = {"what": 2, "why": 2}
-"""Lines by which a row may be longer than another before it is cut: a cause says at its end what comes of it."""
+"""Lines by which a row may be longer than others before it is cut: a cause names its consequence at its end."""
 
 
 class Terminal:
     """Sends each alert to rank 0 as text."""
 
     def __init__(self, send: Callable[[wire.Notice], None], severities: frozenset[str]) -> None:
-        """`severities`: of the alerts that are printed. `on_alert` gets all."""
+        """`severities`: those of the alerts that are printed. `on_alert` gets all alerts."""
         self.severities = severities
         self._send = send
 
     def notify(self, event: Event, case: Case, *, quiet: bool = False, going_on: Sequence[str] = ()) -> None:
-        """One block when it fires, one line when it is over; who joins is for `on_alert` alone. `quiet`: a line
-        will do, as the problem has its block; `going_on`: alerts on the same problem that still fire."""
+        """Print a block when a case fires, and a line when it is over; joining members go to `on_alert` alone. `quiet`:
+        a line is enough, as the problem has its block; `going_on`: alerts of the same problem that still fire."""
         one_line = event != "fired" or quiet
         text = "" if event == "updated" else line(event, case, going_on) if one_line else block(case)
         again = f"/{len(case.members)}.{len(case.done)}.{case.parent}" if event == "updated" else ""
@@ -43,11 +43,11 @@ class Terminal:
             self._send(wire.Notice(id=f"{case.run_id}/{case.id}/keeper", text=name_keeper(case)))
 
     def show_separate(self, case: Case) -> None:
-        """What was shown as a consequence is none: its block."""
+        """Print the block of a case that was shown as a consequence, but is none."""
         self._print("updated", case, block(case), "/separate")
 
     def has_shown(self, case: Case) -> bool:
-        """Whether it was shown when it fired."""
+        """Return whether a case was shown when it fired."""
         return case.told and not case.silenced and case.severity in self.severities
 
     def _print(self, event: Event, case: Case, text: str, again: str) -> None:
@@ -57,7 +57,7 @@ class Terminal:
 
 
 def block(case: Case) -> str:
-    """What, where, since when, why, what to do, and where the whole case is."""
+    """Return the block of a case: what, where, since when, why, what to do, and how to see the whole case."""
     rows = [("what", case.summary), *wording.rows(case), ("more", wording.more(case))]
     title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
     top = "\u250f" + drop_controls(title).center(WIDTH - 1, "\u2501")
@@ -66,7 +66,7 @@ def block(case: Case) -> str:
 
 
 def line(event: Event, case: Case, going_on: Sequence[str] = ()) -> str:
-    """The end of an incident, or one more of a problem."""
+    """Return a line about the end of an incident, or about one more incident of a problem."""
     if event == "fired":
         joins = f"with {case.parent or case.problem_id}"
         return f"[sentinel] {case.severity} {case.alert} at step {case.step}, {joins}: {drop_controls(case.summary)}"
@@ -76,14 +76,14 @@ def line(event: Event, case: Case, going_on: Sequence[str] = ()) -> str:
 
 
 def name_keeper(case: Case) -> str:
-    """Who holds memory that is not given back, which is known some steps after the alert."""
+    """Return a line that names what holds memory that is not released, which is known some steps after the alert."""
     found = case.diagnosis
     told = f"{found.keeper} keeps what each step makes; {found.remedy}"
     return f"[sentinel] {case.alert} (since step {case.first_step}): {drop_controls(told)}"
 
 
 def _lay_out(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The lines of all rows. Of too many, the longest rows lose their ends; then what was done is left out."""
+    """Yield the lines of all rows. If they are too many, the longest rows lose their ends; then `done` is left out."""
     heights = [len(_wrap(label, text)) for label, text in rows]
     while sum(heights) > LINES - 2:
         cut = [at for at, (label, _) in enumerate(rows) if label not in _WHOLE and heights[at] > (label != "done")]
@@ -105,6 +105,6 @@ KIND = config.ReceiverKind(make=None)
 
 
 def list_shown_severities(settings: config.Settings) -> frozenset[str]:
-    """Severities that the training terminal shows: all, unless the settings say else."""
+    """Return the severities that the training terminal shows: all, unless the settings name some."""
     terminal = next((named for named in settings.receivers if config.find_kind(named.type) is KIND), None)
     return frozenset(terminal.severities if terminal else config.SEVERITIES)

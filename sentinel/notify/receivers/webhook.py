@@ -1,7 +1,7 @@
-"""A webhook in the format of Alertmanager, version 4: what reads its notifications reads ours.
+"""A webhook in the format of Alertmanager, version 4: programs that read its notifications can read Sentinel's.
 
-prometheus.io/docs/alerting/latest/configuration/#webhook_config. Labels say who it is and stay the same from the first
-message to the last; numbers are in the annotations.
+prometheus.io/docs/alerting/latest/configuration/#webhook_config. Labels identify the alert and stay the same from the
+first message to the last; numbers are in the annotations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sentinel.text import drop_controls, join_names
 
 SHOWN_MEMBERS = 20
 NEVER = "0001-01-01T00:00:00Z"
-"""`endsAt` of an alert that fires: the zero of Go's time."""
+"""`endsAt` of an alert that fires: the zero value of Go's time."""
 LATEST = 253402300799.0
-"""The last second of the year 9999."""
+"""The last second of the year 9999, in unix seconds."""
 
 
 class Webhook:
@@ -33,7 +33,7 @@ class Webhook:
         self._settings, self._poster = settings, Poster(settings.timeout)
 
     async def deliver(self, message: Message) -> Delivery:
-        """Try once."""
+        """Try to deliver once."""
         try:
             url, headers = self._settings.address(), self._settings.authorization()
         except ConfigError as error:
@@ -49,7 +49,7 @@ class Webhook:
 
 
 def payload(message: Message, receiver: str) -> dict[str, Any]:
-    """The body of a message."""
+    """Return the body of a message."""
     alerts = [alert(case, message) for case in message.cases]
     for label, text in wording.notes(message):
         alerts[-1]["annotations"][label] = drop_controls(text)
@@ -70,7 +70,7 @@ def payload(message: Message, receiver: str) -> dict[str, Any]:
 
 
 def alert(case: Case, message: Message) -> dict[str, Any]:
-    """One alert of a message in Alertmanager's form."""
+    """Return one alert of a message in Alertmanager's form."""
     labels = {"alertname": case.alert, "run": case.run, "run_id": message.run_id, "severity": case.severity}
     labels |= {"problem": message.problem_id} if message.problem_id else {}
     labels |= {"consequence": "true"} if case.id in message.quiet else {}
@@ -112,19 +112,19 @@ def _annotations(case: Case, message: Message) -> dict[str, str]:
 
 
 def _common(maps: list[dict[str, str]]) -> dict[str, str]:
-    """What all of them have."""
+    """Return the entries that all of them have."""
     return {name: value for name, value in maps[0].items() if all(other.get(name) == value for other in maps[1:])}
 
 
 def moment(seconds: float) -> str:
-    """Unix seconds as RFC 3339; the nearest that can be written, where a rank's clock is far out."""
+    """Return unix seconds as RFC 3339; the nearest time that can be written, where a rank's clock is far off."""
     seconds = 0.0 if math.isnan(seconds) else min(max(seconds, 0.0), LATEST)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def fingerprint(labels: dict[str, str]) -> str:
-    """Hash of a label set, as Prometheus computes it (64-bit FNV-1a): the same alert has the same one in both."""
+    """Return the hash of a label set as Prometheus computes it (64-bit FNV-1a): an alert has the same one in both."""
     value = 0xCBF29CE484222325
     for name in sorted(labels):
         for byte in name.encode() + b"\xff" + labels[name].encode() + b"\xff":
