@@ -1,4 +1,4 @@
-"""For tests of probes and receivers that other packages bring: a daemon that records, and messages as alerts make them.
+"""Helpers to test probes and receivers of other packages: a daemon that records, and messages as alerts cause them.
 
     with FakeDaemon() as daemon:
         with sentinel.attach(model, optimizer, address=daemon.address):
@@ -9,7 +9,7 @@
     (delivery,) = deliver(MyReceiver(settings), make_message(make_case()))
     assert delivery.fault is None
 
-It needs no test framework. What fails raises AssertionError.
+They need no test framework. A failure raises AssertionError.
 """
 
 from __future__ import annotations

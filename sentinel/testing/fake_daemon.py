@@ -1,4 +1,4 @@
-"""A daemon of a few threads that welcomes every rank, and keeps what it is sent: no rules, no history, no alerts."""
+"""A daemon of a few threads that welcomes every rank, and keeps what ranks send: no rules, no history, no alerts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class FakeDaemon:
     """Listens on a Unix socket. `sentinel.attach(..., address=daemon.address)` connects to it."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: of the socket; in a temporary folder where there is none."""
+        """`path`: of the socket; if None, it is in a temporary folder."""
         self._folder = None if path else tempfile.TemporaryDirectory(prefix="sentinel-")
         self.path = path or Path(self._folder.name if self._folder else "") / "d.sock"
         self.answer: Callable[[wire.Hello], bytes] = lambda _: wire.frame(wire.Welcome(version=__version__))
-        """What a hello is answered with."""
+        """Returns the bytes that answer a hello."""
         self.reading = threading.Event()
-        """Cleared: it accepts connections and never reads."""
+        """While it is cleared, the daemon accepts connections and does not read."""
         self.reading.set()
         self.messages: list[wire.FromRank] = []
-        """All that came, in order."""
+        """All messages received, in order."""
         self.hung_up = False
-        """Whether a connection came to its end."""
+        """Whether a connection has ended."""
         self._changed = threading.Condition()
         self._peers: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -48,11 +48,11 @@ class FakeDaemon:
 
     @property
     def address(self) -> str:
-        """For `attach(address=)` and `SENTINEL_ADDRESS`."""
+        """The socket's address, for `attach(address=)` and `SENTINEL_ADDRESS`."""
         return f"unix:{self.path}"
 
     def send(self, message: wire.Message) -> None:
-        """Send to the rank that connected last."""
+        """Send a message to the rank that connected last."""
         self._peers[-1].sendall(wire.frame(message))
 
     def hang_up(self) -> None:
@@ -70,7 +70,7 @@ class FakeDaemon:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self._threads[0].join(WAIT_SECONDS)  # a connection that it accepts at the last moment is to be closed too
+        self._threads[0].join(WAIT_SECONDS)  # a connection that it accepts at the last moment must be closed too
         self._listener.close()
         self.hang_up()
         for thread in self._threads:
@@ -85,16 +85,16 @@ class FakeDaemon:
                 raise AssertionError(f"got {[type(message).__name__ for message in self.messages]}")
 
     def wait_for_goodbye(self) -> wire.Goodbye:
-        """Wait for the last message of a run, after which all others are there."""
+        """Wait for the last message of a run, after which all others have come."""
         self.wait(lambda: self.list_messages(wire.Goodbye))
         return self.list_messages(wire.Goodbye)[-1]
 
     def list_messages(self, kind: type[M]) -> list[M]:
-        """The messages of one kind, in order."""
+        """Return the messages of one kind, in order."""
         return [message for message in list(self.messages) if isinstance(message, kind)]
 
     def series(self, signal: str, stream: int = 0) -> dict[int, float]:
-        """seq -> value of one signal of scope rank. `stream`: number of the optimizer."""
+        """Return seq -> value of one signal of scope rank. `stream`: number of the optimizer."""
         found: dict[int, float] = {}
         for batch in self.list_messages(wire.Batch):
             if batch.stream == stream and signal in batch.columns:
@@ -106,7 +106,7 @@ class FakeDaemon:
         return found
 
     def layers(self, signal: str, stream: int = 0) -> dict[int, dict[str, float]]:
-        """seq -> layer -> value of one signal of scope layer."""
+        """Return seq -> layer -> value of one signal of scope layer."""
         tables = {table.digest: table for table in self.list_messages(wire.LayerTable)}
         found: dict[int, dict[str, float]] = {}
         for batch in self.list_messages(wire.Batch):
@@ -118,7 +118,7 @@ class FakeDaemon:
         return found
 
     def seqs(self, stream: int = 0) -> list[int]:
-        """Of the steps that came, in order."""
+        """Return the seqs of the steps received, in order."""
         return [
             s for b in self.list_messages(wire.Batch) if b.stream == stream for s in wire.unpack_column("q", b.seqs)
         ]
@@ -150,7 +150,7 @@ class FakeDaemon:
         if isinstance(message, wire.Hello):  # before a thread that waits for it can send something else
             try:
                 peer.sendall(self.answer(message))
-            except OSError:  # a short run has hung up by now; what it sent is still there to be read
+            except OSError:  # a short run has closed its end by now; what it sent can still be read
                 pass
         with self._changed:
             self.messages.append(message)

@@ -1,4 +1,4 @@
-"""Alerts as receivers get them, made up."""
+"""Invented alerts in the form that receivers get."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def make_case(
     severity: str = "critical",
     alert: str = "LossSpike",
 ) -> Case:
-    """An incident that fired at step 457, of the whole run or of ranks 0 to `ranks` - 1. `state`: "firing", "resolved"
-    or "rolled_back"."""
+    """Return an incident that fired at step 457, of the whole run or of ranks 0 to `ranks` - 1. `state`: "firing",
+    "resolved" or "rolled_back"."""
     return Case(
         id=identity,
         run="train",
@@ -44,15 +44,15 @@ def make_case(
 
 
 def make_message(*cases: Case, **more: Any) -> Message:
-    """A message about these incidents, or about `make_case()`. `more`: other attributes of `Message`, such as `origin`
-    and `repeated`."""
+    """Return a message about these incidents, or about `make_case()`. `more`: other attributes of `Message`, such as
+    `origin` and `repeated`."""
     cases = cases or (make_case(),)
     return Message(run=cases[0].run, run_id=cases[0].run_id, alert=cases[0].alert, cases=cases, **more)
 
 
 def deliver(receiver: Receiver, *messages: Message) -> list[Delivery]:
-    """Hand the messages over, one after the other, and close the receiver. The pipeline's retries, grouping and
-    time-outs are not there: what the receiver raises is raised."""
+    """Deliver the messages, one after the other, and close the receiver. There are none of the pipeline's retries,
+    grouping and time-outs: an exception of the receiver is raised."""
 
     async def hand_over() -> list[Delivery]:
         try:
