@@ -1,8 +1,8 @@
-"""Has the first backward pass, or the first step of an optimizer, attach Sentinel. `sentinel run` puts this directory
-on PYTHONPATH.
+"""Attach Sentinel at the first backward pass, or at the first step of an optimizer.
 
-Python imports `sitecustomize` when it starts; the user's own, further down the path, is run by this one. It must cost a
-process that has nothing to do with torch next to nothing: only the standard library, and torch is waited for.
+`sentinel run` puts this directory on PYTHONPATH. Python imports `sitecustomize` when it starts; this one then runs the
+user's own, further down the path. It must cost a process that does not use torch next to nothing: it imports only the
+standard library, and waits for the process to import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # importing it would cost more than all the rest
+TYPE_CHECKING = False  # importing it from typing would cost more than all the rest
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -19,7 +19,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 class _Finder:
-    """Stands in front of the others until somebody imports torch's optimizers."""
+    """A meta path finder that stands before all others until torch's optimizers are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _OPTIMIZER:
@@ -33,7 +33,7 @@ class _Finder:
 
 
 class _Loader:
-    """Loads as the real loader does, and leaves it as the module's own."""
+    """Loads as the real loader does, which it leaves as the module's loader, and then registers the hooks."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -51,7 +51,7 @@ class _Loader:
 
 
 def _listen(module: Any) -> None:
-    from torch._compile import _disable_dynamo  # else torch.compile would trace into the hook
+    from torch._compile import _disable_dynamo  # without it torch.compile would trace into the hook
 
     found: list[Any] = []
 
@@ -69,7 +69,8 @@ def _listen(module: Any) -> None:
 
 
 def _stand_before_the_first_backward_pass(hide: Callable[[Any], Any], find_attach: Callable[[], Any]) -> None:
-    """Once: where nobody has put something around it meanwhile, it is gone before the pass begins."""
+    """Patch torch.autograd.backward for one call. Unless other code has wrapped it meanwhile, the patch is removed
+    before the pass begins."""
     from functools import wraps
 
     from torch import autograd
@@ -106,7 +107,7 @@ def _say(why: str) -> None:
 
 
 def _run_the_users_own() -> None:
-    """Imports what Python would have imported, were this directory not there: `site` deals with what that raises."""
+    """Import the `sitecustomize` that Python would have imported without this directory; `site` handles its errors."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     del sys.modules[__name__]
