@@ -60,7 +60,7 @@ def check_environment() -> list[DoctorFinding]:
 
 
 def judge_ranks(seen: Examined) -> list[DoctorFinding]:
-    """Return the findings of all ranks, and of the run as a whole where it did not complete its steps."""
+    """Return the findings about each rank and about all ranks together, and why the steps were not completed."""
     found = [finding for facts in seen.ranks for finding in _judge_rank(facts, len(seen.ranks))]
     found += model.across(seen.ranks)
     if seen.timed_out:

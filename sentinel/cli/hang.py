@@ -32,9 +32,9 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     """Say which rank is missing in which collective, and why.
 
     Without PATHS: for the runs that are watched on this node now; for a job whose nodes are connected, with the ranks
-    of all nodes. With PATHS: for a job that has ended, from
-    files or folders of flight-recorder dumps (pickle or JSON), torchrun's error files, and logs whose lines begin with
-    the rank (`7: `, `[rank7]:`) or whose names end with it. Nothing in them is run.
+    of all nodes. With PATHS: for a job that has ended, from files or folders of flight-recorder dumps (pickle or JSON),
+    torchrun's error files, and logs whose lines begin with the rank (`7: `, `[rank7]:`) or whose names end with it.
+    Nothing in them is run.
 
     Exit code 0: nothing hangs; 1: a cause, or that none is known, is printed.
 

@@ -54,7 +54,7 @@ def _unsound(route: Route, delivery: Delivery) -> Delivery:
 
 
 async def close(route: Route) -> None:
-    """Have a receiver release what it holds open, within `CLOSE_SECONDS`. Raises nothing but CancelledError, as above."""
+    """Have a receiver release what it holds open, within `CLOSE_SECONDS`. Raises as `attempt` does."""
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
             await route.receiver.close()

@@ -57,7 +57,7 @@ class Notifier:
 
     def open_case(self, case: Case) -> None:
         """Decide whether an incident that fired is sent, before it is recorded."""
-        self.silences.refresh()  # the run may have begun a moment ago
+        self.silences.refresh()  # a run that has just begun has not read them yet
         case.silenced = self.silences.find_silence(case)
         case.told = not case.silenced
 

@@ -118,4 +118,4 @@ def cut(text: str, limit: int) -> str:
     units = drop_controls(text).encode("utf-16-le")
     if len(units) <= 2 * limit:
         return units.decode("utf-16-le")
-    return units[: 2 * (limit - 1)].decode("utf-16-le", "ignore") + "\u2026"  # half a pair is ignored
+    return units[: 2 * (limit - 1)].decode("utf-16-le", "ignore") + "\u2026"  # half a surrogate pair is dropped

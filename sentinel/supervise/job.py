@@ -119,8 +119,8 @@ def members() -> list[_Process]:
 
 
 def count_launched_nodes(wanted: int) -> int | None:
-    """Return how many nodes have ranks of the job, if each has as many as this one, according to ranks here that a
-    torchrun for `wanted` nodes started; None: there are none yet."""
+    """Return how many nodes the job of the local ranks has, if each node has as many ranks as this one; None: no
+    torchrun that wants `wanted` nodes has started ranks here yet."""
     for process in members():
         with contextlib.suppress(OSError, KeyError, ValueError):
             words = (Path("/proc") / str(process.pid) / "environ").read_bytes().split(b"\0")

@@ -1,7 +1,7 @@
 """The loop of `sentinel run`: runs a command, and runs it again.
 
 All signals wait in the kernel and are taken one by one (sigtimedwait), with their sender: no handler, no race. Signals
-from outside are passed on to the command, once; after one that means the end nothing is started again.
+from outside are passed on to the command, once; after a signal that means the end nothing is started again.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Supervisor:
                 standing = self._words.standing
                 self._words.announce_end(self._ended_by or signal.SIGTERM, self._name_own_reason(standing))
             else:
-                standing = self._words.last(LAST_WORD_SECONDS)  # it may have ended before its daemon judged it
+                standing = self._words.last(LAST_WORD_SECONDS)  # the job may have ended before its daemon judged it
                 self._report(None)
             if status == 0:
                 self._say_complete()
@@ -190,7 +190,7 @@ class Supervisor:
 
     def _verdict(self, status: int | None, standing: wire.Standing | None, awaited: set[int]) -> int | Again:
         """Return the exit status, or the restart that follows."""
-        if self._ended_by is not None or (status is not None and -status in self._passed):  # it was asked for
+        if self._ended_by is not None or (status is not None and -status in self._passed):  # the end was asked for
             self._say_wanted(status, standing)
             return status if status is not None else -(self._ended_by or signal.SIGTERM)
         if self._met:

@@ -23,7 +23,7 @@ class Telling:
             return
         write_lines(
             f"sentinel: {text}", sys.stderr
-        )  # a terminal wraps it, and paths and commands in it can still be copied
+        )  # left to the terminal to wrap, so that paths and commands can be copied
 
     def pass_on(self, text: str) -> None:
         """Print a daemon's text for the job's terminal that no rank can print any more."""

@@ -1,4 +1,4 @@
-"""The connection to the job's daemon. It is asked once per connection, and then sends what there is to report.
+"""The connection to the job's daemon, which is asked once per connection and then reports whenever it has news.
 
 The run's daemon is started by the job and ends with it, so this side looks for it again and again: a call that
 finds no socket, twice a second.

@@ -147,7 +147,7 @@ class FakeDaemon:
             self._changed.notify_all()
 
     def _take(self, peer: socket.socket, message: wire.FromRank) -> None:
-        if isinstance(message, wire.Hello):  # before a thread that waits for it can send something else
+        if isinstance(message, wire.Hello):  # answered before a thread that waits for it can send something else
             try:
                 peer.sendall(self.answer(message))
             except OSError:  # a short run has closed its end by now; what it sent can still be read

@@ -30,7 +30,7 @@ class Alertmanager(Webhook):
 
 
 def alerts(message: Message, now: float) -> list[dict[str, Any]]:
-    """Return one alert per name and quietness: its cases in a group have the same labels, which identify it."""
+    """Return one alert per alert name, consequences apart: its cases have the same labels, which identify it."""
     newest = {(case.alert, case.id in message.quiet): case for case in message.cases}
     inhibits = max((case.level for (_, quiet), case in newest.items() if not quiet), default=0)
     found = []

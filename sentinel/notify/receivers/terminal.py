@@ -39,7 +39,7 @@ class Terminal:
         text = "" if event == "updated" else line(event, case, going_on) if one_line else block(case)
         again = f"/{len(case.members)}.{len(case.done)}.{case.parent}" if event == "updated" else ""
         self._print(event, case, text, again)
-        if event == "updated" and case.diagnosis.keeper and self.has_shown(case):  # the block came before the count
+        if event == "updated" and case.diagnosis.keeper and self.has_shown(case):  # found after the block was shown
             self._send(wire.Notice(id=f"{case.run_id}/{case.id}/keeper", text=name_keeper(case)))
 
     def show_separate(self, case: Case) -> None:
