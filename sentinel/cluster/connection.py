@@ -1,4 +1,4 @@
-"""A node's connection to the other nodes of its job: tried for until there is one, and what is in the way said once."""
+"""A node's connection to the other nodes of its job: retried until it is there; each obstacle is reported once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 CONNECT_AGAIN_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 SAY_SECONDS = 30.0
-"""After which it is said that no other node is reached: before, its daemon may not be there yet."""
+"""Seconds after which it is reported that no other node is reached: before that, their daemons may not run yet."""
 NOT_INSTALLED = (
     "the nodes of this job cannot meet: pip install 'training-sentinel[cluster]'; each node is watched alone"
 )
 
 
 class Connection:
-    """Of one run. Lives in the daemon's loop."""
+    """The connection of one run. Lives in the daemon's loop."""
 
     def __init__(
         self,
@@ -38,30 +38,31 @@ class Connection:
         hand_over: HandOver,
         say: Callable[[str], None],
     ) -> None:
-        """`open_session` is called in a thread, and raises ImportError where Zenoh is not installed. `begin` gets each
-        session, in the loop."""
+        """Prepare the connection; `tick` opens it. `open_session` is called in a thread, and raises ImportError where
+        Zenoh is not installed. `begin` gets each session, in the loop."""
         self.meeting, self._node = meeting, node
         self._open_session, self._begin, self._hand_over, self._say = open_session, begin, hand_over, say
         self.session: Session | None = None
         self.trouble = ""
-        """Why there is none."""
+        """Why there is no session; empty: unknown, or there is one."""
         self._thread: threading.Thread | None = None
         self._closing: threading.Thread | None = None
-        """Of a session that is no longer wanted; it has the port as long as this runs."""
+        """The thread that closes a session no longer wanted; the session holds the port as long as this runs."""
         self._again_at = 0.0
         self._since: float | None = None
-        """When it was tried first."""
+        """Time of the first try."""
         self._said = set[str]()
         self._closed = False
 
     @property
     def port(self) -> int | None:
-        """On which this node listens now."""
+        """The port on which this node listens now; None: on none."""
         listens = self.session is not None and self._node < len(self.meeting.addresses)
         return int(self.meeting.addresses[self._node].rpartition(":")[2]) if listens else None
 
     def tick(self, now: float) -> None:
-        """Try, in a thread: where packets are dropped it takes minutes, and the daemon's end must not wait for it."""
+        """Try to connect, in a thread: where packets are dropped a try takes minutes, for which the daemon's end must
+        not wait."""
         if self._since is None:
             self._since = now
         if self.session is not None:
@@ -74,13 +75,13 @@ class Connection:
             self._thread.start()
 
     def move(self, meeting: Meeting) -> None:
-        """The nodes meet elsewhere."""
+        """Connect at another meeting place, and drop the present session."""
         self.meeting, session, self.session = meeting, self.session, None
         if session is not None:
             self._drop(session)
 
     async def finish_trying(self) -> None:
-        """A thread that is inside Zenoh when the interpreter ends aborts the process."""
+        """Wait for the connecting thread: one that is inside Zenoh when the interpreter ends aborts the process."""
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
         self._closed = True
@@ -127,11 +128,11 @@ class Connection:
         self._closing.start()
 
     def _fail(self, trouble: str, meeting: Meeting) -> None:
-        if meeting != self.meeting:  # another is to be tried by now
+        if meeting != self.meeting:  # by now, another one is tried
             return
         node, addresses = self._node, meeting.addresses
         if trouble != NOT_INSTALLED and meeting.is_found and 0 < node < len(addresses):
-            self.meeting = meeting._replace(addresses=addresses[:node])  # as of a node that has no address
+            self.meeting = meeting._replace(addresses=addresses[:node])  # like a node without an address
             self._say_once(f"node {node} cannot listen at {addresses[node]}: it does not take over")
             return
         self.trouble = trouble

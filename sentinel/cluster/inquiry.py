@@ -18,35 +18,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3.0
-"""In which nodes answer: of these, ranks get two to say where they stand (`sentinel/daemon/job/standstill.py`)."""
+"""Seconds that nodes have to answer; ranks get two of them to say where they stand
+(`sentinel/daemon/job/standstill.py`)."""
 AT_ONCE = 4
-"""Questions that are answered at a time. More get no answer: with the secret, one could ask without end."""
+"""Questions that are answered at a time. Further ones get no answer: who has the secret could ask without end."""
 
 Respond = Callable[[Question], Awaitable[NodeAnswer]]
-"""Answers for this node, in the daemon's loop."""
+"""Answers a question for this node, in the daemon's loop."""
 
 
 class HandOver(Protocol):
-    """Calls a function in the daemon's loop, from any thread; False where that is over."""
+    """Calls a function in the daemon's loop, from any thread; returns False if the loop has ended."""
 
     def __call__(self, function: Callable[..., None], *arguments: object) -> bool: ...
 
 
 class Inquiry:
-    """Of one run. Lives in the daemon's loop; `answer` is called in threads of the session's."""
+    """Questions and answers of one run. Lives in the daemon's loop; the session calls `answer` in its threads."""
 
     def __init__(
         self, find_session: Callable[[], Session | None], hand_over: HandOver, refuse: Callable[[ProtocolError], None]
     ) -> None:
-        """`refuse` counts a message that was refused."""
+        """Prepare for questions in both directions. `refuse` counts a message that was refused."""
         self._find_session, self._hand_over, self._refuse = find_session, hand_over, refuse
         self._tasks: set[asyncio.Task[None]] = set()
         self.respond: Respond | None = None
-        """Set by the daemon."""
+        """Answers questions for this node; set by the daemon."""
 
     async def ask(self, question: Question, node: int | None = None) -> list[NodeAnswer]:
-        """Answers, in parts, of one other node, or of all others: as many as came in time, and none without a
-        session."""
+        """Return the answers, in parts, of one other node, or of all others: as many as came in time, and none without
+        a session."""
         session = self._find_session()
         if session is None:
             return []
@@ -72,7 +73,7 @@ class Inquiry:
         return list(found)
 
     def answer(self, payload: bytes, reply: Callable[[list[bytes]], None]) -> None:
-        """Another node asks. `reply` is called once, with nothing where the question is refused."""
+        """Answer another node's question. `reply` is called once, with nothing if the question is refused."""
         try:
             question = decode(payload, Question)
         except ProtocolError as error:

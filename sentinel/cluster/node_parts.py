@@ -1,4 +1,4 @@
-"""What a run's membership is given of its node: the supervisor of its ranks, and what becomes of its steps."""
+"""What a run's membership gets from its node: the supervisor of the ranks, and the handling of the steps."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from sentinel.cluster.protocol.messages import Digest
 
 
 class NodeSupervisor(NamedTuple):
-    """The `sentinel run` that has the job's ranks on this node."""
+    """Access to the `sentinel run` that started the job's ranks on this node."""
 
     find_report: Callable[[], wire.JobReport | None]
-    """How the job stands here; None: no supervisor says."""
+    """Returns the state of the job on this node; None: no supervisor reports."""
     give_order: Callable[[wire.Order], None]
     find_mark: Callable[[], str]
-    """Which one it is: another start of `sentinel run` has another."""
+    """Returns the mark of the supervisor: each start of `sentinel run` has its own."""
 
 
 class StepReporter(Protocol):
-    """Has the coordinator judge this node's steps, as long as it is heard."""
+    """Sends this node's steps to the coordinator, which judges them, as long as it is heard."""
 
     @property
     def unconfirmed(self) -> bool:
         """Whether the coordinator does not have all steps yet."""
 
     def make_digest(self, now: float) -> Digest | None:
-        """What is to be sent now."""
+        """Return the digest to send now; None: nothing is new."""
 
     def confirm(self, upto: int, now: float) -> None:
-        """The coordinator has all up to this step; -1: nothing."""
+        """Take note that the coordinator has all steps up to this one; -1: none."""
 
     def tick(self, now: float, *, joined: bool) -> None:
-        """Once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
+        """Do what is due; called once a second. `joined`: whether the coordinator is heard, or was a moment ago."""
 
 
 class StepHandling(NamedTuple):
-    """What becomes of this node's steps. Each call begins it, and ends what was done before."""
+    """The two ways to handle this node's steps. Each call begins one and ends the other."""
 
     report: Callable[[], StepReporter]
-    """They are sent to the coordinator."""
+    """Begins to send the steps to the coordinator."""
     judge: Callable[[], JobJudge]
-    """This node is the coordinator."""
+    """Begins to judge the steps here, since this node is the coordinator."""

@@ -1,7 +1,7 @@
-"""Proof that a message comes from those who have the job's secret.
+"""Proof that a message comes from a sender that has the job's secret.
 
-Zenoh has a node prove the secret to the one that it connects to, and not the other way: a router that lets everyone in
-may stand at an address that came through the process group's store. So each message proves it, too.
+With Zenoh, a node proves the secret to the one it connects to, but not the other way: at an address that came through
+the process group's store, a router that accepts everyone may listen. So each message proves the secret, too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ _SIZE = 16
 
 
 class Seal:
-    """Of one job. Without a secret it adds nothing: then TLS has proved who the other side is."""
+    """Signs and checks messages of one job. Without a secret it adds nothing: then TLS authenticates the other side."""
 
     def __init__(self, secret: str) -> None:
         digest = hashlib.blake2b(secret.encode(), digest_size=32, person=b"sentinel-seal").digest()
         self._key = digest if secret else b""
 
     def sign(self, key: str, payload: bytes) -> bytes:
-        """`payload` as it is sent under `key`."""
+        """Return `payload` with its mark, as it is sent under `key`."""
         return self._make_mark(key, payload) + payload
 
     def check(self, key: str, sealed: bytes) -> bytes:
-        """The payload of what came under `key`. Raises ProtocolError where it was not signed with the secret for it."""
+        """Return the payload of a message that came under `key`. Raises ProtocolError if it was not signed for `key`
+        with the secret."""
         size = _SIZE if self._key else 0
         mark, payload = sealed[:size], sealed[size:]
         if not hmac.compare_digest(mark, self._make_mark(key, payload)):

@@ -1,11 +1,11 @@
-"""A Zenoh session: the only module that imports it. Keys, who may connect, and nothing of what is said.
+"""A Zenoh session: the only module that imports Zenoh. Keys and access, but not the content of messages.
 
 sentinel/RUN/alive/N    a token of node N, gone with its connection
 sentinel/RUN/pulse/N    from node N
 sentinel/RUN/event/N    from node N; the same key answers `?after=K`
 sentinel/RUN/digest/N   from node N
 sentinel/RUN/beat/N     from node N while it is the coordinator
-sentinel/RUN/view/N     answers what other nodes ask on demand (`protocol/questions`)
+sentinel/RUN/view/N     answers other nodes' questions on demand (`protocol/questions`)
 
 Nodes that have an address listen on it as routers, and connect to each other; the others are clients of one of them,
 and change to another when it goes. So the coordinator, wherever it is, reaches all, and no connection depends on the
@@ -37,29 +37,29 @@ log = logging.getLogger(__name__)
 _USER = "sentinel"
 _QUERY_SECONDS = 5.0
 OPEN_SECONDS = 3.0
-"""For an address that does not answer, before the next one is tried: a host that is gone refuses no connection."""
+"""Seconds that an address has to answer before the next one is tried: a host that is gone refuses no connection."""
 
 Receive = Callable[[str, int, bytes], None]
-"""Gets what came: `pulse`, `event`, `digest`, `beat` or `gone`, the node by the key, and the bytes."""
+"""Gets a message: `pulse`, `event`, `digest`, `beat` or `gone`, the node that the key names, and the bytes."""
 Answer = Callable[[int, Callable[[bytes], None]], None]
-"""Gets the number of the event after which is asked, and what takes the answer."""
+"""Gets the event number after which events are wanted, and a function that takes the answer."""
 AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
-"""Gets a question, and what takes the parts of the answer."""
+"""Gets a question, and a function that takes the parts of the answer."""
 Refuse = Callable[[ProtocolError], object]
-"""Gets why a message was not handed on."""
+"""Gets the reason why a message was not handed on."""
 NoteLink = Callable[[str], object]
 """Gets the other side of a link that began or ended: `tcp/10.0.0.7:41234`."""
 
 
 class Session:
-    """Connected for one run. Callbacks are called in threads of Zenoh's."""
+    """The Zenoh session of one run. Callbacks are called in Zenoh's threads."""
 
     def __init__(
         self, meeting: Meeting, run_id: str, node: int, *, receive: Receive, answer: Answer, answer_view: AnswerView,
         refuse: Refuse, note_link: NoteLink,
     ) -> None:  # fmt: skip
-        """Connect, and listen where the node has an address. Raises zenoh.ZError where that cannot be had now; blocks
-        while it tries."""
+        """Connect, and listen if the node has an address. Raises zenoh.ZError if that is not possible now; blocks while
+        it tries."""
         self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
         self._refuse, self._seal = refuse, Seal(meeting.secret)
         self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
@@ -77,38 +77,38 @@ class Session:
         self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._answer_query)
         self._token = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
         self._led: list[Any] = []
-        """What only the coordinator hears."""
+        """The subscribers that only the coordinator has."""
 
     def lead(self) -> None:
-        """Hear what nodes say to the coordinator."""
+        """Receive what nodes send to the coordinator."""
         self._led = [self._subscribe(kind) for kind in ("pulse", "event", "digest")]
         alive = self._session.liveliness()
         self._led.append(alive.declare_subscriber(f"{self._root}/alive/*", self._note_liveliness))
 
     def follow(self) -> None:
-        """Hear it no longer."""
+        """Stop receiving what nodes send to the coordinator."""
         led, self._led = self._led, []
         for subscriber in led:
             subscriber.undeclare()
 
     def publish_pulse(self, payload: bytes) -> None:
-        """A pulse of this node. Lost where it cannot be sent now."""
+        """Publish a pulse of this node. Lost if it cannot be sent now."""
         self._publish("pulse", payload)
 
     def publish_beat(self, payload: bytes) -> None:
-        """A beat of this node, the coordinator. Lost where it cannot be sent now."""
+        """Publish a beat of this node, the coordinator. Lost if it cannot be sent now."""
         self._publish("beat", payload)
 
     def publish_event(self, payload: bytes) -> None:
-        """Events of this node."""
+        """Publish events of this node."""
         self._publish("event", payload)
 
     def publish_digest(self, payload: bytes) -> None:
-        """A digest of this node. Lost where it cannot be sent now."""
+        """Publish a digest of this node. Lost if it cannot be sent now."""
         self._publish("digest", payload)
 
     def ask(self, node: int, after: int) -> None:
-        """Ask a node for its events; they come as any others do."""
+        """Ask a node for its events after number `after`; they come in as any others do."""
 
         key = f"{self._root}/event/{node}"
 
@@ -123,7 +123,7 @@ class Session:
         seconds: float,
     ) -> None:  # fmt: skip
         """Ask one other node, or all others. `take` gets node and bytes of each part of an answer; `finish` is called
-        once all have answered, or time is up."""
+        once all have answered, or after `seconds`."""
 
         def take_reply(reply: Any) -> None:
             if reply.ok is None:
@@ -143,7 +143,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Close the session: a process that does not, hangs at its end."""
+        """Close the session: a process that does not do so hangs at its end."""
         self._session.close()
 
     def _publish(self, kind: str, payload: bytes) -> None:
@@ -151,7 +151,7 @@ class Session:
         publisher.put(self._seal.sign(str(publisher.key_expr), payload))
 
     def _open(self, key: str, sealed: Any) -> bytes | None:
-        """What came under a key; None where it is none of the job's."""
+        """Return the payload that came under a key; None if it is not the job's."""
         try:
             return self._seal.check(key, bytes(sealed) if sealed is not None else b"")
         except ProtocolError as error:
@@ -192,7 +192,7 @@ class Session:
 
 
 def open_session(meeting: Meeting, node: int) -> Any:
-    """A session of Zenoh's as a node has it. Raises zenoh.ZError where that cannot be had now."""
+    """Open a Zenoh session with a node's settings. Raises zenoh.ZError if that is not possible now."""
     protocol = "tcp" if meeting.tls is None else "tls"
     endpoints = [f"{protocol}/{address}" for address in meeting.addresses]
     listens = node < len(endpoints)
@@ -214,9 +214,10 @@ def open_session(meeting: Meeting, node: int) -> Any:
         settings["listen/endpoints"] = [f"{protocol}/{address}" for address in listening]
     if meeting.tls is not None:
         settings["transport/link/tls"] = _describe_tls(meeting.tls)
-    if not meeting.secret or meeting.routers:  # of a router that knows no user, one is refused
+    if not meeting.secret or meeting.routers:  # a router without users refuses one that names a user
         return _connect(settings)
-    # The side that connects proves that it has the secret, which is not sent: its digest, of any length and characters.
+    # The connecting side proves that it has the secret without sending it: by its digest, as the secret may have any
+    # length and characters.
     password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
     settings |= {"transport/auth/usrpwd/user": _USER, "transport/auth/usrpwd/password": password}
     if not listens:
@@ -239,7 +240,7 @@ def _describe_tls(files: TlsFiles) -> dict[str, object]:
         "connect_certificate": certificate,
         "connect_private_key": key,
         "enable_mtls": True,
-        # Addresses of pods and found ones are known too late for a certificate. Being of the authority lets a node in.
+        # Addresses of pods and found ones are known too late for a certificate. One of the authority suffices.
         "verify_name_on_connect": False,
     }
 
@@ -248,12 +249,12 @@ def _connect(settings: dict[str, object]) -> Any:
     config = zenoh.Config()
     for name, value in settings.items():
         config.insert_json5(name, json.dumps(value))
-    if "zenoh_transport" in os.environ.get("RUST_LOG", ""):  # whom it turned away; all of Zenoh would log the password
+    if "zenoh_transport" in os.environ.get("RUST_LOG", ""):  # logs rejected peers; all of Zenoh's log has the password
         zenoh.try_init_log_from_env()  # type: ignore[no-untyped-call]
     return zenoh.open(config)
 
 
 def _number(key: str) -> int:
-    """The node of a key; -1, which none has, where it names none."""
+    """Return the node that a key names; -1, which no node has, if it names none."""
     last = key.rpartition("/")[2]
     return int(last) if last.isdecimal() and len(last) < 9 and int(last) < MOST_NODES else -1
