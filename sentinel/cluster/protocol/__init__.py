@@ -1,1 +1,1 @@
-"""What the nodes of a job say to each other, and what follows from it: no network, no clock, so it can be simulated."""
+"""The messages between a job's nodes and the decisions made from them, without network and clock: can be simulated."""

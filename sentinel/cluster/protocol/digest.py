@@ -1,10 +1,10 @@
-"""Closed steps of nodes on their way to the rules of the whole job.
+"""Sends closed steps from the nodes to the rules of the whole job.
 
     RunStep of a node -> DigestSender -> Digest, once a second -> JobSteps -> RunStep of all nodes
 
-A digest has the value that each rank has of each signal the job's rules read, and no sums of them: what is made of the
-values of all ranks is then the same as on one node, to the last bit, whatever a signal's `combine` is. Of a norm whose
-gradients are sharded each rank's part is in it, too: no node has the whole.
+A digest has each rank's value of each signal that the job's rules read, and no sums of them: what is combined from the
+values of all ranks is then the same as on one node, to the last bit, whatever a signal's `combine` is. For a norm whose
+gradients are sharded, it has each rank's part, too: no node has the whole norm.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from sentinel.runs.steps import RunStep, combine_ranks
 from sentinel.signals import SIGNALS
 
 DIGEST_BYTES = 2048
-"""A second and node, compressed, in the long run. In a loop whose steps are more than that, not every step is whole."""
+"""Bytes per second and node, compressed, in the long run. Where a loop's steps need more, not every one is sent whole.
+"""
 BURST_BYTES = 10 * DIGEST_BYTES
-"""At most at once: of a run's first steps all is measured, and what was lost is sent again."""
+"""The most bytes at once: a run's first steps are measured in full, and what was lost is sent again."""
 AGAIN_SECONDS = 3.0
-"""After which steps that the coordinator does not confirm are sent again: three of its beats."""
+"""Seconds after which steps that the coordinator does not confirm are sent again: three of its beats."""
 CLOSED_STEPS = 64
-"""Most of which it is not yet chosen what is sent: they are held in full, with all that was measured."""
+"""The most closed steps whose values to send are not yet chosen: they are held in full, with all that was measured."""
 KEPT_ROWS = MOST_STEPS
-"""Values of one rank at one step, in a digest, or waiting for one."""
+"""The most rows, each the values of one rank at one step, in a digest or waiting for one."""
 COARSEST = 4096
 PATIENCE_SECONDS = 10.0
-"""For which a step waits for nodes that have not said that they are past it; then it is judged without them. As long as
-a node is silent for (`coordinator.SILENT_SECONDS`)."""
+"""Seconds for which a step waits for nodes that have not reported that they are past it; then it is judged without
+them. The same time after which a node counts as silent (`coordinator.SILENT_SECONDS`)."""
 _NEVER = 1 << 60
-"""Steps ahead of the others at which a node is waited for no longer: digests come once a second, however fast a loop
-is."""
+"""The lead, in steps, of one node at which the others are no longer waited for: never, as digests come once a second,
+however fast a loop is."""
 _UNPACKED_BYTES = 16 * MOST_VALUES
 
 
@@ -51,64 +52,64 @@ _SHARDS = {name: signal.part_of for name, signal in SIGNALS.items() if signal.pa
 
 
 class NodeStep(NamedTuple):
-    """A step of a node, or what is rare of it: signals that most steps lack, and values that are not finite."""
+    """A step of a node, or only its rare values: signals that most steps lack, and values that are not finite."""
 
     step: RunStep
     whole: bool
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
-    """What a digest holds, uncompressed: a row for each rank of each step, in rising order of steps."""
+    """The content of a digest, uncompressed: a row for each rank of each step, in rising order of steps."""
 
     ranks: bytes
     """uint32, packed: the rank of each row."""
     whole: bytes
-    """uint8: whether its step is whole."""
+    """uint8: for each row, whether its step is whole."""
     rows: wire.Batch
 
 
 class DigestSender:
-    """A node's side, for one attempt: which steps the coordinator has, and which are to be sent again."""
+    """The node's side, for one attempt: which steps the coordinator has, and which must be sent again."""
 
     def __init__(self, node: int, attempt: int, signals: Collection[str]) -> None:
-        """`signals`: those that the job's rules read."""
+        """Start with nothing sent. `signals`: those that the job's rules read."""
         self._node, self._attempt, self.signals = node, attempt, signals
         self._closed: list[RunStep] = []
-        """The last steps that closed. What is sent of them is chosen for many together: at each by itself, with cold
+        """The last steps that closed. What to send of them is chosen for many at once: for each by itself, with cold
         caches, it takes three times as long in a fast loop."""
         self._fresh = deque[NodeStep]()
         self._sent = deque[NodeStep]()
-        """Not confirmed."""
+        """Steps that were sent and are not confirmed."""
         self._ranks = 1
-        """The most that a step had."""
+        """The most ranks that a step had."""
         self._closed_to = self._sent_to = self._confirmed = -1
         self._progressed = 0.0
-        """When something was confirmed, or sent with nothing unconfirmed before it."""
+        """Time at which something was last confirmed, or sent with nothing unconfirmed before it."""
         self._allowed, self._made = float(BURST_BYTES), 0.0
-        """Bytes that may be sent, at that time."""
+        """Bytes that may be sent, and the time at which that held."""
         self.every = 1
-        """Of so many steps one is sent whole, a power of two: the steps that a slower node's budget allows are among a
+        """One of so many steps is sent whole. A power of two: the steps that a slower node's budget allows are among a
         faster one's."""
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether the coordinator does not have all yet."""
+        """Whether the coordinator does not have all steps yet."""
         return self._confirmed < self._closed_to
 
     def list_unconfirmed(self) -> list[NodeStep]:
-        """What no coordinator has, in order; the oldest are forgotten."""
+        """Return the steps that no coordinator has, in order; the oldest are forgotten."""
         self._choose_values()
         return [*self._sent, *self._fresh]
 
     def add(self, step: RunStep) -> None:
-        """A step of this node closed."""
+        """Take a closed step of this node."""
         self._closed_to = step.seq
         self._closed.append(step)
         if len(self._closed) >= CLOSED_STEPS:
             self._choose_values()
 
     def _choose_values(self) -> None:
-        """Keep what is sent of the steps that closed: in full, or what is rare."""
+        """Keep what is sent of the closed steps: a step in full, or its rare values."""
         for step in self._closed:
             ranks = {
                 number: {name: value for name, value in values.items() if name in self.signals} | _select_shards(values)
@@ -120,7 +121,7 @@ class DigestSender:
         self._forget_oldest(self._fresh)
 
     def make_digest(self, now: float) -> Digest | None:
-        """What is new, once a second; None where nothing is."""
+        """Return what is new, called once a second; None where nothing is."""
         self._allowed = min(self._allowed + (now - self._made) * DIGEST_BYTES, BURST_BYTES)
         self._made = now
         self._choose_values()
@@ -138,7 +139,7 @@ class DigestSender:
         return Digest(node=self._node, attempt=self._attempt, after=after, upto=self._sent_to, body=body)
 
     def confirm(self, upto: int, now: float) -> None:
-        """The coordinator has all up to this step; -1: nothing. It may be one that was started since, and has less."""
+        """Take note that the coordinator has all up to this step; -1: nothing. A newly started one may have less."""
         upto = min(upto, self._sent_to)
         if upto > self._confirmed:
             self._progressed = now
@@ -147,7 +148,7 @@ class DigestSender:
             self._sent.popleft()
 
     def _fit_budget(self) -> bytes:
-        """All that is fresh, packed. Every second, fourth ... step whole, so that it is no more than is allowed; where
+        """Return all fresh steps, packed: only every second, fourth ... one whole, as the allowed bytes demand; where
         even that is too much, the newest."""
         allowed = max(self._allowed, DIGEST_BYTES)
         self._forget_oldest(self._fresh)
@@ -174,15 +175,15 @@ class DigestSender:
 
 
 class JobSteps:
-    """The coordinator's side, for one attempt: brings the nodes' steps together, each once and in order.
+    """The coordinator's side, for one attempt: joins the nodes' steps, each once and in order.
 
-    A step that a node did not send whole is whole for none: where one of them sends every fourth, the job has every
-    fourth. Of the others what is rare stays. A node that said nothing for `PATIENCE_SECONDS` is not missed; but without
-    its shards there is no norm.
+    A step that one node did not send whole is whole for none: where a node sends every fourth, the job has every
+    fourth. Of the other steps, the rare values stay. A node that sent nothing for `PATIENCE_SECONDS` does not make a
+    step incomplete; but without its shards there is no norm.
     """
 
     def __init__(self, own: int, nodes: Iterable[int]) -> None:
-        """`own`: the coordinator's node. `nodes`: those of the job; each is waited for, for a while."""
+        """Start with no steps. `own`: the coordinator's node. `nodes`: the job's; each is waited for, for a while."""
         self._own, self._nodes = own, set(nodes)
         self._alignment = Alignment[NodeStep](seconds=PATIENCE_SECONDS, steps=_NEVER)
         self._alignment.join_all(self._nodes)
@@ -192,20 +193,20 @@ class JobSteps:
         """Rank -> the node that it is on."""
 
     def list_awaited(self) -> frozenset[int]:
-        """Nodes that steps wait for."""
+        """Return the nodes that steps wait for."""
         return self._alignment.awaited
 
     def add_own(self, step: RunStep, now: float) -> None:
-        """A step of the coordinator's node closed."""
+        """Take a closed step of the coordinator's node."""
         self._alignment.report(self._own, step.seq, NodeStep(step, True), now)
 
     def take_own(self, steps: Iterable[NodeStep], now: float) -> None:
-        """Steps of the coordinator's node from before it was the coordinator."""
+        """Take steps of the coordinator's node from before it was the coordinator."""
         self._alignment.report_all(self._own, [(one.step.seq, one) for one in steps], now)
 
     def take(self, digest: Digest, now: float) -> None:
-        """Steps of another node. What is known is passed over; what follows on a gap is not taken, and comes again.
-        Raises ProtocolError."""
+        """Take steps of another node. Known ones are skipped; those after a gap are not taken, and come again. Raises
+        ProtocolError."""
         reached = self.reached.get(digest.node, -1)
         if digest.node == self._own or digest.after > reached:
             return
@@ -216,11 +217,11 @@ class JobSteps:
             self._alignment.join(digest.node, digest.upto + 1)
 
     def leave(self, node: int) -> None:
-        """A node has gone: it is not waited for."""
+        """Stop waiting for a node that has gone."""
         self._alignment.leave(node)
 
     def take_closed(self, now: float) -> Iterator[RunStep]:
-        """The steps that closed since the last call."""
+        """Yield the steps that closed since the last call."""
         for seq, by_node in self._alignment.take_closed(now):
             self.nodes |= {rank: node for node, one in by_node.items() for rank in one.step.ranks}
             ranks = dict(sorted(pair for one in by_node.values() for pair in one.step.ranks.items()))
@@ -241,7 +242,7 @@ class JobSteps:
 
 
 def _thin(steps: Iterable[NodeStep], every: int) -> list[NodeStep]:
-    """Every so many steps whole, and what is rare of the others."""
+    """Return one of `every` steps whole, and the rare values of the others."""
     found = []
     for one in steps:
         if one.step.seq % every == 0 or not one.whole:
@@ -264,12 +265,12 @@ def _is_rare(signal: str) -> bool:
 
 
 def _select_shards(values: Mapping[str, float]) -> dict[str, float]:
-    """A rank's parts of norms, and what it has of the norms."""
+    """Return a rank's parts of norms, and the rank's values of those norms."""
     return {name: values[name] for part, norm in _SHARDS.items() if part in values for name in (part, norm)}
 
 
 def _drop_partial_norms(ranks: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
-    """Without the norms of which a node that is missing here may have shards."""
+    """Return the values without the norms of which a missing node may have shards."""
     sharded = {part for values in ranks.values() for part in _SHARDS.keys() & values.keys()}
     dropped = sharded | {_SHARDS[part] for part in sharded}
     return {
@@ -296,7 +297,7 @@ def _make_column(name: str, rows: Sequence[Mapping[str, float]]) -> wire.Column:
 
 
 def _unpack(packed: bytes) -> list[NodeStep]:
-    """The steps of a digest, without the run's values. Raises ProtocolError."""
+    """Return the steps of a digest, without the run's values. Raises ProtocolError."""
     try:
         stream = zlib.decompressobj()
         body = msgspec.msgpack.decode(stream.decompress(packed, _UNPACKED_BYTES), type=_Body)

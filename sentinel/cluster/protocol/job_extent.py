@@ -1,4 +1,4 @@
-"""Which nodes a job has, and how many."""
+"""The nodes of a job, and their number."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from sentinel.text import name_nodes
 
 
 def count_nodes(identity: wire.Identity) -> int:
-    """Nodes that the job has ranks on, as far as the launcher says."""
+    """Return how many nodes the job has ranks on, as far as the launcher says."""
     return -(-identity.world_size // (identity.local_world_size or identity.world_size))
 
 
 def list_job_nodes(identity: wire.Identity) -> tuple[int, ...]:
-    """These nodes, by number."""
+    """Return the numbers of the nodes that the job has ranks on."""
     return identity.members.nodes or tuple(range(count_nodes(identity)))
 
 
 def count_candidates(meeting: Meeting, identity: wire.Identity) -> int:
-    """How many nodes may be the coordinator, from node 0 on; some of them may be left out."""
+    """Return how many nodes may be the coordinator, from node 0 on; some of them may be left out."""
     return min(meeting.candidates, identity.members.whole or count_nodes(identity))
 
 
 def describe_shrink(members: wire.Members, world_size: int) -> str:
-    """What is left of a job that began with more nodes; empty: all is. `world_size`: of the present attempt."""
+    """Describe what is left of a job that began with more nodes; empty: all is. `world_size`: the present attempt's."""
     if not members.left_out:
         return ""
     left, whole = len(members.nodes), members.whole
@@ -32,5 +32,5 @@ def describe_shrink(members: wire.Members, world_size: int) -> str:
 
 
 def explain_left_out(members: wire.Members) -> str:
-    """What a node is to say without which the job goes on."""
+    """Return the reason that a node reports if the job goes on without it."""
     return f"left out by --allow-shrink: the job goes on with {len(members.nodes)} of {members.whole} nodes"

@@ -1,6 +1,4 @@
-"""The rules over the ranks of all nodes, and their judgement by the coordinator: the engine that a node has, over the
-steps of all nodes.
-"""
+"""Judges the rules over the ranks of all nodes, at the coordinator: with the same engine as a node's own rules."""
 
 from __future__ import annotations
 
@@ -18,19 +16,19 @@ from sentinel.runs.steps import RunStep
 from sentinel.signals import CLOCK, SIGNALS
 
 RECENT_STEPS = 256
-"""That a diagnosis can look back on."""
+"""The most steps that a diagnosis can look back on."""
 RECENT_VALUES = 1 << 20
-"""Numbers in them, at 50 bytes each: 80 steps of 512 ranks with 25 signals."""
+"""The most numbers in the recent steps, at 50 bytes each: 80 steps of 512 ranks with 25 signals."""
 
 
 def select_job_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Those that compare ranks (`across`) need the ranks of all nodes. All others are judged where their signals are
-    measured: there is the evidence that explains them."""
+    """Return the rules that compare ranks (`across`), which need the ranks of all nodes. All others are judged where
+    their signals are measured: the evidence that explains them is there."""
     return tuple(rule for rule in rules if _compares(rule) and rule.scopes <= {"run", "rank"} and not _is_timed(rule))
 
 
 def find_signals(rules: Iterable[Rule]) -> frozenset[str]:
-    """The signals of ranks that these rules read, with the parts of which norms are made."""
+    """Return the signals of ranks that these rules read, with the parts of which norms are made."""
     names = {name for rule in rules for name in rule.metrics if name not in SIGNALS or SIGNALS[name].scope == "rank"}
     return frozenset(names | {name for name, signal in SIGNALS.items() if signal.part_of in names})
 
@@ -44,15 +42,15 @@ def _is_timed(rule: Rule) -> bool:
 
 
 class JobRules:
-    """Of one attempt."""
+    """The judgement of the job's rules in one attempt."""
 
     def __init__(self, rules: Sequence[Rule], run: str, own: int, nodes: Iterable[int], *, incidents: int = 0) -> None:
-        """`rules`: those of the job. `own`: the coordinator's node. `nodes`: those of the job. `incidents`: how many
+        """Start with no steps. `rules`, `nodes`: those of the job. `own`: the coordinator's node. `incidents`: how many
         there were in this attempt, whose ids are taken."""
         self.steps = JobSteps(own, nodes)
         self.recent = deque[RunStep](maxlen=RECENT_STEPS)
         self._values = 0
-        """Numbers in them."""
+        """How many numbers the recent steps hold."""
         self._evaluator = Evaluator(rules, run=run, incidents=incidents, rewindable=False)
         self._rewound_at = -1
         self._time = 0.0
@@ -60,20 +58,20 @@ class JobRules:
 
     @property
     def incidents(self) -> list[Incident]:
-        """Open ones and the last that ended."""
+        """The open incidents and the last that ended."""
         return self._evaluator.incidents
 
     def asking_for(self, action: str) -> dict[str, int]:
-        """Rules that are pending or firing and ask for this action, and the first step of their condition."""
+        """Return the rules that are pending or firing and ask for this action -> the first step of their condition."""
         return self._evaluator.asking_for(action)
 
     def take(self, digest: Digest, now: float) -> None:
-        """Steps of another node. Raises ProtocolError."""
+        """Take steps of another node. Raises ProtocolError."""
         self.steps.take(digest, now)
 
     def advance(self, stages: Sequence[Stage], offset: int, now: float) -> list[Transition]:
-        """Judge the steps that closed. `stages`: those that were announced. `offset`: what makes a seq the step that
-        people are shown."""
+        """Judge the steps that closed. `stages`: those that were announced. `offset`: added to a seq, it gives the step
+        that is shown."""
         self._evaluator.step_offset = offset
         transitions: list[Transition] = []
         for step in self.steps.take_closed(now):
@@ -86,29 +84,29 @@ class JobRules:
         return transitions
 
     def go_on(self) -> list[Transition]:
-        """Do some of the work that was put off. To be called about once a second."""
+        """Do some of the postponed work. To be called about once a second."""
         return self._evaluator.go_on()
 
     def be_rewindable(self) -> list[Transition]:
-        """A rank armed a rollback: from now on `rewind` may come."""
+        """Prepare for `rewind`, which may come from now on, as a rank armed a rollback."""
         return self._evaluator.be_rewindable()
 
     def rewind(self, to: int, at: int) -> list[Transition]:
-        """All ranks went back to where they were after step `to`; the next step is after `at`."""
+        """Go back with all ranks to where they were after step `to`; the next step is after `at`."""
         self._rewound_at = at
         self._remember_only([step for step in self.recent if not to < step.seq <= at])
         return self._evaluator.rewound(to, at)
 
     def replace_rules(self, rules: Sequence[Rule]) -> list[Transition]:
-        """Judge by these from now on."""
+        """Judge by these rules from now on."""
         return self._evaluator.replace_rules(rules)
 
     def find_newest(self, signal: str) -> float | None:
-        """The newest value of a signal over the ranks of all nodes, if there was one."""
+        """Return the newest value of a signal over the ranks of all nodes; None: there was none."""
         return next((step.run[signal] for step in reversed(self.recent) if signal in step.run), None)
 
     def finish(self, now: float) -> list[Transition]:
-        """No more steps come: judge what is there."""
+        """Judge the steps that are there, as no more come."""
         for node in self.steps.list_awaited():
             self.steps.leave(node)
         return [*self.advance((), self._evaluator.step_offset, now), *self._evaluator.finish_pending()]
@@ -121,7 +119,7 @@ class JobRules:
         while self._values > RECENT_VALUES or len(self.recent) == RECENT_STEPS:
             self._values -= _count_values(self.recent.popleft())
         seen = observation(step)
-        if not self._evaluator.began and step.seq > 0:  # a coordinator that was started again: it is no run's start
+        if not self._evaluator.began and step.seq > 0:  # the coordinator was restarted: it is not the run's start
             seen = msgspec.structs.replace(seen, values={**seen.values, RUN: {**seen.values[RUN], "resumed": 1.0}})
         return self._evaluator.observe(seen)
 
