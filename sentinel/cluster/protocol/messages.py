@@ -1,4 +1,4 @@
-"""What the daemons of a job's nodes send to each other, and how large it may be."""
+"""The messages that the daemons of a job's nodes send to each other, and how large they may be."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from sentinel.runs import RankState
 from sentinel.wire.parts import Integer, Name, Ordinal, World
 
 PROTOCOL = 1
-"""Raised when a message changes its meaning. Daemons of different protocols do not hear each other, and say so."""
+"""Number of the protocol, raised when a message changes its meaning. Daemons of different protocols reject each other's
+messages, and say so."""
 MESSAGE_BYTES = 256 * 1024
 CASE_BYTES = 48 * 1024
-"""One case, without what is large in it: stacks and the like stay on their node."""
+"""The most bytes of one case, without its large parts: stacks and the like stay on their node."""
 SHOWN_MEMBERS = 64
 TEXT = 4096
 WORDS = 1000
-"""Characters of a sentence in a field that is a `Name`, which has room for 1,024."""
+"""The most characters of a sentence in a field that is a `Name`, which has room for 1,024."""
 
 MOST_NODES = 4096
-"""Of a job."""
+"""The most nodes of a job."""
 
 _RANKS = msgspec.Meta(max_length=4096)
 _Number = Annotated[str, msgspec.Meta(max_length=8)]
-"""Of a rank, as a key."""
+"""The number of a rank, as a key."""
 _CASES = msgspec.Meta(max_length=1024)
 _NODES = msgspec.Meta(max_length=MOST_NODES)
 _SNAPSHOTS = msgspec.Meta(max_length=64)
@@ -38,54 +39,56 @@ class ClusterMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages."""
 
     most_bytes: ClassVar[int] = MESSAGE_BYTES
-    """Before compression."""
+    """The most bytes of the message, before compression."""
     protocol: int = PROTOCOL
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollback of all ranks needs to know of one."""
+    """What a rollback of all ranks needs to know about one rank."""
 
     rank: Ordinal
     state: RankState
     over: bool = False
-    """Its process ended."""
+    """Whether its process ended."""
     last_seq: Integer
     version: Name = ""
-    """Of its training-sentinel."""
+    """Version of its training-sentinel."""
     takes_stop: bool = False
-    """It can leave at a step that is agreed on."""
+    """Whether it can leave at an agreed step."""
     held: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
     """Seqs of its newest snapshots."""
     terms: wire.RollbackTerms | None = None
     prepared: wire.Prepared | None = None
-    """Its answer to the order that stands, and what came of it."""
+    """Its answer to the present order."""
     restored: wire.RolledBack | None = None
+    """What came of the present order."""
 
 
 class NodeRollback(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node's ranks stand towards a rollback or a stop of all, and what it asks for."""
+    """The state of a node's ranks for a rollback or a stop of all ranks, and what the node asks for."""
 
     attempt: Integer
     step_offset: Integer
     step_seconds: float
     stage: Name = ""
-    """The present stage, and its first step."""
+    """Name of the present stage."""
     stage_seq: Integer = 0
+    """First step of the present stage."""
     ranks: Annotated[tuple[RankReport, ...], _RANKS]
     cases: Annotated[tuple[Case, ...], _CASES] = ()
-    """Those whose rule asks for a rollback, as far as a snapshot that is held may be of their steps."""
+    """Cases whose rule asks for a rollback, as far as a held snapshot may be of their steps."""
     asks: Annotated[tuple[Name, ...], _CASES] = ()
-    """Ids of those for which one is wanted now."""
+    """Ids of the cases for which a rollback is wanted now."""
     followed: Annotated[tuple[Name, ...], _CASES] = ()
-    """Ids of these for which all ranks are to leave where none goes back."""
+    """Ids of those among `asks` for which all ranks must leave if none is rolled back."""
     stops: Annotated[tuple[Case, ...], _CASES] = ()
-    """Cases for which all ranks are to leave now."""
+    """Cases for which all ranks must leave now."""
     withholds: bool = False
-    """Whether it sees signs for which no snapshot is to be taken."""
+    """Whether the node sees signs for which no snapshot may be taken."""
     on_disk: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
-    """Steps of which it has a part on disk; and from which on it knows of enough that all nodes have, -1: it does not.
-    """
+    """Steps of which the node has a part on disk."""
     safe: Integer = -1
+    """The step from which on the node knows of enough snapshots that all nodes have; -1: it does not."""
 
 
 class CaseWords(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,39 +98,41 @@ class CaseWords(msgspec.Struct, frozen=True, kw_only=True):
     case: Name
     done: Annotated[tuple[Name, ...], _CASES]
     over: bool
-    """It does nothing more about it."""
+    """Whether the coordinator does nothing more about the case."""
     stops: bool | None = None
-    """Whether it asked for a stop. None: of an earlier version, which does not say."""
+    """Whether the case asked for a stop. None: the sender is an earlier version, which does not say."""
 
 
 class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemons of all nodes are to say to their ranks. Repeated with each beat, and said once."""
+    """What the daemons of all nodes must send to their ranks. Repeated with each beat, but passed on only once."""
 
     attempt: Integer
     message: wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None = None
-    """The last one; None: nothing was said yet."""
+    """The last message; None: there was none yet."""
     alert: Name = ""
-    """Why, and the first step that showed it."""
+    """The alert that is the reason."""
     sign: Integer = -1
+    """The first step that showed the reason."""
     words: Annotated[tuple[CaseWords, ...], _CASES] = ()
     withholding: Annotated[tuple[Ordinal, ...], _NODES] = ()
-    """Nodes that see signs for which no rank is to take a snapshot."""
+    """Nodes that see signs for which no rank may take a snapshot."""
     on_all: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
-    """Steps whose snapshot all nodes have on disk; and before which none is needed, -1: that is not known."""
+    """Steps whose snapshot all nodes have on disk."""
     floor: Integer = -1
+    """The step before which no snapshot is needed; -1: not known."""
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of other nodes may be waiting for: one that does what takes long with reason."""
+    """What the ranks of other nodes may be waiting for: a rank whose work takes long for a good reason."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Since a rank of the node was last seen at work; None: none is."""
+    """Seconds since a rank of the node was last seen at work; None: none is."""
     patience: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Seconds without progress that one of its ranks is granted for what it does, and those who wait for it."""
+    """Seconds without progress that one of its ranks is granted for its work, as are those that wait for it."""
 
 
 class Pulse(ClusterMessage, frozen=True, kw_only=True):
-    """Once a second from a node: that it is there, how far it is, and the number of its last event."""
+    """Sent once a second by a node: that it is there, the step it has reached, and the number of its last event."""
 
     node: Ordinal
     incarnation: Integer
@@ -140,36 +145,37 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     last: Integer = 0
     """Number of its last event."""
     epoch: Integer = 0
+    """Epoch of the last beat that it followed; see `election`."""
     stamp: float = 0.0
-    """Of the last beat that it followed; see `election`."""
+    """Stamp of the last beat that it followed."""
     leaving: bool = False
-    """Its daemon goes."""
+    """Whether its daemon is ending."""
     ended: bool = False
-    """And no rank is left there, nor a supervisor that would start one: no later daemon of the node follows another
-    coordinator. Earlier versions do not say."""
+    """Whether, besides, no rank is left there, nor a supervisor that would start one: no later daemon of the node
+    follows another coordinator. Earlier versions do not say."""
     job: wire.JobReport | None = None
-    """How the job stands there, which is the answer to an order; None: no supervisor says."""
+    """The state of the job there, which is the answer to an order; None: no supervisor reports."""
     last_job: wire.JobReport | None = None
-    """Where none says any more, what was said last: what was agreed to then still binds the node."""
+    """The last report, if no supervisor reports any more: what it agreed to still binds the node."""
     rollback: NodeRollback | None = None
     work: WorkReport = WorkReport()
 
 
 class NodeCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case of a node, as it is since event `number`."""
+    """A case of a node, in its state since event `number`."""
 
     number: Integer
     case: Case
     incident: Name = ""
-    """Id of the job's incident that it is a member of, where the node knows it."""
+    """Id of the job's incident that the case is part of, if the node knows it."""
     paged: bool = False
     """Whether the node told people by itself, cut off from the coordinator."""
     of_job: bool = False
-    """It is an incident of the job, of which the node told people as its coordinator, and not that it is over."""
+    """Whether it is an incident of the job: the node told people of it as the coordinator, but not that it is over."""
 
 
 class Events(ClusterMessage, frozen=True, kw_only=True):
-    """All that changed on a node after event `after`, up to event `upto`. What changed twice is in it once."""
+    """All changes on a node after event `after`, up to event `upto`. A case that changed twice is in it once."""
 
     node: Ordinal
     incarnation: Integer
@@ -179,14 +185,14 @@ class Events(ClusterMessage, frozen=True, kw_only=True):
 
 
 class Digest(ClusterMessage, frozen=True, kw_only=True):
-    """Once a second from a node: what the rules of the job read of its steps after `after`, up to `upto`."""
+    """Sent once a second by a node: what the rules of the job read of its steps after `after`, up to `upto`."""
 
     node: Ordinal
     attempt: Integer
     after: Integer
     upto: Integer
     body: bytes
-    """`cluster/protocol/digest.py` has it."""
+    """The packed steps; `cluster/protocol/digest.py` has the format."""
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +202,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     hostname: Name
     incarnation: Integer
     applied: Integer
-    """Number of the node's last event that is in the job's incidents."""
+    """Number of the node's last event that was applied to the job's incidents."""
     state: Literal["alive", "silent", "left"]
     silent_seconds: float
     attempt: Integer
@@ -206,7 +212,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenIncident(msgspec.Struct, frozen=True, kw_only=True):
-    """An incident of the job that fires: what the next coordinator needs to know of its page."""
+    """An incident of the job that fires: what the next coordinator needs to know about its page."""
 
     id: Name
     attempt: Integer
@@ -218,46 +224,47 @@ class OpenIncident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(ClusterMessage, frozen=True, kw_only=True):
-    """Once a second from the coordinator: what it applied of each node's events, and what it knows of the job."""
+    """Sent once a second by the coordinator: which events of each node it applied, and what it knows of the job."""
 
     most_bytes: ClassVar[int] = 16 * MESSAGE_BYTES
-    """Some 200 for each node with eight ranks. Compressed they are a tenth."""
+    """The most bytes before compression: some 200 for each node with eight ranks. Compressed, they are a tenth."""
     node: Ordinal = 0
-    """The coordinator's."""
+    """The coordinator's node."""
     epoch: Integer
-    """Each coordinator has another; see `election`."""
+    """The coordinator's epoch, which no other one has; see `election`."""
     stamp: float = 0.0
     """When it was sent, by the coordinator's clock."""
     acting: bool = False
-    """Whether it counts on more than half of the nodes. Else it tells nobody and orders nothing."""
+    """Whether it counts on more than half of the nodes. Otherwise it sends no page and orders nothing."""
     expected: World
-    """Nodes of the job."""
+    """Number of nodes of the job."""
     members: wire.Members = wire.Members()
-    """Which they are."""
+    """The nodes of the job."""
     nodes: Annotated[tuple[NodeState, ...], _NODES]
     incidents: Annotated[tuple[OpenIncident, ...], _CASES] = ()
     leaving: bool = False
-    """It goes: each node tells people by itself from now on."""
+    """Whether the coordinator is ending: each node tells people by itself from now on."""
     order: wire.Order | None = None
-    """What all nodes are to do."""
+    """What all nodes must do; None: nothing."""
     rollback: RollbackOrder | None = None
     digested: Annotated[dict[Name, Integer], _NODES] = {}
     """Node -> the last step of its digests that need not be sent again."""
     blame: Annotated[dict[Name, Integer], _NODES] = {}
-    """Node -> in how many incidents it was, of how many; see `blame`."""
+    """Node -> in how many incidents it was; see `blame`."""
     blamed_incidents: Integer = 0
+    """The number of incidents that `blame` counts."""
 
 
 Sent = TypeVar("Sent", bound=ClusterMessage)
 
 
 def encode(message: ClusterMessage) -> bytes:
-    """As bytes, compressed: most of a message are names that repeat."""
+    """Return a message as compressed bytes: most of a message are names that repeat."""
     return zlib.compress(msgspec.msgpack.encode(message))
 
 
 def decode(payload: bytes, kind: type[Sent]) -> Sent:
-    """A message that is checked. Raises ProtocolError."""
+    """Return the checked message of these bytes. Raises ProtocolError."""
     try:
         stream = zlib.decompressobj()
         unpacked = stream.decompress(payload, kind.most_bytes)
@@ -272,7 +279,7 @@ def decode(payload: bytes, kind: type[Sent]) -> Sent:
 
 
 def trim_case(case: Case) -> Case:
-    """A copy that fits into `CASE_BYTES`: without stacks and the like, and in the end without signs and layers."""
+    """Return a copy that fits into `CASE_BYTES`: without stacks and the like; if need be, without signs and layers."""
     large: dict[str, Any] = {"stacks": {}, "census": {}, "out_of_memory": {}, "moments": {}, "provenance": {}}
     small = msgspec.structs.replace(
         case, members=case.members[:SHOWN_MEMBERS], summary=case.summary[:TEXT],
@@ -284,7 +291,7 @@ def trim_case(case: Case) -> Case:
 
 
 def shorten_case(case: Case) -> Case:
-    """A copy with what a rollback is decided by, and no more."""
+    """Return a copy with only what a rollback's decision needs."""
     return msgspec.structs.replace(
         trim_case(case), members=(), signs=(), layers=(), done=(), summary=case.summary[:500]
     )

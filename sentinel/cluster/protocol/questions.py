@@ -1,6 +1,6 @@
-"""What a node asks the others of a job on demand, and what they answer: incidents, whole cases, where ranks stand.
+"""Questions between a job's nodes on demand, and their answers: incidents, whole cases, where ranks stand.
 
-A question is answered at once, or not at all: no state is kept, and nothing is changed by one.
+A question is answered at once, or not at all: it keeps no state and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sentinel.wire.heartbeat_page import Heartbeat, Stall
 from sentinel.wire.parts import Integer, Name, Ordinal
 
 STACK_CHARACTERS = 16 * 1024
-"""Of the thread that trains."""
+"""The most characters of the training thread's stack."""
 PARTS = 64
-"""Messages of one answer, at most: what does not fit is left out, and its number is said."""
+"""The most messages of one answer: what does not fit is left out, and counted in `NodeAnswer.left_out`."""
 _HEAD_BYTES = 4096
 _ITEM_BYTES = MESSAGE_BYTES - _HEAD_BYTES
 _ITEMS = msgspec.Meta(max_length=4096)
@@ -33,17 +33,17 @@ class Question(ClusterMessage, frozen=True, kw_only=True):
     """What one node asks another."""
 
     what: Literal["incidents", "cases", "ranks"]
-    """`incidents` of the job, of the coordinator; `cases` of a node, whole; where its `ranks` stand."""
+    """`incidents` of the job, from the coordinator; `cases` of a node, whole; where its `ranks` stand."""
     ids: Annotated[tuple[Name, ...], _ITEMS] = ()
-    """Of incidents or cases; empty: all incidents."""
+    """Ids of incidents or cases; empty: all incidents."""
 
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
-    """An incident of the job, and which cases of nodes it is made of."""
+    """An incident of the job, and the nodes' cases that it is made of."""
 
     case: Case
     sources: Annotated[tuple[tuple[Ordinal, Name], ...], _ITEMS]
-    """(node, id of its case)."""
+    """The cases that it is made of: (node, id of its case)."""
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     stall: Stall
     heartbeat: Heartbeat | None
     stack: _Stack
-    """Of the thread that trains; empty: it gave none."""
+    """The training thread's stack; empty: the rank gave none."""
     flight: Flight | None
 
 
@@ -70,11 +70,11 @@ class NodeAnswer(ClusterMessage, frozen=True, kw_only=True):
     cases: Annotated[tuple[Case, ...], _ITEMS] = ()
     ranks: Annotated[tuple[RankView, ...], _ITEMS] = ()
     left_out: Integer = 0
-    """How many did not fit."""
+    """How many items did not fit."""
 
 
 def view_rank(rank: Rank) -> RankView:
-    """A rank as others see it; where its collectives are too many, with the open ones and the last before them."""
+    """Return a rank for other nodes; with too many collectives, only the open ones and the last before them."""
     ident = rank.heartbeat.ident if rank.heartbeat is not None else 0
     view = RankView(
         identity=rank.identity,
@@ -96,7 +96,7 @@ def view_rank(rank: Rank) -> RankView:
 
 
 def restore_rank(view: RankView) -> Rank:
-    """The rank that another node sees, for the analysis of a hang."""
+    """Return the rank that another node described, for the analysis of a hang."""
     rank = Rank(
         wire.Hello(version="", identity=view.identity, step_offset=view.step_offset, next_seq=view.last_seq + 1), 0.0
     )
@@ -106,7 +106,7 @@ def restore_rank(view: RankView) -> Rank:
 
 
 def view_case(case: Case) -> Case:
-    """A case with its evidence, with shorter stacks where it is too large for one message, and without if need be."""
+    """Return a case with its evidence; if too large for one message, with shorter stacks or, if need be, without."""
     if _count_bytes(case) <= _ITEM_BYTES:
         return case
     room = _ITEM_BYTES // 8 // max(len(case.stacks), 1)
@@ -115,7 +115,7 @@ def view_case(case: Case) -> Case:
 
 
 def add_details(incident: Case, cases: Sequence[Case]) -> Case:
-    """The job's incident with what its nodes have of it: the evidence of each of its cases."""
+    """Return the job's incident with the evidence of each of its cases from the nodes."""
     found: dict[str, dict[str, Any]] = {name: {} for name in BY_RANK}
     for case in cases:
         for name, evidence in found.items():
@@ -124,7 +124,8 @@ def add_details(incident: Case, cases: Sequence[Case]) -> Case:
 
 
 def pack_answer(answer: NodeAnswer) -> list[bytes]:
-    """An answer as messages of which none is too large. Always at least one: a node that answers was asked."""
+    """Return an answer as messages that each fit the limit. There is always at least one, to show that the node
+    answered."""
     parts: list[dict[str, list[Any]]] = [{}]
     room, left_out = _ITEM_BYTES, 0
     items: Iterable[tuple[str, Any]] = (

@@ -1,4 +1,4 @@
-"""What the training terminal says of nodes that fall silent, and are there again: one line for all of one second."""
+"""Lines on the training terminal about nodes that fall silent or return: one line for all of the same second."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from sentinel.cluster.protocol.messages import NodeState
 from sentinel.text import join_names
 
 _NAMED = 3
-"""Nodes in one line: where a switch dies there are many."""
+"""The most nodes named in one line: if a switch dies, there are many."""
 
 
 class SilenceNotices:
-    """Of one coordinator."""
+    """The notices of one coordinator."""
 
     def __init__(self) -> None:
         self._silent = frozenset[int]()
-        """Nodes of which it was said."""
+        """Nodes that were reported as silent."""
 
     def describe_changes(self, states: Iterable[NodeState]) -> list[str]:
-        """Lines about those that changed since the last call. `states`: of all nodes."""
+        """Return lines about the nodes that changed since the last call. `states`: of all nodes."""
         before, now = self._silent, list(states)
         self._silent = frozenset(state.node for state in now if state.state == "silent")
         fell = [state for state in now if state.state == "silent" and state.node not in before]

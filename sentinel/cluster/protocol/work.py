@@ -1,4 +1,4 @@
-"""Ranks that wait for one that works do not hang, on whatever node that is."""
+"""Exchanges which nodes have a rank at work: ranks that wait for it, on whatever node, do not hang."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sentinel.cluster.protocol.messages import NodeState, WorkReport
 
 
 class WorkExchange(Protocol):
-    """What this node tells others of its ranks, and hears of theirs."""
+    """What this node reports to others about its ranks' work, and learns about theirs."""
 
     def report(self, now: float) -> WorkReport:
-        """What this node's ranks do."""
+        """Return the report on the work of this node's ranks."""
 
     def note(self, moment: float, patience: float) -> None:
-        """When a rank of another node was last seen at work, in monotonic seconds, and the longest that one is
-        granted."""
+        """Take note when a rank of another node was last seen at work, in monotonic seconds, and the longest patience
+        that one is granted, in seconds."""
 
 
 def find_work_elsewhere(states: Iterable[NodeState], node: int, attempt: int, heard: float) -> tuple[float, float]:
-    """When a rank of another node was last seen at work, -inf where none is, and the longest that one is granted.
-    `states`: as they were at `heard`. `node`: this one."""
+    """Return when a rank of another node was last seen at work, -inf if none is, and the longest patience that one is
+    granted, in seconds. `states`: as they were at `heard`. `node`: this one."""
     others = [state for state in states if state.node != node and state.attempt == attempt]
     at = [heard - state.silent_seconds - state.work.seconds for state in others if state.work.seconds is not None]
     patience = max((state.work.patience for state in others if state.state == "alive"), default=0.0)
