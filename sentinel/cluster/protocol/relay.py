@@ -1,6 +1,6 @@
-"""A node's part in a rollback or a stop of all nodes' ranks: it asks for one and passes orders on. It decides none.
+"""A node's part in a rollback or a stop of all nodes' ranks: it asks for one and passes orders on, but decides none.
 
-What its own ranks came to is proof enough for it: they restore, or leave, only where the ranks of all nodes do.
+It relies on what its own ranks did: they restore, or leave, only if the ranks of all nodes do.
 """
 
 from __future__ import annotations
@@ -21,50 +21,51 @@ from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt, Rank, RankLink
 
 ASK_SECONDS = 30.0
-"""How long a word of the coordinator is waited for, once a rollback or a stop was asked of it, or since its last one:
+"""Seconds to wait for an answer of the coordinator after a rollback or a stop was asked for, or after its last answer:
 also while the nodes are apart, since they meet seconds after a start, and another coordinator takes over in ten."""
 ASKED = "asked of the job's coordinator"
-"""What a case says until there is a word."""
+"""What a case says before there is an answer."""
 APART = "the nodes of this job do not meet (docs/cluster.md)"
 Answer = TypeVar("Answer", wire.Prepared, wire.RolledBack)
 HELD, CASES = 64, 16
-"""Snapshots of a rank and cases that are reported at most: a message has a limit."""
+"""The most snapshots of a rank, and the most cases, in a report: a message has a limit."""
 
 
 class RelayListener(Protocol):
-    """Learns how rollbacks end, on this node."""
+    """Learns how rollbacks end on this node."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
-        """The rollback for this case of the node ended without one."""
+        """Take note that what this case of the node asked for was not done."""
 
     def follow_rollback(self, cases: list[Case], outcome: Outcome, done: str) -> None:
-        """All ranks went back. `cases`: those of this node that asked for it. `done`: the same in words."""
+        """Take note that all ranks went back, or left. `cases`: those of this node that asked for it. `done`: the
+        outcome in words."""
 
 
 class _Ask:
     """A case for which a rollback or a stop is asked of the coordinator."""
 
     def __init__(self, case: Case, now: float, apart: str, *, stops: bool) -> None:
-        """`apart`: why the coordinator is not heard now; empty: it is."""
+        """Ask for this case. `apart`: why the coordinator is not heard now; empty: it is."""
         self.case, self.since, self.stops = case, now, stops
-        """`since`: when it was asked, or the coordinator's last word came."""
+        """`since`: when the coordinator was asked, or its last answer came."""
         self.words: tuple[str, ...] = ()
-        """The coordinator's, or that they are awaited."""
+        """The coordinator's words, or that they are awaited."""
         self.await_words(apart)
 
     @property
     def refusal(self) -> str:
-        """How words begin that say why it was not done."""
+        """The beginning of the words that say why it was not done."""
         return f"not {'stopped' if self.stops else 'rolled back'}: "
 
     def await_words(self, apart: str) -> bool:
-        """Have the case say that there is no word yet; whether it said another thing before."""
+        """Have the case say that there is no answer yet. Returns whether it said something else before."""
         self.answered = False
         waits = f"waits while {apart}" if apart else ASKED
         return self.put(f"{'stopping' if self.stops else 'rolling back'}: {waits}")
 
     def put(self, *words: str) -> bool:
-        """Have the case say these; whether it said others before."""
+        """Have the case say these words. Returns whether it said others before."""
         former = {WAITS, *self.words}
         before, self.words = self.case.done, words
         kept = (text for text in before if text not in former and not text.startswith(("rolling back", "stopping")))
@@ -82,34 +83,35 @@ class RelayedRollback:
         self._snapshots = HeldSnapshots(attempt, cases)
         self.disk = NodeDisk()
         self.apart = APART
-        """Why no coordinator is heard now; empty: it is."""
+        """Why no coordinator is heard now; empty: one is."""
         self.no_orders = ""
-        """Why none may order anything in this job; empty: it may."""
+        """Why no coordinator may order anything in this job; empty: it may."""
         self.pass_on: Callable[[], None] = lambda: None
-        """Called where there is more to report."""
+        """Called when there is more to report."""
         self._asked: dict[str, _Ask] = {}
-        """By case."""
+        """Id of a case -> what was asked for it."""
         self._order: RollbackOrder | None = None
-        """The coordinator's last. Its message was passed on."""
+        """The coordinator's last order. Its message was passed on."""
         self._prepared: dict[int, wire.Prepared] = {}
+        """Rank -> its last promise or refusal."""
         self._restored: dict[int, wire.RolledBack] = {}
-        """Rank -> its last answers."""
+        """Rank -> its last answer to a commit."""
         self._withdrawn = 0
-        """Id of the last Prepare that was taken back here."""
+        """Id of the last Prepare that was withdrawn on this node."""
         self._withholds = False
         self._followed = 0
         """Id of the last rollback or stop that this node took note of."""
         self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
-        """Whether a case has all ranks leave at one step, by its rule, where it is not rolled back."""
+        """Whether a case's rule has all ranks leave at one step if there is no rollback for it."""
         self.stopped = ""
         """Why all ranks left the run; empty: they did not."""
         self._stop_reason = ""
-        """Why they would, by the last commit."""
+        """Why the ranks would leave, by the last commit."""
         self._done: list[Outcome] = []
 
     @property
     def phase(self) -> Phase:
-        """Where the rollback under way is."""
+        """The phase of the rollback under way."""
         message = self._message
         if isinstance(message, wire.Commit) and not self._has_answers(message.id):
             return "restoring"
@@ -117,7 +119,7 @@ class RelayedRollback:
 
     @property
     def terms(self) -> wire.RollbackTerms | None:
-        """What the user armed; None where not every rank of this node did."""
+        """The rollback terms that the user armed; None if not every rank of this node did."""
         return self._snapshots.terms
 
     @property
@@ -126,7 +128,8 @@ class RelayedRollback:
         return tuple(self._done)
 
     def list_good(self, closed: int) -> set[int]:
-        """The snapshots that could be gone back to, as far as this node knows, for a fault after step `closed`."""
+        """Return the snapshots that a rollback could restore, as far as this node knows, for a fault after step
+        `closed`."""
         return self._snapshots.list_good(closed)
 
     def fired(self, case: Case, now: float) -> None:
@@ -140,7 +143,7 @@ class RelayedRollback:
         self.pass_on()
 
     def stop(self, case: Case, now: float) -> None:
-        """Ask that all ranks leave the run for this case. Nothing is under way."""
+        """Ask that all ranks leave the run for this case. No rollback is under way."""
         if self.stopped:
             case.done += (explain_stopped(self.stopped),)
         elif self.no_orders:
@@ -150,8 +153,8 @@ class RelayedRollback:
             self.pass_on()
 
     def withhold(self, names: Sequence[str]) -> tuple[str, ...]:
-        """`names`: rules of this node for which no snapshot is taken now. The same of the job: a snapshot that one
-        node's ranks take is of no use to the others', and may cost a snapshot that was."""
+        """Return `names`, the rules of this node for which no snapshot is taken now, with the other nodes that see such
+        signs: a snapshot of one node's ranks is of no use to the others', and may displace one that was."""
         if self._withholds != bool(names):
             self._withholds = bool(names)
             self.pass_on()
@@ -159,7 +162,8 @@ class RelayedRollback:
         return (*names, *(f"node {node}" for node in nodes if node != self._node))
 
     def report(self) -> NodeRollback | None:
-        """For the coordinator; None where there is nothing to say: no rollback is armed, and none asks for a stop."""
+        """Return the report for the coordinator; None if there is nothing to say: no rollback armed, no stop asked for,
+        and no order."""
         if self.terms is None and not self._asked and self._order is None:
             return None
         attempt, offset = self._attempt, self._attempt.step_offset
@@ -188,7 +192,7 @@ class RelayedRollback:
         )
 
     def take_order(self, order: RollbackOrder | None, now: float) -> None:
-        """What the coordinator says now; None: a coordinator that knows of no rollback."""
+        """Follow the coordinator's present order; None: the coordinator knows of no rollback."""
         if order is not None and order.attempt != self._attempt.number:
             order = None
         before, called = self._message, self._order is None and order is not None
@@ -205,43 +209,43 @@ class RelayedRollback:
             if message is not None and not (isinstance(message, wire.Prepare) and message.id == self._withdrawn):
                 self._broadcast(message)
         for words in order.words if order is not None else ():
-            # A case whose rollback was refused may ask for a stop since the coordinator heard of it last.
+            # A case whose rollback was refused may have asked for a stop since the coordinator last heard of it.
             ask = self._asked.get(words.case) if words.node == self._node else None
             if ask is not None and words.stops in (None, ask.stops):
                 self._take_words(words.case, words.done, now, over=words.over)
-        if called:  # where its ranks stand is wanted, though this node asks for nothing
+        if called:  # the coordinator wants its ranks' state, though this node asks for nothing
             self.pass_on()
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
-        """A rank promised, or cannot."""
+        """Pass on that a rank promised to restore or leave, or cannot."""
         if answer.id != self._withdrawn:
             self._prepared[rank] = _shorten(answer)
             self.pass_on()
 
     def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
-        """A rank restored its snapshot, or could not."""
+        """Pass on that a rank restored its snapshot or leaves, or could not."""
         self._restored[rank] = _shorten(answer)
         self._follow()
         self.pass_on()
 
     def rejoin_rank(self, rank: int, promise: int) -> None:
-        """A rank says hello again, and which verdict it waits for: it may have missed it."""
+        """Send a rank that says hello again the verdict that it waits for and may have missed."""
         if promise and isinstance(self._message, wire.Commit) and self._message.id == promise:
             self._link.send(rank, self._message)
         elif promise and not _is_about(self._message, promise):
             self._link.send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
     def begin_stage(self, now: float) -> None:
-        """Another stage was announced."""
+        """Report that another stage was announced."""
         self.pass_on()
 
     def drop_rank(self, rank: int, now: float) -> None:
-        """A rank left."""
+        """Report that a rank left."""
         self._follow()
         self.pass_on()
 
     def tick(self, now: float) -> None:
-        """End what gets no word. A rank that waits for a verdict goes on by itself."""
+        """End the requests that get no answer. A rank that waits for a verdict goes on by itself."""
         if self.apart and isinstance(self._message, wire.Prepare):
             self.take_order(None, now)
         for identity, ask in list(self._asked.items()):
@@ -252,16 +256,16 @@ class RelayedRollback:
                 self._cases.record_action(ask.case)
 
     def save_state(self) -> Saved:
-        """What the next daemon of this node has to know."""
+        """Return what the next daemon of this node must know."""
         return Saved(self.done)
 
     def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
-        """Go on from what `saved` gave."""
+        """Go on from what `save_state` gave."""
         self._done = list(saved.done)
 
     @property
     def _message(self) -> wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None:
-        """What the ranks were told last."""
+        """The last message to the ranks."""
         return self._order.message if self._order is not None else None
 
     @property
@@ -269,8 +273,8 @@ class RelayedRollback:
         return min(self._attempt.ranks.items())[1].identity.node if self._attempt.ranks else -1
 
     def _withdraw_promises(self, identity: int) -> None:
-        """No rank of this node is bound by this Prepare any more, whatever it has answered: should a coordinator that
-        did not act for a while go on with it, it is refused, and asked for under another id."""
+        """Release this node's ranks from this Prepare, whatever they have answered: if a coordinator that did not act
+        for a while goes on with it, it is refused, and asked for again under another id."""
         self._withdrawn, seq = identity, self._attempt.last_seq
         self._prepared = {
             rank.identity.rank: wire.Prepared(id=identity, ok=False, seq=seq) for rank in self._attempt.live
@@ -293,7 +297,7 @@ class RelayedRollback:
         )
 
     def _take_words(self, identity: str, words: tuple[str, ...], now: float, *, over: bool) -> None:
-        """What the coordinator does about a case of this node."""
+        """Show on a case of this node what the coordinator does about it. `over`: it does nothing more."""
         ask = self._asked[identity]
         ask.answered, ask.since = True, now
         changed = ask.put(*words)
@@ -305,7 +309,7 @@ class RelayedRollback:
             self._cases.record_action(ask.case)
 
     def _follow(self) -> None:
-        """If all ranks of this node went back, or leave, those of all nodes do."""
+        """Conclude that the ranks of all nodes went back, or leave, if all ranks of this node do."""
         answers = [self._restored.get(rank.identity.rank) for rank in self._attempt.live]
         first = answers[0] if answers else None
         if first is None or first.id == self._followed or not self._has_answers(first.id):
@@ -333,7 +337,7 @@ class RelayedRollback:
         self._listener.follow_rollback([ask.case for ask in asked.values()], outcome, done + missing)
 
     def _has_answers(self, identity: int) -> bool:
-        """Whether all ranks of this node said what came of this rollback."""
+        """Whether all ranks of this node answered the commit of this rollback."""
         live = [self._restored.get(rank.identity.rank) for rank in self._attempt.live]
         return all(answer is not None and answer.id == identity for answer in live)
 
@@ -347,5 +351,5 @@ def _is_about(message: wire.Message | None, identity: int) -> bool:
 
 
 def _shorten(answer: Answer) -> Answer:
-    """What a rank says of an exception may be longer than a message."""
+    """Return an answer with its reason cut to `WORDS`: the text of a rank's exception may not fit into a message."""
     return msgspec.structs.replace(answer, reason=answer.reason[:WORDS])

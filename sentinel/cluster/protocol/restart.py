@@ -1,25 +1,25 @@
-"""What the coordinator has all nodes do, so that a job ends and begins again as a whole.
+"""The coordinator's orders to all nodes by which a job ends and begins again as a whole.
 
     on one node a fault ended a start of the job     end: the others end it, too
-    it has ended on all nodes                        begin: the next one, or what the policy says of the fault
+    it has ended on all nodes                        begin: the next one, or what the policy decides for the fault
     not on all within `PATIENCE_SECONDS`             stop: none begins again; with `--allow-shrink`, begin without them
 
-Every node has the same policy decide the same fault, so that they come to the same: one attempt, one budget. An order
-names the start that it is about and is repeated; who has carried it out says so in the report that comes with each
-pulse, and no repetition concerns it any more. While the coordinator does not hear more than half of the nodes, it
-orders nothing.
+On every node the same policy decides on the same fault, so all come to the same result: one attempt, one budget. An
+order names the start that it is about and is repeated; a node that has carried it out says so in the report that comes
+with each pulse, and ignores the repetitions. While the coordinator does not hear more than half of the nodes, it orders
+nothing.
 
-Where nodes may be left out, coordinators that follow on each other must not come to different nodes for one start. The
-supervisors, which outlive daemons, agree as in Paxos (Lamport, "Paxos made simple", 2001), with the coordinator's epoch
-as the ballot:
+Where nodes may be left out, successive coordinators must not choose different nodes for one start. The supervisors,
+which outlive daemons, agree as in Paxos (Lamport, "Paxos made simple", 2001), with the coordinator's epoch as the
+ballot:
 
     end, of epoch e             a supervisor that has ended promises to accept nothing of a lower epoch
-    all that ended promised     end, with the nodes that are to go on: what was accepted under the highest epoch, if
-                                anything was; else those that have ended
+    all that ended promised     end, with the nodes that go on: those accepted under the highest epoch, if any were
+                                accepted; else those that have ended
     all of these accepted it    begin, with these nodes: it is decided, and stays so for every later coordinator
 
-Those that go on are more than half of the nodes of the start that ended: any two decisions have a node in common, and
-so has each with the nodes that a coordinator counts on.
+The nodes that go on are more than half of those of the start that ended: any two decisions have a node in common, and
+each decision has one in common with the nodes that a coordinator counts on.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from sentinel.cluster.protocol.messages import WORDS, NodeState
 from sentinel.text import join_names, name_nodes
 
 PATIENCE_SECONDS = 60.0
-"""From the first node's end to the last one's: to end a start of the job takes up to half a minute."""
+"""Seconds from the first node's end to the last one's: ending a start of the job takes up to half a minute."""
 NAMED = 4
 
 
 class JobMember(NamedTuple):
-    """A node of the job, the coordinator's own among them."""
+    """A node of the job; the coordinator's own is one, too."""
 
     state: NodeState
     job: wire.JobReport | None
     is_counted: bool = False
     """Whether the node follows this coordinator, and no other."""
     completed: bool = False
-    """Whether its command came to its end well."""
+    """Whether its command completed successfully."""
 
 
 class RestartOrders:
-    """Of one job, as long as its nodes are the same. What it decided on a start stays as it is."""
+    """The orders of one job, as long as its nodes are the same. A decision on a start does not change."""
 
     def __init__(self, expected: int) -> None:
-        """`expected`: nodes of the job."""
+        """Start without an order. `expected`: number of nodes of the job."""
         self._expected = expected
         self._order: wire.Order | None = None
         self._since = 0.0
-        """When the first node ended what the order is about."""
+        """When the first node ended the start that the order is about."""
         self._proposal: wire.Order | None = None
-        """Of the present epoch."""
+        """The proposal of the present epoch."""
 
     def decide(self, members: Sequence[JobMember], now: float, epoch: int = 0, blame: str = "") -> wire.Order | None:
-        """What all nodes are to do; None: nothing. `epoch`: the coordinator's. `blame`: the node that was in most
+        """Return what all nodes must do; None: nothing. `epoch`: the coordinator's. `blame`: the node that was in most
         incidents, in words that follow the fault's."""
         heard = [member for member in members if member.state.state == "alive"]
         jobs = [member.job for member in heard if member.job is not None]
         if 2 * len(heard) <= self._expected or not jobs:
             return None
-        start = min(job.start for job in jobs)  # who is behind has not carried out the last order yet
+        start = min(job.start for job in jobs)  # a node that is behind has yet to carry out the last order
         mark = next((m.job.mark for m in heard if m.job is not None and m.state.node == 0), "")
         if (begun := _find_begun(jobs, start, mark)) is not None:  # by an order of this coordinator, or an earlier one
             return msgspec.structs.replace(begun, does="begin", epoch=epoch)
@@ -89,7 +89,7 @@ class RestartOrders:
         return self._order
 
     def name_missing(self, members: Sequence[JobMember]) -> str:
-        """Who is not heard, or still runs what has ended elsewhere."""
+        """Name the nodes that are not heard, or still run what has ended elsewhere."""
         starts = [m.job.start for m in members if m.state.state == "alive" and m.job is not None]
         absent = [
             f"node {m.state.node} ({m.state.hostname}: {why})"
@@ -103,7 +103,7 @@ class RestartOrders:
     def _follow_end(
         self, order: wire.Order, ended: Sequence[JobMember], members: Sequence[JobMember], now: float
     ) -> wire.Order:
-        """`order`: to begin with all."""
+        """Return the order that follows the end of a start. `order`: the one to begin with all nodes."""
         if len(ended) < self._expected and not _list_accepted(ended, order.start):
             missing = self.name_missing(members)
             if now - self._since <= PATIENCE_SECONDS:
@@ -120,7 +120,7 @@ class RestartOrders:
         return self._agree(order, ended) if given != {0} else order
 
     def _find_hindrance(self, ended: Sequence[JobMember], members: Sequence[JobMember]) -> str | None:
-        """Why the job cannot go on with those that ended alone; empty: it was not allowed. None: it can."""
+        """Return why the job cannot go on with only the nodes that ended; empty: it was not allowed. None: it can."""
         least = max(m.job.allow_shrink for m in ended if m.job is not None)
         if not least:
             return ""
@@ -133,7 +133,7 @@ class RestartOrders:
         return f"--allow-shrink {least} wants more than {len(ended)}" if len(ended) < least else None
 
     def _agree(self, order: wire.Order, ended: Sequence[JobMember]) -> wire.Order:
-        """What is proposed to those that ended; to begin, once all have accepted it that are to."""
+        """Return the proposal to the nodes that ended; the order to begin, once all proposed nodes accepted it."""
         proposal = self._proposal
         if proposal is None or (proposal.start, proposal.epoch) != (order.start, order.epoch):
             promised = sum(m.job.promised == order.epoch for m in ended if m.job is not None)
@@ -149,8 +149,8 @@ class RestartOrders:
 
 
 def combine_faults(ended: Sequence[JobMember], blame: str = "") -> wire.JobFault:
-    """Why the job ended, of why its nodes did: what was alerted first; the others follow from it. `blame` as in
-    `RestartOrders.decide`."""
+    """Return the job's fault from those of its nodes: the one that was alerted first; the others follow from it.
+    `blame` as in `RestartOrders.decide`."""
     faults = [(member, member.job.fault) for member in ended if member.job is not None and member.job.fault is not None]
     member, first = min(faults, key=lambda pair: _order_fault(*pair))
     words = f"node {member.state.node} ({member.state.hostname}): {first.words}"
@@ -163,15 +163,15 @@ def combine_faults(ended: Sequence[JobMember], blame: str = "") -> wire.JobFault
 
 
 def find_proposed(job: wire.JobReport | None) -> tuple[int, ...]:
-    """The nodes that a node agreed to go on with, as far as it has not begun with them; (): with none."""
+    """Return the nodes that a node agreed to go on with, if it has not begun with them yet; (): none."""
     if job is None or job.accepted is None or job.accepted.start != job.start:
         return ()
     return job.accepted.nodes
 
 
 def is_unaware(job: wire.JobReport, members: wire.Members) -> bool:
-    """Whether a supervisor knows nothing of the agreement on these nodes, its own among them: all of them accepted it
-    before any began, so that the one which did so is gone."""
+    """Whether a supervisor knows nothing of the agreement on these nodes, of which its own is one: all of them accepted
+    it before any began, so the supervisor that accepted it is gone."""
     return job.members.start < members.start and not find_proposed(job)
 
 
@@ -188,7 +188,7 @@ def _has_accepted(member: JobMember, proposal: wire.Order) -> bool:
 
 
 def _find_begun(jobs: Iterable[wire.JobReport], start: int, mark: str) -> wire.Order | None:
-    """That by which a node began the start after this one. `mark`: the job's, where that is known."""
+    """Return the order by which a node began the start after this one. `mark`: the job's; empty: not known."""
     later = (order for job in jobs if job.start > start for order in (job.begun, job.accepted))
     of_job = (one for one in later if one is not None and (not one.job or one.job == mark or not mark))
     return next((one for one in of_job if one.start == start), None)

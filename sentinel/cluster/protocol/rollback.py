@@ -2,13 +2,13 @@
 
     a node reports   its ranks, their snapshots, its cases that ask for either          with each pulse, and at once
     an order         Prepare, Commit, Abort or Stop, for all ranks of all nodes         with each beat, and at once
-    a node reports   its ranks' promises, and what came of the restore
+    a node reports   its ranks' promises, and the result of the restore
 
-What decides are the actions that do so for one node (`RollbackAction`, `StopAction`), over the ranks that the nodes
-report. It holds only until the ranks' own vote, which needs no daemon: a coordinator that dies takes along what it was
-about to order, and no rank restores or leaves alone.
+The decisions are made by the same actions as for one node (`RollbackAction`, `StopAction`), over the ranks that the
+nodes report. They matter only until the ranks' own vote, which needs no daemon: if a coordinator dies, what it was
+about to order is lost, and no rank restores or leaves alone.
 
-A node on which no rollback is armed reports once there is an order, be it without a message.
+A node on which no rollback is armed reports once there is an order, even one without a message.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ from sentinel.runs.rank_set import RankSet
 from sentinel.text import join_names
 
 ARRIVAL_SECONDS = 10.0
-"""How long a rollback that is asked for waits for the nodes that were not heard yet."""
+"""Seconds that a requested rollback waits for missing nodes."""
 NAMED = 4
 SAID = 8
-"""The last sentences about a case that travel."""
+"""How many of the last sentences about a case are sent."""
 Asked = tuple[int, str]
 """Node and id of a case."""
 
 
 class JobRanks(RankSet):
-    """The ranks of all nodes, as they were reported last."""
+    """The ranks of all nodes, as last reported."""
 
     def __init__(self, identity: wire.Identity, nodes: int) -> None:
-        """`identity`: of any rank. `nodes`: that the job has."""
+        """Start without reports. `identity`: that of any rank. `nodes`: how many the job has."""
         super().__init__()
         self._identity, self.nodes = identity, nodes
         self.reports: dict[int, NodeRollback] = {}
-        """Node -> its last."""
+        """Node -> its last report."""
         self._silent: dict[int, str] = {}
-        """Node -> why it is not counted on."""
+        """Node -> why it is not counted on; empty: it is."""
 
     def take(self, node: int, report: NodeRollback | None, trouble: str, now: float) -> list[int]:
-        """A node's report; `trouble`: why it is not counted on, if so. Returns the ranks that left since the last."""
+        """Take a node's report; `trouble`: why the node is not counted on; empty: it is. Returns the ranks that left
+        since the last one."""
         self._silent[node] = trouble or ("" if report is not None else "has not said where its ranks stand")
         if report is None or trouble:
             for number in self._numbers(node):
@@ -71,7 +72,7 @@ class JobRanks(RankSet):
 
     @property
     def absence(self) -> str:
-        """Which nodes are missing; empty where all ranks are here."""
+        """Which nodes are missing; empty: all ranks are here."""
         missing = [f"node {node} {why}" for node, why in sorted(self._silent.items()) if why]
         if unheard := self.nodes - len(self._silent):
             missing.append(f"{unheard} node{'s' if unheard > 1 else ''} never heard")
@@ -87,22 +88,22 @@ class JobRanks(RankSet):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The present one."""
+        """The present stage; empty: no stage was announced."""
         latest = max(self.reports.values(), key=lambda report: report.stage_seq, default=None)
         return [Stage(latest.stage_seq, latest.stage)] if latest is not None and latest.stage_seq else []
 
     @property
     def stage_seq(self) -> int:
-        """Its first step."""
+        """The first step of the present stage."""
         return max((report.stage_seq for report in self.reports.values()), default=0)
 
     @property
     def withholding(self) -> tuple[int, ...]:
-        """Nodes that see signs for which no snapshot is to be taken."""
+        """The nodes that see signs for which no snapshot may be taken."""
         return tuple(node for node, report in sorted(self.reports.items()) if report.withholds)
 
     def step_seconds(self) -> float:
-        """Of the slowest node."""
+        """Return the seconds of a step on the slowest node."""
         return max((report.step_seconds for report in self.reports.values()), default=0.1)
 
     def _numbers(self, node: int) -> list[int]:
@@ -121,12 +122,12 @@ class JobRanks(RankSet):
 
 
 class _Orders(NoRanks):
-    """What is said to the ranks is the same for all of them."""
+    """Keeps the last message to the ranks, which is the same for all of them."""
 
     last: wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None = None
 
     def send(self, rank: int, message: wire.Message) -> None:
-        """For all ranks, of all nodes."""
+        """Keep a message for all ranks of all nodes."""
         assert isinstance(message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop)
         self.last = message
 
@@ -138,18 +139,19 @@ class JobCase:
         self.case, self.since = case, now
         self.asking: set[Asked] = set()
         self.fired = False
-        """Whether it was begun or refused."""
+        """Whether what it asks for was begun or refused."""
         self.is_followed_by_stop = False
-        """Whether all ranks are to leave where they are not rolled back."""
+        """Whether all ranks must leave if they are not rolled back."""
 
 
 class JobRollbacks:
-    """Of one attempt of a job."""
+    """The rollbacks and stops of one attempt of a job."""
 
     def __init__(
         self, attempt: int, identity: wire.Identity, nodes: int, done: Sequence[Outcome] = (), stopped: str = ""
     ) -> None:
-        """`done`: the rollbacks of this attempt so far. `stopped`: why all ranks left; empty: they did not."""
+        """Go on from an earlier coordinator. `done`: the rollbacks of this attempt so far. `stopped`: why all ranks
+        left; empty: they did not."""
         self.attempt = attempt
         self.ranks = JobRanks(identity, nodes)
         self._orders = _Orders()
@@ -159,32 +161,32 @@ class JobRollbacks:
         self._action.is_followed_by_stop = self._is_followed_by_stop
         self._stop = StopAction(self._action, self)
         self._firing: list[JobCase] = []
-        """Those that ask for a rollback."""
+        """Alerts that ask for a rollback."""
         self._stopping: list[JobCase] = []
-        """The same of those that ask for a stop."""
+        """Alerts that ask for a stop."""
         self._others: dict[int, list[Case]] = {}
         """Node -> its cases that are over, or for which nothing more is done."""
         self._settled: set[Asked] = set()
         """Cases for which a rollback was done; their nodes may not know yet."""
         self._alert, self._sign = "", -1
-        """Of the last rollback: what it is for, and the first step that showed it."""
+        """The alert of the last rollback, and the first step that showed it."""
         self._stage_seq = 0
         self._taken: dict[int, tuple[NodeRollback | None, str]] = {}
-        """Node -> what was taken of it last."""
+        """Node -> the last report that was taken from it, and why it was not counted on."""
 
     @property
     def armed(self) -> bool:
-        """Whether all ranks of all nodes are here, and all of them armed it."""
+        """Whether all ranks of all nodes are here, and all of them armed a rollback."""
         return not self.ranks.absence and self._action.terms is not None
 
     def take_node(self, state: NodeState, report: NodeRollback | None, now: float) -> None:
-        """A node, and what it said last."""
+        """Take a node's state, and its last report."""
         silence = f"({state.hostname}) has been silent for {state.silent_seconds:.0f} s"
         trouble = {"alive": "", "left": f"({state.hostname}) has left", "silent": silence}[state.state]
         self.take_report(state.node, report, trouble, now)
 
     def take_report(self, node: int, report: NodeRollback | None, trouble: str, now: float) -> None:
-        """What a node said last; `trouble`: why it is not counted on, if so."""
+        """Take a node's last report; `trouble`: why the node is not counted on; empty: it is."""
         before, self._taken[node] = self._taken.get(node), (report, trouble)
         if before is not None and before[0] is report and before[1] == trouble:
             return
@@ -218,8 +220,8 @@ class JobRollbacks:
         self._stop.tick(now)
 
     def make_order(self) -> RollbackOrder | None:
-        """For all nodes: the last order, and what is done about their cases. None: no node has asked for anything, or
-        armed a rollback."""
+        """Return the order for all nodes: the last message, and what is done about their cases. None: no node has asked
+        for anything, or armed a rollback."""
         if not self.ranks.ranks:
             return None
         words = tuple(
@@ -241,13 +243,13 @@ class JobRollbacks:
         )  # fmt: skip
 
     def _find_message(self) -> wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None:
-        """What is said to the ranks now. A commit only until it is known what came of it: a daemon that starts later
-        would wait for answers that its ranks gave to the one before."""
+        """Return the present message to the ranks. A commit is sent only until its result is known: a daemon that
+        starts later would wait for answers that its ranks gave to the one before."""
         last = self._orders.last
         return None if isinstance(last, wire.Commit) and self._action.phase == "idle" else last
 
     def _list_due(self, firing: Sequence[JobCase], now: float) -> list[JobCase]:
-        """Those whose turn has come. A node that is missing is waited for, for a while."""
+        """Return the cases whose turn has come. While a node is missing, they wait for it for a while."""
         patience = ARRIVAL_SECONDS if self.ranks.absence else 0.0
         due = [asked for asked in firing if not asked.fired and now - asked.since >= patience]
         for asked in due:
@@ -275,7 +277,7 @@ class JobRollbacks:
     def _take_asks(
         self, known: list[JobCase], node: int, asks: Sequence[str], firing: Mapping[str, Case], now: float
     ) -> None:
-        """What a node asks for now: of one kind, of which these are `known` so far."""
+        """Take what a node asks for now, of one kind: a rollback or a stop. `known`: the cases of that kind so far."""
         for asked in known:
             asked.asking -= {key for key in asked.asking if key[0] == node and key[1] not in asks}
         for identity in asks:
@@ -286,12 +288,12 @@ class JobRollbacks:
             asked.asking.add(key)
             asked.case.first_seq = min(asked.case.first_seq, case.first_seq)
         for asked in [one for one in known if not one.asking]:
-            asked.case.state = "resolved"  # its turn does not come any more
+            asked.case.state = "resolved"  # its turn will not come any more
             known.remove(asked)
 
     def _join(self, known: list[JobCase], case: Case, now: float) -> JobCase:
-        """The same alert of another node, or a new one: what was done for a case that is over says nothing of one which
-        fires after it, though the other's nodes may not know yet."""
+        """Return the known case of the same alert on another node, or a new one: what was done for a case that is over
+        does not hold for one that fires after it, though the nodes of the former may not know yet."""
         alike = (one for one in known if one.case.alert == case.alert)
         found = next((one for one in alike if not one.fired or self._handles(one.case)), None)
         if found is None:
@@ -299,23 +301,23 @@ class JobRollbacks:
             known.append(found)
         return found
 
-    # What the action knows of the incidents, and who learns how it ends.
+    # What the action needs of the incidents, and what learns how it ends.
 
     def list_asking(self, action: str) -> Iterator[Case]:
-        """The cases of all nodes that ask for a rollback. What fires on several of them is one."""
+        """Yield the cases of all nodes whose rule names a rollback. An alert that fires on several is one case."""
         assert action == ACTION
         yield from (asked.case for asked in self._firing)
         for cases in self._others.values():
             yield from cases
 
     def record_action(self, case: Case) -> None:
-        """Nothing: what is done about a case goes to its nodes with each order."""
+        """Do nothing: what is done about a case goes to its nodes with each order."""
 
     def preserve(self) -> None:
-        """Nothing: the next coordinator asks the nodes, and what is not decided by then is aborted."""
+        """Do nothing: the next coordinator asks the nodes, and what is not decided by then is aborted."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
-        """All ranks went back, which ends all that fires; or they left, or none did either, which the cases say."""
+        """Settle all firing cases if all ranks went back. If the ranks left, or did neither, only the cases say so."""
         if outcome.ok and not outcome.stops:
             for asked in (*self._firing, *self._stopping):
                 self._settled |= asked.asking
@@ -325,5 +327,5 @@ class JobRollbacks:
 
 
 def _shorten(done: Sequence[str]) -> tuple[str, ...]:
-    """What was done about a case, as far as it fits into a beat: one text too long makes that unreadable for all."""
+    """Return what was done about a case, as far as it fits into a beat: one text too long makes a beat unreadable."""
     return tuple(text[:WORDS] for text in done[-SAID:])
