@@ -1,6 +1,6 @@
 #!/bin/bash
-# Epilog= in slurm.conf: as root, on each node, after a job. Copies the job's histories, which are node-local, to where its
-# user can read them from anywhere: $SENTINEL_ARCHIVE/<uid>/<job id>/<node>/. Never fails, for the node's sake.
+# Epilog= in slurm.conf: as root, on each node, after a job. Copies the job's node-local histories to a place where its
+# user can read them from any node: $SENTINEL_ARCHIVE/<uid>/<job id>/<node>/. It never fails, as that drains the node.
 set -u
 state=${SENTINEL_STATE:-/var/lib/sentinel}
 archive=${SENTINEL_ARCHIVE:-}
@@ -13,7 +13,7 @@ target=$archive/$user/$job/$node
 shopt -s nullglob
 for history in "$state/$user/runs/"*"$job"*.sqlite; do
   mkdir -p "$target" || exit 0
-  # SQLite's own copy: right also where the daemon still writes, or was killed with a write-ahead log beside the file.
+  # SQLite's own backup is also correct if the daemon still writes, or was killed and left a write-ahead log.
   if ! timeout 60 python3 - "$history" "$target/$(basename "$history")" <<'PYTHON'; then
 import contextlib, sqlite3, sys
 with contextlib.closing(sqlite3.connect(sys.argv[1])) as of, contextlib.closing(sqlite3.connect(sys.argv[2])) as to:

@@ -4,7 +4,7 @@ set -u
 bin=${SENTINEL_BIN:-/opt/sentinel/bin/sentinel}
 socket=${SENTINEL_SOCKET:-/run/sentinel/sentinel.sock}
 
-# The node's service is there on a node that is well. Where it is not, runs start daemons of their own.
+# On a healthy node the service is running. Where it is not, runs start daemons of their own.
 if [ -x "$bin" ] && [ ! -S "$socket" ] && command -v systemctl >/dev/null; then
   systemctl start sentinel.service || logger -t sentinel "the service did not start; runs of job ${SLURM_JOB_ID:-?} start their own daemons"
 fi

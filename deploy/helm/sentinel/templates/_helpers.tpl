@@ -12,7 +12,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 sentinel.daemon.metrics: "true"
 {{- end -}}
 
-{{- /* A pod starts again where settings or rules have changed. */ -}}
+{{- /* A pod restarts when settings or rules change. */ -}}
 {{- define "sentinel.annotations" -}}
 checksum/settings: {{ toJson (list .Values.settings .Values.rules) | sha256sum }}
 {{- end -}}
