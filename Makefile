@@ -1,7 +1,7 @@
-# `make demo` and `make test` need Python 3.11 or newer and nothing else: they make .venv by themselves.
-# WORKERS: two for a proof; four for the tests, also on two cores, as half of the time they wait for processes.
-# SEED: which cases of the tests marked `sampled` are run, and for CI which half of the slow tests. All of the former are
-# run by `make proof PART=cases`, all of the latter by `make slow`.
+# `make demo` and `make test` only need Python 3.11 or newer: they make .venv by themselves.
+# WORKERS: two for a proof; four for the tests, also on two cores, as they wait for processes half of the time.
+# SEED: selects the cases of tests marked `sampled`, and in CI the half of the slow tests. `make proof PART=cases` runs
+# all cases, `make slow` all slow tests.
 PYTHON ?= python3
 BIN ?= .venv/bin
 READY ?= .venv/ready
@@ -12,7 +12,7 @@ PART ?=
 MINUTES ?= 30
 FIRST ?= 0
 
-# Else every process that a test starts would compile all of the source again, and every worker all tests.
+# Otherwise every process that a test starts would compile all of the source again, and every worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test slow all-tests proof check fix docs site pictures clean
@@ -28,7 +28,7 @@ test: $(READY)
 slow: $(READY)
 	$(PYTEST) -m slow
 
-# As CI runs them, in one go: collected once, and what waits stands beside what computes.
+# The tests as CI runs them, in one call: collected once, and waiting tests run beside computing ones.
 all-tests: $(READY)
 	$(PYTEST) --slow-share 2
 
@@ -40,18 +40,19 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy -p sentinel
-	rm -rf build/imports && mkdir -p build/imports && cp -rL sentinel build/imports # it follows no links
+	rm -rf build/imports && mkdir -p build/imports && cp -rL sentinel build/imports # lint-imports follows no links
 	cd build/imports && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config ../../pyproject.toml --no-cache
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Everything that is generated: pages, tables, Prometheus' rules, dashboards. tests/docs/test_fresh.py holds it fresh.
+# Everything that is generated: pages, tables, Prometheus' rules, dashboards. tests/docs/test_fresh.py checks that it is
+# up to date.
 docs: $(READY)
 	$(BIN)/python -m tests.docs.generate
 
-# docs/ as a site, its links and anchors checked, in build/site.
+# docs/ as a site in build/site, with checked links and anchors.
 site: $(READY)
 	$(BIN)/mkdocs build --quiet
 
