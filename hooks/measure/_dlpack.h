@@ -1,7 +1,7 @@
-/* DLPack 1.x, as far as it is needed: https://github.com/dmlc/dlpack/blob/v1.3/include/dlpack/dlpack.h
+/* The needed parts of DLPack 1.x: https://github.com/dmlc/dlpack/blob/v1.3/include/dlpack/dlpack.h
  *
- * A tensor is found through the C exchange functions (torch has them since 2.10), a stable interface: nothing of torch is
- * compiled in, and no address passes through Python.
+ * A tensor is found through the C exchange functions (torch has them since 2.10), a stable interface: no part of torch
+ * is compiled in, and no address passes through Python.
  */
 #pragma once
 

@@ -1,11 +1,11 @@
 /* Statistics of tensors in host memory, in one read of each.
  *
- * A tensor is found through DLPack (`_dlpack.h`). Which are measured: float32, bfloat16, float16 and float64
- * whose elements fill their memory without gaps, in whatever order. The others are left to the caller.
+ * A tensor is found through DLPack (`_dlpack.h`). It is measured if it is of float32, bfloat16, float16 or float64 and
+ * its elements fill their memory without gaps, in whatever order. Other tensors are left to the caller.
  *
- * The loops are written for the compiler's vectoriser: signs, magnitudes and order are told by integers, and squares are
- * summed in double, which neither overflows nor loses what float32 holds. NaN and infinity need a second look at a
- * block, which lies in the first-level cache by then.
+ * The loops are written for the compiler's vectoriser: signs, magnitudes and order are derived from integers, and
+ * squares are summed in double, which neither overflows nor loses what float32 holds. For NaN and infinity a block is
+ * read a second time, from the first-level cache.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,18 +16,18 @@
 
 #include "_dlpack.h"
 
-/* What is known of a tensor, or of a block. Magnitudes and order are bit patterns of float32, or of float64. */
+/* The sums over a tensor, or a block. Magnitudes and order are bit patterns of float32, or of float64. */
 typedef struct {
     double squares;
     int64_t low, high;  /* smallest and largest element, as integers of the same order */
-    uint64_t small;     /* smallest magnitude over 0, less 1; all ones where there is none */
+    uint64_t small;     /* smallest magnitude over 0, minus 1; all ones if there is none */
     int64_t zeros, infinite, nan;
 } Sums;
 
 enum {
     BLOCK = 512,  /* elements: 1 to 4 KiB */
-    AHEAD = 4096, /* bytes: what is asked for while a block is computed with. Where much is computed with each line, a
-                     processor looks too few lines ahead by itself: 6 GB/s of memory instead of 13 on one of Intel's */
+    AHEAD = 4096, /* bytes to prefetch while a block is computed. With much computation per line, a processor by itself
+                     prefetches too few lines: 6 GB/s of memory instead of 13 on one of Intel's */
     LINE = 64,
 };
 
@@ -51,7 +51,7 @@ static inline uint32_t bits_float16(uint16_t bits)
 
 static inline uint64_t bits_float64(uint64_t bits) { return bits; }
 
-/* One block. TYPE: as it is stored; WORD, SIGNED: as it is looked at; REAL: the number that WORD's bits are. */
+/* Scans one block. TYPE: of an element in memory; WORD, SIGNED: its bits as integers; REAL: WORD's bits as a number. */
 #define SCAN(NAME, TARGET, TYPE, WORD, SIGNED, REAL, BITS, TOP)                                                        \
     TARGET static void NAME(const void *data, int64_t count, Sums *into)                                               \
     {                                                                                                                  \
@@ -100,7 +100,7 @@ SCANS(avx2, __attribute__((target("avx2,fma"))))
 SCANS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))))
 #endif
 
-/* The same for each set of instructions, the widest last. */
+/* The scans for each instruction set, the widest last. */
 static struct {
     const char *name;
     bool there;
@@ -114,7 +114,7 @@ static struct {
 };
 static const Scan *scans = sets[0].scans;
 
-/* A tensor that is to be read, and its column in what is written. */
+/* A tensor to read, and its column in the output. */
 typedef struct {
     const char *data;
     int64_t count, column;
@@ -127,7 +127,7 @@ static bool dense(const DLTensor *tensor, int64_t *count)
     for (int dimension = 0; dimension < tensor->ndim; dimension++)
         *count *= tensor->shape[dimension];
     int64_t expected = 1;
-    while (expected < *count) { /* the dimension whose stride is what the faster ones fill */
+    while (expected < *count) { /* find the dimension whose stride is the elements of the faster ones */
         int dimension = 0;
         while (dimension < tensor->ndim
                && (tensor->strides[dimension] != expected || tensor->shape[dimension] == 1))
@@ -175,7 +175,7 @@ static double ordered(int64_t order, int kind)
 /* Rows of `out`: norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros. */
 enum { ROWS = 6 };
 
-/* Ask for so many bytes, as far as they are there. */
+/* Prefetches so many bytes, but none beyond `end`. */
 static void ask_for(const char *from, int64_t bytes, const char *end)
 {
 #if defined(__GNUC__)
@@ -302,7 +302,7 @@ static struct PyModuleDef definition = {
 };
 
 #ifndef SOURCE
-#define SOURCE "" // built without setup.py, which names what this file was
+#define SOURCE "" // built without setup.py, which sets the checksum of the sources
 #endif
 
 PyMODINIT_FUNC PyInit__onepass(void)
