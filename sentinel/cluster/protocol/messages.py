@@ -59,9 +59,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seqs of its newest snapshots."""
     terms: wire.RollbackTerms | None = None
     prepared: wire.Prepared | None = None
-    """Its answer to the present order."""
+    """Its promise or refusal, the answer to the present order."""
     restored: wire.RolledBack | None = None
-    """What came of the present order."""
+    """Its result of the present order: a restored snapshot, or why there is none."""
 
 
 class NodeRollback(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of other nodes may be waiting for: a rank whose work takes long for a good reason."""
+    """The work of a node's rank for which other nodes' ranks may be waiting, as it takes long for a good reason."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Seconds since a rank of the node was last seen at work; None: none is."""
