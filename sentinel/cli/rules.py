@@ -65,6 +65,8 @@ class Tested(msgspec.Struct, kw_only=True):
     ok: bool = True
     tests: list[CheckOutcome] = []
     error: RuleFault | None = None
+    others: list[RuleFault] = []
+    """Further mistakes, in the file's order."""
 
 
 @click.group()
@@ -182,7 +184,7 @@ def _check_file(path: Path, loaded: list[RuleFile]) -> Checked:
         )
         rules_of([*loaded, rule_file])
     except RuleError as error:
-        first, *others = (RuleFault(one.message, one.line, one.column) for one in (error, *error.others))
+        first, *others = _list_faults(error)
         return Checked(file=error.file, ok=False, error=first, others=others)
     loaded.append(rule_file)
     alerts = [rule.name for rule in rule_file.rules] + [f"{name} (disabled)" for name in rule_file.disabled]
@@ -193,9 +195,14 @@ def _test_file(path: Path) -> Tested:
     try:
         tests = _tests(path)
     except RuleError as error:
-        return Tested(file=error.file, ok=False, error=RuleFault(error.message, error.line, error.column))
+        first, *others = _list_faults(error)
+        return Tested(file=error.file, ok=False, error=first, others=others)
     outcomes = [_outcome(test) for test in tests]
     return Tested(file=str(path), ok=all(outcome.ok for outcome in outcomes), tests=outcomes)
+
+
+def _list_faults(error: RuleError) -> list[RuleFault]:
+    return [RuleFault(one.message, one.line, one.column) for one in (error, *error.others)]
 
 
 def _outcome(test: RuleTest) -> CheckOutcome:
@@ -232,13 +239,17 @@ def _text(path: Path) -> str:
 
 def _describe_row(row: Checked) -> str:
     if row.error is not None:
-        return "\n".join(one.format(row.file) for one in (row.error, *row.others))
+        return _describe_mistakes(row.file, row.error, *row.others)
     return f"{row.file}: ok, " + (f"{row.tests} tests" if _is_test(Path(row.file)) else ", ".join(row.alerts))
+
+
+def _describe_mistakes(file: str, *faults: RuleFault) -> str:
+    return "\n".join(fault.format(file) for fault in faults)
 
 
 def _show(row: Tested) -> None:
     if row.error is not None:
-        echo(row.error.format(row.file))
+        echo(_describe_mistakes(row.file, row.error, *row.others))
     for outcome in row.tests:
         echo(f"{'ok  ' if outcome.ok else 'FAIL'}  {row.file}: {outcome.name}")
         for failure in outcome.failures:

@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -156,9 +157,11 @@ def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[
     for node in fields["rule_files"].sequence("rule_files"):
         name = node.string("rule_files")
         try:
-            files.append(load_rules(read(name), name, base=base))
+            files.append(load_rules(read(name), posixpath.join(posixpath.dirname(file), name), base=base))
         except OSError as error:
             raise node.error(f"cannot read {name}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise node.error(f"cannot read {name}: not text, {error.reason} at byte {error.start}") from None
         scopes |= dict.fromkeys(files[-1].signals, "rank")
     rules = list(rules_of(files))
     tests, mistakes = list[RuleTest](), Mistakes()

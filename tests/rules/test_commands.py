@@ -125,13 +125,33 @@ def test_a_missing_key_is_told_unless_another_is_that_key_written_wrongly(
     assert [line.removeprefix(f"{folder}/bad.yaml:") for line in output.splitlines()] == mistakes
 
 
-def test_a_test_with_a_mistake_does_not_hide_that_of_another(folder: Path) -> None:
-    (folder / "good_test.yaml").write_text(
+@pytest.mark.parametrize("command", ["check", "test"])
+def test_a_test_with_a_mistake_does_not_hide_that_of_another(folder: Path, command: str) -> None:
+    file = folder / "good_test.yaml"
+    file.write_text(
         "rule_files: [good.yaml]\ntests:\n  - nme: one\n    input_series: []\n"
         "  - name: two\n    input_series: []\n    fird: {}\n"
     )
-    (bad,) = json.loads(run("check", folder / "good_test.yaml", "--json")[1])["files"]
+    (bad,) = json.loads(run(command, file, "--json")[1])["files"]
     assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [3, 7]
+    code, output = run(command, file)
+    places = [line.split(": ")[0] for line in output.splitlines() if str(file) in line]
+    assert (code, places) == (1, [f"{file}:3:5", f"{file}:7:5"])
+
+
+def test_mistakes_of_a_rule_file_that_a_test_file_names_are_found_from_here(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(BAD + "  - alert: Third\n    expr: loss >\n")
+    (folder / "bad_test.yaml").write_text(TEST.replace("good.yaml", "bad.yaml") % 1)
+    places = [line.split(": ")[0] for line in run("test", folder)[1].splitlines()]
+    assert places == [f"{folder}/bad.yaml:4:11", f"{folder}/bad.yaml:6:17", "0 passed, 0 failed"]
+
+
+def test_a_test_of_a_rule_file_that_is_no_text(folder: Path) -> None:
+    (folder / "good.yaml").write_bytes(b"group: \xff")
+    (folder / "good_test.yaml").write_text(TEST % 1)
+    code, output = run("test", folder)
+    assert code == 1
+    assert f"{folder}/good_test.yaml:1:14: cannot read good.yaml: not text, invalid start byte at byte 7" in output
 
 
 MANY = """\
