@@ -59,7 +59,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_row(one) for one in retention.list_kept()]
+    rows = [describe_stored(one) for one in retention.list_kept()]
     if as_json:
         echo(plain_json.text(rows))
     else:
@@ -194,14 +194,14 @@ def complete_option(ctx: click.Context, parameter: click.Parameter, run: str | N
 
 def _list_named() -> Iterator[tuple[str, str]]:
     """(name, id) of the runs that are watched, then of those that are kept, the newest first. Of a history that cannot
-    be read, its file's name is the name: a call for it is not to get another run."""
+    be read, both are in its file's name: a call for it is not to get another run."""
     yield from ((one["run"], one["run_id"]) for one in list_runs())
     for one in reversed(retention.list_kept()):
         try:
             with History(one.path) as kept:
                 yield kept.run, kept.run_id
         except ConfigError:
-            yield one.path.stem, ""
+            yield (_read_id(one.path),) * 2
 
 
 def find_history(run: str) -> Path:
@@ -252,20 +252,22 @@ def _suggest_run(run: str, known: Sequence[str]) -> str:
     return (did_you_mean(run, known) or f"; there are: {', '.join(known)}") if known else ""
 
 
-def _row(one: retention.StoredHistory) -> dict[str, Any]:
+def _read_id(path: Path) -> str:
+    """The id of a run, by the name of its history, which may be a damaged one that was moved aside."""
+    return path.name.partition(".sqlite")[0]
+
+
+def describe_stored(one: retention.StoredHistory) -> dict[str, Any]:
+    """A row of `sentinel history --json`: of a history that cannot be read, with what could, and why not more."""
     row: dict[str, Any] = {
-        "run": one.path.name.partition(".sqlite")[0], "run_id": "", "attempts": 0, "step": None, "began": None,
+        "run": _read_id(one.path), "run_id": "", "attempts": 0, "step": None, "began": None,
         "modified": one.modified, "incidents": 0, "bytes": one.bytes, "file": str(one.path), "trouble": "",
     }  # fmt: skip
     try:
         with History(one.path) as kept:
+            row |= {"run": kept.run, "run_id": kept.run_id}
             attempts = kept.attempts()
-            row |= {
-                "run": kept.run,
-                "run_id": kept.run_id,
-                "attempts": len(attempts),
-                "incidents": kept.incident_count(),
-            }
+            row |= {"attempts": len(attempts), "incidents": kept.incident_count()}
             if attempts:
                 row["began"], number = attempts[0][1], attempts[-1][0]
                 seq = kept.last_seq(number)

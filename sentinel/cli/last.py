@@ -12,17 +12,27 @@ from typing import Any
 import click
 
 from sentinel.cli.client import list_runs
-from sentinel.cli.history import complete_run, explain_unknown
+from sentinel.cli.history import complete_run, describe_stored, explain_unknown
 from sentinel.cli.incidents import format_incidents
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo, wrap_text
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, DamageError
 from sentinel.report.outcomes import FAILED, describe_found, describe_run, list_going_on, name_start, name_took
 from sentinel.store import History, retention
-from sentinel.text import close_run, format_count, format_duration, rank_severity
+from sentinel.text import (
+    close_run,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_moment,
+    join_names,
+    rank_severity,
+)
 from sentinel.web import json
 
 OUTCOME_LETTERS = 40
+_UNREAD = 3
+"""Histories that an error names, at most."""
 
 
 @click.command()
@@ -35,7 +45,7 @@ OUTCOME_LETTERS = 40
 def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool) -> None:
     """Say what came of the last runs, live ones with them, the worst first: start, duration, outcome with the exit
     status or signal where it is known, last step, loss, incidents. With RUN (a name, an id or its beginning): of its
-    newest run, with its incidents.
+    newest run, with its incidents. Of a history that is damaged: which file, and what is known of its run.
 
     `sentinel history` lists what is kept of all runs, to export and delete it; `sentinel incidents` the incidents.
 
@@ -47,15 +57,15 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
               sentinel last --since 7d --json
     """
     rows, cases, damaged = collect_outcomes(run, since)
-    chosen = [max(rows, key=lambda row: row["began"] or 0.0)] if run is not None else rows
+    chosen = [max(rows, key=lambda row: row["began"] or 0.0)] if run is not None and rows else rows
     if as_json:
         echo(json.text([row | {"cases": cases[row["run_id"]]} for row in chosen] if run is not None else rows))
-    elif run is not None:
+    elif run is not None and chosen:
         closing = _closing(chosen[0])
         echo("\n".join(wrap_text("", closing)) if sys.stdout.isatty() else closing)
         if cases[chosen[0]["run_id"]]:
             echo(format_incidents(cases[chosen[0]["run_id"]], ""))
-    else:
+    elif run is None:
         when = "since yesterday" if since is None else f"in the last {format_duration(since)}"
         echo("\n".join(_format_rows(rows)) if rows else f"No run {when}.")
     for trouble in damaged:
@@ -67,7 +77,8 @@ def collect_outcomes(
     run: str | None, since: float | None
 ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]], list[str]]:
     """Outcomes of the runs that were written to in the last `since` seconds, or since yesterday; of one at any time.
-    The worst first; with their incidents, by run id, and what is wrong with histories that cannot be read.
+    The worst first; with their incidents, by run id, and what is wrong with histories that cannot be read: of that of
+    `run`, with what is known of it.
 
     Raises ConfigError where there is no run of that name.
     """
@@ -75,6 +86,7 @@ def collect_outcomes(
     live = list_going_on(list_runs())
     begin = 0.0 if run is not None and since is None else _yesterday() if since is None else time.time() - since
     rows, cases, damaged = list[dict[str, Any]](), dict[str, list[dict[str, Any]]](), list[str]()
+    is_damaged, unread = False, list[str]()
     for one in (one for one in retention.list_kept() if one.modified >= begin):
         try:
             with History(one.path) as kept:
@@ -83,10 +95,32 @@ def collect_outcomes(
                 cases[kept.run_id] = kept.incidents() if kept.run_id in live else kept.final_incidents()
                 rows.append(describe_run(kept, one, cases[kept.run_id], live.get(kept.run_id)))
         except ConfigError as error:
-            damaged.append(str(error))
-    if run is not None and not rows:
-        raise ConfigError(explain_unknown(run) or f"no history of {run} in that time")
+            stored = describe_stored(one)
+            is_own = run in (stored["run"], stored["run_id"])
+            is_explained = is_own and isinstance(error, DamageError)
+            damaged.append(_explain_damage(stored, error) if is_explained else str(error))
+            is_damaged |= is_own
+            unread += [] if stored["run_id"] else [str(error)]
+    if run is not None and not rows and not is_damaged:
+        perhaps = f". It may be one that cannot be read: {join_names(unread, _UNREAD)}" if unread else ""
+        raise ConfigError((explain_unknown(run) or f"no history of {run} in that time") + perhaps)
     return sorted(rows, key=_badness, reverse=True), cases, damaged
+
+
+def _explain_damage(stored: dict[str, Any], error: DamageError) -> str:
+    """Of the run that was asked for. `stored`: its row of `sentinel history`."""
+    known = [f"its name is {stored['run']}"] if stored["run_id"] else []
+    known += [f"it began {format_moment(stored['began'])}"] if stored["began"] is not None else []
+    known += [f"step {stored['step']:,} is kept"] if stored["step"] is not None else []
+    known += [f"the file has {format_bytes(stored['bytes'])}, last written {format_moment(stored['modified'])}"]
+    do = "restore the file from a backup, where there is one"
+    if stored["step"] is not None:
+        do += f"; its steps may be readable: sentinel history export {stored['run_id']}"
+    return (
+        f"{stored['run_id'] or stored['run']}: the history of this run is damaged, and its outcome not known. {error}\n"
+        f"  known   {', '.join(known)}\n"
+        f"  to do   {do}. The file is left as it is; other runs are not affected"
+    )
 
 
 def _yesterday() -> float:
