@@ -97,8 +97,8 @@ def collect_outcomes(
         except ConfigError as error:
             stored = describe_stored(one)
             is_own = run in (stored["run"], stored["run_id"])
-            is_explained = is_own and isinstance(error, DamageError)
-            damaged.append(_explain_damage(stored, error) if is_explained else str(error))
+            explained = is_own and isinstance(error, DamageError)
+            damaged.append(_explain_damage(stored, str(error)) if explained else str(error))
             is_damaged |= is_own
             unread += [] if stored["run_id"] else [str(error)]
     if run is not None and not rows and not is_damaged:
@@ -107,7 +107,7 @@ def collect_outcomes(
     return sorted(rows, key=_badness, reverse=True), cases, damaged
 
 
-def _explain_damage(stored: dict[str, Any], error: DamageError) -> str:
+def _explain_damage(stored: dict[str, Any], trouble: str) -> str:
     """Of the run that was asked for. `stored`: its row of `sentinel history`."""
     known = [f"its name is {stored['run']}"] if stored["run_id"] else []
     known += [f"it began {format_moment(stored['began'])}"] if stored["began"] is not None else []
@@ -116,8 +116,9 @@ def _explain_damage(stored: dict[str, Any], error: DamageError) -> str:
     do = "restore the file from a backup, where there is one"
     if stored["step"] is not None:
         do += f"; its steps may be readable: sentinel history export {stored['run_id']}"
+    run = stored["run_id"] or stored["run"]
     return (
-        f"{stored['run_id'] or stored['run']}: the history of this run is damaged, and its outcome not known. {error}\n"
+        f"{run}: the history of this run is damaged, and its outcome not known. {trouble}\n"
         f"  known   {', '.join(known)}\n"
         f"  to do   {do}. The file is left as it is; other runs are not affected"
     )
