@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -252,29 +253,111 @@ def test_a_rank_that_stood_until_its_end_is_not_said_to_have_gone_on(
 
 
 @pytest.mark.parametrize(
-    ("status", "world", "supervisor", "lost"),
+    ("status", "supervisor", "lost"),
     [
-        (-15, 1, "", False),
-        (-2, 1, "", False),
-        (-1, 1, "", True),
-        (-9, 1, "", True),
-        (-11, 1, "", True),
-        (-7, 1, "", True),
-        (-6, 1, "", True),
-        (15, 1, "", True),
-        (None, 1, "", True),
-        (-15, 2, "", True),
-        (-15, 1, "a mark", True),
+        (-15, "", False),
+        (-2, "", False),
+        (-1, "", True),
+        (-9, "", True),
+        (-11, "", True),
+        (-7, "", True),
+        (-6, "", True),
+        (15, "", True),
+        (None, "", True),
+        (-15, "a mark", True),
     ],
 )
 def test_a_run_of_one_process_that_is_asked_to_end_has_lost_no_rank(
-    status: int | None, world: int, supervisor: str, lost: bool
+    status: int | None, supervisor: str, lost: bool
 ) -> None:
-    """`sentinel run` says itself which signals it passes on; one of several ranks leaves the others behind."""
+    """`sentinel run` says itself which signals it passes on."""
     attempt = Attempt(0, 0.0)
     stalls = StallDetector(attempt, Node(), FakeIncidents())
-    rank = attempt.hello(msgspec.structs.replace(hello(0, world), supervisor=supervisor), 0.0)
+    rank = attempt.hello(msgspec.structs.replace(hello(0, 1), supervisor=supervisor), 0.0)
     rank.process = 7
     attempt.lose(0, None)
     assert stalls.record_exit(7, status, 1.0) == [rank]
     assert (stalls.take_deaths(1.0) is not None) == lost
+    assert stalls.take_request() == (0 if lost or status is None else -status)
+
+
+class DyingJob:
+    """A job of three ranks on this node, and which of them are said to be lost."""
+
+    def __init__(self, supervisor: str = "", known: int = 3) -> None:
+        self.attempt = Attempt(0, 0.0)
+        self.stalls = StallDetector(self.attempt, Node(), FakeIncidents())
+        for number in range(known):
+            rank = self.attempt.hello(msgspec.structs.replace(hello(number, 3), supervisor=supervisor), 0.0)
+            rank.process = 100 + number
+
+    def die(self, number: int, status: int | None, now: float = 1.0) -> None:
+        self.stalls.record_exit(100 + number, status, now)
+        self.attempt.lose(number, None)
+
+    def leave(self, number: int, **goodbye: Any) -> None:
+        rank = self.attempt.ranks[number]
+        rank.goodbye = wire.Goodbye(**goodbye)
+        self.attempt.lose(number, rank.goodbye)
+
+    def lost(self, now: float = 1.0) -> list[str]:
+        observed = self.stalls.take_deaths(now)
+        return sorted(str(entity) for entity in observed.values) if observed is not None else []
+
+
+ALL = ["rank 0", "rank 1", "rank 2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_whose_ranks_are_all_asked_to_end_has_lost_none(number: int) -> None:
+    """A scheduler's time limit was a page: torchrun passes the signal on to all its ranks."""
+    job = DyingJob()
+    for rank in (0, 2):
+        job.die(rank, -number)
+        assert job.lost() == [], "the others may follow"
+    job.die(1, -number, 29.0)
+    assert (job.lost(29.0), job.stalls.take_request(), job.stalls.take_request()) == ([], number, 0)
+
+
+@pytest.mark.parametrize("said", [{"reason": "exit"}, {"reason": "exception", "detail": "KeyboardInterrupt"}])
+def test_a_rank_that_says_goodbye_when_it_is_asked_to_end_is_one_of_the_job(said: dict[str, Any]) -> None:
+    job = DyingJob()
+    job.die(0, -15)
+    job.die(1, -15)
+    assert job.lost() == []
+    job.leave(2, **said)
+    assert (job.lost(), job.stalls.take_request()) == ([], 15)
+
+
+def test_one_rank_of_several_that_alone_ends_by_a_signal_is_lost() -> None:
+    job = DyingJob()
+    job.die(1, -15)
+    assert (job.lost(), job.lost(30.0), job.lost(31.0)) == ([], [], ["rank 1"])
+    job.die(0, -15, 40.0)
+    assert (job.lost(40.0), job.stalls.take_request()) == (["rank 0"], 0), "its launcher ended that one"
+
+
+@pytest.mark.parametrize("status", [-9, -11, 1, None])
+def test_ranks_that_a_launcher_ends_after_another_one_died_are_lost_with_it(status: int | None) -> None:
+    job = DyingJob()
+    job.die(0, -15)
+    assert job.lost() == []
+    job.die(1, status)
+    job.die(2, -15)
+    assert (job.lost(), job.stalls.take_request()) == (ALL, 0)
+
+
+def test_ranks_that_a_launcher_ends_after_an_exception_are_lost() -> None:
+    job = DyingJob()
+    job.leave(1, reason="exception", detail="ValueError: bad")
+    job.die(0, -15)
+    assert job.lost() == ["rank 0"]
+
+
+@pytest.mark.parametrize(("supervisor", "known"), [("a mark", 3), ("", 2)], ids=["supervised", "part of it"])
+def test_ranks_of_which_more_is_to_be_known_are_lost_at_once(supervisor: str, known: int) -> None:
+    """`sentinel run` announces what it passes on; ranks of other nodes are not seen."""
+    job = DyingJob(supervisor, known)
+    for number in range(known):
+        job.die(number, -15)
+    assert job.lost() == ALL[:known]

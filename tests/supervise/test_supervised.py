@@ -32,7 +32,7 @@ from sentinel.errors import EXIT_LEFT_OUT, EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History
 from tests.waiting import until
-from tests.zygote import DAEMON, TORCHRUN, run_fork
+from tests.zygote import DAEMON, RANKS, TORCHRUN, ForkedProcess, run_fork, start_zygote
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a machine that others use
 
@@ -363,6 +363,38 @@ def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: 
     with History(path) as history:
         assert not {"RankLost", "Hang"} & {case["alert"] for case in history.incidents()}
         assert [event.detail for event in history.events("end wanted")] == [{"signal": signal.SIGTERM}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "outcome", "alerts"),
+    [
+        (signal.SIGTERM, "ended by SIGTERM", []),
+        (signal.SIGINT, "ended by KeyboardInterrupt", []),
+        (signal.SIGKILL, "failed: rank 1 was ended by SIGKILL", ["RankLost"]),
+    ],
+)
+def test_a_job_of_torchrun_alone_that_is_asked_to_end_has_lost_no_rank(
+    private_places: Path, number: int, outcome: str, alerts: list[str]
+) -> None:
+    """A scheduler's time limit paged for RankLost; one rank alone that is killed is lost, though torchrun then ends the
+    other one by SIGTERM."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(PROGRAM.with_name("lasting.py"))]
+    with ForkedProcess(command, zygote=start_zygote(RANKS), stdin=subprocess.PIPE, text=True) as torchrun:
+
+        def list_ranks() -> list[dict[str, Any]]:
+            runs = [run for answer in ask_daemons("status") for run in answer["runs"] if run["step"] > 20]
+            return [rank for run in runs for rank in run["ranks"]]
+
+        ranks = until(lambda: found if len(found := list_ranks()) == 2 else None, "steps of both ranks")
+        (daemon,) = ask_daemons("status")
+        os.kill(ranks[1]["pid"] if number == signal.SIGKILL else torchrun.pid, number)
+        until(lambda: has_ended(daemon["pid"]), "the end of the daemon, which writes its history last")
+    (row,) = json.loads(CliRunner().invoke(cli, ["last", "--json"]).output)
+    (path,) = paths.histories()
+    with History(path) as history:
+        assert [case["alert"] for case in history.incidents()] == alerts
+    assert row["outcome"] == outcome
 
 
 def test_a_supervisor_that_is_killed_leaves_no_job_behind() -> None:

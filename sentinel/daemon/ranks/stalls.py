@@ -40,8 +40,10 @@ SURVEY_SECONDS = 5.0
 ENDING_SECONDS = 1.5
 """Seconds after the last message of an ended process to learn how it ended: its connection ends first."""
 WANTED_SECONDS = 60.0
-"""Seconds after a signal that ends the job in which a process that ends, in whatever way, is not lost: launchers and
-schedulers kill processes that still live after 30 s."""
+"""After a signal that ends the job, in which a process that ends is not lost, however it does: launchers and schedulers
+kill after 30 s what has not gone by then."""
+REQUEST_SECONDS = 30.0
+"""Between the first and the last rank of a job that is asked to end: launchers kill what has not gone by then."""
 _REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a process ended by a signal that people and schedulers send on purpose. SIGHUP is not one: the
 kernel sends it to the processes of a terminal or an ssh connection that breaks."""
@@ -77,7 +79,9 @@ class StallDetector:
         self._exit_statuses = ExitStatuses()
         self._wanted_at = -math.inf
         self._wanted: set[int] = set()
-        """Ranks whose end was requested."""
+        """Ranks that ended as they were meant to."""
+        self._request = 0
+        """The signal by which the job ended, if it was asked to, and that is not taken yet."""
         self._excused: dict[int, float] = {}
         """When a rank last had a working rank to wait for, in monotonic seconds."""
         self.worked, self.patience = -math.inf, 0.0
@@ -203,9 +207,35 @@ class StallDetector:
         found = [rank for rank in lost if rank.ending or (now - rank.heard > ENDING_SECONDS and _has_ended(rank))]
         self._wanted.update(rank.identity.rank for rank in found if self._was_wanted(rank))
         found = [rank for rank in found if rank.identity.rank not in self._wanted]
+        is_end = self._is_end_of_job(found, now)
+        if is_end is None:
+            return None
+        if is_end:
+            self._request = _find_request(found[0])
+            self._wanted.update(rank.identity.rank for rank in found)
+            return None
         self._dead.update(rank.identity.rank for rank in found)
         # Only `rank_lost` is reported: a rank that stood still never went on.
         return self._observe({rank.identity.rank: {"rank_lost": 1.0} for rank in found}) if found else None
+
+    def take_request(self) -> int:
+        """The signal by which the whole job ended, said once; 0: by none."""
+        number, self._request = self._request, 0
+        return number
+
+    def _is_end_of_job(self, found: list[Rank], now: float) -> bool | None:
+        """Whether these ranks, which died, are all that was left of a job that was asked to end; None: others may
+        follow. One alone that ends so leaves the others behind, and is lost."""
+        if not found or self._dead or not all(map(_find_request, found)):
+            return False
+        ranks = self._attempt.ranks.values()
+        rest = [rank for rank in ranks if rank not in found and not _has_left(rank)]
+        if len(ranks) < found[0].identity.world_size or any(rank.goodbye for rank in rest):
+            return False
+        first = min(rank.ending.time for rank in found if rank.ending is not None)
+        if rest:
+            return None if now - first < REQUEST_SECONDS else False
+        return True
 
     def want_end(self, now: float) -> None:
         """Take note that a signal which ends the job is about to be sent."""
@@ -213,9 +243,7 @@ class StallDetector:
 
     def _was_wanted(self, rank: Rank) -> bool:
         ending = rank.ending
-        if ending is not None and is_ended_on_request(rank, ending.status):
-            return True
-        # An end that was not seen came at any time since the end of the connection.
+        # Where no end was seen, it came at any time since the connection's.
         at = ending.time if ending is not None else max(rank.heard + ENDING_SECONDS, self._wanted_at)
         return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
 
@@ -343,13 +371,17 @@ class StallDetector:
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
 
 
-def is_ended_on_request(rank: Rank, status: int | None) -> bool:
-    """Whether this exit status of a run's only rank means that the run was asked to end.
+def _find_request(rank: Rank) -> int:
+    """The signal by which a rank that died was asked to end; 0: by none. `sentinel run` announces those that it passes
+    on."""
+    status = rank.ending.status if rank.ending is not None else None
+    return -status if status in _REQUESTS and status is not None and not rank.hello.supervisor else 0
 
-    If one of several ranks ends, it leaves the others behind; and `sentinel run` announces the signals that it passes
-    on.
-    """
-    return status in _REQUESTS and rank.identity.world_size == 1 and not rank.hello.supervisor
+
+def _has_left(rank: Rank) -> bool:
+    """Whether its process is over by a goodbye of its own, as of a script that saves on SIGTERM."""
+    goodbye = rank.goodbye
+    return goodbye is not None and (goodbye.reason in ("exit", "stopped") or goodbye.detail == "KeyboardInterrupt")
 
 
 def _has_ended(rank: Rank) -> bool:

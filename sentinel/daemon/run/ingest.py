@@ -15,7 +15,7 @@ import msgspec
 from sentinel import wire
 from sentinel.actions.evidence import out_of_memory
 from sentinel.collect import DeviceFault
-from sentinel.daemon.ranks.stalls import StallDetector, is_ended_on_request
+from sentinel.daemon.ranks.stalls import StallDetector
 from sentinel.daemon.run.actions import RunActions
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.incidents import RunIncidents
@@ -207,6 +207,8 @@ class RunIngest:
     def observe_deaths(self, now: float) -> None:
         """Handle ended processes, and rollbacks that end with them: after the last process no further tick comes."""
         self._incidents.observe_between(self.stalls.take_deaths(now), now)
+        if number := self.stalls.take_request():
+            self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number)
         self._actions.rollback.tick(now)
 
     def record_exit(self, process: int, status: int | None, now: float) -> None:
@@ -214,8 +216,6 @@ class RunIngest:
         for rank in self.stalls.record_exit(process, status, now):
             if status is not None:
                 self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
-                if is_ended_on_request(rank, status):
-                    self._context.record_event(rank.last_seq, "end wanted", signal=-status)
 
     def record_job(self, job: wire.JobReport) -> None:
         """Record a supervisor's report: how its command ended, and which nodes the job goes on without.
