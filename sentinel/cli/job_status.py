@@ -45,7 +45,7 @@ def describe_view(job: Mapping[str, Any]) -> str:
         "coordinator": f"coordinator, at {job['address']}",
         "joined": f"node {job['node']}, coordinator at {job['address']}",
         "local view": f"node {job['node']}, local view only: {absence}",
-        "left out": f"node {job['node']}, left out: the job goes on without it (--allow-shrink)",
+        "left out": f"node {job['node']}, {absence}",
         "alone": f"node {job['node']}, local view only, and tells people by itself: {absence}",
     }
     return views[job["view"]]

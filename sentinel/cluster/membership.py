@@ -27,7 +27,7 @@ from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReport
 from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import check_epoch, check_incarnation, next_epoch
-from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink, explain_left_out
+from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink
 from sentinel.cluster.protocol.job_incident import CauseFinder
 from sentinel.cluster.protocol.messages import (
     Beat,
@@ -50,6 +50,7 @@ from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
 from sentinel.notify.notifier import Notifier
 from sentinel.runs import Run
+from sentinel.supervise.job_nodes import explain_left_out
 
 if TYPE_CHECKING:
     from sentinel.cluster.session import Session
@@ -480,6 +481,8 @@ class Membership:
         return f"the coordinator at {self._find_address()} is not heard"
 
     def _describe_absence(self, now: float) -> str:
+        if self._node.is_left_out:
+            return explain_left_out(self._node.members)
         return f"{self._explain_absence(now)} (for {now - self._node.heard:.0f} s)"
 
     def _find_address(self) -> str:

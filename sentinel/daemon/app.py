@@ -175,7 +175,7 @@ class Daemon:
             for watch in filter(self._supervision.serves, self._watches.values()):
                 self._supervision.tell(watch, over=self._shutdown.is_over(watch))
                 if (message.ending or message.why) and self._supervision.is_of(watch, message.mark):
-                    watch.ingest.announce_end(message.ending, message.why, now)
+                    watch.ingest.announce_end(message.ending, message.why, now, left_out=message.left_out)
                 if self._supervision.is_of(watch, message.mark):
                     self._supervision.take_report(watch, peer, message.job)
                     watch.ingest.record_job(message.job)

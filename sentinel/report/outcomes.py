@@ -34,6 +34,8 @@ class _Wanted(msgspec.Struct):
     signal: int = 0
     why: str = ""
     """Why `sentinel run` itself ended the run; empty: it passed a signal on."""
+    left_out: bool = False
+    """Whether that was because the job goes on without this node."""
 
 
 class _Outcome(NamedTuple):
@@ -139,7 +141,7 @@ def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) 
         elif event.kind == "end wanted":
             announced = msgspec.convert(event.detail, _Wanted)
             if announced.why:
-                ends[_SUPERVISOR] = {"kind": event.kind, "why": announced.why}
+                ends[_SUPERVISOR] = {"kind": event.kind, "why": announced.why, "left_out": announced.left_out}
             else:
                 wanted = announced.signal
     ranks = len(kept.ranks(attempt))
@@ -160,11 +162,10 @@ def _combine_statuses(statuses: dict[int, int], ranks: int) -> int | None:
 def _judge_ends(
     ends: dict[int, dict[str, Any]], ranks: int, status: int | None, asked: _Outcome | None, lost: str
 ) -> _Outcome:
-    """Return the outcome that follows from the ends of the ranks.
-
-    `ends`: by rank, in order of time, including that by `sentinel run`. `asked`: the outcome if a signal from outside
-    ended the run, if there was one. `lost`: why a rank was lost, according to its alert.
-    """
+    """`ends`: by rank, in order of time, that by `sentinel run` among them. `asked`: the outcome by the signal from
+    outside that was to end the run, if there was one. `lost`: why a rank was, as its alert says."""
+    if (supervisor := ends.get(_SUPERVISOR)) is not None and supervisor["left_out"]:
+        return _Outcome("stopped", supervisor["why"], is_supervisors=True)
     for end in ends.values():  # the others may have ended because of the first
         if end["kind"] == "end wanted":
             return _Outcome(FAILED, f"ended by sentinel run: {end['why']}", is_supervisors=True)

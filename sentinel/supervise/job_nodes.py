@@ -15,6 +15,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.errors import ConfigError
+from sentinel.text import name_nodes
 
 NODES, NODE_RANK = "SENTINEL_NODES", "SENTINEL_NODE_RANK"
 """Variables with the number of nodes and this node's: for `sentinel run` Sentinel's, for the job the launcher's."""
@@ -50,6 +51,14 @@ class JobNodes:
         """Whether the job goes on without this node."""
         return order.does in ("begin", "stop") and bool(order.nodes) and self.node not in order.nodes
 
+    def explain(self, order: wire.Order) -> str:
+        """Why the job goes on without this node, by the order that says so."""
+        if order.does == "stop":  # from its own daemon, by what is known of the job's nodes there
+            return order.why
+        fault = order.fault.words if order.fault is not None else ""
+        members = wire.Members(start=order.start + 1, nodes=order.nodes, whole=self.members.whole)
+        return explain_left_out(members, fault)
+
     def begin(self, order: wire.Order) -> tuple[int, ...]:
         """Take the nodes of this order, this one among them, for the next start. Returns the nodes that are lost."""
         before, nodes = self.members.nodes, order.nodes or self.members.nodes
@@ -76,6 +85,13 @@ class JobNodes:
             NODE: str(self.node),
             MEMBERS: msgspec.json.encode(self.members).decode(),
         }
+
+
+def explain_left_out(members: wire.Members, fault: str = "") -> str:
+    """What a node is to say without which the job goes on. `members`: with which; `fault`: after what, if known."""
+    left = f"{name_nodes(members.nodes)} ({len(members.nodes)} of {members.whole})"
+    decided = f"as the coordinator ordered for restart {members.start}" + (f", after {fault}" if fault else "")
+    return f"left out by --allow-shrink: the job goes on with {left}, {decided}"
 
 
 def find_job_nodes(least: int, given: Mapping[str, str], command: Sequence[str]) -> JobNodes:

@@ -120,7 +120,9 @@ class Supervisor:
             self._status = status = self._follow_job(job, awaited)
             if status is None:
                 standing = self._words.standing
-                self._words.announce_end(self._ended_by or signal.SIGTERM, self._name_own_reason(standing))
+                why = self._name_own_reason(standing)
+                left_out = bool(why) and why == self._explain_left_out()
+                self._words.announce_end(self._ended_by or signal.SIGTERM, why, left_out=left_out)
             else:
                 standing = self._words.last(LAST_WORD_SECONDS)  # the job may have ended before its daemon judged it
                 self._report(None)
@@ -151,7 +153,7 @@ class Supervisor:
             if (status := job.reap()) is not None:
                 return status
             standing, order = self._words.read(), self._words.order
-            ends = order is not None and (order.does == "end" or self._is_left_out(order))
+            ends = order is not None and (order.does == "end" or bool(self._explain_left_out()))
             self._awaits_ranks &= standing is None
             if ends or (standing is not None and standing.ends) or self._meets_smaller_job():
                 return None
@@ -160,12 +162,8 @@ class Supervisor:
         """Return why a command that would go on is ended, in words; empty: a signal from outside asked for its end."""
         if self._ended_by is not None:
             return ""
-        order = self._words.order
-        if self._met:
-            return self._met
-        if order is not None and self._is_left_out(order):
-            return "the job goes on without this node"
-        return _fault(None, standing, order).words or "a fault on another node"
+        own = self._met or self._explain_left_out()
+        return own or _fault(None, standing, self._words.order).words or "a fault on another node"
 
     def _meets_smaller_job(self) -> bool:
         """Whether torchrun met a smaller job at its address, which goes on without this node: before a rank attaches no
@@ -196,6 +194,9 @@ class Supervisor:
         if self._met:
             why = f"{self._met}: it goes on without this node; {WHOLE_AGAIN}"
             return self._leave(EXIT_LEFT_OUT, why, why)
+        if status is None and (why := self._explain_left_out()):
+            where = f" at step {standing.step}" if standing is not None and standing.step is not None else ""
+            return self._leave(EXIT_LEFT_OUT, why, f"this node's ranks were ended{where}: {why}")
         if standing is not None and standing.by_rule:
             where = f"stopped at step {standing.step}, by {standing.stopped}"
             return self._leave(EXIT_BY_RULE, standing.stopped, f"not started again: {where}")
@@ -213,8 +214,7 @@ class Supervisor:
                 self._telling.say("stopped", why, status=status, why=why)
             return EXIT_STOPPED if _used_up_rollbacks(standing) else status
         self._say_fault(fault, standing, "ended" if status is not None else "was ended")
-        order = self._words.order
-        if not may_restart and over_nodes and not (order is not None and self._is_left_out(order)):
+        if not may_restart and over_nodes and not self._explain_left_out():
             return self._leave(EXIT_STOPPED, "the script does not say that it resumes, and --restarts is not given")
         return self._decide(fault, standing, awaited, over_nodes=over_nodes)
 
@@ -245,8 +245,9 @@ class Supervisor:
         while self._ended_by is None and time.monotonic() < until:
             self._words.read()
             order = self._words.order
-            if order is not None and self._is_left_out(order):
-                return Over(EXIT_LEFT_OUT, f"the job goes on with {name_nodes(order.nodes)}, without this one")
+            if why := self._explain_left_out():
+                self._words.announce_end(0, why, left_out=True)
+                return Over(EXIT_LEFT_OUT, why)
             if order is not None and order.does == "stop":
                 return Over(EXIT_UNFINISHED, order.why)
             if order is not None and order.does == "begin" and order.fault is not None:
@@ -270,8 +271,12 @@ class Supervisor:
                 return
             self._pause(ORDER_LOOK_SECONDS, awaited)
 
-    def _is_left_out(self, order: wire.Order) -> bool:
-        return self._nodes is not None and self._nodes.is_left_out(order)
+    def _explain_left_out(self) -> str:
+        """Why the job goes on without this node; empty: it does not, as far as is known."""
+        order = self._words.order
+        if order is None or self._nodes is None or not self._nodes.is_left_out(order):
+            return ""
+        return self._nodes.explain(order)[:_WORDS]
 
     def _say_nodes(self, order: wire.Order, fault: wire.JobFault) -> None:
         """Print which nodes go on after this fault."""
@@ -347,7 +352,7 @@ class Supervisor:
     def _say_closing(self, status: int, seconds: float) -> None:
         """Print the outcome of each run of the job, or that no daemon reported one; nothing where no run attached."""
         self._words.last(CLOSING_SECONDS)
-        how = ending(status) if status else ""
+        how = "left out of the job" if status == EXIT_LEFT_OUT else ending(status) if status else ""
         for standing in self._words.standings.values():
             summary = standing.summary
             found = summary.text if summary is not None else "no step was judged"

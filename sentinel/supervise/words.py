@@ -69,12 +69,12 @@ class Words:
         self.attached = self.attached or self.standing is not None or self._has_place()
         return self.standing
 
-    def announce_end(self, number: int, why: str = "") -> None:
-        """Announce that the job gets this signal and ends by it: its ranks are not lost. 0: its command is gone, and
-        what it left behind is ended and lost. `why`: the supervisor's own reason; empty: the signal came from
-        outside."""
+    def announce_end(self, number: int, why: str = "", *, left_out: bool = False) -> None:
+        """The job is to be sent this signal, and to end by it: its ranks are not lost. 0: its command is gone, and what
+        it left behind is ended and lost. `why`: the supervisor's own reason; empty: the signal came from outside.
+        `left_out`: it is that the job goes on without this node."""
         self.read()
-        self._say(msgspec.structs.replace(self._said, ending=number, why=why))
+        self._say(msgspec.structs.replace(self._said, ending=number, why=why, left_out=left_out))
 
     def last(self, seconds: float) -> wire.Standing | None:
         """Return the final report on a job that has ended, or the newest one after `seconds`."""

@@ -83,7 +83,9 @@ class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
     """The signal that is about to be sent to the job, as its end is wanted; 0: none."""
     why: Name = ""
     """Why the supervisor itself ends the job; empty: it passes a signal on. Without `ending`: its command is gone, and
-    ranks that it left behind are ended. Earlier versions do not send it."""
+    ranks that it left behind are ended. Earlier versions do not say."""
+    left_out: bool = False
+    """Whether that is because the job goes on without this node. Earlier versions do not say."""
     job: JobReport = JobReport()
 
 

@@ -66,6 +66,10 @@ def keep(
 
 
 BYE = ("goodbye", {"rank": 0, "reason": "exit"})
+LEFT_OUT = (
+    "end wanted",
+    {"signal": 15, "why": "left out by --allow-shrink: the job goes on with nodes 0, 2", "left_out": True},
+)
 ENDED_BY_RUN = ("end wanted", {"signal": int(signal.SIGTERM), "why": "Hang: rank 0 is in a sleep"})
 
 
@@ -132,6 +136,12 @@ ENDED_BY_RUN = ("end wanted", {"signal": int(signal.SIGTERM), "why": "Hang: rank
             "",
             "failed",
             "ended by sentinel run: Hang: rank 0 is in a sleep",
+        ),
+        (
+            [LEFT_OUT, ("lost", {"rank": 0, "reason": ""}), ("process ended", {"rank": 0, "status": -15})],
+            "",
+            "stopped",
+            "left out by --allow-shrink: the job goes on with nodes 0, 2",
         ),
         (
             [("goodbye", {"rank": 0, "reason": "exception", "detail": "ValueError: bad"}), ENDED_BY_RUN],

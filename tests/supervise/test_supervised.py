@@ -335,6 +335,43 @@ def test_the_end_of_a_job_that_hangs_after_it_was_asked_to_end_was_asked_for(tmp
     assert process.returncode == -signal.SIGTERM
 
 
+LOST_NODE = wire.JobFault(kind="RankLost", words="node 1 (host1): its daemon is silent")
+ORDERS = [
+    (wire.Order(start=0, does="begin", nodes=(0, 2), fault=LOST_NODE), f"restart 1, after {LOST_NODE.words}"),
+    (wire.Order(start=0, does="stop", nodes=(0, 2), why="left out by --allow-shrink: so said its daemon"), ""),
+]
+
+
+@pytest.mark.parametrize(("order", "decided"), ORDERS, ids=["by the coordinator", "by its daemon"])
+def test_a_node_that_is_left_out_says_so_by_whose_decision_and_what_the_job_goes_on_with(
+    tmp_path: Path, order: wire.Order, decided: str
+) -> None:
+    """It read `the job was ended at step 7: `, without a reason, and in `sentinel last` as a run that failed."""
+    place, goes_on = (
+        tmp_path / "daemon.sock",
+        "the job goes on with nodes 0, 2 (2 of 3), as the coordinator ordered for ",
+    )
+    why = order.why or f"left out by --allow-shrink: {goes_on}{decided}"
+    command = [*RUN, "--allow-shrink", "2", "--", sys.executable, "-c", SLEEPING, "{nodes}{node_rank}"]
+    given = {"SENTINEL_ADDRESS": f"unix:{place}", "SENTINEL_NODES": "3", "SENTINEL_NODE_RANK": "1"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as daemon, contextlib.ExitStack() as stack:
+        daemon.bind(str(place))
+        daemon.listen()
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = stack.enter_context(subprocess.Popen(command, env=os.environ | given, **pipes))
+        connection = stack.enter_context(daemon.accept()[0])
+        said = supervise_messages(connection)
+        next(said)
+        standing = wire.Standing(run="r", run_id="r", attempt=0, step=7, resumes=True, nodes=3)
+        connection.sendall(wire.frame(standing) + wire.frame(order))
+        announced = next(message for message in said if message.ending)
+        connection.sendall(wire.frame(msgspec.structs.replace(standing, over=True)))
+        spoken = process.communicate()[1]
+    assert (process.returncode, announced.left_out, announced.why) == (EXIT_LEFT_OUT, True, why)
+    assert f"sentinel: this node's ranks were ended at step 7: {why} (exit code 88)\n" in spoken
+    assert "left out of the job: no step was judged" in spoken
+
+
 def supervise_messages(connection: socket.socket) -> Iterator[wire.Supervise]:
     """What the supervisor says on this connection, until it hangs up."""
     frames = wire.Frames()

@@ -29,8 +29,3 @@ def describe_shrink(members: wire.Members, world_size: int) -> str:
     left, whole = len(members.nodes), members.whole
     ranks = f"world size {world_size} of {world_size * whole // left}, and as much less in each global batch"
     return f"{left} of {whole} nodes: without {name_nodes(members.left_out)} (--allow-shrink); {ranks}"
-
-
-def explain_left_out(members: wire.Members) -> str:
-    """Return the reason that a node reports if the job goes on without it."""
-    return f"left out by --allow-shrink: the job goes on with {len(members.nodes)} of {members.whole} nodes"

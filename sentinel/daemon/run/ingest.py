@@ -228,14 +228,13 @@ class RunIngest:
             self._context.record_event(self._run.attempt.last_seq, "nodes left out", nodes=job.members.left_out)
         self._command_status, self._left_out = job.status, job.members.left_out
 
-    def announce_end(self, number: int, why: str, now: float) -> None:
-        """Take note that the supervisor will send the job signal `number`; if not 0, ranks that end now are not lost.
-
-        `why`: the supervisor's own reason; empty: it passes the signal on.
-        """
+    def announce_end(self, number: int, why: str, now: float, *, left_out: bool = False) -> None:
+        """The job's supervisor is about to send it this signal: ranks that end by it are not lost, unless it is 0.
+        `why`: the supervisor's own reason; empty: it passes the signal on. `left_out`: the job goes on without this
+        node."""
         if number:
             self.stalls.want_end(now)
-        reason = {"why": why} if why else {}
+        reason = ({"why": why} if why else {}) | ({"left_out": True} if left_out else {})
         self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number, **reason)
 
     def tick(self, now: float) -> None:
