@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str:
@@ -42,6 +42,15 @@ def name_nodes(nodes: Sequence[int]) -> str:
     if not nodes:
         return "all nodes"
     return f"node{'s' if len(nodes) != 1 else ''} {join_names([str(node) for node in nodes], 8)}"
+
+
+def describe_node_state(node: Mapping[str, Any], *, stale: bool) -> str:
+    """How a node of a job is, or for how long it has not been heard. `stale`: no coordinator is heard, so that it is
+    not known how it is now."""
+    seconds = f"{node['silent_seconds']:.0f} s"
+    if node["state"] == "silent":
+        return f"silent for {seconds}"
+    return f"not heard of for {seconds}; was {node['state']}" if stale else str(node["state"])
 
 
 _SHOWN_RANKS = 8

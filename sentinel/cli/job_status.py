@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sentinel.text import format_count, name_nodes
+from sentinel.text import describe_node_state, format_count, name_nodes
 
 
 def lines(job: dict[str, Any]) -> list[str]:
@@ -66,10 +66,9 @@ def describe_rejected(job: Mapping[str, Any]) -> str:
 
 def describe_node(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:
     """A node of the job: its host, whether it is heard, how far it is."""
-    state = node["state"] if node["state"] != "silent" else f"silent for {node['silent_seconds']:.0f} s"
-    asked = "not asked; was " if is_stale(job) and node["node"] != job["node"] else ""
+    state = describe_node_state(node, stale=is_stale(job) and node["node"] != job["node"])
     blame = f", was in {said}" if (said := describe_blame(job, node)) else ""
-    return f"{node['hostname']}, {asked}{state}, step {node['step']}{blame}"
+    return f"{node['hostname']}, {state}, step {node['step']}{blame}"
 
 
 def describe_blame(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:

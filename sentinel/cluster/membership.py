@@ -211,7 +211,7 @@ class Membership:
         """For `sentinel status`."""
         now = time.monotonic()
         view: str = "left out" if self._node.is_left_out else self._node.find_view(now)
-        beat, members = self._node.beat, self._node.members
+        beat, members = self._node.recall_beat(now), self._node.members
         if self._lead is not None and self._lead.coordinator.is_acting(now):
             view, beat = "coordinator", self._lead.make_beat(now)
         return {

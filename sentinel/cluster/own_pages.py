@@ -30,13 +30,21 @@ class OwnPages:
         self._name = own_name(run_id, node.node)
         self._withheld: list[Entry] = []
         """What people were told of the job from here, while another may tell them."""
+        self._ended = set[str]()
+        """Ids of cases of whose end people were told: the pipeline forgets what is over."""
 
     def is_known(self, identity: str) -> bool:
         """Whether people know of a case by this node."""
         return self._pipeline.is_known(identity, self._name)
 
     def put(self, case: Case) -> None:
-        """Tell people of a case of this node."""
+        """Tell people of a case of this node; of its end once."""
+        if case.state == "firing":
+            self._ended.discard(case.id)
+        elif case.id in self._ended:
+            return
+        else:
+            self._ended.add(case.id)
         self._pipeline.put(case, self._name)
 
     def tell_alone(self, now: float, *, leaving: bool = False) -> None:
@@ -52,6 +60,7 @@ class OwnPages:
                 resolved = case.resolved_time or time.time()
                 done = (*case.done, OVER_HERE)
                 over = msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=done)
+                self._ended.add(case.id)
                 self._pipeline.put(over, self._name, moved=True)
 
     def withhold(self) -> None:

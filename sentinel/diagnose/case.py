@@ -6,6 +6,7 @@ Steps in a case are the user's steps. Its shape is what `sentinel incidents --js
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -113,11 +114,13 @@ class Case(msgspec.Struct, kw_only=True):
         return body
 
 
-def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
-    """Collect the evidence of an incident that fired, and diagnose it."""
+def open_case(
+    run: Run, attempt: Attempt, incident: Incident, unasked: Mapping[int, str] = MappingProxyType({})
+) -> Case:
+    """Collect the evidence of an incident that fired, and diagnose it. `unasked`: as in `Evidence`."""
     if "census" in incident.evidence:
-        attempt.before_alert = {incident.id: list(attempt.recent)}  # only for the newest one: 2,048 steps
-    evidence = _evidence(attempt, incident)
+        attempt.before_alert = {incident.id: list(attempt.recent)}  # of the last one alone: they are 2,048
+    evidence = _evidence(attempt, incident, unasked)
     offset, diagnosis = attempt.step_offset, diagnose(evidence, incident.annotations.get("remedy", ""))
     first_step = evidence.onset + offset
     if diagnosis.since is not None:
@@ -151,10 +154,12 @@ def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
     )
 
 
-def add_evidence(case: Case, incident: Incident, attempt: Attempt) -> None:
-    """Diagnose again with new evidence. About what happens between two steps less may be known by now, as ranks that go
-    on, one a moment before another, forget what they did: then the earlier diagnosis holds."""
-    evidence = _evidence(attempt, incident)
+def add_evidence(
+    case: Case, incident: Incident, attempt: Attempt, unasked: Mapping[int, str] = MappingProxyType({})
+) -> None:
+    """More is known: diagnose again. Of what happens between two steps less may be known by now, as ranks forget what
+    they did where they go on, one a moment before the other: then what was found before holds."""
+    evidence = _evidence(attempt, incident, unasked)
     found = diagnose(evidence, incident.annotations.get("remedy", ""))
     if not (_by_the_clock(incident) and SURENESS[found.confidence] < SURENESS[case.diagnosis.confidence]):
         case.diagnosis = found
@@ -165,7 +170,7 @@ def add_evidence(case: Case, incident: Incident, attempt: Attempt) -> None:
     case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on drops its own stacks
 
 
-def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
+def _evidence(attempt: Attempt, incident: Incident, unasked: Mapping[int, str]) -> Evidence:
     steps = attempt.before_alert.get(incident.id) or list(attempt.recent)
     if incident.first_seq >= attempt.stage_seq > 0:  # earlier steps have nothing to do with it
         steps = [step for step in steps if step.seq >= attempt.stage_seq]
@@ -189,6 +194,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         facts=attempt.facts,
         step_offset=attempt.step_offset,
         live=attempt.ranks,
+        unasked=unasked,
         differing=dict(attempt.recent_differing),
         gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
         withheld_by=attempt.withheld_by,

@@ -13,7 +13,7 @@ from sentinel.report.markup import escape
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary, tell_apart
 from sentinel.report.run_header import run_header
 from sentinel.runs import RANK_MARKS
-from sentinel.text import format_count, name_ranks
+from sentinel.text import describe_node_state, format_count, name_ranks
 
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States in which each entity has a row of its own."""
@@ -70,13 +70,18 @@ def _nodes(job: Mapping[str, Any] | None) -> str:
 
 
 def _node(node: Mapping[str, Any], job: Mapping[str, Any], unknown: bool) -> str:
-    """Return the row of a node. `unknown`: it shows the state in which the node was last heard."""
-    state = f"silent for {node['silent_seconds']:.0f} s" if node["state"] == "silent" else str(node["state"])
+    """`unknown`: this is what it was when it was heard last."""
     ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else ""
     count = job.get("blame", {}).get(str(node["node"]), 0)
     blame = f"{count} of {job['blamed_incidents']}" if count else ""
-    shown = f"was {state}" if unknown else state
-    cells = (str(node["node"]), node["hostname"], shown, f"{node['step']:,}", ranks, blame)
+    cells = (
+        str(node["node"]),
+        node["hostname"],
+        describe_node_state(node, stale=unknown),
+        f"{node['step']:,}",
+        ranks,
+        blame,
+    )
     return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
 
 

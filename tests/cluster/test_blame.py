@@ -109,7 +109,7 @@ def test_the_node_of_most_incidents_is_named_where_an_attempt_ends_and_in_status
     assert order is not None
     assert order.fault == wire.JobFault(kind="RankLost", words=f"node 1 (host1): RankLost; {words}")
     job = {"blame": {"1": 4}, "blamed_incidents": 5, "view": "joined", "node": 0}
-    node = {"node": 1, "hostname": "host1", "state": "alive", "step": 7}
+    node = {"node": 1, "hostname": "host1", "state": "alive", "silent_seconds": 0.0, "step": 7}
     assert job_status.describe_node(job, node) == "host1, alive, step 7, was in 4 of 5 incidents"
     assert job_status.describe_node({"view": "joined", "node": 0}, node) == "host1, alive, step 7"
 

@@ -221,3 +221,13 @@ def test_cases_that_are_too_many_to_wait_are_counted() -> None:
     for number in range(KEPT + 3):
         node.record(make_case(number, "Hang", number))
     assert (node.unapplied, node.dropped) == (KEPT, 3)
+
+
+def test_how_long_a_node_was_not_heard_of_goes_on_where_this_one_takes_the_role_and_hears_none() -> None:
+    node = Node(1, 1, STARTED)
+    assert node.recall_beat(FREE) is None
+    node.take_beat(beat(E1, nodes=(state(0), state(1)), acting=True), FREE)
+    node.take_beat(beat(next_epoch(E1, 1), nodes=(state(1),)), FREE + 20.0)
+    last = node.recall_beat(FREE + 21.0)
+    assert last is not None
+    assert [(one.node, one.silent_seconds) for one in last.nodes] == [(0, 21.0), (1, 1.0)]

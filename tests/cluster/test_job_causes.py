@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
+from sentinel.cli import job_status
 from sentinel.cluster.protocol.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.protocol.election import next_epoch
 from sentinel.cluster.protocol.job_incident import JobIncidents, Page
@@ -318,3 +320,28 @@ def test_the_page_of_a_hang_says_which_node_is_silent(
             f"rank 0 waits {waits} ranks 1, 2: rank 1 is on another node, which was not asked"
         )
         nodes[2].process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("alone", [0, 1], ids=["coordinator", "node"])
+def test_the_page_of_a_node_that_is_cut_off_says_for_how_long_the_others_are_not_heard(
+    ops: Consumer, options: tuple[str, ...], pages: list[int], tmp_path: Path, alone: int
+) -> None:
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    with job(tmp_path, options, 3, pages) as nodes, answering(nodes[alone], flights={alone: issued(3)}):
+        others = [daemon for daemon in nodes if daemon.node != alone]
+        for daemon in others:
+            daemon.process.send_signal(signal.SIGSTOP)
+        until(lambda: nodes[alone].job()["view"] == "alone", "the node to know that it is alone")
+        beat(pages, progressed=time.monotonic() - 8.0)
+        (alert,) = ops.next()["alerts"]
+        first = others[0].node
+        said = rf"rank {first} is on node {first} \(host{first}\): (silent|not heard of) for (\d+) s"
+        found = re.search(said, alert["annotations"]["description"])
+        assert found is not None, alert
+        assert int(found[2]) > 25, "it is alone after 30 s"
+        (line,) = (line for line in job_status.lines(nodes[alone].job()) if f"host{first}, " in line)
+        assert re.search(r"(silent|not heard of) for \d+ s", line)
+        for daemon in others:
+            daemon.process.send_signal(signal.SIGCONT)

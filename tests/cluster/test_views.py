@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -20,7 +21,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sentinel import wire
-from sentinel.cli import cli
+from sentinel.cli import cli, job_status
 from sentinel.cluster.protocol.messages import MESSAGE_BYTES, PROTOCOL, decode, encode
 from sentinel.cluster.protocol.questions import NodeAnswer, Question, pack_answer, view_rank
 from sentinel.config.cluster import Meeting
@@ -128,7 +129,7 @@ def test_the_page_of_any_node_lists_all_nodes(tmp_path: Path) -> None:
         assert "<td>host1</td><td>alive</td><td>-1</td><td>rank 1</td>" in view
         nodes[0].process.kill()
         until(lambda: "what other nodes do is not known" in read_page(), "the coordinator to be missed")
-        assert "<td>was alive</td>" in read_page()
+        assert re.search(r"<td>not heard of for \d+ s; was alive</td>", read_page())
 
 
 def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node(
@@ -265,7 +266,11 @@ def test_a_node_without_its_coordinator_shows_what_it_has_and_says_so(
         assert "not asked: the other nodes: the coordinator at 127.0.0.1" in said
         (run,), _ = shown("hang", of=node, monkeypatch=monkeypatch)
         assert [rank["rank"] for rank in run["ranks"]] == [1]
-        assert "this is what this node sees alone" in run["not_asked"][0]
+        alone, silence = run["not_asked"]
+        assert "this is what this node sees alone" in alone
+        assert re.fullmatch(r"node 0 \(host0\): not heard of for \d+ s", silence)
+        shown_node = next(line for line in job_status.lines(node.job()) if line.startswith("  node 0 "))
+        assert re.fullmatch(r"  node 0    host0, not heard of for \d+ s; was alive, step -?\d+", shown_node)
 
 
 def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.protocol.election import Election
-from sentinel.cluster.protocol.messages import CASE_BYTES, MESSAGE_BYTES, Beat, Events, NodeCase, trim_case
+from sentinel.cluster.protocol.messages import (
+    CASE_BYTES,
+    MESSAGE_BYTES,
+    Beat,
+    Events,
+    NodeCase,
+    NodeState,
+    trim_case,
+)
 from sentinel.diagnose.case import Case
 
 LOCAL_VIEW_SECONDS = 10.0
@@ -41,6 +49,9 @@ class Node:
         """The nodes of the job, as far as this one knows."""
         self.heard = now
         """When the last one came of a coordinator that acts."""
+        self._acting_beat: Beat | None = None
+        self._beat_time = now
+        """When `beat` came."""
         self._joined = self._coordinator_left = False
         self.dropped = 0
         """Cases that were too many to wait for a coordinator which has not applied them."""
@@ -84,6 +95,17 @@ class Node:
     def find_order(self, now: float) -> wire.Order | None:
         """What the coordinator has all nodes do, be it its last word; None where it is not heard."""
         return self.beat.order if self.beat is not None and now - self.heard <= LOCAL_VIEW_SECONDS else None
+
+    def recall_beat(self, now: float) -> Beat | None:
+        """The last beat, with all nodes that this one has heard of, and for how long it has not: a coordinator that
+        took the role because it hears no other has itself alone in its beats."""
+        if self.beat is None:
+            return None
+        states: dict[int, NodeState] = {}
+        for beat, age in ((self._acting_beat, now - self.heard), (self.beat, now - self._beat_time)):
+            for state in beat.nodes if beat is not None else ():
+                states[state.node] = msgspec.structs.replace(state, silent_seconds=state.silent_seconds + age)
+        return msgspec.structs.replace(self.beat, nodes=tuple(state for _, state in sorted(states.items())))
 
     def record(self, case: Case) -> Events:
         """A case is new, or changed. Returns what the coordinator is sent."""
@@ -130,9 +152,9 @@ class Node:
             self.members = msgspec.structs.replace(self.members, job=beat.members.job)
         if self.beat is None or beat.epoch > self.beat.epoch:
             self.applied = 0
-        self.beat = beat
+        self.beat, self._beat_time = beat, now
         if beat.acting and self.members.admits(self.node, beat.expected):
-            self.heard, self._joined = now, True
+            self.heard, self._joined, self._acting_beat = now, True, beat
             self._coordinator_left = beat.leaving and not self._is_replaceable(beat)
         own = next((state for state in beat.nodes if state.node == self.node), None)
         if own is None:

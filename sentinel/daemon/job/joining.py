@@ -16,6 +16,7 @@ from sentinel.config.cluster import ClusterSettings, Meeting
 from sentinel.daemon.job.judge import CoordinatorJudge, NodeJudge
 from sentinel.daemon.job.standstill import JobCauses
 from sentinel.daemon.job.supervision import Supervision, find_mark
+from sentinel.daemon.job.unasked import find_silent_ranks
 from sentinel.daemon.job.views import serve_job
 from sentinel.daemon.run.meeting_search import MeetingSearch
 from sentinel.daemon.run.watched_run import WatchedRun
@@ -107,6 +108,7 @@ def _meet(watch: WatchedRun, identity: wire.Identity, supervision: Supervision, 
         watch.actions.find_relay,
     )  # fmt: skip
     serve_job(watch, watch.membership)
+    watch.incidents.log.find_silent_ranks = functools.partial(find_silent_ranks, watch.membership)
     watch.membership.work = RanksAtWork(watch)
     watch.membership.cause_finder = JobCauses(watch, watch.membership)
     watch.membership.recorder = watch.context

@@ -1,4 +1,4 @@
-"""Which nodes of a job could not be asked, and why, in words."""
+"""Which nodes of a job could not be asked, why, and for how long they have not been heard, in words."""
 
 from __future__ import annotations
 
@@ -14,24 +14,51 @@ NAMED = 8
 def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[int] | None = None) -> list[str]:
     """Return which nodes gave no answer, and why, in words. `wanted`: nodes that were asked; None: all of the job."""
     job = membership.status()
-    if job["view"] in ("local view", "alone"):
-        return [f"the other nodes: {job['absence']}; this is what this node sees alone"]
+    alone = _explain_view(job)
+    if alone and wanted is not None:
+        return alone
     nodes = job["members"] if wanted is None else wanted
     missing = [pair for pair in _list_missing(job, answered) if pair[0] in nodes]
-    words = [_explain_silence(node, known) for node, known in missing[:NAMED]]
-    return words + ([f"{len(missing) - NAMED} more nodes"] if len(missing) > NAMED else [])
+    words = [_explain_silence(job, node, known) for node, known in missing[:NAMED]]
+    return alone + words + ([f"{len(missing) - NAMED} more nodes"] if len(missing) > NAMED else [])
 
 
 def name_silent(membership: Membership) -> list[str]:
-    """Return the nodes that the coordinator does not hear, in words: it knows what they had sent before."""
-    heard = {node["node"] for node in membership.status()["nodes"] if node["state"] in ("alive", "left")}
-    return name_unasked(membership, heard)
+    """Nodes that the coordinator does not hear: it knows what they had handed in before."""
+    job = membership.status()
+    return _explain_view(job) or name_unasked(membership, _list_heard(job))
 
 
 def find_unasked_ranks(membership: Membership, answered: set[int]) -> dict[int, str]:
-    """Return ranks of nodes that gave no answer, each with its node and why, in words; as far as nodes are known."""
-    missing = _list_missing(membership.status(), answered)
-    return {int(rank): _explain_silence(node, known) for node, known in missing if known for rank in known["ranks"]}
+    """Ranks of nodes that gave no answer -> the node, and why, in words; as far as it is known where they are."""
+    return _find_ranks(membership.status(), answered)
+
+
+def find_silent_ranks(membership: Membership) -> dict[int, str]:
+    """The same of nodes that are not heard, without asking any."""
+    job = membership.status()
+    return _find_ranks(job, set() if _is_alone(job) else _list_heard(job))
+
+
+def _find_ranks(job: dict[str, Any], answered: set[int]) -> dict[int, str]:
+    missing = _list_missing(job, answered)
+    return {
+        int(rank): _explain_silence(job, node, known) for node, known in missing if known for rank in known["ranks"]
+    }
+
+
+def _is_alone(job: dict[str, Any]) -> bool:
+    """Whether no coordinator is heard: what other nodes do is not known."""
+    return job["view"] in ("local view", "alone")
+
+
+def _explain_view(job: dict[str, Any]) -> list[str]:
+    """Why this node sees itself alone, in words; nothing where it does not."""
+    return [f"the other nodes: {job['absence']}; this is what this node sees alone"] if _is_alone(job) else []
+
+
+def _list_heard(job: dict[str, Any]) -> set[int]:
+    return {node["node"] for node in job["nodes"] if node["state"] in ("alive", "left")}
 
 
 def _list_missing(job: dict[str, Any], answered: set[int]) -> list[tuple[int, dict[str, Any] | None]]:
@@ -40,8 +67,10 @@ def _list_missing(job: dict[str, Any], answered: set[int]) -> list[tuple[int, di
     return [(node, known.get(node)) for node in job["members"] if node not in answered and node != job["node"]]
 
 
-def _explain_silence(node: int, known: dict[str, Any] | None) -> str:
+def _explain_silence(job: dict[str, Any], node: int, known: dict[str, Any] | None) -> str:
     if known is None:
         return f"node {node}: never heard"
-    why = {"silent": f"silent for {known['silent_seconds']:.0f} s", "left": "its ranks have ended"}
-    return f"node {node} ({known['hostname']}): {why.get(known['state'], 'no answer in time')}"
+    silence = f"{known['silent_seconds']:.0f} s"
+    alive = f"not heard of for {silence}" if _is_alone(job) else f"no answer in time, heard {silence} ago"
+    why = {"alive": alive, "silent": f"silent for {silence}", "left": "its ranks have ended"}[known["state"]]
+    return f"node {node} ({known['hostname']}): {why}"

@@ -36,6 +36,8 @@ class IncidentLog:
         self.fired: Counter[tuple[str, str]] = Counter()
         """Number of all cases so far, by alert and severity."""
         self._context, self._run, self._notifier = context, context.run, notifier
+        self.find_silent_ranks: Callable[[], Mapping[int, str]] = dict
+        """Of a job over several nodes, ranks of nodes that are not heard, as `unasked` of `Evidence`."""
 
     def add(self, found: Iterable[Case]) -> None:
         """Keep these cases in memory, and drop the oldest ones that are over."""
@@ -55,8 +57,8 @@ class IncidentLog:
         return (case for case in self.cases.values() if case.attempt == self._run.attempt.number)
 
     def open_case(self, incident: Incident) -> Case:
-        """Open a case for an alert that fired."""
-        case = cases.open_case(self._run, self._find_attempt(), incident)
+        """An alert fired."""
+        case = cases.open_case(self._run, self._find_attempt(), incident, self.find_silent_ranks())
         case.id = self._identity(incident)
         self._name_nodes(case)
         self._fold(case)
@@ -102,7 +104,7 @@ class IncidentLog:
     def _add_evidence(self, case: Case, incident: Incident) -> None:
         """Diagnose a case again. A consequence whose cause turns out to be another problem's is released."""
         was = case.problem
-        cases.add_evidence(case, incident, self._find_attempt())
+        cases.add_evidence(case, incident, self._find_attempt(), self.find_silent_ranks())
         self._name_nodes(case)
         if case.problem != was and case.parent:
             former = case.problem_id
