@@ -25,7 +25,7 @@ _NODES = 8
 """Most nodes of a job that have a line each."""
 _STYLES = {"silent": "red", "left": "dim"}
 _LEAST = 24
-"""Fewest columns in which it is worth wrapping an incident's summary."""
+"""Columns in which it is worth wrapping words."""
 
 
 class TopLine(NamedTuple):
@@ -91,7 +91,7 @@ def frame(
         lines.append(TopLine("No run is watched on this node."))
     for run in runs:
         lines += _run(run, traces, width)
-    lines += [TopLine(words, "yellow") for words in unasked]
+    lines += [line for words in unasked for line in _wrap("", words, width, "yellow")]
     lines += _incidents(cases, max(3, height - len(lines)), width)
     if len(lines) > height:
         lines = [*lines[: height - 1], TopLine(f"and {len(lines) - height + 1} lines more", "dim")]
@@ -113,17 +113,29 @@ def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[TopLine]:
             lines.append(TopLine(_trace(name, past, width)))
     if "step_seconds" in values:
         lines.append(TopLine(_phases(values)))
-    lines.append(TopLine(_facts(run)))
+    lines += _row("", _facts(run), width)
     if said := snapshot_age.in_words(run["rollback"]):
-        lines.append(TopLine(f"{'':<{_LABEL}}{said}"))
+        lines += _row("", said, width)
     lines += _ranks(run["ranks"], width)
     if run.get("job"):
-        lines += _job(run["job"])
+        lines += _job(run["job"], width)
     for gpu in run["gpus"]["devices"][:8]:
         lines.append(TopLine(f"gpu {gpu['gpu']:<{_LABEL - 4}}{', '.join(describe_gpu(gpu['values']))}"))
     if run["trouble"]:
-        lines.append(TopLine(f"{'trouble':<{_LABEL}}{run['trouble']}", "yellow"))
+        lines += _row("trouble", run["trouble"], width, "yellow")
     return lines
+
+
+def _row(label: str, words: str, width: int, style: str = "") -> list[TopLine]:
+    return _wrap(f"{label:<{_LABEL}}", words, width, style)
+
+
+def _wrap(head: str, words: str, width: int, style: str = "") -> list[TopLine]:
+    """Words behind `head`, in as many lines as they need."""
+    if width - len(head) < _LEAST:
+        return [TopLine(head + words, style)]
+    lines = textwrap.wrap(spell_line(words), width - len(head)) or [""]
+    return [TopLine((head if at == 0 else " " * len(head)) + line, style) for at, line in enumerate(lines)]
 
 
 def _trace(name: str, past: Sequence[float], width: int) -> str:
@@ -166,7 +178,7 @@ def _facts(run: Mapping[str, Any]) -> str:
     said = [f"{name} {values[name]:.3g}" for name in ("learning_rate", "loss_scale") if name in values]
     said.append(f"snapshots {held}" if rollback["armed"] else "rollback not armed")
     said += [f"{len(rollback['done'])} rolled back"] if rollback["done"] else []
-    return f"{'':<{_LABEL}}{', '.join(said)}"
+    return ", ".join(said)
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
@@ -186,24 +198,24 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
     for rank in odd[:3]:
         stall = rank["stall"]["seconds"]
         since = f", no progress for {stall:.0f} s" if stall > 0 else ""
-        since += f" at {at}" if (at := rank["stall"].get("at")) else ""  # daemons of earlier versions do not send it
-        lines.append(
-            TopLine(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red")
-        )
+        since += f" at {at}" if (at := rank["stall"].get("at")) else ""  # a daemon of an earlier version does not say
+        lines += _row("", f"rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", width, "red")
     return lines
 
 
-def _job(job: Mapping[str, Any]) -> list[TopLine]:
-    """Return the nodes of the run's job, with their ranks: first those not alive, then those that are behind."""
+def _job(job: Mapping[str, Any], width: int) -> list[TopLine]:
+    """The nodes of the run's job, with their ranks: first those that are not heard, then those that are behind."""
     stale = job_status.is_stale(job)
-    lines = [TopLine(f"{'job':<{_LABEL}}{job_status.describe_view(job)}", "yellow" if stale else "")]
+    heard = 1 if stale else sum(node["state"] != "silent" for node in job["nodes"])
+    here = "the " * (job["view"] == "coordinator") + job_status.describe_view(job)
+    lines = _row("job", f"{heard} of {job['expected']} nodes heard; this is {here}", width, "yellow" if stale else "")
     if shrunk := job_status.describe_shrink(job):
-        lines.append(TopLine(f"{'':<{_LABEL}}{shrunk}", "yellow"))
+        lines += _row("", shrunk, width, "yellow")
     nodes = sorted(job["nodes"], key=lambda node: (node["state"] == "alive", node["step"], node["node"]))
     for node in nodes[:_NODES]:
         ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else "no ranks"
         words = f"{job_status.describe_node(job, node)}, {ranks}"
-        lines.append(TopLine(f"{'node ' + str(node['node']):<{_LABEL}}{words}", _STYLES.get(node["state"], "")))
+        lines += _row(f"node {node['node']}", words, width, _STYLES.get(node["state"], ""))
     if more := nodes[_NODES:]:
         states = ", ".join(sorted({node["state"] for node in more}))
         first, last = min(node["step"] for node in more), max(node["step"] for node in more)
@@ -235,7 +247,4 @@ def _incident(case: Mapping[str, Any], wide: Sequence[int], width: int) -> list[
     mark = "!" if case["state"] == "firing" else " "
     style = {"critical": "red", "warning": "yellow"}.get(case["severity"], "") if mark == "!" else "dim"
     head = f"{mark} {case['alert']:<{wide[0]}}  step {case['step']:<{wide[1]}}  {in_words(case['state']):<{wide[2]}}  "
-    if width - len(head) < _LEAST:
-        return [TopLine(head + case["summary"], style)]
-    words = textwrap.wrap(spell_line(case["summary"]), width - len(head)) or [""]
-    return [TopLine((head if at == 0 else " " * len(head)) + part, style) for at, part in enumerate(words)]
+    return _wrap(head, case["summary"], width, style)

@@ -81,13 +81,34 @@ def test_nodes_of_a_job_are_shown_with_their_ranks_first_those_that_are_not_hear
     job = {"view": "joined", "node": 3, "address": "host0:9478", "coordinator_silent_seconds": 0.1, "expected": 65,
            "nodes": nodes}  # fmt: skip
     lines = text([run(job=job)], [], width=100, height=40).splitlines()
-    first = lines.index("job        node 3, coordinator at host0:9478")
+    first = lines.index("job        63 of 65 nodes heard; this is node 3, coordinator at host0:9478")
     shrunk = text([run(job=job | {"shrunk": "65 of 66 nodes: without node 65"})], [], width=100, height=40).splitlines()
     assert shrunk[first + 1].strip() == "65 of 66 nodes: without node 65"
     assert lines[first + 1] == "node 40    host40, silent for 12 s, step 120, ranks 320 to 327"
     assert lines[first + 2] == "node 7     host7, alive, step 90, ranks 56 to 63"
     assert lines[first + 9].strip() == "and 56 more nodes, alive, at steps 120 to 120"
     assert lines[first + 10].strip() == "1 of 65 nodes not heard yet"
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_rows_of_a_job_are_wrapped_and_begin_with_how_many_nodes_are_heard(width: int) -> None:
+    absence = "this node would be the coordinator, but is in touch with only 1 of 2 nodes, itself included (for 42 s)"
+    nodes = [
+        {"node": n, "hostname": f"gpu-worker-{n}.cluster.example", "state": "silent" if n else "alive",
+         "silent_seconds": 42.0 * n, "step": 120456, "ranks": {str(8 * n + one): 120456 for one in range(8)}}
+        for n in range(2)
+    ]  # fmt: skip
+    job = {"view": "alone", "node": 0, "address": "host0:9478", "absence": absence, "expected": 2, "nodes": nodes,
+           "blame": {"1": 4}, "blamed_incidents": 6}  # fmt: skip
+    unasked = f"run gpt: not asked: the other nodes: {absence}; this is what this node sees alone"
+    lines = [line.text for line in frame([run(job=job)], [], Traces(), width, 40, [unasked])]
+    assert max(map(len, lines)) <= width
+    first = next(at for at, line in enumerate(lines) if line.startswith("job "))
+    assert lines[first].startswith("job        1 of 2 nodes heard; this is node 0, local view only")
+    said = " ".join(" ".join(lines[first:]).split())
+    assert f"tells people by itself: {absence} node 1 gpu-worker-1.cluster.example, silent for 42 s, step" in said
+    assert "was in 4 of 6 incidents, ranks 8 to 15" in said
+    assert unasked in said
 
 
 def test_nodes_that_could_not_be_asked_are_named_by_top() -> None:
