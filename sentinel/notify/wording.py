@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
-from sentinel.diagnose.case import Case
+from sentinel.diagnose.case import Case, CaseMember
 from sentinel.diagnose.signs import Sign
 from sentinel.notify import Message
-from sentinel.text import drop_controls, join_names
+from sentinel.text import drop_controls, join_names, name_nodes, name_ranks
 
 
 def rows(case: Case) -> list[tuple[str, str]]:
@@ -84,11 +85,25 @@ def end(case: Case, *, undone: bool = False) -> str:
 
 
 def where(case: Case) -> str:
-    """Return the ranks or layers that a case concerns."""
-    apart = [member.name for member in case.members if member.scope != "run"]
+    """Ranks or layers, and of a job over several nodes on which of these."""
+    nodes = list_nodes(case)
+    apart = [member for member in case.members if member.scope != "run"]
+    if nodes and not apart and not case.diagnosis.layers and not case.layers:
+        return name_nodes(nodes)
+    return _name_members(case, apart) + (f", on {name_nodes(nodes)}" if nodes else "")
+
+
+def list_nodes(case: Case) -> list[int]:
+    """Of a job over several nodes, those that it is on; where one did not say, none."""
+    return sorted({int(member.node) for member in case.members if member.node.isdecimal()})
+
+
+def _name_members(case: Case, apart: Sequence[CaseMember]) -> str:
     if apart:
-        scope = next(member.scope for member in case.members if member.scope != "run")
-        return f"{scope} {join_names(apart, 3)}"
+        names = list(dict.fromkeys(member.name for member in apart))
+        if apart[0].node and apart[0].scope == "rank" and all(map(str.isdecimal, names)):
+            return name_ranks(sorted(map(int, names)))
+        return f"{apart[0].scope} {join_names(names, 3)}"
     if named := case.diagnosis.layers:
         return ("parameter " if len(named) == 1 else "parameters ") + join_names(named, 3)
     if case.layers:

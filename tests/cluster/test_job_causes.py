@@ -136,7 +136,7 @@ def test_an_incident_waits_for_its_cause_and_no_longer_than_allowed() -> None:
     incidents.explain(incident, FOUND)
     (case,) = incidents.take_changes()
     assert (case.diagnosis.cause, case.diagnosis.remedy) == ("rank 3 never came", "look")
-    assert case.summary.endswith("(nodes 0, 1)")
+    assert case.summary.endswith("(node 0; the same on node 1)")
 
     incidents.add(0, NodeCase(number=0, case=msgspec.structs.replace(hang(3), alert="CollectiveDesync")))
     (late,) = incidents.take_unexplained()

@@ -67,7 +67,7 @@ def test_an_incident_on_two_nodes_is_one_page_and_a_killed_daemon_is_said(
         assert [page["status"] for page in (fired, joined)] == ["firing", "firing"]
         assert len({page["alerts"][0]["annotations"]["incident"] for page in (fired, joined)}) == 1
         assert {page["alerts"][0]["labels"]["run_id"] for page in (fired, joined)} == {RUN}
-        assert "(nodes 1, 2)" in joined["alerts"][0]["annotations"]["summary"]
+        assert "(node 1; the same on node 2)" in joined["alerts"][0]["annotations"]["summary"]
         until(lambda: [one["nodes"] for one in second.job()["incidents"]] == [[1, 2]], "node 2 to see the incident")
 
         second.process.kill()

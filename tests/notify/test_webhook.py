@@ -12,10 +12,14 @@ import socket
 from pathlib import Path
 
 import httpx2
+import msgspec
 import pytest
 
+from sentinel.cluster.protocol.job_incident import JobIncidents
+from sentinel.cluster.protocol.messages import NodeCase
 from sentinel.config import settings
-from sentinel.notify import Delivery, Message, Origin
+from sentinel.diagnose.case import CaseMember
+from sentinel.notify import Delivery, Message, Origin, wording
 from sentinel.notify.http import Poster, seconds_after, verdict
 from sentinel.notify.receivers.webhook import Webhook, moment, payload
 from tests.notify.cases import ORIGIN, case
@@ -39,6 +43,36 @@ def delivered(url: str, timeout: float = 5.0) -> Delivery:
             await webhook.close()
 
     return asyncio.run(deliver())
+
+
+@pytest.mark.parametrize(
+    ("members", "summary", "where", "named"),
+    [
+        (
+            [[("rank", "0"), ("rank", "1")], [("rank", "2"), ("rank", "3")]],
+            "loss 9 (node 0; the same on node 1)", "ranks 0 to 3, on nodes 0, 1", "rank 0, rank 1, rank 2, rank 3",
+        ),
+        ([[("layer", "fc")]] * 2, "loss 9 (node 0; the same on node 1)", "layer fc, on nodes 0, 1", "layer fc"),
+        ([[("run", "")]] * 2, "loss 9 (node 0; the same on node 1)", "nodes 0, 1", ""),
+        ([[], [("rank", "2")]], "loss 9 (node 1)", "rank 2, on node 1", "rank 2"),
+    ],
+    ids=["ranks", "layers", "run", "one node"],
+)  # fmt: skip
+def test_texts_about_several_nodes_say_which_and_name_a_member_once(
+    members: list[list[tuple[str, str]]], summary: str, where: str, named: str
+) -> None:
+    incidents = JobIncidents()
+    for node, found in enumerate(members):
+        of_node = tuple(CaseMember(scope, name, 456, {}) for scope, name in found)
+        if of_node:
+            given = msgspec.structs.replace(case(), members=of_node, summary="loss 9")
+            incidents.add(node, NodeCase(number=1, case=given))
+    (told,) = incidents.take_changes()
+    assert wording.where(told) == where
+    (alert,) = payload(message(told), "ops")["alerts"]
+    assert alert["annotations"]["summary"] == summary
+    assert alert["annotations"].get("members", "") == named
+    assert alert["annotations"]["nodes"] == ", ".join(str(node) for node, found in enumerate(members) if found)
 
 
 def test_the_payload_holds_the_documented_contract() -> None:

@@ -15,7 +15,7 @@ from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case, CaseMember
 from sentinel.diagnose.evidence import SURENESS, Finding
 from sentinel.diagnose.explanations import is_explained_over_nodes
-from sentinel.text import join_names
+from sentinel.text import name_nodes
 
 ENDED = 1000
 """Ended incidents that are remembered, so that a case that comes late finds its own."""
@@ -81,7 +81,7 @@ class JobIncident:
         """As one case. Where it is told from is the node whose diagnosis is surest, of these the first."""
         cases = sorted(self.cases.items(), key=lambda item: (item[1].first_step, item[0]))
         every = [case for _, case in cases]
-        best = max(every, key=lambda case: SURENESS[case.diagnosis.confidence])
+        (source, _), best = max(cases, key=lambda item: SURENESS[item[1].diagnosis.confidence])
         verdict = self.verdict or best.diagnosis
         every_member = [
             member if c.of_job else msgspec.structs.replace(member, node=str(node))
@@ -96,7 +96,9 @@ class JobIncident:
         firing = self.firing
         undone = all(case.state == "rolled_back" for case in every)
         nodes = self.nodes
-        where = f"node{'s' if len(nodes) > 1 else ''} {join_names(list(map(str, nodes)), 8)}" if nodes else "all nodes"
+        where, others = name_nodes(nodes), [node for node in nodes if node != source]
+        if others and source in nodes and not best.of_job:  # its members and numbers are those of one node
+            where = f"node {source}; the same on {name_nodes(others)}"
         return msgspec.structs.replace(
             best,
             id=self.id,

@@ -89,7 +89,7 @@ def alert(case: Case, message: Message) -> dict[str, Any]:
 
 def _annotations(case: Case, message: Message) -> dict[str, str]:
     diagnosis = case.diagnosis
-    members = [f"{member.scope} {member.name}" for member in case.members if member.scope != "run"]
+    members = dict.fromkeys(f"{member.scope} {member.name}" for member in case.members if member.scope != "run")
     known = diagnosis.confidence != "none"
     texts = {
         "summary": case.summary,
@@ -97,7 +97,8 @@ def _annotations(case: Case, message: Message) -> dict[str, str]:
         "remedy": diagnosis.remedy,
         "done": "; ".join(case.done),
         "state": case.state,
-        "members": join_names(members, SHOWN_MEMBERS),
+        "members": join_names(list(members), SHOWN_MEMBERS),
+        "nodes": join_names([str(node) for node in wording.list_nodes(case)], SHOWN_MEMBERS),
         "first_step": str(case.first_step),
         "step": str(case.step),
         "resolved_step": "" if case.resolved_step is None else str(case.resolved_step),
