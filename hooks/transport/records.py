@@ -14,6 +14,7 @@ appends ordinary steps to `records`; the sender's thread calls `take`.
 from __future__ import annotations
 
 import ctypes
+import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import torch
 from sentinel import wire
 from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.measure.probes.memory import OF_PROCESS
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.torch_interop.tensors import pack_float32
 
@@ -186,7 +188,10 @@ QUEUE_STEPS = 2048
 FIRST_STEPS = 512
 """Number of the run's first steps that may wait as well, as long as none was taken."""
 QUEUE_BYTES = 8 * 1024 * 1024
-"""Most bytes of layer statistics that wait in the queue; above it new ones are left out."""
+"""Of layer statistics that wait in the queue; above it new ones are left out."""
+WAITED_SECONDS = 3.0
+"""After which a step goes out without the memory of the process, which held what waited then: it rises in a straight
+line, by up to 12 MB, while a daemon is stopped. Longer than `sender.INTERVAL_SECONDS`."""
 
 
 class StepQueue:
@@ -215,8 +220,10 @@ class StepQueue:
         self.records.append(record)
 
     def take(self, most: int) -> list[Record]:
-        """Return up to `most` next steps of one optimizer whose values have arrived, in order."""
+        """The next steps of one optimizer whose values have arrived, in order; at most so many. Of those that waited
+        for long, without the memory of the process."""
         records: list[Record] = []
+        waited = time.time() - WAITED_SECONDS
         while len(records) < most and (waiting := self._first or self.records):
             try:
                 self._pass(waiting[0])
@@ -228,6 +235,9 @@ class StepQueue:
                 break
             self._bytes_out += record.nbytes()
             self._begun = True
+            if record.time < waited:
+                for name in OF_PROCESS:
+                    record.values.pop(name, None)
             records.append(record)
         return records
 

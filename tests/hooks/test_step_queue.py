@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+
 import pytest
 
 from sentinel import wire
+from sentinel.engine.windows.steady import Steady
 from sentinel.hooks.transport import records
 from sentinel.hooks.transport.records import Record, StepQueue
 
 TABLE = wire.LayerTable(digest="", layers=())
 
 
-def step(seq: int, stream: int = 0, layer_bytes: int = 0) -> Record:
+def step(seq: int, stream: int = 0, layer_bytes: int = 0, *, time: float = 0.0, held: float | None = None) -> Record:
     block = {"layer_grad_norm": bytes(layer_bytes)} if layer_bytes else {}
-    return Record(stream, seq, 0.0, TABLE, {"loss": 1.0}, block=block)
+    values = {"loss": 1.0} if held is None else {"loss": 1.0, "memory_held_bytes": held}
+    return Record(stream, seq, time, TABLE, values, block=block)
 
 
 def test_steps_come_out_in_order_and_of_one_optimizer_at_a_time() -> None:
@@ -82,3 +87,27 @@ def test_layers_are_left_out_as_long_as_too_many_bytes_wait(monkeypatch: pytest.
     queue.take(1)
     queue.put(step(4, layer_bytes=60))
     assert [bool(record.block) for record in queue.records] == [True, False, False, True]
+
+
+def measure_rise(records: Iterable[Record]) -> float:
+    """The largest that MemoryCreep would see, in bytes."""
+    line = Steady("rise")
+    held = [(record.seq, record.values.get("memory_held_bytes")) for record in records]
+    return max(line.push(seq, value) or 0.0 for seq, value in held if value is not None)
+
+
+def test_what_waits_for_a_daemon_that_is_stopped_is_no_leak() -> None:
+    """2,000 steps in 30 s, in which the queue grows by 12 MB, which the heap does not give back."""
+    now = time.time()
+    found = [step(seq, time=now - 30.0 + seq * 0.015, held=2e9 + min(seq, 2000) * 6e3) for seq in range(2000)]
+    assert measure_rise(found) > 8e6, "the rule would see it"
+    queue = StepQueue()
+    for record in found:
+        queue.put(record)
+    taken = queue.take(2000)
+    assert [record.seq for record in taken] == list(range(2000))
+    assert all(record.values["loss"] == 1.0 for record in taken)
+    after = [step(seq, time=now, held=2e9 + 12e6) for seq in range(2000, 4000)]
+    assert measure_rise([*taken, *after]) < 2e6
+    queue.put(step(4000, time=time.time(), held=2e9))
+    assert "memory_held_bytes" in queue.take(1)[0].values

@@ -36,6 +36,8 @@ LEFT_SHARE = 0.002
 URGENT = 0.9
 """Free memory is sent without delay once it falls below this share of what was free when last sent so."""
 
+OF_PROCESS = ("rss_bytes", "memory_held_bytes")
+"""Signals in which is what our own queues hold."""
 _ALLOCATOR = {
     "memory_allocated_bytes": ("allocated_bytes", "current"),
     "memory_peak_bytes": ("allocated_bytes", "peak"),
