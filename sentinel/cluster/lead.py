@@ -157,6 +157,10 @@ class Lead:
                 self._record(case)
             if case.state != "firing":
                 self._silenced.pop(case.id, None)
+        for case in self.coordinator.take_folded(now):
+            self._notifier.pipeline.put(case, moved=True)
+            self._silenced.pop(case.id, None)
+            self._record(case)
         return bool(changed)
 
     def _record(self, case: Case) -> None:

@@ -148,7 +148,7 @@ class Membership:
 
     def put(self, case: Case) -> None:
         """A case of this node is new, or changed."""
-        events = self._node.record(case)
+        events = self._node.record(case, paged=self._own_pages.may_be_told(case.id))
         if self._session is not None:
             self._session.publish_event(encode(events))
         if self._lead is not None:

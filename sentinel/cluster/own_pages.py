@@ -37,6 +37,11 @@ class OwnPages:
         """Whether people know of a case by this node."""
         return self._pipeline.is_known(identity, self._name)
 
+    def may_be_told(self, identity: str) -> bool:
+        """Whether people were told of a case by this node, be it over by now, or will be."""
+        own = (entry for entry in self._pipeline.entries if entry.run_id == self._name)
+        return any(identity in entry.cases or entry.may_be_told(identity) for entry in own)
+
     def put(self, case: Case) -> None:
         """Tell people of a case of this node; of its end once."""
         if case.state == "firing":
@@ -53,21 +58,20 @@ class OwnPages:
             self.put(case)
 
     def end(self, identities: Iterable[str]) -> None:
-        """The coordinator tells people of these cases now: each has one page, the job's."""
+        """The coordinator has these cases now, and tells people of those that fire: each has one page, the job's. Of
+        what is over already they are told from here, as that began here."""
         known = [identity for identity in identities if self.is_known(identity)]
         for case in self._list_cases() if known else ():
-            if case.id in known:
-                resolved = case.resolved_time or time.time()
+            if case.id in known and case.state == "firing":
                 done = (*case.done, OVER_HERE)
-                over = msgspec.structs.replace(case, state="resolved", resolved_time=resolved, done=done)
-                self._ended.add(case.id)
+                over = msgspec.structs.replace(case, state="resolved", resolved_time=time.time(), done=done)
                 self._pipeline.put(over, self._name, moved=True)
 
     def withhold(self) -> None:
         """Another may be the coordinator, and tell people of the job. It learns of what they were told from here."""
         self._withheld = self._pipeline.withdraw()
         told = {
-            case.id: case
+            case.id: entry.ends.get(case.id, case)
             for entry in self._withheld
             for case in entry.cases.values()
             if case.state == "firing" or entry.pending

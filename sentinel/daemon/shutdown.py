@@ -162,6 +162,7 @@ class DaemonShutdown:
         """Set `done` once the receivers have everything, or their time is up. No rank is left."""
         outlets = [watch.notifier.outlet for watch in self._watches.values()]
         for watch in self._watches.values():
+            watch.notifier.end_joining()  # no rank is left by which the other nodes are found
             watch.notifier.tick(watch.incidents.log.cases.values())  # the last evidence may name the cause
             watch.notifier.outlet.hurry()
         waited = time.monotonic() - self.idle_since

@@ -15,7 +15,7 @@ import msgspec
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Fault, Message, Route
 from sentinel.notify.attempt import attempt
-from sentinel.notify.entry import FIRST_PAUSE, LONGEST_AFTER, Entry
+from sentinel.notify.entry import FIRST_PAUSE, HANDED_OVER_SECONDS, LONGEST_AFTER, Entry
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class DeliveryQueue:
         self.name = route.name
         self.counts = Counts()
         self.entries: dict[str, Entry] = {}
-        """By `Entry.key`. Those of problems go when the receiver knows that they are over."""
+        """By `Entry.key`. Those of problems go some time after the receiver knows that they are over."""
         self._clock, self._keep = clock, keep
         self._wake = asyncio.Event()
         self._ending = False
@@ -72,7 +72,8 @@ class DeliveryQueue:
         known = next((entry for entry in mine if entry.knows(case)), None)
         if not self._route.wants(case) and (known is None or case.id not in known.told):
             return None
-        if known is not None and known.problem_id and known.problem_id != case.problem_id:
+        moves = known is not None and known.problem_id not in ("", case.problem_id)
+        if known is not None and moves and case.state == "firing":  # else it ends where it was told
             known.drop(case.id)
             known = None
         entry = known or self._entry_of(case, run_id)
@@ -143,6 +144,7 @@ class DeliveryQueue:
         if not cases:
             entry.rest(self._clock(), self._grouping)
             return await self._keep(entry)
+        entry.sending = [case.id for case in cases]
         await self._keep(entry)
         self._route.limiter.took(self._clock())
         self.counts.retried += bool(entry.attempts)
@@ -157,7 +159,8 @@ class DeliveryQueue:
                 await self._keep(other)
         else:
             self._record_failure(entry, delivery)
-        self.entries = {key: known for key, known in self.entries.items() if not known.finished}
+        kept_since = self._clock() - HANDED_OVER_SECONDS  # that its end, should it come again, is known
+        self.entries = {key: one for key, one in self.entries.items() if not one.finished or one.sent > kept_since}
         await self._keep(entry)
 
     def _message(self, entry: Entry, cases: Sequence[Case]) -> Message:

@@ -25,6 +25,10 @@ LONGEST_AFTER = 3600.0
 """Longest pause that a receiver may ask for; after that it is tried again."""
 UNHEARD_SECONDS = 30.0
 """A critical case that was over so soon after it fired is sent as firing first, where nothing of it was sent yet."""
+HANDED_OVER_SECONDS = 120.0
+"""Since it fired, by the clocks of two nodes: such a case that comes from another node, over already, is sent as firing
+first, too. The node that was to send it is gone, or heard only of its end. An older one, people may have known and
+forgotten."""
 LATE_SECONDS = 600.0
 """After so long without an answer a receiver gets such a case as it is then."""
 GIVE_UP_SECONDS = 24 * 3600.0
@@ -59,6 +63,8 @@ class Entry(msgspec.Struct, kw_only=True):
     """Whether a case more severe than anything sent is to be sent."""
     told: dict[str, str] = {}
     """Id -> digest of the case as it was delivered."""
+    sending: list[str] = []
+    """Ids of the cases in the message that is on its way."""
     due: float = math.inf
     """When to send."""
     since: float = 0.0
@@ -92,6 +98,10 @@ class Entry(msgspec.Struct, kw_only=True):
         """Whether any of it fires."""
         return any(case.state == "firing" for case in self.cases.values())
 
+    def may_be_told(self, identity: str) -> bool:
+        """Whether the receiver was told of a case, or is just now."""
+        return identity in self.told or identity in self.sending
+
     def knows(self, case: Case) -> bool:
         """Whether the case is one of these; it may belong to another problem by now."""
         return bool(self.problem_id or self.alert == case.alert) and (case.id in self.cases or case.id in self.told)
@@ -103,10 +113,18 @@ class Entry(msgspec.Struct, kw_only=True):
 
     def put(self, case: Case, now: float, grouping: Grouping) -> None:
         """The case as it is now."""
-        fires = case.state == "firing"
-        if self._fired_unheard(case) and (case.id in self.ends or now <= self.since + UNHEARD_SECONDS):
+        if handed_over := self._is_handed_over(case, now):
+            fired = msgspec.structs.replace(case, state="firing", resolved_step=None, resolved_time=None, leaves="")
+            self._take(fired, now, grouping)
+        soon = handed_over or case.id in self.ends or now <= self.since + UNHEARD_SECONDS
+        if soon and self._fired_unheard(case):
             self.ends[case.id] = msgspec.structs.replace(case)
-            return
+        else:
+            self._take(case, now, grouping)
+
+    def _take(self, case: Case, now: float, grouping: Grouping) -> None:
+        """To be told as it is."""
+        fires = case.state == "firing"
         self.ends.pop(case.id, None)
         escalates = case.id not in self.cases and case.id not in self.told and self._weigh(case)
         muted = bool(case.silenced) and fires and case.id in self.told
@@ -132,6 +150,13 @@ class Entry(msgspec.Struct, kw_only=True):
         waits = known is not None and known.state == "firing" and not known.silenced and case.id not in self.told
         return waits and case.state == "resolved" and case.severity == "critical"
 
+    def _is_handed_over(self, case: Case, now: float) -> bool:
+        """Whether a critical case comes from another node, and was over soon after it fired, a moment ago."""
+        is_new = case.id not in self.cases and case.id not in self.told and not case.silenced
+        if not is_new or case.state != "resolved" or case.severity != "critical" or case.resolved_time is None:
+            return False
+        return case.resolved_time - case.time <= UNHEARD_SECONDS and abs(now - case.time) <= HANDED_OVER_SECONDS
+
     def _weigh(self, case: Case) -> bool:
         """A case that is new here. Whether a receiver that was told of the problem has to be told of this one as of
         something new: what it was told of is less severe, or silenced by now."""
@@ -151,8 +176,8 @@ class Entry(msgspec.Struct, kw_only=True):
     def move(self, case: Case, now: float, grouping: Grouping) -> None:
         """The case as it is now, of which the receiver is told elsewhere from now on. Where it was not told of it here,
         it will not be."""
-        if case.id in self.told or case.id not in self.cases:
-            self.put(case, now, grouping)
+        if self.may_be_told(case.id) or case.id not in self.cases:
+            self._take(case, now, grouping)
             return
         self.drop(case.id)
         if not self.cases:
@@ -192,6 +217,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
     def record_delivery(self, cases: list[Case], now: float, grouping: Grouping, reference: str = "") -> None:
         """These were delivered, as they were when the attempt began."""
+        self.sending = []
         for case in cases:
             self.told[case.id] = digest(case)
             known = self.cases.get(case.id)
@@ -209,6 +235,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
     def record_failure(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:
         """It was not delivered. Whether it will be tried again; else it was given up."""
+        self.sending = []
         self.trouble = delivery.detail
         self.attempts += 1
         self.since = self.since or now

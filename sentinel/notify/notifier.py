@@ -8,6 +8,7 @@ from typing import Protocol
 from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case
 from sentinel.notify import Event, Origin, Route
+from sentinel.notify.entry import Entry
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
@@ -45,15 +46,27 @@ class Notifier:
         self._ending: dict[str, Case] = {}
         """Id -> ended case whose end was not sent to the receivers yet."""
         self._resumed = False
-        self.is_joining = False
-        """Whether the job's nodes have yet to find each other. Until then, cases that an earlier daemon of this node
-        sent count as the job's, whose coordinator may have notified people under another key."""
+        self._is_joining = False
+        self._former: list[Entry] = []
+        """What an earlier daemon of this node had yet to send, or to end."""
 
     def replace(self, routes: Sequence[Route], origin: Origin, severities: frozenset[str]) -> None:
         """Apply new settings: these receivers, and these severities on the terminal. New receivers get what fires."""
         self.pipeline.replace(routes, origin)
         self._terminal.severities = severities
         self._resumed = False
+
+    def begin_joining(self) -> None:
+        """It is yet to be found out where the nodes of the job meet. Until then what an earlier daemon of this node
+        knew of, or had yet to send, is the job's, whose coordinator may have told people since, or under another key.
+        """
+        self._is_joining, self._former = True, self.pipeline.withdraw()
+
+    def end_joining(self) -> None:
+        """It was found out, or no more will be. Twice is once."""
+        if self._is_joining:
+            self._is_joining = False
+            self.pipeline.restore(self._former)
 
     def open_case(self, case: Case) -> None:
         """Decide whether an incident that fired is sent, before it is recorded."""
@@ -109,7 +122,7 @@ class Notifier:
         ended one, since a receiver may know of no less severe case."""
         self.silences.refresh()
         known = list(cases)
-        if not self._resumed and not self.is_joining:
+        if not self._resumed and not self._is_joining:
             self._resume(known)
         changed, self._changed = self._changed, set()
         for case in known:

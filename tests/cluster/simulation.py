@@ -588,4 +588,7 @@ class Simulation:
             if case.state == "firing":
                 node.outbox[case.id] = case
                 self.ids.setdefault((case.alert, case.first_step), set()).add(case.id)
+        for case in lead.coordinator.take_folded(node.clock(self.now)):
+            self.pages[case.id] = case
+            node.outbox.pop(case.id, None)
         self.told |= {key for one in lead.coordinator.incidents if one.id in self.pages for key in one.cases}

@@ -24,18 +24,6 @@ def test_a_consequence_on_a_node_is_one_in_the_job() -> None:
     assert (consequence.id, consequence.parent, consequence.problem_id) == ("n3-0.2", "n3-0.1", "n3-0.1")
 
 
-def test_what_is_over_before_its_cause_is_known_is_told_as_firing_first() -> None:
-    incidents, hang = JobIncidents(), make_case(1, "Hang", 100)
-    incidents.add(1, NodeCase(number=1, case=hang))
-    (incident,) = incidents.take_unexplained()
-    assert incidents.take_changes() == []
-    incidents.add(1, NodeCase(number=2, case=msgspec.structs.replace(hang, state="resolved", resolved_step=100)))
-    incidents.explain(incident, None)
-    assert [case.state for case in incidents.take_changes()] == ["firing", "resolved"]
-    incidents.explain(incident, None)
-    assert [case.state for case in incidents.take_changes()] == ["resolved"]
-
-
 def test_a_problem_that_the_job_does_not_know_is_none() -> None:
     incidents = JobIncidents()
     incidents.add(3, NodeCase(number=1, case=msgspec.structs.replace(make_case(2, "Divergence", 130), parent="0.1")))

@@ -164,23 +164,35 @@ def test_a_coordinator_that_leaves_lets_the_node_tell_and_its_page_is_its_own(
     assert received(ops) == []
 
 
-def test_a_node_that_is_alone_tells_people_once_that_a_problem_is_over(
+def test_what_a_node_told_by_itself_is_not_told_once_more_by_the_job_when_its_daemon_is_restarted(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(f"{rules.read_text()}    problem: mine\n")
-    with job(tmp_path, options, nodes=2) as (coordinator, node):
+    address, began = free_address(), time.time()
+    with (
+        node_daemon(0, 2, address, tmp_path, *options) as coordinator,
+        node_daemon(1, 2, address, tmp_path, *options) as node,
+    ):
+        until(lambda: node.job()["view"] == "joined", "node 1 to hear the coordinator")
         coordinator.process.terminate()
+        assert ended(coordinator.process) == 0
         until(lambda: node.job()["view"] == "alone", "node 1 to know that it is alone")
-        node.rank.steps(0, [LOW, HIGH])
-        pages = [ops.next()]
-        node.rank.steps(2, [LOW])
-        until(lambda: node.cases()[0]["state"] == "resolved", "the incident to be over")
-        node.rank.say(wire.Goodbye())
+        node.rank.steps(0, [LOW, HIGH], began=began)
+        own = [ops.next()]
+        node.rank.steps(2, [LOW], began=began)
+        own.append(ops.next())
+        node.process.terminate()
         assert ended(node.process) == 0
-    pages += received(ops)
-    assert [page["status"] for page in pages] == ["firing", "resolved"]
-    assert {page["alerts"][0]["labels"]["run_id"] for page in pages} == {f"{RUN}@node-1"}
+    assert [page["status"] for page in own] == ["firing", "resolved"]
+    with (
+        node_daemon(0, 2, address, tmp_path, *options) as coordinator,
+        node_daemon(1, 2, address, tmp_path, *options) as node,
+    ):
+        assert [case["state"] for case in node.cases()] == ["resolved"]
+        until(lambda: coordinator.states().get(1) == "alive", "the coordinator to hear node 1")
+        until(lambda: coordinator.job()["nodes"][1]["applied"] > 0, "it to have what node 1 knows")
+        node.rank.steps(3, [HIGH], began=began)
+        assert [alert["status"] for alert in ops.next()["alerts"]] == ["firing"]
+    assert received(ops) == []
 
 
 def test_the_last_incident_of_a_node_is_told_before_its_daemon_goes(

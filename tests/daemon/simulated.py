@@ -65,13 +65,13 @@ class SimulatedRank:
         )
         self.expect(wire.Welcome)
 
-    def steps(self, first: int, losses: list[float], **columns: list[float]) -> None:
-        """Report steps `first`, `first + 1`, ... with these losses, a second apart."""
+    def steps(self, first: int, losses: list[float], *, began: float = 1e9, **columns: list[float]) -> None:
+        """Report steps `first`, `first + 1`, ... with these losses, a second apart. `began`: time of step 0."""
         seqs = range(first, first + len(losses))
         self.say(
             wire.Batch(
                 seqs=array("q", seqs).tobytes(),
-                times=array("d", [1e9 + seq for seq in seqs]).tobytes(),
+                times=array("d", [began + seq for seq in seqs]).tobytes(),
                 columns={
                     name: wire.Column(array("d", values).tobytes())
                     for name, values in {"loss": losses, **columns}.items()

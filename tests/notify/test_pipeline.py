@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from sentinel.config.settings import SEVERITIES, Duration, Grouping
@@ -355,6 +356,62 @@ def test_pages_under_another_run_id_are_groups_of_their_own() -> None:
         assert fake.got[-1].group == "r1@node-2/LossSpike"
         assert not made.is_known(case().id, "r1@node-2")
         assert made.is_known(case().id)
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_comes_again_is_not_told_again_and_does_not_fire_first() -> None:
+    async def scenario() -> None:
+        fake = Fake()
+        made = pipeline(Outbox(None), ops=fake)
+        times = {"problem_id": "0.1", "time": pipelines.steady()}
+        fired, over = (msgspec.structs.replace(case(state=state), **times) for state in ("firing", "resolved"))
+        over.resolved_time = fired.time + 3
+        for count, one in enumerate((fired, over), start=1):
+            made.put(one)
+            await until(lambda count=count: len(fake.got) == count and not made.pending)
+        made.put(over)
+        made.put(case("0.2", alert="Hang"))
+        await until(lambda: len(fake.got) == 3)
+        assert [(message.alert, message.firing) for message in fake.got] == [
+            ("LossSpike", True),
+            ("LossSpike", False),
+            ("Hang", True),
+        ]
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_of_another_problem_at_its_end_ends_where_it_was_told() -> None:
+    async def scenario() -> None:
+        fake = Fake()
+        made = pipeline(Outbox(None), ops=fake)
+        fired, over = (msgspec.structs.replace(case(state=state), problem_id="0.1") for state in ("firing", "resolved"))
+        made.put(fired)
+        await until(lambda: len(fake.got) == 1 and not made.pending)
+        over.problem_id = "0.7"
+        made.put(over)
+        await until(lambda: len(fake.got) == 2)
+        assert [(message.group, message.firing) for message in fake.got] == [("r1/0.1", True), ("r1/0.1", False)]
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_moves_elsewhere_while_it_is_sent_is_told_as_over_here() -> None:
+    async def scenario() -> None:
+        def answer() -> Delivery:
+            if len(fake.got) == 1:
+                made.put(case(state="resolved"), "r1@node-2", moved=True)
+            return DELIVERED
+
+        fake = Fake(answer)
+        made = pipeline(Outbox(None), ops=fake)
+        made.put(case(), "r1@node-2")
+        await until(lambda: len(fake.got) == 2)
+        assert [message.firing for message in fake.got] == [True, False]
         await made.close()
 
     asyncio.run(scenario())

@@ -275,6 +275,10 @@ class Coordinator:
             changes += self.incidents.close_pages(self._list_caught_up().union(self.members.left_out))
         return changes
 
+    def take_folded(self, now: float) -> list[Case]:
+        """Ends of incidents that people were told of, and that are another one by now; after `take_changes`."""
+        return self.incidents.take_folded() if self._has_settled(now) else []
+
     def _list_blamed(self, case: Case) -> tuple[int, ...]:
         """The nodes of the ranks that its cause names, else those that it is on; of a consequence, none."""
         incident = self.incidents.find(case.id)

@@ -47,7 +47,7 @@ class JobIncident:
         self.asked = self.awaits_verdict = False
         """Whether they were, and whether people are told once they have answered."""
         self.known = False
-        """Whether people were told of it."""
+        """Whether people may know of it by its id."""
         self.joined = self.joined_problem = ""
         """The incident of another node of which it is a consequence, and the problem of that."""
 
@@ -143,15 +143,20 @@ class JobIncidents:
         case = given.case
         incident = self._find_incident(node, given)
         if incident is None:
-            identity = given.incident or self._find_page(case) or _first_id(node, case)
+            former = given.incident or self._find_page(case)
+            identity = former or _first_id(node, case)
             incident = self._incidents[identity] = JobIncident(identity, case.attempt, case.alert)
+            incident.known = bool(former)
             self._folded.pop(identity, None)  # the id is used again: its page goes on
             self._fold(incident, case)
+        if given.incident and given.incident not in self._incidents:
+            if incident.known:
+                self._folded[given.incident] = incident.id
+                self._changed[incident.id] = None
+            else:
+                self._rename(incident, given.incident)
         if self._pages.pop(incident.id, None) is not None:
-            incident.told = incident.asked = incident.known = True
-            self._changed[incident.id] = None
-        if given.incident and given.incident != incident.id and given.incident not in self._incidents:
-            self._folded[given.incident] = incident.id
+            incident.told = incident.asked = True
             self._changed[incident.id] = None
         fired, known = incident.firing, incident.cases.get((node, case.id))
         if known == case:
@@ -186,7 +191,7 @@ class JobIncidents:
     def add_page(self, case: Case) -> None:
         """A node that was the coordinator told people of this, and not that it is over."""
         if (incident := self._incidents.get(case.id)) is not None:
-            incident.told = incident.known = True
+            incident.told = True
             self._changed[case.id] = None
         else:
             self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))
@@ -224,22 +229,27 @@ class JobIncidents:
         held = () if leaving else tuple(one.id for one in self if one.awaits_verdict)
         changed = [identity for identity in self._changed if identity not in held]
         self._changed = {identity: None for identity in self._changed if identity in held}
-        found: list[Case] = []
-        for incident in (self._incidents[identity] for identity in changed if identity in self._incidents):
-            case = self._combine(incident)
-            if (
-                incident.asked and not incident.known and case.state == "resolved"
-            ):  # it was over before it was explained
-                fired = {"state": "firing", "resolved_step": None, "resolved_time": None, "leaves": ""}
-                found.append(msgspec.structs.replace(case, **fired))
+        incidents = [self._incidents[identity] for identity in changed if identity in self._incidents]
+        for incident in incidents:
             incident.known = True
-            found.append(case)
-        for identity, into in list(self._folded.items()):
-            self._pages.pop(identity, None)
-            if into in self._incidents:
+        return [self._combine(incident) for incident in incidents]
+
+    def take_folded(self) -> list[Case]:
+        """The ends of incidents whose cases are in another one by now, since the last time: as people were told of
+        them, who are told of the other one instead."""
+        found: list[Case] = []
+        for identity, into in self._folded.items():
+            page = self._pages.pop(identity, None)
+            if page is not None:
+                one = page.case
+            elif into in self._incidents:
                 one = self._combine(self._incidents[into])
-                done = (*one.done, f"over: it is incident {into}")
-                found.append(msgspec.structs.replace(one, id=identity, state="resolved", done=done))
+                problem = identity if one.problem_id == into else one.problem_id
+                one = msgspec.structs.replace(one, id=identity, problem_id=problem)
+            else:
+                continue
+            done = (*one.done, f"over: it is incident {into}")
+            found.append(msgspec.structs.replace(one, state="resolved", done=done))
         self._folded.clear()
         return found
 
@@ -257,6 +267,16 @@ class JobIncidents:
             others = [self._combine(one) for one in self if one is not incident and one.attempt == case.attempt]
             if (parent := folding.find_parent(case, others)) is not None:
                 incident.joined, incident.joined_problem = parent.id, parent.problem_id
+
+    def _rename(self, incident: JobIncident, identity: str) -> None:
+        """People know it by this id, which an earlier coordinator gave it, and not by its own."""
+        before, incident.id, incident.known = incident.id, identity, True
+        self._incidents = {one.id: one for one in self}
+        self._changed.pop(before, None)
+        self._changed[identity] = None
+        for one in self:
+            one.joined = identity if one.joined == before else one.joined
+            one.joined_problem = identity if one.joined_problem == before else one.joined_problem
 
     def _combine(self, incident: JobIncident) -> Case:
         """As one case, whose parent and problem are incidents of the job: as its first case has them of its node's, or

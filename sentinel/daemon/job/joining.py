@@ -56,19 +56,19 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
     else:
 
         def fail(why: str) -> None:
-            watch.notifier.is_joining = False
+            watch.notifier.end_joining()
             watch.context.tell_once(why)
             _tell_unarmed(watch, identity, APART)
 
         def join(found: Meeting) -> None:
-            watch.notifier.is_joining = False
+            watch.notifier.end_joining()
             if identity.node == 0:
                 watch.context.tell(_announce(found))
             if not found.takes_orders:
                 _tell_unarmed(watch, identity, NO_ORDERS)
             _meet(watch, identity, supervision, found)
 
-        watch.notifier.is_joining = True
+        watch.notifier.begin_joining()
         watch.search = MeetingSearch(meeting, settings.port, join, fail)
 
 
