@@ -26,9 +26,8 @@ LONGEST_AFTER = 3600.0
 UNHEARD_SECONDS = 30.0
 """A critical case that was over so soon after it fired is sent as firing first, where nothing of it was sent yet."""
 HANDED_OVER_SECONDS = 120.0
-"""Since it fired, by the clocks of two nodes: such a case that comes from another node, over already, is sent as firing
-first, too. The node that was to send it is gone, or heard only of its end. An older one, people may have known and
-forgotten."""
+"""Since it fired, by the clocks of two nodes: such a case of which nothing came here before its end is sent as firing
+first, too, as the node that was to send it is gone, or heard only of its end. People may have known an older one."""
 LATE_SECONDS = 600.0
 """After so long without an answer a receiver gets such a case as it is then."""
 GIVE_UP_SECONDS = 24 * 3600.0
@@ -126,6 +125,9 @@ class Entry(msgspec.Struct, kw_only=True):
         """To be told as it is."""
         fires = case.state == "firing"
         self.ends.pop(case.id, None)
+        if case.silenced and not fires and case.id in self.cases and not self.may_be_told(case.id):
+            self._drop_untold(case.id, now, grouping)
+            return
         escalates = case.id not in self.cases and case.id not in self.told and self._weigh(case)
         muted = bool(case.silenced) and fires and case.id in self.told
         if muted or self.told.get(case.id) == digest(case):
@@ -151,7 +153,7 @@ class Entry(msgspec.Struct, kw_only=True):
         return waits and case.state == "resolved" and case.severity == "critical"
 
     def _is_handed_over(self, case: Case, now: float) -> bool:
-        """Whether a critical case comes from another node, and was over soon after it fired, a moment ago."""
+        """Whether a critical case was over soon after it fired, a moment ago, and nothing of it came here before."""
         is_new = case.id not in self.cases and case.id not in self.told and not case.silenced
         if not is_new or case.state != "resolved" or case.severity != "critical" or case.resolved_time is None:
             return False
@@ -179,7 +181,10 @@ class Entry(msgspec.Struct, kw_only=True):
         if self.may_be_told(case.id) or case.id not in self.cases:
             self._take(case, now, grouping)
             return
-        self.drop(case.id)
+        self._drop_untold(case.id, now, grouping)
+
+    def _drop_untold(self, identity: str, now: float, grouping: Grouping) -> None:
+        self.drop(identity)
         if not self.cases:
             self.rest(now, grouping)
 

@@ -168,6 +168,16 @@ def test_a_silence_mutes_updates_and_repeats_of_what_was_told_and_not_its_end() 
     assert [one.state for one in told(made, NOW + 65)] == ["resolved"]
 
 
+def test_the_end_of_what_was_silenced_before_it_was_told_is_not_told() -> None:
+    """In a job over several nodes the coordinator puts what is silenced, too."""
+    fired, over = fired_and_over()
+    fired.silenced = over.silenced = "3f9a1c"
+    made = entry(fired)
+    assert made.list_news() == []
+    made.put(over, NOW + 70, GROUPING)
+    assert (made.cases, made.list_news(), made.pending) == ({}, [], False)
+
+
 def test_a_receiver_that_is_down_for_an_hour_gets_one_message_with_what_is_true_then() -> None:
     made, now, attempts = entry(case()), NOW, 0
     while made.due < NOW + 3600:

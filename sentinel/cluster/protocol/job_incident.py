@@ -156,7 +156,7 @@ class JobIncidents:
             else:
                 self._rename(incident, given.incident)
         if self._pages.pop(incident.id, None) is not None:
-            incident.told = incident.asked = True
+            incident.told = incident.asked = incident.known = True
             self._changed[incident.id] = None
         fired, known = incident.firing, incident.cases.get((node, case.id))
         if known == case:
@@ -191,7 +191,7 @@ class JobIncidents:
     def add_page(self, case: Case) -> None:
         """A node that was the coordinator told people of this, and not that it is over."""
         if (incident := self._incidents.get(case.id)) is not None:
-            incident.told = True
+            incident.told = incident.known = True
             self._changed[case.id] = None
         else:
             self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))
