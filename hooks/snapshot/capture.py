@@ -207,7 +207,7 @@ def spread(tensor: Tensor) -> MemorySpan | None:
     """Return how the tensor is laid out over the ranks; None: it is a plain tensor. No collective."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "device_mesh"):
         return None
-    (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint does
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined] # as torch.distributed.checkpoint does
     placements = tuple(tensor.placements)  # type: ignore[attr-defined]
     return MemorySpan(tensor.device_mesh, placements, tensor.shape, tensor.stride(), chunk.offsets, chunk.sizes)
 

@@ -61,8 +61,7 @@ BEAT_SECONDS = 1.0
 NEWS_SECONDS_A_NODE = 0.0005
 """Between two beats with news, for each node of the job: what is said of all goes to all, and may be new on all."""
 LAST_SECONDS = 5.0
-"""For which a node whose ranks are gone waits for the coordinator to take its last events, and the coordinator for the
-other nodes to leave."""
+"""Most seconds that a node without ranks waits for the coordinator to take its events, and that one for all to leave."""
 REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
@@ -434,11 +433,10 @@ class Membership:
                 self._session.ask(node, after)
 
     def _send_digest(self, now: float) -> None:
-        if self._session is None or self._reporter is None:
+        if self._session is None or self._reporter is None or (digest := self._reporter.make_digest(now)) is None:
             return
-        if (digest := self._reporter.make_digest(now)) is not None:
-            with contextlib.suppress(Exception):  # what does not arrive is sent again
-                self._session.publish_digest(encode(digest))
+        with contextlib.suppress(Exception):  # a digest that does not arrive is sent again
+            self._session.publish_digest(encode(digest))
 
     def _follow_orders(self, now: float) -> None:
         """Have this node's supervisor and ranks do what the coordinator orders now, or know why there is no order."""

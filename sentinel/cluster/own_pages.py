@@ -65,6 +65,7 @@ class OwnPages:
             if case.id in known and case.state == "firing":
                 done = (*case.done, OVER_HERE)
                 over = msgspec.structs.replace(case, state="resolved", resolved_time=time.time(), done=done)
+                self._ended.add(case.id)
                 self._pipeline.put(over, self._name, moved=True)
 
     def withhold(self) -> None:

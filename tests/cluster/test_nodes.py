@@ -195,6 +195,25 @@ def test_what_a_node_told_by_itself_is_not_told_once_more_by_the_job_when_its_da
     assert received(ops) == []
 
 
+def test_a_node_that_is_alone_tells_people_once_that_a_problem_is_over(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"{rules.read_text()}    problem: mine\n")
+    with job(tmp_path, options, nodes=2) as (coordinator, node):
+        coordinator.process.terminate()
+        until(lambda: node.job()["view"] == "alone", "node 1 to know that it is alone")
+        node.rank.steps(0, [LOW, HIGH])
+        pages = [ops.next()]
+        node.rank.steps(2, [LOW])
+        until(lambda: node.cases()[0]["state"] == "resolved", "the incident to be over")
+        node.rank.say(wire.Goodbye())
+        assert ended(node.process) == 0
+    pages += received(ops)
+    assert [page["status"] for page in pages] == ["firing", "resolved"]
+    assert {page["alerts"][0]["labels"]["run_id"] for page in pages} == {f"{RUN}@node-1"}
+
+
 def test_the_last_incident_of_a_node_is_told_before_its_daemon_goes(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:

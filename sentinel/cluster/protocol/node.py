@@ -96,6 +96,17 @@ class Node:
         """What the coordinator has all nodes do, be it its last word; None where it is not heard."""
         return self.beat.order if self.beat is not None and now - self.heard <= LOCAL_VIEW_SECONDS else None
 
+    def recall_beat(self, now: float) -> Beat | None:
+        """Return the last beat with all nodes that this one has heard of, and for how long each is silent; None before
+        the first. A coordinator that took the role because it hears no other node has itself alone in its beats."""
+        if self.beat is None:
+            return None
+        states: dict[int, NodeState] = {}
+        for beat, age in ((self._acting_beat, now - self.heard), (self.beat, now - self._beat_time)):
+            for state in beat.nodes if beat is not None else ():
+                states[state.node] = msgspec.structs.replace(state, silent_seconds=state.silent_seconds + age)
+        return msgspec.structs.replace(self.beat, nodes=tuple(state for _, state in sorted(states.items())))
+
     def record(self, case: Case, *, paged: bool = False) -> Events:
         """A case is new, or changed. `paged`: people know of it by this node. Returns what the coordinator is sent."""
         before = self._kept.pop(case.id, None)
