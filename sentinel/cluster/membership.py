@@ -1,11 +1,11 @@
-"""One run's place in its job: the protocol, a session, and the run's way to its receivers, put together.
+"""One run's place in its job: connects the protocol, a session, and the run's notifier and receivers.
 
-Stands between the run's notifier and its pipeline. While a node is the coordinator it puts into it the incidents of the
-job; the others put nothing into theirs while they hear the coordinator.
+It stands between the run's notifier and its pipeline. The coordinator's node puts the incidents of the job into its
+pipeline; the others put nothing into theirs while they hear the coordinator.
 
     every node         -> pulse, events, digests ->    Lead, on the node that is the coordinator
                        <- beat                   <-
-The coordinator's own node is no exception: what it says, and hears, takes the same way without the net.
+The messages of the coordinator's own node take the same way, without the network.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BEAT_SECONDS = 1.0
 NEWS_SECONDS_A_NODE = 0.0005
 """Between two beats with news, for each node of the job: what is said of all goes to all, and may be new on all."""
 LAST_SECONDS = 5.0
-"""Most seconds that a node without ranks waits for the coordinator to take its events, and that one for all to leave."""
+"""Most seconds that a node without ranks waits for the coordinator to take its events, and that for all to leave."""
 REMEMBERED_SECONDS = 600.0
 """A daemon that was restarted hands in cases that ended since: the last one may not have."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
@@ -383,8 +383,7 @@ class Membership:
         report = self._supervisor.find_report() if self._meeting.takes_orders else None
         if report is None:
             return None
-        mark = self._supervisor.find_mark()
-        if self._mark not in ("", mark) and self._node.members.start:
+        if self._mark not in ("", mark := self._supervisor.find_mark()) and self._node.members.start:
             self._node.forget_members()
             if self._lead is not None:
                 self._leave_role(time.monotonic())
