@@ -1,4 +1,4 @@
-"""`sentinel history`: the runs that are kept, their numbers for other programs, and what is to go."""
+"""`sentinel history`: lists the stored runs, exports their numbers for other programs, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from sentinel.web import json as plain_json
 
 _NUMBER = click.IntRange(0, 2**31 - 1)
 KEYS = ("attempt", "step", "time")
-"""What a row of an export begins with."""
+"""The first columns of an export's rows."""
 _CANDIDATES = 5
-"""Ids that an error names, at most."""
+"""The most ids that an error names."""
 _OTHERS = 27
-"""Width of the columns `last written` and `size` in the list, and of the spaces."""
+"""Width in characters of the list's columns `last written` and `size`, and of the spaces."""
 
 
 def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
@@ -170,8 +170,8 @@ def _open_output(output: Path | None) -> AbstractContextManager[IO[str]]:
 
 
 def complete_run(run: str) -> str:
-    """A run as it was named; where no run has that name or id, the only id that begins so. Raises ConfigError where
-    several do. An id that was completed is said on stderr."""
+    """Return the run as it was named or, where no run has that name or id, the only id that begins with it. Raises
+    ConfigError where several do. Prints a completed id on stderr."""
     ids = dict[str, None]()
     for name, run_id in _list_named():
         if run in (name, run_id):
@@ -188,13 +188,13 @@ def complete_run(run: str) -> str:
 
 
 def complete_option(ctx: click.Context, parameter: click.Parameter, run: str | None) -> str | None:
-    """The same, as the callback of a click option. Raises ConfigError."""
+    """Do what `complete_run` does, as the callback of a click option. Raises ConfigError."""
     return complete_run(run) if run is not None else None
 
 
 def _list_named() -> Iterator[tuple[str, str]]:
-    """(name, id) of the runs that are watched, then of those that are kept, the newest first. Of a history that cannot
-    be read, both are in its file's name: a call for it is not to get another run."""
+    """Yield (name, id) of the watched runs, then of the stored ones, the newest first. For a history that cannot be
+    read, both are its file's name: a call for it must not get another run."""
     yield from ((one["run"], one["run_id"]) for one in list_runs())
     for one in reversed(retention.list_kept()):
         try:
@@ -205,7 +205,7 @@ def _list_named() -> Iterator[tuple[str, str]]:
 
 
 def find_history(run: str) -> Path:
-    """The history of a run: of its file, name, id, or the beginning of that. Raises ConfigError."""
+    """Return the history of a run, given as a file, a name, an id, or the beginning of an id. Raises ConfigError."""
     if not run.endswith(".sqlite"):
         run = complete_run(run)
     path, known = _search_history(run)
@@ -215,8 +215,8 @@ def find_history(run: str) -> Path:
 
 
 def _search_history(run: str) -> tuple[Path | None, list[str]]:
-    """The history of a run, and the names of the newer ones; of all where there is none. Raises ConfigError where it is
-    damaged."""
+    """Return the history of a run, and the names of newer runs; if there is none, None and the names of all runs.
+    Raises ConfigError where it is damaged."""
     if run.endswith(".sqlite") and Path(run).is_file():
         return Path(run), []
     known: dict[str, None] = {}
@@ -233,7 +233,7 @@ def _search_history(run: str) -> tuple[Path | None, list[str]]:
 
 
 def explain_unknown(run: str) -> str:
-    """What to say of a run that no daemon watches, and no history is of; empty where it is known."""
+    """Return a sentence on a run that has neither a daemon nor a history; empty: the run is known."""
     live = list_runs()
     if any(run in (one["run"], one["run_id"]) for one in live):
         return ""
@@ -248,17 +248,17 @@ def explain_unknown(run: str) -> str:
 
 
 def _suggest_run(run: str, known: Sequence[str]) -> str:
-    """The name that is nearest, or all names; empty where no run is known."""
+    """Return the end of a sentence with the nearest name, or all names; empty where no run is known."""
     return (did_you_mean(run, known) or f"; there are: {', '.join(known)}") if known else ""
 
 
 def _read_id(path: Path) -> str:
-    """The id of a run, by the name of its history, which may be a damaged one that was moved aside."""
+    """Return the id of a run from the name of its history, which may be a damaged one that was moved aside."""
     return path.name.partition(".sqlite")[0]
 
 
 def describe_stored(one: retention.StoredHistory) -> dict[str, Any]:
-    """A row of `sentinel history --json`: of a history that cannot be read, with what could, and why not more."""
+    """Return a row of `sentinel history --json`; for a damaged history, with what could be read, and the error."""
     row: dict[str, Any] = {
         "run": _read_id(one.path), "run_id": "", "attempts": 0, "step": None, "began": None,
         "modified": one.modified, "incidents": 0, "bytes": one.bytes, "file": str(one.path), "trouble": "",
@@ -278,7 +278,7 @@ def describe_stored(one: retention.StoredHistory) -> dict[str, Any]:
 
 
 def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
-    """Ids whole, as they are wanted by other commands, unless a terminal is too narrow."""
+    """Return the lines of the list. Ids are whole, as other commands need them, unless a terminal is too narrow."""
     run = min(21, max(len(row["run"]) for row in rows))
     steps = ["step", *("-" if row["step"] is None else str(row["step"]) for row in rows)]
     step = max(map(len, steps))
@@ -304,7 +304,7 @@ def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> lis
 
 
 def read_rows(kept: History, number: int, rank: int, *, layers: bool) -> Iterator[dict[str, Any]]:
-    """What an export has of an attempt: a row a step; of layers, a row for each and sampled step."""
+    """Yield an export's rows of an attempt: one per step; with `layers`, one per layer and sampled step."""
     offset = kept.step_offset(number)
     if not layers:
         for seq, at, values in kept.rows(attempt=number, rank=rank):

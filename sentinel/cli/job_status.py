@@ -1,4 +1,4 @@
-"""The other nodes of a run's job, in lines of `sentinel status`."""
+"""Lines of `sentinel status` about the other nodes of a run's job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sentinel.text import describe_node_state, format_count, name_nodes
 
 
 def lines(job: dict[str, Any]) -> list[str]:
-    """Who is there, who could not be asked, and which incidents are open."""
+    """Return lines on the job: which nodes are there, which are missing, and which incidents are open."""
     found = [f"  job       {describe_view(job)}"]
     if shrunk := describe_shrink(job):
         found.append(f"            {shrunk}")
@@ -34,12 +34,12 @@ def lines(job: dict[str, Any]) -> list[str]:
 
 
 def is_stale(job: Mapping[str, Any]) -> bool:
-    """Whether the coordinator is not heard, and what is known of other nodes is what it said last."""
+    """Whether the coordinator is not heard, so that what is known of other nodes is from its last message."""
     return job["view"] in ("local view", "alone", "left out")
 
 
 def describe_view(job: Mapping[str, Any]) -> str:
-    """Which node this is, and whether it hears the coordinator."""
+    """Return which node this is, and whether it hears the coordinator."""
     absence = job.get("absence") or "the coordinator is not heard"  # a daemon of an earlier version says no more
     views = {
         "coordinator": f"coordinator, at {job['address']}",
@@ -52,12 +52,12 @@ def describe_view(job: Mapping[str, Any]) -> str:
 
 
 def describe_shrink(job: Mapping[str, Any]) -> str:
-    """What is left of the job, where it went on without some of its nodes."""
+    """Return what is left of the job if it went on without some of its nodes; empty if it did not."""
     return str(job.get("shrunk", ""))  # a daemon of an earlier version does not say
 
 
 def describe_rejected(job: Mapping[str, Any]) -> str:
-    """How many connections to this node's port came to nothing, and from where; empty: none that is known."""
+    """Return how many connections to this node's port failed, and from where; empty: none is known."""
     if not job.get("rejected"):  # None: not counted here; a daemon of an earlier version does not say
         return ""
     count = format_count(job["rejected"], "connection")
@@ -65,19 +65,19 @@ def describe_rejected(job: Mapping[str, Any]) -> str:
 
 
 def describe_node(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """A node of the job: its host, whether it is heard, how far it is."""
+    """Return a node of the job in words: its host, whether it is heard, its step and its share of incidents."""
     state = describe_node_state(node, stale=is_stale(job) and node["node"] != job["node"])
     blame = f", was in {said}" if (said := describe_blame(job, node)) else ""
     return f"{node['hostname']}, {state}, step {node['step']}{blame}"
 
 
 def describe_blame(job: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """In how many of the job's incidents it was; empty: in none."""
+    """Return in how many of the job's incidents a node was; empty: in none."""
     count = job.get("blame", {}).get(str(node["node"]), 0)  # a daemon of an earlier version does not say
     return f"{count} of {format_count(job['blamed_incidents'], 'incident')}" if count else ""
 
 
 def describe_missing(job: Mapping[str, Any]) -> str:
-    """How many nodes were never heard; empty where none is missing."""
+    """Return how many nodes were never heard; empty where none is missing."""
     missing = job["expected"] - len(job["nodes"])
     return f"{missing} of {job['expected']} nodes not heard yet" if missing > 0 else ""

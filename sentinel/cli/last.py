@@ -1,4 +1,4 @@
-"""`sentinel last`: what came of the last runs, the worst first; and of one of them."""
+"""`sentinel last`: the outcomes of the last runs, the worst first, or of one run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sentinel.web import json
 
 OUTCOME_LETTERS = 40
 _UNREAD = 3
-"""Histories that an error names, at most."""
+"""The most unreadable histories that an error names."""
 
 
 @click.command()
@@ -76,9 +76,10 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
 def collect_outcomes(
     run: str | None, since: float | None
 ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]], list[str]]:
-    """Outcomes of the runs that were written to in the last `since` seconds, or since yesterday; of one at any time.
-    The worst first; with their incidents, by run id, and what is wrong with histories that cannot be read: of that of
-    `run`, with what is known of it.
+    """Return the outcomes of runs, their incidents by run id, and what is wrong with histories that cannot be read.
+
+    The runs are those written to in the last `since` seconds, by default since yesterday, or `run`, by default at any
+    time; the worst first. For a damaged history of `run`, the error has what is known of it.
 
     Raises ConfigError where there is no run of that name.
     """
@@ -108,7 +109,7 @@ def collect_outcomes(
 
 
 def _explain_damage(stored: dict[str, Any], trouble: str) -> str:
-    """Of the run that was asked for. `stored`: its row of `sentinel history`."""
+    """Return the error for the damaged history of the requested run. `stored`: its row of `sentinel history`."""
     known = [f"its name is {stored['run']}"] if stored["run_id"] else []
     known += [f"it began {format_moment(stored['began'])}"] if stored["began"] is not None else []
     known += [f"step {stored['step']:,} is kept"] if stored["step"] is not None else []
@@ -125,13 +126,13 @@ def _explain_damage(stored: dict[str, Any], trouble: str) -> str:
 
 
 def _yesterday() -> float:
-    """Its first moment."""
+    """Return the first moment of yesterday, in unix seconds."""
     today = datetime.datetime.now().replace(hour=0, minute=0, second=0, microsecond=0)
     return (today - datetime.timedelta(days=1)).timestamp()
 
 
 def _badness(row: dict[str, Any]) -> tuple[int, float]:
-    """Higher is worse: open and critical first, then what failed."""
+    """Return a sort key, higher for worse: by severity, where a failed run counts as critical, then open incidents."""
     worst = rank_severity(row["worst"]["severity"]) if row["worst"] else 0
     failed = rank_severity("critical") if row["state"] in (FAILED, "stopped", "stalled") else 0
     return 2 * max(worst, failed) + bool(row["open"]), row["began"] or 0.0
@@ -153,7 +154,7 @@ def _closing(row: dict[str, Any]) -> str:
 
 
 def _format_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line each; in a terminal that is too narrow for one of them, some lines each, the outcome whole."""
+    """Return a table, one line per run; in a terminal too narrow for it, some lines per run with the whole outcome."""
     table = [("run", "started", "took", "outcome", "step", "loss", "incidents")]
     for row in rows:
         outcome = row["outcome"]
@@ -174,7 +175,7 @@ def _format_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _format_block(row: dict[str, Any]) -> Iterator[str]:
-    """What came of a run, then how far it got."""
+    """Yield the lines of a run: its outcome and incidents, then how far it got."""
     yield from wrap_text("", f"{row['run_id']}  {row['outcome']}")
     yield from wrap_text("    ", describe_found(row))
     reached = f"step {_name_step(row)}, loss {_name_loss(row)}"

@@ -1,6 +1,6 @@
-"""What a node does while it is its job's coordinator: it hears the nodes, orders, judges, and tells people.
+"""What a node does while it is its job's coordinator: hear the nodes, give orders, judge steps and notify people.
 
-It is thrown away with the role. The next coordinator rebuilds what it needs from what the nodes know.
+It is discarded with the role. The next coordinator rebuilds what it needs from what the nodes know.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ log = logging.getLogger(__name__)
 
 
 class JobJudge(Protocol):
-    """Judges the steps of all nodes."""
+    """Judges the steps of all nodes of a job."""
 
     def take_digest(self, digest: Digest, now: float) -> None:
-        """Steps of another node. Raises ProtocolError."""
+        """Take the steps of another node. Raises ProtocolError."""
 
     def list_reached(self) -> Mapping[int, int]:
-        """Node -> the last step that it need not send again."""
+        """Return, by node, the last step that the node need not send again."""
 
     def tick(self, now: float) -> None:
-        """Once a second."""
+        """Do the periodic work. Called once a second."""
 
     def finish(self, now: float) -> None:
-        """The run is over: judge what is there."""
+        """Judge the steps that have arrived, as the run is over."""
 
 
 class IncidentRecorder(Protocol):
     """Keeps the job's incidents in the history of the coordinator's node."""
 
     def record_job_incident(self, case: Case, own: Sequence[str]) -> None:
-        """As it is now. `own`: ids of this node's cases that it is made of."""
+        """Record the incident as it is now. `own`: ids of the cases of this node that it consists of."""
 
 
 class Lead:
-    """Of one run."""
+    """The coordinator's role of this node, for one run."""
 
     def __init__(
         self,
@@ -69,25 +69,25 @@ class Lead:
         cause_finder: CauseFinder | None = None,
         recorder: IncidentRecorder | None = None,
     ) -> None:
-        """`find_identity` gives that of any rank, and `find_relay` that of this node, in its present attempt. `say`
-        prints one line on the training terminal, and `said` is what is not said again. `cause_finder` asks the ranks of
-        all nodes for the cause of what stands."""
+        """`find_identity` returns any rank's identity, `find_relay` this node's relay, both of the present attempt.
+        `say` prints one line on the training terminal; `said` holds the lines that are not repeated. `cause_finder`
+        asks the ranks of all nodes for an incident's cause."""
         self._run, self._notifier, self._find_identity, self._say = run, notifier, find_identity, say
         self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
         self._cause_finder, self._recorder = cause_finder, recorder
         self.judge: JobJudge | None = None
-        """Once it acts for the first time."""
+        """Judge of all nodes' steps; set when the coordinator acts for the first time."""
         self._rollbacks: JobRollbacks | None = None
-        """Of the present attempt."""
+        """Rollbacks of the present attempt."""
         self._order: wire.Order | None = None
         self._rollback_order: RollbackOrder | None = None
         self._said = said
         self._silences = SilenceNotices()
         self._silenced: dict[str, Case] = {}
-        """The job's open incidents, as they were put."""
+        """The job's open incidents by id, as they were last put into the pipeline."""
 
     def take(self, kind: str, node: int, payload: bytes, now: float) -> bool:
-        """A message of another node. Returns whether people and all nodes may have to hear something new. Raises
+        """Take a message of another node. Returns whether there may be news for people and all nodes. Raises
         ProtocolError."""
         if kind == "gone":
             self.coordinator.drop_node(node)
@@ -111,7 +111,7 @@ class Lead:
         return True
 
     def decide(self, now: float) -> bool:
-        """Order what is to be ordered now. Returns whether that is news."""
+        """Decide on the orders to the nodes. Returns whether they changed."""
         before, relay = (self._order, self._rollback_order), self._find_relay()
         self._order = self.coordinator.order_nodes(now)
         if relay is not None and self.coordinator.is_acting(now):
@@ -119,13 +119,14 @@ class Lead:
         return (self._order, self._rollback_order) != before
 
     def make_beat(self, now: float, *, leaving: bool = False) -> Beat:
-        """What all nodes are to know."""
+        """Return the message to all nodes: their states, the open incidents and the orders."""
         beat = self.coordinator.make_beat(now, leaving=leaving, order=self._order, rollback=self._rollback_order)
         reached = self.judge.list_reached() if self.judge is not None else {}
         return msgspec.structs.replace(beat, digested={str(node): upto for node, upto in reached.items()})
 
     def tick(self, now: float) -> None:
-        """Once a second."""
+        """Have the steps judged, notify people, and say on the terminal which nodes met or fell silent. Called once a
+        second."""
         if self.judge is None and self.coordinator.is_acting(now):
             self.judge = self._make_judge()
         if self.judge is not None:
@@ -139,8 +140,8 @@ class Lead:
             self._say(line)
 
     def tell(self, now: float, *, ending: bool = False) -> bool:
-        """Tell people of the job's incidents that changed, and of those of which a silence began or ended. `ending`:
-        the run is over. Returns whether any changed: the other nodes are to know before this one can die."""
+        """Notify people of the job's incidents that changed, and of those for which a silence began or ended. `ending`:
+        the run is over. Returns whether any changed: the other nodes must know before this one can die."""
         if not self.coordinator.is_acting(now):
             return False
         if self._cause_finder is not None:
@@ -171,7 +172,7 @@ class Lead:
             self._recorder.record_job_incident(case, own)
 
     def explain_no_order(self, now: float) -> str:
-        """Why nothing is ordered, where it is not."""
+        """Return the reason why there is no order at present."""
         return f"more than half of the nodes must be heard; missing: {self.coordinator.name_missing(now)}"
 
     def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
@@ -189,7 +190,7 @@ class Lead:
 
 
 def restore_pages(incidents: Iterable[OpenIncident], run: str, run_id: str) -> list[Page]:
-    """What an earlier coordinator told people of, as far as its last beat says: enough to end it under its key."""
+    """Return the open incidents of an earlier coordinator's last beat: enough to end them under their known keys."""
     return [
         Page(
             Case(
@@ -205,7 +206,7 @@ def restore_pages(incidents: Iterable[OpenIncident], run: str, run_id: str) -> l
 
 
 def restore_blame(beat: Beat) -> BlameLedger:
-    """What an earlier coordinator counted, as its last beat says."""
+    """Return the incidents per node that an earlier coordinator counted, from its last beat."""
     counts = {int(node): count for node, count in beat.blame.items() if node.isdecimal()}
     return BlameLedger(counts, beat.blamed_incidents, [one.id for one in beat.incidents])
 

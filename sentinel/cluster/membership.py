@@ -59,18 +59,18 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 NEWS_SECONDS_A_NODE = 0.0005
-"""Between two beats with news, for each node of the job: what is said of all goes to all, and may be new on all."""
+"""Seconds between two beats with news, for each node of the job: each node may cause news that all must get."""
 LAST_SECONDS = 5.0
-"""Most seconds that a node without ranks waits for the coordinator to take its events, and that for all to leave."""
+"""Most seconds that a node without ranks waits for the coordinator to take its events, or as that for all to leave."""
 REMEMBERED_SECONDS = 600.0
-"""A daemon that was restarted hands in cases that ended since: the last one may not have."""
+"""A restarted daemon hands in cases that ended in so many seconds before: its predecessor may not have done so."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
-"""Rollback, stop and restart of all nodes, where the secret came through the process group's store."""
+"""Why there is no rollback, stop or restart of all nodes where the secret came through the process group's store."""
 STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
 
 
 class Membership:
-    """Of one run. Lives in the daemon's event loop; the session's threads hand over to it."""
+    """One run's place in its job. Lives in the daemon's event loop; the session's threads hand calls over to it."""
 
     def __init__(
         self,
@@ -83,35 +83,35 @@ class Membership:
         supervisor: NodeSupervisor,
         find_relay: Callable[[], RelayedRollback | None],
     ) -> None:
-        """`list_cases`: those of this node. `tell` prints one line on the training terminal. `find_relay` gives what
-        passes orders to the ranks of the present attempt. Sets `notifier.outlet`."""
+        """Begin to look for the other nodes, and set `notifier.outlet`. `list_cases` returns the cases of this node,
+        `find_relay` the relay of orders to the present attempt's ranks. `tell` prints one line on the terminal."""
         now = time.monotonic()
         self._run, self._notifier, self._tell = run, notifier, tell
         self._supervisor, self._find_relay = supervisor, find_relay
         self._passing = False
-        """Whether what is new of a rollback is about to be passed on."""
+        """Whether news of a rollback will be passed on in the next turn of the loop."""
         self._news: asyncio.TimerHandle | None = None
-        """Set while news of the job's incidents are about to be passed on."""
+        """Timer until news of the job's incidents are passed on; None: there are none."""
         self._news_at = 0.0
-        """When that was done last."""
+        """Time of the last news that were passed on."""
         self._pipeline = notifier.pipeline
         self._first_identity, self.node = identity, identity.node
         self._last_report: wire.JobReport | None = None
-        """What the supervisor said last, be it gone."""
+        """The last report of the supervisor, which may have ended since."""
         self._mark = ""
-        """That supervisor's."""
+        """Mark of that supervisor."""
         self.work: WorkExchange | None = None
         self.cause_finder: CauseFinder | None = None
         self.recorder: IncidentRecorder | None = None
-        """Both are used while this node is the coordinator."""
+        """It and `cause_finder` are used while this node is the coordinator."""
         self._steps: StepHandling | None = None
         self._reporter: StepReporter | None = None
-        """None where this node judges those of the job."""
+        """Sends this node's steps to the coordinator; None: this node judges the steps of the job."""
         self._node = Node(identity.node, _read_clock(), now, count_candidates(meeting, identity))
         self._node.note_members(identity.members)
         self._own_pages = OwnPages(self._pipeline, self._node, run.run_id, list_cases)
         self._lead: Lead | None = None
-        """Where this node has the coordinator's role."""
+        """The coordinator's role; None: this node does not have it."""
         self._connection = Connection(
             meeting, identity.node, self._open_session, self._begin_session, self._hand_over, self._say
         )
@@ -121,9 +121,9 @@ class Membership:
         self._said = set[str]()
         """Lines of the coordinator that this node's terminal already has: each is printed once."""
         self._cut_off = False
-        """Whether the terminal was told that no coordinator is heard."""
+        """Whether the terminal shows that no coordinator is heard."""
         self._ending: float | None = None
-        """Since when no rank is left."""
+        """Time since when no rank is left."""
         self._loop = asyncio.get_running_loop()
         self._closed = False
         notifier.outlet = self
@@ -135,51 +135,51 @@ class Membership:
         self._task = self._loop.create_task(self._serve())
 
     def handle_steps(self, steps: StepHandling) -> None:
-        """What becomes of this node's steps from now on."""
+        """Set the ways to handle this node's steps, and begin to send them to the coordinator."""
         self._steps, self._reporter = steps, steps.report()
 
     def move(self, meeting: Meeting) -> None:
-        """The nodes meet elsewhere: the job was started again, and what had been found out is lost."""
+        """Meet the nodes elsewhere: the job was started again, and what had been found out is lost."""
         self._connection.move(meeting)
         self._node.election.candidates = count_candidates(meeting, self._identity)
 
-    # What the notifier and the daemon's end see of it: an outlet.
+    # The outlet, which the notifier and the end of the daemon use.
 
     def put(self, case: Case) -> None:
-        """A case of this node is new, or changed."""
+        """Pass on a case of this node that is new, or changed."""
         events = self._node.record(case, paged=self._own_pages.may_be_told(case.id))
         if self._session is not None:
             self._session.publish_event(encode(events))
         if self._lead is not None:
             self._lead.coordinator.take_events(events)
             self._pass_on_news()
-        if self.is_known(case.id):  # people know of it by us: of its end, too
+        if self.is_known(case.id):  # people know of it from this node: they get its end from here, too
             self._own_pages.put(case)
 
     def is_known(self, identity: str) -> bool:
-        """Whether people are to be told more of a case after a restart."""
+        """Whether people know of a case from this node, and must hear more of it after a restart."""
         return self._own_pages.is_known(identity)
 
     def hurry(self) -> None:
-        """No rank is left: what waits goes out."""
+        """Send at once what waits, as no rank is left."""
         now = time.monotonic()
         if self._ending is None:
             self._ending = now
         if self._lead is not None:
             self._lead.tell(now, ending=now - self._ending > LAST_SECONDS)
             self._send_beat(now)
-        stays = self._supervisor.find_report() is not None  # this daemon is kept: a coordinator may come
+        stays = self._supervisor.find_report() is not None  # this daemon stays: a coordinator may still come
         if self._node.unapplied and now - self._ending > LAST_SECONDS and not stays:
             self._own_pages.tell_alone(now, leaving=True)
         self._send_digest(now)
         self._pipeline.hurry()
 
     def pass_on_incidents(self) -> None:
-        """More is known of the job's incidents: people are told, as far as they are to know."""
+        """Notify people of what became known of the job's incidents, as far as it concerns them."""
         self._pass_on_news()
 
     def pass_on_report(self) -> None:
-        """The job stands otherwise here: the other nodes are told at once, and what follows is done."""
+        """Report a change of the job on this node to the other nodes at once, and do what follows from it."""
         now = time.monotonic()
         self._send_pulse(now)
         if self._lead is not None and self._lead.decide(now):
@@ -187,7 +187,7 @@ class Membership:
         self._follow_orders(now)
 
     def pass_on_rollback(self) -> None:
-        """More is known here of a rollback, or one is asked for: passed on once the caller is done."""
+        """Pass on news of a rollback, or the request for one, once the caller has returned."""
         if not self._passing:
             self._passing = True
             self._loop.call_soon(self._pass_on_rollback)
@@ -198,7 +198,7 @@ class Membership:
 
     @property
     def pending(self) -> int:
-        """What people do not know yet, or the coordinator; of the coordinator, the nodes that are still there."""
+        """Count of what people or the coordinator do not know yet; as the coordinator, also of nodes still there."""
         waits = self._ending is None or time.monotonic() - self._ending < LAST_SECONDS
         unconfirmed = self._session is not None and self._reporter is not None and self._reporter.unconfirmed
         others = sum(state.state == "alive" for state in self.list_nodes())
@@ -207,7 +207,7 @@ class Membership:
         return self._pipeline.pending + here
 
     def status(self) -> dict[str, Any]:
-        """For `sentinel status`."""
+        """Return this node's view of the job for `sentinel status`."""
         now = time.monotonic()
         view: str = "left out" if self._node.is_left_out else self._node.find_view(now)
         beat, members = self._node.recall_beat(now), self._node.members
@@ -236,18 +236,18 @@ class Membership:
         }
 
     def list_open_elsewhere(self) -> list[OpenIncident]:
-        """Open incidents of the job that this node has no part in; none where the coordinator is not heard."""
+        """Return the job's open incidents in which this node has no part; none where the coordinator is not heard."""
         now = time.monotonic()
         joined = self._node.beat if self._node.find_view(now) == "joined" else None
         beat = self._lead.make_beat(now) if self._lead is not None else joined
         return [one for one in beat.incidents if one.nodes and self.node not in one.nodes] if beat is not None else []
 
     def list_incidents(self) -> list[IncidentView] | None:
-        """Those of the job; None on a node that is not the coordinator."""
+        """Return the incidents of the job; None on a node that is not the coordinator."""
         return self._lead.coordinator.incidents.list_views() if self._lead is not None else None
 
     def list_nodes(self) -> tuple[NodeState, ...]:
-        """The other nodes, as the coordinator knows them; none on a node that is not the coordinator."""
+        """Return the other nodes, as the coordinator knows them; none on a node that is not the coordinator."""
         if self._lead is None:
             return ()
         return tuple(one for one in self._lead.coordinator.list_nodes(time.monotonic()) if one.node != self.node)
@@ -258,7 +258,7 @@ class Membership:
         return self._node.election.leader or 0
 
     async def close(self) -> None:
-        """Leave the job: say so, and close the session. What the coordinator does not know, people are told here."""
+        """Leave the job and close the session. People are notified from here of what the coordinator does not know."""
         if self._closed:
             return
         self._task.cancel()
@@ -304,7 +304,7 @@ class Membership:
         self._rejected.tick(self._connection.port, now)
 
     def _note_absence(self, now: float) -> None:
-        """Say on the terminal that this node is by itself, and when it is no more: a wrong secret has no other sign."""
+        """Say on the terminal when this node gets cut off, and when no more: a wrong secret has no other sign."""
         cut_off, stays = self._node.is_cut_off(now), self._ending is None and not self._node.is_left_out
         if cut_off and stays and not self._cut_off:
             self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")
@@ -313,7 +313,7 @@ class Membership:
         self._cut_off = cut_off and stays
 
     def _change_role(self, now: float) -> None:
-        """Become the coordinator where none is heard, and leave it to others where that leads to nothing."""
+        """Become the coordinator where none is heard, and give the role up where this node cannot act in it."""
         if self._lead is not None:
             self._node.note_members(self._lead.coordinator.members)
         if self._node.is_left_out:
@@ -335,7 +335,7 @@ class Membership:
             self._leave_role(now)
 
     def _begin_judging(self) -> JobJudge:
-        """This node acts as the coordinator for the first time since it has the role."""
+        """Begin to judge, as this node acts as the coordinator for the first time since it has the role."""
         assert self._steps is not None
         self._reporter = None
         self._own_pages.take_up()
@@ -343,7 +343,7 @@ class Membership:
         return self._steps.judge()
 
     def _leave_role(self, now: float) -> None:
-        """Be a node like the others."""
+        """Give the coordinator's role up."""
         assert self._lead is not None
         lead, self._lead = self._lead, None
         self._node.election.release(now)
@@ -379,7 +379,7 @@ class Membership:
         return not self._run.attempt.live and (report is None or report.status == 0)
 
     def _find_report(self) -> wire.JobReport | None:
-        """How the job stands here, for those who may give orders."""
+        """Return the state of the job on this node; None: no supervisor reports, or the job takes no orders."""
         report = self._supervisor.find_report() if self._meeting.takes_orders else None
         if report is None:
             return None
@@ -392,7 +392,7 @@ class Membership:
         return report
 
     def _send_beat(self, now: float, *, leaving: bool = False) -> None:
-        """As the coordinator, to all nodes and this one."""
+        """Send the coordinator's beat to all nodes, and follow it here."""
         assert self._lead is not None
         beat = self._lead.make_beat(now, leaving=leaving)
         if self._session is not None:
@@ -401,7 +401,7 @@ class Membership:
         self._follow_beat(beat, now)
 
     def _pass_on_news(self) -> None:
-        """As the coordinator, to people and all nodes; of what comes in quick succession, all together."""
+        """As the coordinator, pass news on to people and all nodes; what comes in quick succession goes together."""
         if self._news is None and self._lead is not None and not self._closed:
             gap = NEWS_SECONDS_A_NODE * self._lead.coordinator.expected
             self._news = self._loop.call_later(max(self._news_at + gap - time.monotonic(), 0.0), self._tell_news)
@@ -413,7 +413,7 @@ class Membership:
             self._send_beat(self._news_at)
 
     def _note_work(self, now: float) -> None:
-        """Let this node know what the ranks of others do, as far as it hears of them."""
+        """Note what the ranks of other nodes do, as far as this one hears of them."""
         if self.work is None:
             return
         if self._lead is not None:
@@ -424,7 +424,7 @@ class Membership:
         self.work.note(*find_work_elsewhere(states, self.node, self._run.attempt.number, heard))
 
     def _ask_missing(self, lead: Lead, now: float, among: Iterable[int] | None = None) -> None:
-        """`among`: of these nodes; None: of all."""
+        """Ask nodes for the events that the coordinator misses. `among`: only these nodes; None: all."""
         for node, after in lead.coordinator.list_missing(now, among):
             if node == self.node:
                 lead.coordinator.take_events(self._node.list_events(after))
@@ -438,7 +438,7 @@ class Membership:
             self._session.publish_digest(encode(digest))
 
     def _follow_orders(self, now: float) -> None:
-        """Have this node's supervisor and ranks do what the coordinator orders now, or know why there is no order."""
+        """Pass the coordinator's order to this node's supervisor and ranks, or the reason why there is none."""
         order, relay = self._node.find_order(now), self._find_relay()
         if not self._meeting.takes_orders:
             report = self._supervisor.find_report()
@@ -447,7 +447,7 @@ class Membership:
             if relay is not None:
                 relay.no_orders = NO_ORDERS
             return
-        report = self._find_report()  # before the rest: it may be another job's
+        report = self._find_report()  # before the rest: the report may be of another job
         if self._node.is_left_out:
             why, nodes = explain_left_out(self._node.members), self._node.members.nodes
             if report is not None:
@@ -493,7 +493,7 @@ class Membership:
         return relay.report() if relay is not None else None
 
     def _find_ruled_relay(self) -> RelayedRollback | None:
-        """What passes the coordinator's orders on; None where it has none to give."""
+        """Return the relay of the coordinator's orders; None where the job takes no orders."""
         return self._find_relay() if self._meeting.takes_orders else None
 
     def _say(self, text: str) -> None:
@@ -502,7 +502,7 @@ class Membership:
 
     @property
     def _identity(self) -> wire.Identity:
-        """Of any rank of this node, in the present attempt."""
+        """Identity of any rank of this node, in the present attempt."""
         ranks = self._run.attempt.ranks.values()
         return next((rank.identity for rank in ranks), self._first_identity)
 
@@ -515,7 +515,7 @@ class Membership:
         return self._connection.meeting
 
     def _open_session(self, meeting: Meeting) -> Session:
-        """In a thread."""
+        """Return an open session. Called in a thread."""
         from sentinel.cluster.session import Session  # it imports Zenoh
 
         return Session(
@@ -530,13 +530,13 @@ class Membership:
         self._send_pulse(time.monotonic())
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Count a message that was refused; of the first one is said why."""
+        """Count a message that was refused; for the first one, say why."""
         self._refused += 1
         if self._refused == 1:
             self._say(f"a message of another node is refused: {error}")
 
     def _hand_over(self, function: Callable[..., None], *arguments: object) -> bool:
-        """Call it in the daemon's loop; False where that is over."""
+        """Call the function in the daemon's loop. Returns False if the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -544,12 +544,12 @@ class Membership:
         return True
 
     def _receive(self, kind: str, node: int, payload: bytes) -> None:
-        """In a thread of the session's."""
+        """Take a message in a thread of the session."""
         self._hand_over(self._take, kind, node, payload)
 
     def _answer(self, after: int, reply: Callable[[bytes], None]) -> None:
         def hand_in() -> None:
-            # What was judged here alone ends when a beat is heard: only then the coordinator is handed it, as over.
+            # What was judged here alone ends when a beat is heard. Only then the coordinator gets it, as ended.
             if self._node.find_view(time.monotonic()) == "joined":
                 reply(encode(self._node.list_events(after)))
 
@@ -557,7 +557,7 @@ class Membership:
 
     def _take(self, kind: str, node: int, payload: bytes) -> None:
         now = time.monotonic()
-        # Of this node, of a second node with its number, whose events would be taken for ours, or of a node left out.
+        # A message of this node, of a second one with its number, whose events would pass for ours, or of one left out.
         if node == self.node or not self._node.members.has(node):
             return
         try:
@@ -570,12 +570,12 @@ class Membership:
             self._refuse(error)
 
     def _take_beat(self, beat: Beat, node: int, now: float) -> None:
-        """Of another node."""
+        """Take the beat of another node. Raises ProtocolError."""
         if beat.node != node:
             raise ProtocolError(f"node {node} says that it is node {beat.node}")
         check_epoch(beat.epoch, time.time())
         for state in beat.nodes:
-            if state.node == self.node:  # above which it would set its own
+            if state.node == self.node:  # this node would set its own above it
                 check_incarnation(state.incarnation, time.time())
         if self._lead is not None:
             if not self._lead.coordinator.yields_to(beat, now):

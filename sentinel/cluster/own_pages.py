@@ -1,5 +1,5 @@
-"""What people are told from one node: of its own incidents where no coordinator is heard, and what they know from here
-of the job's."""
+"""A node's own pages to people: of its incidents where no coordinator is heard, and of the job's from its time as the
+coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVER_HERE = "over here: the coordinator is heard again, and tells of it"
 
 
 def own_name(run_id: str, node: int) -> str:
-    """Run id under which a node that hears no coordinator tells people: a page of its own, beside the job's."""
+    """Return the run id with which a node that hears no coordinator tells people: its own page, beside the job's."""
     return f"{run_id}@node-{node}"
 
 
@@ -25,25 +25,25 @@ class OwnPages:
     """A node's pages in the pipeline of its run."""
 
     def __init__(self, pipeline: Pipeline, node: Node, run_id: str, list_cases: Callable[[], Iterable[Case]]) -> None:
-        """`list_cases`: those of this node."""
+        """Start with no page. `list_cases` returns the cases of this node."""
         self._pipeline, self._node, self._list_cases = pipeline, node, list_cases
         self._name = own_name(run_id, node.node)
         self._withheld: list[Entry] = []
-        """What people were told of the job from here, while another may tell them."""
+        """What was sent about the job from here, while another node may be the coordinator and send it."""
         self._ended = set[str]()
-        """Ids of cases of whose end people were told: the pipeline forgets what is over."""
+        """Ids of cases whose end was put into the pipeline, which forgets what is over."""
 
     def is_known(self, identity: str) -> bool:
-        """Whether people know of a case by this node."""
+        """Whether people know of a case from this node."""
         return self._pipeline.is_known(identity, self._name)
 
     def may_be_told(self, identity: str) -> bool:
-        """Whether people were told of a case by this node, be it over by now, or will be."""
+        """Whether people were or will be notified of a case from this node; the case may have ended."""
         own = (entry for entry in self._pipeline.entries if entry.run_id == self._name)
         return any(identity in entry.cases or entry.may_be_told(identity) for entry in own)
 
     def put(self, case: Case) -> None:
-        """Tell people of a case of this node; of its end once."""
+        """Tell people of a case of this node, and only once of its end."""
         if case.state == "firing":
             self._ended.discard(case.id)
         elif case.id in self._ended:
@@ -53,13 +53,13 @@ class OwnPages:
         self._pipeline.put(case, self._name)
 
     def tell_alone(self, now: float, *, leaving: bool = False) -> None:
-        """Tell people of what no coordinator will. `leaving`: without waiting for one."""
+        """Tell people of the cases of which no coordinator will. `leaving`: without waiting for one."""
         for case in self._node.take_untold(now, leaving=leaving):
             self.put(case)
 
     def end(self, identities: Iterable[str]) -> None:
-        """The coordinator has these cases now, and tells people of those that fire: each has one page, the job's. Of
-        what is over already they are told from here, as that began here."""
+        """End this node's pages of cases that the coordinator has now: it tells people of those that fire, on the page
+        of the job. Of a case that is over already people hear from here, where its page began."""
         known = [identity for identity in identities if self.is_known(identity)]
         for case in self._list_cases() if known else ():
             if case.id in known and case.state == "firing":
@@ -69,7 +69,7 @@ class OwnPages:
                 self._pipeline.put(over, self._name, moved=True)
 
     def withhold(self) -> None:
-        """Another may be the coordinator, and tell people of the job. It learns of what they were told from here."""
+        """Send no more about the job, as another node may be the coordinator, and let that node know what was sent."""
         self._withheld = self._pipeline.withdraw()
         told = {
             case.id: entry.ends.get(case.id, case)
@@ -81,11 +81,11 @@ class OwnPages:
             self._node.record_page(case)
 
     def take_up(self) -> None:
-        """This node is the coordinator: it goes on with what was withheld."""
+        """Go on with what was withheld, as this node is the coordinator."""
         withheld, self._withheld = self._withheld, []
         self._pipeline.restore(withheld)
 
     def forget(self) -> None:
-        """Another coordinator has all that was withheld."""
+        """Drop what was withheld, as another coordinator has all of it."""
         withheld, self._withheld = self._withheld, []
         self._pipeline.forget(withheld)

@@ -1,4 +1,4 @@
-"""One receiver's share of the pipeline: what is sent to it about one run, when, and with what result."""
+"""One receiver's part of the pipeline: what is sent to it about one run, when, and with what result."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sentinel.notify.entry import FIRST_PAUSE, HANDED_OVER_SECONDS, LONGEST_AFTE
 log = logging.getLogger(__name__)
 
 _WORTH_SAYING = 5.0
-"""Seconds that others wait for a rate limit: less is pace, and no news."""
+"""Seconds that others wait for a rate limit before the message says so: less is normal pacing."""
 _LONGEST_SLEEP = 3600.0
-"""Seconds; a task that slept without end would keep an infinite timer in the loop."""
+"""Seconds of a sleep at most; a task that slept without end would keep an infinite timer in the loop."""
 
 
 class Counts(msgspec.Struct):
-    """Of one receiver, since this daemon watches the run."""
+    """Counts of one receiver since this daemon began to watch the run."""
 
     sent: int = 0
     failed: Counter[Fault] = msgspec.field(default_factory=Counter)
-    """Attempts."""
+    """Failed attempts by fault."""
     retried: int = 0
     given_up: int = 0
     held: int = 0
@@ -50,14 +50,14 @@ class DeliveryQueue:
         self.name = route.name
         self.counts = Counts()
         self.entries: dict[str, Entry] = {}
-        """By `Entry.key`. Those of problems go some time after the receiver knows that they are over."""
+        """By `Entry.key`. An ended problem's is removed `HANDED_OVER_SECONDS` after the receiver knows of the end."""
         self._clock, self._keep = clock, keep
         self._wake = asyncio.Event()
         self._ending = False
         self.follow(route, blank)
 
     def follow(self, route: Route, blank: Message) -> None:
-        """From now on."""
+        """Use this route and this blank message from now on."""
         self._blank, self._route, self._grouping = blank, route, route.grouping
         self._wake.set()
 
@@ -73,7 +73,7 @@ class DeliveryQueue:
         if not self._route.wants(case) and (known is None or case.id not in known.told):
             return None
         moves = known is not None and known.problem_id not in ("", case.problem_id)
-        if known is not None and moves and case.state == "firing":  # else it ends where it was told
+        if known is not None and moves and case.state == "firing":  # else its end goes where it was sent before
             known.drop(case.id)
             known = None
         entry = known or self._entry_of(case, run_id)
@@ -97,7 +97,7 @@ class DeliveryQueue:
         self._wake.set()
 
     def end(self) -> None:
-        """Return from `serve` once nothing is due."""
+        """Have `serve` return once nothing is due."""
         self._ending = True
         self.hurry()
 
@@ -136,7 +136,7 @@ class DeliveryQueue:
                     await self._wake.wait()
 
     def _due(self, now: float) -> list[Entry]:
-        """What is to be sent by now, critical ones first."""
+        """Return the entries that are due, critical ones first."""
         return sorted((e for e in self.entries.values() if e.due <= now), key=lambda e: (-e.urgency(), e.due))
 
     async def _send(self, entry: Entry) -> None:
@@ -152,14 +152,14 @@ class DeliveryQueue:
         if delivery.fault is None:
             self.counts.sent += 1
             entry.record_delivery(cases, self._clock(), self._grouping, delivery.reference)
-            if self._ending:  # the end of a case that was told as firing just now
+            if self._ending:  # for the end of a case that was just sent as firing
                 entry.hurry(self._clock())
             for other in self._take_lost():
                 other.lost = ""
                 await self._keep(other)
         else:
             self._record_failure(entry, delivery)
-        kept_since = self._clock() - HANDED_OVER_SECONDS  # that its end, should it come again, is known
+        kept_since = self._clock() - HANDED_OVER_SECONDS  # so that its end, should it come again, is known
         self.entries = {key: one for key, one in self.entries.items() if not one.finished or one.sent > kept_since}
         await self._keep(entry)
 
@@ -182,7 +182,7 @@ class DeliveryQueue:
         )
 
     def _take_lost(self) -> list[Entry]:
-        """What was given up since the last message that was taken."""
+        """Return the entries that were given up since the last message that the receiver took."""
         return [entry for entry in self.entries.values() if entry.lost]
 
     def _record_failure(self, entry: Entry, delivery: Delivery) -> None:

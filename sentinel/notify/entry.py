@@ -1,6 +1,6 @@
-"""One group as one receiver knows it: what it was told, what it is to be told, and when.
+"""One group as one receiver knows it: what it got, what must be sent to it, and when.
 
-It holds the state that is wanted, not a list of messages: a receiver that was away for an hour gets one message with
+It holds the state to be reached, not a list of messages: a receiver that was away for an hour gets one message with
 what is true now. Changes within `wait` go out together, further ones not before `interval` after the last message. What
 was delivered is remembered by a digest, so that nothing is sent twice, even across a restart.
 """
@@ -19,99 +19,99 @@ from sentinel.notify import Delivery
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 300.0
-"""Seconds between two attempts: doubled each time, with a jitter of up to a half, so that a receiver that comes back is
-not met by everybody at once."""
+"""Seconds of the longest pause between two attempts. From `FIRST_PAUSE` on it doubles each time, less a jitter of up to a
+half, so that not all daemons send at once to a receiver that comes back."""
 LONGEST_AFTER = 3600.0
-"""Longest pause that a receiver may ask for; after that it is tried again."""
+"""Longest pause in seconds that a receiver may ask for; after that it is tried again."""
 UNHEARD_SECONDS = 30.0
-"""A critical case that was over so soon after it fired is sent as firing first, where nothing of it was sent yet."""
+"""Seconds: a critical case that ended so soon after it fired is sent as firing first, if nothing of it was sent yet."""
 HANDED_OVER_SECONDS = 120.0
-"""Since it fired, by the clocks of two nodes: such a case of which nothing came here before its end is sent as firing
-first, too, as the node that was to send it is gone, or heard only of its end. People may have known an older one."""
+"""Seconds since it fired, by the clocks of two nodes: such a case that came here only with its end is sent as firing
+first, too, as the node that should have sent it is gone, or heard only of its end. People may know an older one."""
 LATE_SECONDS = 600.0
-"""After so long without an answer a receiver gets such a case as it is then."""
+"""Seconds without a delivery after which a receiver gets such a case only in its present state."""
 GIVE_UP_SECONDS = 24 * 3600.0
-"""What could not be told for a day is news no more."""
+"""Seconds after which an undelivered message is given up: after a day it is no news."""
 CASES = 50
-"""Cases in one message. A rule has one open incident; the others ended."""
+"""The most cases in one message. A rule has one open incident; the others ended."""
 TOLD = 200
-"""Cases that are remembered as told: as many ended incidents as the engine keeps."""
+"""The most cases remembered as delivered: as many as the engine keeps ended incidents."""
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """What one receiver was told of one problem, or of the cases of one alert that is never a part of one, and is to be
-    told. Times are unix seconds."""
+    """What one receiver got, and must get, about one problem, or about the cases of one alert that is never part of a
+    problem. Times are unix seconds."""
 
     receiver: str
     alert: str
-    """Of the first case."""
+    """Alert of the first case."""
     problem_id: str = ""
     """See `Case`."""
     run_id: str = ""
-    """Under which people are told of it; empty: the run's."""
+    """The run id in its messages; empty: the run's own."""
     cases: dict[str, Case] = {}
-    """By id: cases that fire, and ended ones whose end was not sent yet; all cases of a problem until it is over."""
+    """By id: firing cases, and ended ones whose end was not sent yet; of a problem, all cases until it is over."""
     ends: dict[str, Case] = {}
-    """By id: critical cases that were over before the receiver was told that they fired: both are sent, as a pager
-    would not hear of a job that hung and was ended within seconds."""
+    """By id: critical cases that ended before the receiver got them as firing. Both states are sent: otherwise a pager
+    would never show a job that hung and was ended within seconds."""
     quiet: list[str] = []
-    """Ids of consequences that came when the receiver was to be told of the problem in any case, by one as severe."""
+    """Ids of consequences that came when the receiver had, or was to get, a case of the problem at least as severe."""
     edits: bool = True
     """See `Route`."""
     escalated: bool = False
-    """Whether a case more severe than anything sent is to be sent."""
+    """Whether a case more severe than anything sent before must be sent."""
     told: dict[str, str] = {}
     """Id -> digest of the case as it was delivered."""
     sending: list[str] = []
     """Ids of the cases in the message that is on its way."""
     due: float = math.inf
-    """When to send."""
+    """When the next message must be sent; infinite: no message is due."""
     since: float = 0.0
-    """Since when something is to be told; 0: nothing is."""
+    """Since when there is something to send; 0: there is nothing."""
     sent: float = 0.0
-    """The last delivery."""
+    """Time of the last delivery; 0: there was none."""
     attempts: int = 0
-    """That failed since then."""
+    """Number of failed attempts since the last change."""
     trouble: str = ""
-    """Why the last one failed."""
+    """Why the last attempt failed; empty: it did not."""
     lost: str = ""
-    """Why the last of it was given up; empty once the receiver knows, by a message about anything."""
+    """Why the last message was given up; empty once another message, about anything, has said so to the receiver."""
     held: bool = False
-    """Whether what is due waits for a rate limit."""
+    """Whether the due message waits for a rate limit."""
     reference: str = ""
-    """What the receiver calls its last message about the group; see `Delivery`."""
+    """The receiver's own id of its last message about the group; see `Delivery`."""
 
     @property
     def pending(self) -> bool:
-        """Whether the receiver does not know all yet."""
+        """Whether the receiver does not have everything yet."""
         return self.since > 0
 
     @property
     def key(self) -> str:
-        """What makes it this one among those of a receiver."""
+        """Unique key among a receiver's entries."""
         name = self.problem_id or self.alert
         return f"{self.run_id}/{name}" if self.run_id else name
 
     @property
     def firing(self) -> bool:
-        """Whether any of it fires."""
+        """Whether any of its cases fires."""
         return any(case.state == "firing" for case in self.cases.values())
 
     def may_be_told(self, identity: str) -> bool:
-        """Whether the receiver was told of a case, or is just now."""
+        """Whether the receiver got a case, or it is being sent."""
         return identity in self.told or identity in self.sending
 
     def knows(self, case: Case) -> bool:
-        """Whether the case is one of these; it may belong to another problem by now."""
+        """Whether the case is or was one of its cases; by now it may belong to another problem."""
         return bool(self.problem_id or self.alert == case.alert) and (case.id in self.cases or case.id in self.told)
 
     @property
     def finished(self) -> bool:
-        """Whether it is about a problem that is over, as the receiver knows: there will be no more of it."""
+        """Whether it is about a problem that is over and the receiver knows it: nothing more will be sent."""
         return bool(self.problem_id) and not (self.cases or self.pending or self.lost)
 
     def put(self, case: Case, now: float, grouping: Grouping) -> None:
-        """The case as it is now."""
+        """Take the case as it is now, to be sent."""
         if handed_over := self._is_handed_over(case, now):
             fired = msgspec.structs.replace(case, state="firing", resolved_step=None, resolved_time=None, leaves="")
             self._take(fired, now, grouping)
@@ -122,7 +122,7 @@ class Entry(msgspec.Struct, kw_only=True):
             self._take(case, now, grouping)
 
     def _take(self, case: Case, now: float, grouping: Grouping) -> None:
-        """To be told as it is."""
+        """Take the case to be sent in just this state."""
         fires = case.state == "firing"
         self.ends.pop(case.id, None)
         if case.silenced and not fires and case.id in self.cases and not self.may_be_told(case.id):
@@ -146,22 +146,22 @@ class Entry(msgspec.Struct, kw_only=True):
             self._change(now, max(now + grouping.wait, self.sent + grouping.interval))
 
     def _fired_unheard(self, case: Case) -> bool:
-        """Whether a critical case is over before the receiver was told that it fired. One that a rollback undid is told
-        as that alone, and wakes no one."""
+        """Whether a critical case is over before the receiver got it as firing. A case that a rollback undid is sent
+        only as that, and wakes no one."""
         known = self.cases.get(case.id)
         waits = known is not None and known.state == "firing" and not known.silenced and case.id not in self.told
         return waits and case.state == "resolved" and case.severity == "critical"
 
     def _is_handed_over(self, case: Case, now: float) -> bool:
-        """Whether a critical case was over soon after it fired, a moment ago, and nothing of it came here before."""
+        """Whether a critical case fired a short time ago, ended soon after, and nothing of it came here before."""
         is_new = case.id not in self.cases and case.id not in self.told and not case.silenced
         if not is_new or case.state != "resolved" or case.severity != "critical" or case.resolved_time is None:
             return False
         return case.resolved_time - case.time <= UNHEARD_SECONDS and abs(now - case.time) <= HANDED_OVER_SECONDS
 
     def _weigh(self, case: Case) -> bool:
-        """A case that is new here. Whether a receiver that was told of the problem has to be told of this one as of
-        something new: what it was told of is less severe, or silenced by now."""
+        """Return whether a receiver that knows the problem must get this new case as something new: what it knows is
+        less severe, or silenced by now. Otherwise the case is noted as quiet."""
         told = [known.level for known in self.cases.values() if known.id not in self.quiet and not known.silenced]
         if not self.problem_id or not self.cases:
             return False
@@ -171,13 +171,13 @@ class Entry(msgspec.Struct, kw_only=True):
         return self.sent > 0
 
     def _is_news(self, case: Case) -> bool:
-        """Whether a change of this case is worth a message. For a consequence: if it causes no second notification, or
-        the whole problem has ended."""
+        """Whether a change of this case is worth a message. A consequence's is if the message edits the former one, so
+        that no second notification results, or if the whole problem has ended."""
         return self.edits or not self.firing or (case.state == "firing" and case.id not in self.quiet)
 
     def move(self, case: Case, now: float, grouping: Grouping) -> None:
-        """The case as it is now, of which the receiver is told elsewhere from now on. Where it was not told of it here,
-        it will not be."""
+        """Take the case as it is now; from now on the receiver gets it from elsewhere. It is dropped if nothing of it
+        was sent from here."""
         if self.may_be_told(case.id) or case.id not in self.cases:
             self._take(case, now, grouping)
             return
@@ -189,39 +189,39 @@ class Entry(msgspec.Struct, kw_only=True):
             self.rest(now, grouping)
 
     def drop(self, identity: str) -> None:
-        """A case belongs elsewhere."""
+        """Forget a case, which belongs elsewhere."""
         self.cases.pop(identity, None)
         self.ends.pop(identity, None)
         self.told.pop(identity, None)
 
     def list_news(self) -> list[Case]:
-        """What is to be said now. Empty: all that fires is silenced, and was told before."""
+        """Return the cases to send now. Empty: all that remain are firing and silenced."""
         return [case for case in self.cases.values() if not (case.silenced and case.state == "firing")]
 
     def urgency(self) -> int:
-        """By the most severe of what is to be said."""
+        """Return the level of the most severe case to send; 0: there is none."""
         return max((case.level for case in self.list_news()), default=0)
 
     def list_unchanged(self) -> list[str]:
-        """Ids of what is to be said and was said before."""
+        """Return the ids of the cases to send that were sent before in the same state."""
         return [case.id for case in self.list_news() if self.told.get(case.id) == digest(case)]
 
     def repeats(self) -> bool:
-        """Whether all that is to be said was said before."""
+        """Whether all cases to send were sent before in the same state."""
         return len(self.list_unchanged()) == len(self.list_news())
 
     def hurry(self, now: float) -> None:
-        """The run is over: what waits for more need not. What failed waits on."""
+        """Send at once what waits for further changes, as the run is over. What failed keeps its pause."""
         if self.pending and not self.attempts:
             self.due = now
 
     def rest(self, now: float, grouping: Grouping) -> None:
-        """Nothing to say: until the next time that it is said again."""
+        """Note that there is nothing to send until the next repetition."""
         self.since, self.attempts, self.held = 0.0, 0, False
         self.due = now + grouping.repeat if self.cases else math.inf
 
     def record_delivery(self, cases: list[Case], now: float, grouping: Grouping, reference: str = "") -> None:
-        """These were delivered, as they were when the attempt began."""
+        """Note the delivery of these cases, in their state when the attempt began."""
         self.sending = []
         for case in cases:
             self.told[case.id] = digest(case)
@@ -239,7 +239,7 @@ class Entry(msgspec.Struct, kw_only=True):
             self.put(self.ends.pop(identity), now, grouping)
 
     def record_failure(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:
-        """It was not delivered. Whether it will be tried again; else it was given up."""
+        """Note a failed attempt. Returns whether there will be another; otherwise the message was given up."""
         self.sending = []
         self.trouble = delivery.detail
         self.attempts += 1
@@ -258,8 +258,8 @@ class Entry(msgspec.Struct, kw_only=True):
         return False
 
     def resume_after(self, now: float, grouping: Grouping) -> None:
-        """Another daemon goes on with it, maybe with a clock that was set back: nothing lies further ahead than what
-        could have been meant."""
+        """Correct the times as another daemon goes on with it, maybe with a clock that was set back: no time lies
+        further ahead than intended."""
         self.sent, self.since = min(self.sent, now), min(self.since, now)
         longest = LONGEST_PAUSE if self.pending else grouping.repeat
         self.due = min(self.due, now + longest) if self.cases or self.pending else math.inf
@@ -269,13 +269,13 @@ class Entry(msgspec.Struct, kw_only=True):
 
 
 def digest(case: Case) -> str:
-    """Equal for cases that say the same to people."""
+    """Return a hash that is equal for cases that say the same to people: by state, members, actions and parent."""
     said: tuple[object, ...] = (case.state, sorted((m.scope, m.name) for m in case.members), case.done)
     said += (case.parent,) if case.parent else ()
     return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=8).hexdigest()
 
 
 def pause(attempts: int) -> float:
-    """Seconds until the next attempt, after so many that failed."""
+    """Return the seconds until the next attempt after so many failed ones, with the jitter."""
     longest = min(FIRST_PAUSE * 2.0 ** min(attempts - 1, 30), LONGEST_PAUSE)
     return longest * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""The coordinator's side of the protocol: whom it hears, what it applied, what it asks for."""
+"""The coordinator's side of the protocol: which nodes it hears, what it applied, what it asks for."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sentinel.cluster.protocol.restart import JobMember, RestartOrders, find_pro
 from sentinel.diagnose.case import Case
 
 SILENT_SECONDS = 10.0
-"""Without a pulse: ten of them are lost."""
+"""Seconds without a pulse after which a node is silent: ten pulses are lost."""
 GONE_SECONDS = 2.0
-"""The same where the connection ended: a link that comes back does so in less."""
+"""The same where the node's connection ended: a link that comes back does so in less."""
 SETTLE_SECONDS = 5.0
-"""In which the nodes hand in what they know before the first page: the next coordinator would give an incident a second
-id."""
+"""Seconds for the nodes to hand in what they know before the first page: else the next coordinator would give an
+incident a second id."""
 ORPHAN_SECONDS = 60.0
-"""After which a page of an earlier coordinator is closed that no node knows of; at once where all have been heard."""
+"""Seconds until an earlier coordinator's page that no node knows of is closed; at once where all have been heard."""
 ASK_SECONDS = 1.0
-"""Between two questions for the same events."""
+"""Seconds between two questions for the same events."""
 BEAT_INCIDENTS = 1000
 _ALL = wire.Members()
 
@@ -36,29 +36,29 @@ class KnownNode:
     def __init__(self, pulse: Pulse, now: float) -> None:
         self.applied = 0
         self.handed_out = 0
-        """The last event of which people know: what is acknowledged, or a coordinator that dies takes it along."""
+        """The last event that people know. Only up to it is acknowledged, so that a dying coordinator loses none."""
         self.pulse, self.heard = pulse, now
         self.gone = False
         """Whether its connection ended since its last pulse."""
         self.known: set[str] | None = set()
-        """Cases that its daemon handed in since its start; None once it has handed in all."""
+        """Ids of the cases that its daemon handed in since its start; None once it has handed in all."""
         self.asked = -math.inf
-        """When it was asked for events that have not come."""
+        """When it was last asked for events that have not come."""
         self.stamp = -math.inf
-        """Of our last beat that it followed."""
+        """Stamp of our last beat that it followed."""
         self.bound: wire.JobReport | None = None
-        """The report that binds it furthest."""
+        """The report that binds the node furthest: by start, promise and acceptance."""
         self.completed = False
-        """Whether its command came to its end well."""
+        """Whether its command has ended with status 0."""
 
     @property
     def counted_stamp(self) -> float:
-        """Of our last beat that it followed; without an end where its job ended while it was counted on: it follows no
-        other coordinator."""
+        """Stamp of our last beat that it followed; infinite where its job ended while it was counted on, as it follows
+        no other coordinator."""
         return math.inf if self.pulse.ended and self.heard - self.stamp < COUNTED_SECONDS else self.stamp
 
     def note_job(self, job: wire.JobReport | None) -> None:
-        """What its supervisor said last, be it gone; of an older pulse, maybe."""
+        """Take the last report of its supervisor, which may have ended; the pulse may be an older one."""
         if job is None:
             return
         self.completed = self.completed or job.status == 0
@@ -66,12 +66,12 @@ class KnownNode:
             self.bound = job
 
     def describe_job(self, now: float) -> JobMember:
-        """For orders."""
+        """Return the node's state as the decision on orders needs it."""
         counted = now - self.stamp < COUNTED_SECONDS
         return JobMember(self.state(now), self.pulse.job, is_counted=counted, completed=self.completed)
 
     def state(self, now: float) -> NodeState:
-        """For the beat."""
+        """Return the node's state as the beat names it."""
         pulse, silent = self.pulse, now - self.heard
         is_silent = silent > (GONE_SECONDS if self.gone else SILENT_SECONDS)
         return NodeState(
@@ -95,15 +95,15 @@ class Coordinator:
         self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Page] = (),
         members: wire.Members = _ALL, blame: BlameLedger | None = None,
     ) -> None:  # fmt: skip
-        """`node`: the one whose daemon has the role. `expected`: nodes of the job, and `members`, which they are.
-        `pages`: what an earlier one told people of, and not that it is over; `blame`: what it counted."""
+        """Start without nodes. `node`: the one with the role. `expected`: number of nodes of the job; `members`: which
+        they are. `pages`: those that an earlier coordinator left open; `blame`: what it counted."""
         self.node, self.expected, self.members = node, expected, members
         self.epoch = self._first_epoch = epoch
         self.incidents = JobIncidents(pages)
         self.blame = blame or BlameLedger()
         self._orders = RestartOrders(expected)
         self.nodes: dict[int, KnownNode] = {}
-        """By number, its own among them."""
+        """The nodes that were heard, by number, its own among them."""
         self._began = now
         self._settle_until = self._close_pages_at = -1.0
         """Set when it acts for the first time."""
@@ -113,7 +113,7 @@ class Coordinator:
         return now < self._find_acting_end()
 
     def explain_inaction(self, now: float) -> str:
-        """Why it does not act, where it does not."""
+        """Return the reason why it does not act at present."""
         counted = sum(now - known.stamp < COUNTED_SECONDS for known in self.nodes.values())
         return (
             f"this node would be the coordinator, but is in touch with only {counted} of {self.expected} nodes, itself "
@@ -121,7 +121,7 @@ class Coordinator:
         )
 
     def has_failed(self, now: float) -> bool:
-        """Whether it cannot act for so long that another one is to try."""
+        """Whether it could not act for so long that another node must try."""
         return now > max(self._began, self._find_acting_end()) + TRIAL_SECONDS
 
     def admits(self, node: int) -> bool:
@@ -129,12 +129,12 @@ class Coordinator:
         return self.members.admits(node, self.expected)
 
     def yields_to(self, beat: Beat, now: float) -> bool:
-        """Whether this one gives the role up for another: one that acts, or where neither does, the lower node."""
+        """Whether it gives the role up for the beat's sender: that acts, or neither does and it is the lower node."""
         return not self.is_acting(now) and (beat.acting or beat.node < self.node)
 
     def _find_acting_end(self) -> float:
-        """Until when it counts on more than half of the nodes; and of those that may have been agreed on to go on
-        without the others: it does not know whether another coordinator already counts on these alone."""
+        """Return the time until which it counts on more than half of the nodes, and on more than half of each group
+        that may have agreed to go on without the others: another coordinator may already count on that group alone."""
         if not self.members.has(self.node):
             return -math.inf
         bound = [known.bound for known in self.nodes.values() if known.bound is not None]
@@ -143,16 +143,16 @@ class Coordinator:
         return min(map(self._find_majority_end, groups))
 
     def _find_majority_end(self, nodes: tuple[int, ...]) -> float:
-        """`nodes`: (): all."""
+        """Return the time until which it counts on more than half of these nodes. `nodes`: (): all."""
         among = (known.counted_stamp for node, known in self.nodes.items() if not nodes or node in nodes)
         stamps = sorted(among, reverse=True)
         needed = (len(nodes) or self.expected) // 2 + 1
         return stamps[needed - 1] + COUNTED_SECONDS if len(stamps) >= needed else -math.inf
 
     def _adopt(self, members: wire.Members, *, of_own_node: bool) -> None:
-        """A node has begun a start with these: all of them agreed to that before. Others count no more."""
+        """Take these as the job's members: a node has begun a start that they all agreed to. Others count no more."""
         if not of_own_node and members.job not in ("", self.members.job):
-            return  # whose job that is shows once node 0 is heard
+            return  # node 0 shows which job it is, once it is heard
         self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
         self.expected = members.count(self.expected)
         self._orders = RestartOrders(self.expected)
@@ -161,14 +161,14 @@ class Coordinator:
             self.incidents.close_unknown(node, set(), f"node {node} was left out of the job")
 
     def _name_job(self, mark: str) -> None:
-        """Node 0's supervisor has this mark. Where it had another, the job was started from its beginning: what was
-        ordered, agreed to and counted in the former one holds no more.
+        """Take the mark of node 0's supervisor. If it had another, the job was started from its beginning: what was
+        ordered, agreed to and counted in the former job is void.
 
-        Not so once nodes have agreed on a start: `sentinel run` may have been started again on node 0 alone, and the
-        agreement holds. If all were, this node's supervisor has another mark, too, and its membership leaves the role.
-        Before that no order of the former job is about a start of the next one: that is at start 0, and to begin
-        another takes the end of all nodes, this one among them, or `PATIENCE_SECONDS`, after which a daemon without
-        ranks is gone."""
+        It is ignored once nodes have agreed on a start: `sentinel run` may have been started again on node 0 alone, and
+        the agreement holds. If it was on all nodes, this node's supervisor has another mark, too, and its membership
+        leaves the role. Until then no order of the former job is about a start of the next job: that is at start 0, and
+        another start needs the end of all nodes, this one among them, or `PATIENCE_SECONDS`, after which a daemon
+        without ranks has ended."""
         if not mark or mark == self.members.job or self.members.start:
             return
         if self.members.job:
@@ -178,12 +178,12 @@ class Coordinator:
         self.members = msgspec.structs.replace(self.members, job=mark)
 
     def _is_of_other_job(self, job: wire.JobReport) -> bool:
-        """Whether it is of a former job under the same run id, of which a daemon is left, or was cut off."""
+        """Whether the report is of a former job under the same run id, whose daemon is still there or was cut off."""
         marks = [job.members.job, *(order.job for order in (job.accepted, job.begun) if order is not None)]
         return bool(self.members.job) and any(mark not in ("", self.members.job) for mark in marks)
 
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
-        """A node is there. Returns whether its job, or a rollback, stands otherwise than before."""
+        """Take a sign of life of a node. Returns whether the state of its job or of a rollback changed."""
         if not self.admits(pulse.node):
             return False
         known = self.nodes.get(pulse.node)
@@ -197,19 +197,19 @@ class Coordinator:
             self._adopt(job.members, of_own_node=pulse.node == self.node)
         if (
             bound := max(pulse.epoch, job.promised if job is not None else 0)
-        ) > self.epoch:  # its daemon, or its supervisor, heard another one: it heeds none of a lower epoch
+        ) > self.epoch:  # its daemon or supervisor heard another coordinator, and heeds no lower epoch
             self.epoch = next_epoch(bound, self.node)
         before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:
             self.nodes[pulse.node] = fresh = KnownNode(pulse, now)
             fresh.note_job(known.bound if known is not None else None)
         elif pulse.incarnation == known.pulse.incarnation:
-            newest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
+            newest = pulse if pulse.last >= known.pulse.last else known.pulse  # else it was delayed
             known.pulse, known.heard, known.gone = newest, now, False
         self.nodes[pulse.node].note_job(job)
         latest = self.nodes[pulse.node].pulse
         follows = self._first_epoch <= pulse.epoch and find_leader(pulse.epoch) == self.node
-        if follows and pulse.stamp > now:  # of a forged beat, beside which all of this epoch are older
+        if follows and pulse.stamp > now:  # of a forged beat, next to which all of this epoch are older
             if pulse.epoch == self.epoch:
                 self.epoch = next_epoch(self.epoch, self.node)
         elif follows and pulse.incarnation == latest.incarnation:
@@ -217,7 +217,7 @@ class Coordinator:
         return (latest.job, latest.rollback) != before
 
     def take_events(self, events: Events) -> None:
-        """Events of a node: applied if they follow what was, else asked for."""
+        """Apply events of a node, if they follow the applied ones; otherwise the gap is asked for later."""
         known = self.nodes.get(events.node)
         if known is None or events.incarnation != known.pulse.incarnation or events.after > known.applied:
             return
@@ -237,13 +237,13 @@ class Coordinator:
             known.known = None
 
     def drop_node(self, node: int) -> None:
-        """A node's connection ended."""
+        """Note that a node's connection ended."""
         if node in self.nodes:
             self.nodes[node].gone = True
 
     def list_missing(self, now: float, among: Iterable[int] | None = None) -> list[tuple[int, int]]:
-        """Nodes that have events which were not applied, and the last event that was: those to ask. `among`: only of
-        these; None: of all."""
+        """Return the nodes to ask for events that were not applied, each with the last event that was. `among`: only
+        these nodes; None: all."""
         missing = []
         asked = self.nodes.keys() if among is None else self.nodes.keys() & set(among)
         for node in sorted(asked) if self.is_acting(now) else ():
@@ -255,18 +255,18 @@ class Coordinator:
         return missing
 
     def take_unexplained(self, now: float) -> list[JobIncident]:
-        """Incidents whose cause the ranks of all nodes are to be asked for, each once."""
+        """Return the incidents for whose cause the ranks of all nodes must be asked, each once."""
         return self.incidents.take_unexplained() if self._has_settled(now) else []
 
     def take_changes(self, now: float, *, leaving: bool = False) -> list[Case]:
-        """What people are to know, as cases of the job."""
+        """Return the changes since the last call of which people must hear, as cases of the job."""
         if not (self._has_settled(now) or (leaving and self.is_acting(now))):
             return []
         self._settle_until = 0.0
         changes = self.incidents.take_changes(leaving=leaving)
         present = max((known.pulse.attempt for known in self.nodes.values()), default=0)
         for case in changes:
-            if case.attempt >= present:  # of a former attempt, the pulses name the ranks no more
+            if case.attempt >= present:  # the pulses do not name the ranks of a former attempt
                 self.blame.note(case.id, self._list_blamed(case))
         if leaving or not self.incidents.awaits_verdict:
             for known in self.nodes.values():
@@ -276,11 +276,11 @@ class Coordinator:
         return changes
 
     def take_folded(self, now: float) -> list[Case]:
-        """Ends of incidents that people were told of, and that are another one by now; after `take_changes`."""
+        """Return the ends of incidents that people know and that are now another one; call after `take_changes`."""
         return self.incidents.take_folded() if self._has_settled(now) else []
 
     def _list_blamed(self, case: Case) -> tuple[int, ...]:
-        """The nodes of the ranks that its cause names, else those that it is on; of a consequence, none."""
+        """Return the nodes of the ranks that the cause names, else those of the incident; none for a consequence."""
         incident = self.incidents.find(case.id)
         if incident is None or case.parent:
             return ()
@@ -289,7 +289,7 @@ class Coordinator:
         return nodes or incident.nodes
 
     def _has_settled(self, now: float) -> bool:
-        """Whether it acts, and had the time to collect what the nodes know."""
+        """Whether it acts, and has had the time to collect what the nodes know."""
         if not self.is_acting(now):
             return False
         if self._settle_until < 0.0:
@@ -304,24 +304,24 @@ class Coordinator:
         return {node for node, known in self.nodes.items() if known.known is None}
 
     def list_nodes(self, now: float) -> tuple[NodeState, ...]:
-        """All that were heard, by number."""
+        """Return the states of all nodes that were heard, by number."""
         return tuple(known.state(now) for _, known in sorted(self.nodes.items()))
 
     def order_nodes(self, now: float) -> wire.Order | None:
-        """What all nodes are to do now."""
+        """Return the order to all nodes; None: there is none."""
         if not self.is_acting(now):
             return None
         return self._orders.decide(self._list_members(now), now, self.epoch, self.blame.describe())
 
     def name_missing(self, now: float) -> str:
-        """The nodes that are not heard, or have not ended what another ended."""
+        """Name the nodes that are not heard, or have not ended a start that another node ended."""
         return self._orders.name_missing(self._list_members(now))
 
     def _list_members(self, now: float) -> list[JobMember]:
         return [known.describe_job(now) for known in self.nodes.values()]
 
     def _find_present_members(self, now: float) -> wire.Members:
-        """Those that a supervisor has now: the job that had these may be over, and be started again with all nodes."""
+        """Return the members; all nodes where no supervisor has these: the job may be over, and be started again."""
         if not self.members.start:
             return self.members
         jobs = [member.job for member in self._list_members(now) if member.state.state == "alive"]
@@ -332,7 +332,7 @@ class Coordinator:
         self, now: float, *, leaving: bool = False, order: wire.Order | None = None,
         rollback: RollbackOrder | None = None,
     ) -> Beat:  # fmt: skip
-        """What all nodes are to know."""
+        """Return the message to all nodes."""
         acting = self.is_acting(now)
         return Beat(
             node=self.node,
@@ -352,7 +352,7 @@ class Coordinator:
 
 
 def find_bound(pulse: Pulse) -> int:
-    """The highest epoch that a node, or its supervisor, has heard: it heeds none of a lower one."""
+    """Return the highest epoch that a node or its supervisor has heard: the node heeds no lower one."""
     job = pulse.job or pulse.last_job
     return max(pulse.epoch, job.promised if job is not None else 0)
 

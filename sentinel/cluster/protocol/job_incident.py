@@ -18,38 +18,38 @@ from sentinel.diagnose.explanations import is_explained_over_nodes
 from sentinel.text import name_nodes
 
 ENDED = 1000
-"""Ended incidents that are remembered, so that a case that comes late finds its own."""
+"""The most ended incidents that are remembered, so that a late case finds its incident."""
 MEMBERS = 1000
 CASES, DONE = 256, 64
-"""Cases of an incident that have ended, and sentences of what was done: an alert that fires here and there, always
-somewhere, is one incident for days."""
+"""The most ended cases of an incident, and sentences of what was done: an alert that always fires on some node is one
+incident for days."""
 
 
 class Page(NamedTuple):
-    """An open incident, as people were told of it."""
+    """An open incident in the form that people know."""
 
     case: Case
     nodes: tuple[int, ...]
-    """Those that it is on, as far as that is known."""
+    """The nodes of the incident, as far as they are known."""
 
 
 class JobIncident:
-    """Cases of one alert whose stretches of steps overlap. Its id is that of the first one, and never changes."""
+    """Cases of one alert whose stretches of steps overlap. The id is the first one's, or an earlier coordinator's."""
 
     def __init__(self, identity: str, attempt: int, alert: str) -> None:
         self.id, self.attempt, self.alert = identity, attempt, alert
         self.cases: dict[tuple[int, str], Case] = {}
-        """By node and id."""
+        """Cases by node and id, in the order in which they came."""
         self.told = False
-        """Whether it was handed out for people."""
+        """Whether people hear of it from the job: not if it is over and its node already told them."""
         self.verdict: Finding | None = None
-        """Its cause by the ranks of all nodes, where they were asked."""
+        """Its cause according to the ranks of all nodes; None: they were not asked, or did not find one."""
         self.asked = self.awaits_verdict = False
-        """Whether they were, and whether people are told once they have answered."""
+        """Whether the ranks were asked for the cause, and whether people wait for their answer."""
         self.known = False
-        """Whether people may know of it by its id."""
+        """Whether people may know it by its id."""
         self.joined = self.joined_problem = ""
-        """The incident of another node of which it is a consequence, and the problem of that."""
+        """Ids of the incident of another node of which it is a consequence, and of that incident's problem."""
 
     @property
     def firing(self) -> bool:
@@ -58,7 +58,7 @@ class JobIncident:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Those that it is on, or was. Of what was judged over all ranks, those of the ranks that it names."""
+        """The nodes that it is or was on; of a case judged over all ranks, those of the ranks that it names."""
         return tuple(sorted({one for (node, _), case in self.cases.items() for one in _list_nodes(node, case)}))
 
     def overlaps(self, case: Case) -> bool:
@@ -67,18 +67,18 @@ class JobIncident:
         return any(first <= end and begin <= last for begin, end in map(_stretch, self.cases.values()))
 
     def forget_ended(self) -> None:
-        """What stays: its first case, by which it is placed among others, those that fire, and the newest others."""
+        """Drop all ended cases but the newest `CASES`, and the first one: the incident has its parent and problem."""
         if len(self.cases) > CASES:
             ended = [key for key, case in list(self.cases.items())[1:] if case.state != "firing"]
             for key in ended[:-CASES]:
                 del self.cases[key]
 
     def find_distance(self, case: Case) -> int:
-        """Steps from the first step of this case to the nearest first step of a case in the incident."""
+        """Return the steps between the first step of this case and the nearest first step of the incident's cases."""
         return min(abs(case.first_step - one.first_step) for one in self.cases.values())
 
     def combine(self) -> Case:
-        """As one case. Where it is told from is the node whose diagnosis is surest, of these the first."""
+        """Return the incident as one case, in the words of the node with the surest diagnosis, the first of several."""
         cases = sorted(self.cases.items(), key=lambda item: (item[1].first_step, item[0]))
         every = [case for _, case in cases]
         (source, _), best = max(cases, key=lambda item: SURENESS[item[1].diagnosis.confidence])
@@ -97,7 +97,7 @@ class JobIncident:
         undone = all(case.state == "rolled_back" for case in every)
         nodes = self.nodes
         where, others = name_nodes(nodes), [node for node in nodes if node != source]
-        if others and source in nodes and not best.of_job:  # its members and numbers are those of one node
+        if others and source in nodes and not best.of_job:  # the members and numbers are of this node
             where = f"node {source}; the same on {name_nodes(others)}"
         return msgspec.structs.replace(
             best,
@@ -124,22 +124,22 @@ class JobIncidents:
     """The incidents of a job, by id, in the order in which they were opened."""
 
     def __init__(self, pages: Iterable[Page] = ()) -> None:
-        """`pages`: what an earlier coordinator told people of, and not that it is over."""
+        """Start without incidents. `pages`: those that an earlier coordinator left open."""
         self._pages = {page.case.id: page for page in pages}
         self._incidents: dict[str, JobIncident] = {}
         self._changed: dict[str, None] = {}
         self._folded: dict[str, str] = {}
-        """Id that is used no more -> the incident that its cases are in. An earlier coordinator gave it."""
+        """An earlier coordinator's id that is no longer used -> the incident that has its cases."""
 
     def __iter__(self) -> Iterator[JobIncident]:
         return iter(self._incidents.values())
 
     def find(self, identity: str) -> JobIncident | None:
-        """That of this id."""
+        """Return the incident with this id; None: there is none."""
         return self._incidents.get(identity)
 
     def add(self, node: int, given: NodeCase) -> None:
-        """A case of a node as it is now: of an incident that there is, or of a new one. Twice is once."""
+        """Put a node's case, as it is now, into its incident, or into a new one. Adding it twice changes nothing."""
         case = given.case
         incident = self._find_incident(node, given)
         if incident is None:
@@ -164,32 +164,32 @@ class JobIncidents:
         incident.cases[node, case.id] = case
         incident.forget_ended()
         over = known is None and not fired and case.state != "firing"
-        if not (over and (given.paged or incident.told)):  # else people know by the node, or by the others
+        if not (over and (given.paged or incident.told)):  # else people know it from the node, or from other cases
             incident.told = True
             self._changed[incident.id] = None
         self._forget()
 
     def take_unexplained(self) -> list[JobIncident]:
-        """Those that fire and whose cause the ranks of all nodes decide, each once: people are told of it when
-        `explain` was called, or its `awaits_verdict` was taken back."""
+        """Return each firing incident whose cause the ranks of all nodes decide, once: people are told of it after
+        `explain` was called, or its `awaits_verdict` was set back."""
         found = [one for one in self if one.firing and not one.asked and is_explained_over_nodes(one.alert)]
         for incident in found:
             incident.asked = incident.awaits_verdict = True
         return found
 
     def explain(self, incident: JobIncident, verdict: Finding | None) -> None:
-        """The ranks of all nodes were asked; None: they did not say more than their nodes know."""
+        """Take the answer of the ranks of all nodes; None: they know no more than their nodes."""
         incident.verdict, incident.awaits_verdict = verdict, False
         if incident.told:
             self._changed[incident.id] = None
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether one of them is kept from people for now."""
+        """Whether an incident is kept from people until its cause is known."""
         return any(incident.awaits_verdict for incident in self)
 
     def add_page(self, case: Case) -> None:
-        """A node that was the coordinator told people of this, and not that it is over."""
+        """Take an incident that a former coordinator told people of, but not of its end."""
         if (incident := self._incidents.get(case.id)) is not None:
             incident.told = incident.known = True
             self._changed[case.id] = None
@@ -197,7 +197,7 @@ class JobIncidents:
             self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))
 
     def close_unknown(self, node: int, known: set[str], why: str) -> None:
-        """What fires on the node, besides what is known there, is over: `why`."""
+        """End the node's firing cases except those that are known there. `why`: the reason, in words."""
         for incident in self:
             for (where, identity), case in list(incident.cases.items()):
                 if where == node and case.state == "firing" and identity not in known:
@@ -206,7 +206,7 @@ class JobIncidents:
                     self._changed[incident.id] = None
 
     def close_pages(self, heard: Collection[int]) -> list[Case]:
-        """These nodes have handed in what they know: what people were told of before, and none knows, is over."""
+        """Return the ends of the pages whose nodes are all among these, which have handed in what they know."""
         closed = [identity for identity, page in self._pages.items() if set(page.nodes) <= set(heard)]
         pages = [self._pages.pop(identity).case for identity in closed]
         return [
@@ -219,13 +219,13 @@ class JobIncidents:
         ]
 
     def list_open(self) -> list[Page]:
-        """What fires, and what an earlier coordinator told people of that no node has handed in yet."""
+        """Return the firing incidents, and an earlier coordinator's pages that no node has handed in yet."""
         firing = [Page(self._combine(incident), incident.nodes) for incident in self if incident.firing]
         return [*self._pages.values(), *firing]
 
     def take_changes(self, *, leaving: bool = False) -> list[Case]:
-        """What changed since the last time, as cases: what people are to know. `leaving`: also what waits for its
-        cause."""
+        """Return the incidents that changed since the last call, as cases for people. `leaving`: also those that wait
+        for their cause."""
         held = () if leaving else tuple(one.id for one in self if one.awaits_verdict)
         changed = [identity for identity in self._changed if identity not in held]
         self._changed = {identity: None for identity in self._changed if identity in held}
@@ -235,8 +235,8 @@ class JobIncidents:
         return [self._combine(incident) for incident in incidents]
 
     def take_folded(self) -> list[Case]:
-        """The ends of incidents whose cases are in another one by now, since the last time: as people were told of
-        them, who are told of the other one instead."""
+        """Return the ends of the incidents whose cases went into another one since the last call, in the form that
+        people know. They are told of the other one instead."""
         found: list[Case] = []
         for identity, into in self._folded.items():
             page = self._pages.pop(identity, None)
@@ -254,12 +254,12 @@ class JobIncidents:
         return found
 
     def list_views(self) -> list[IncidentView]:
-        """All that are remembered, in the order in which they were opened."""
+        """Return all remembered incidents, in the order in which they were opened."""
         return [IncidentView(case=self._combine(one), sources=tuple(one.cases)) for one in self]
 
     def _fold(self, incident: JobIncident, case: Case) -> None:
-        """Find out whether one that is new, and opened a problem on its node, is a consequence of what another node
-        has: 63 ranks wait for one that died elsewhere. What an earlier coordinator told people stays so."""
+        """Find out whether a new incident that opened a problem on its node is a consequence of another node's: 63
+        ranks wait for one that died elsewhere. What an earlier coordinator told people stays as it is."""
         if (page := self._pages.get(incident.id)) is not None:
             own = page.case.problem_id == incident.id
             incident.joined, incident.joined_problem = page.case.parent, "" if own else page.case.problem_id
@@ -269,7 +269,7 @@ class JobIncidents:
                 incident.joined, incident.joined_problem = parent.id, parent.problem_id
 
     def _rename(self, incident: JobIncident, identity: str) -> None:
-        """People know it by this id, which an earlier coordinator gave it, and not by its own."""
+        """Give the incident the id of an earlier coordinator, by which people know it."""
         before, incident.id, incident.known = incident.id, identity, True
         self._incidents = {one.id: one for one in self}
         self._changed.pop(before, None)
@@ -279,19 +279,19 @@ class JobIncidents:
             one.joined_problem = identity if one.joined_problem == before else one.joined_problem
 
     def _combine(self, incident: JobIncident) -> Case:
-        """As one case, whose parent and problem are incidents of the job: as its first case has them of its node's, or
-        those of another node that it joined."""
+        """Return the incident as one case whose parent and problem are incidents of the job: those of its first case on
+        its node, or those of another node's incident that it joined."""
         (node, _), first = next(iter(incident.cases.items()))
         parent, opener = self._find(node, first.parent), self._find(node, first.problem_id)
         joined = self._incidents.get(incident.joined)
         if parent is None and joined is not None and joined.firing:
             parent = joined
-        # An opener that is over may be forgotten by its node: then it is the problem of an earlier coordinator's page.
+        # The node may have forgotten an opener that is over: then the problem is that of an earlier coordinator's.
         problem = (opener.joined_problem or opener.id) if opener is not None else incident.joined_problem
         return msgspec.structs.replace(incident.combine(), parent=parent.id if parent else "", problem_id=problem)
 
     def _find(self, node: int, identity: str) -> JobIncident | None:
-        """The job's incident that a node's incident is in."""
+        """Return the job's incident that has a node's case; None: none has."""
         return next((incident for incident in self if (node, identity) in incident.cases), None)
 
     def _find_incident(self, node: int, given: NodeCase) -> JobIncident | None:
@@ -302,8 +302,9 @@ class JobIncidents:
         named = next((i for i in same if i.id in (given.incident, _first_id(node, case))), None)
         if named is not None and (named.firing or case.state != "firing"):
             return named
-        # A node that was cut off hands in the begin of what is over elsewhere, where the alert fires once more since.
-        # And a case that an earlier coordinator put into what is over does not open that again beside what fires.
+        # A node that was cut off hands in the beginning of what is over elsewhere, where the alert has fired again
+        # since. A case that an earlier coordinator put into an ended incident does not reopen that next to a
+        # firing one.
         overlapping = [i for i in reversed(same) if i.overlaps(case)]
         if named is not None:
             overlapping = [i for i in overlapping if i.firing] or overlapping
@@ -322,10 +323,10 @@ class JobIncidents:
 
 
 class CauseFinder(Protocol):
-    """Finds the causes of the job's incidents that ranks of all nodes decide."""
+    """Finds the causes of the job's incidents that the ranks of all nodes decide."""
 
     def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
-        """Ask the ranks, and have the incident explained. It is kept from people for a few seconds."""
+        """Ask the ranks and have the incident explained. Until then, a few seconds, it is kept from people."""
 
 
 def _list_nodes(node: int, case: Case) -> list[int]:
@@ -333,7 +334,7 @@ def _list_nodes(node: int, case: Case) -> list[int]:
 
 
 def _first_id(node: int, case: Case) -> str:
-    """Id of the incident that this case opens."""
+    """Return the id of the incident that this case opens."""
     return f"n{node}-{case.id}"
 
 

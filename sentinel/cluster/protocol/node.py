@@ -21,49 +21,50 @@ from sentinel.cluster.protocol.messages import (
 from sentinel.diagnose.case import Case
 
 LOCAL_VIEW_SECONDS = 10.0
-"""Without a beat of a coordinator that acts: from here on the node says that it sees itself alone."""
+"""Seconds without a beat of an acting coordinator after which the node's view of the job is only its own."""
 ALONE_SECONDS = 30.0
-"""The same: from here on it tells people by itself. A coordinator is replaced, or restarted, within less."""
+"""The same, after which the node tells people by itself. A coordinator is replaced, or restarted, in less."""
 KEPT = 1000
-"""Cases that wait for a coordinator, at most."""
+"""The most cases that wait for a coordinator."""
 AT_ONCE = MESSAGE_BYTES // CASE_BYTES - 1
+"""The most cases in one message."""
 
 _PAGE = "job/"
-"""Before the id of a job's incident: cases of the node have the same form."""
+"""Prefix of a job's incident among the kept cases: the ids of the node's own cases have the same form."""
 
 View = Literal["joined", "local view", "alone"]
 
 
 class Node:
-    """Keeps each case until the coordinator has applied its last change, and tells of it alone where there is none."""
+    """Keeps each case until the coordinator has applied its last change; without one, hands it out for people."""
 
     def __init__(self, node: int, incarnation: int, now: float, candidates: int = 1) -> None:
-        """`candidates`: how many nodes may be the coordinator, from node 0 on."""
+        """Start without events. `candidates`: how many nodes may be the coordinator, from node 0 on."""
         self.node, self.incarnation = node, incarnation
         self.election = Election(node, candidates, now)
         self.last = self.applied = 0
         """Numbers of the last event, and of the last that the coordinator applied."""
         self.beat: Beat | None = None
-        """The last that was followed."""
+        """The last beat that was followed."""
         self.members = wire.Members()
         """The nodes of the job, as far as this one knows."""
         self.heard = now
-        """When the last one came of a coordinator that acts."""
+        """When the last beat of an acting coordinator came."""
         self._acting_beat: Beat | None = None
         self._beat_time = now
         """When `beat` came."""
         self._joined = self._coordinator_left = False
         self.dropped = 0
-        """Cases that were too many to wait for a coordinator which has not applied them."""
+        """Number of cases that were dropped before a coordinator applied them, as too many waited."""
         self._kept: dict[str, NodeCase] = {}
         self._known: set[str] = set()
-        """Cases that a coordinator applied: it tells people of them."""
+        """Ids of the cases that a coordinator applied: it tells people of them."""
         self._told = 0
-        """Number of the last event that people were told of by us."""
+        """Number of the last event of which this node told people."""
 
     @property
     def unapplied(self) -> int:
-        """Cases of which the coordinator does not know all."""
+        """Number of cases with changes that the coordinator has not applied."""
         return sum(given.number > self.applied for given in self._kept.values())
 
     @property
@@ -72,28 +73,28 @@ class Node:
         return not self.members.has(self.node)
 
     def note_members(self, members: wire.Members) -> None:
-        """What its supervisor, its ranks or a coordinator say of the nodes of the job."""
+        """Take the job's nodes from its supervisor, its ranks or a coordinator, if they are of a later start."""
         if members.start > self.members.start or not self.members.nodes:
             self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
 
     def forget_members(self) -> None:
-        """The job was started from its beginning under its run id, with all nodes. The former one's mark stays: by it a
-        coordinator knows that what it takes over was counted there."""
+        """Take all nodes as members: the job was started from its beginning under its run id. The former job's mark
+        stays: by it a coordinator knows that what it takes over was counted there."""
         self.members = wire.Members(job=self.members.job)
 
     def find_view(self, now: float) -> View:
-        """Whether the coordinator is heard."""
+        """Return whether the coordinator is heard: "joined"; if not, for how long."""
         silent = now - self.heard
         if self._coordinator_left or silent > ALONE_SECONDS:
             return "alone"
         return "local view" if silent > LOCAL_VIEW_SECONDS or not self._joined else "joined"
 
     def is_cut_off(self, now: float) -> bool:
-        """Whether no coordinator was heard for long, though none has left."""
+        """Whether no coordinator was heard for `ALONE_SECONDS`, though none has left."""
         return now - self.heard > ALONE_SECONDS and not self._coordinator_left
 
     def find_order(self, now: float) -> wire.Order | None:
-        """What the coordinator has all nodes do, be it its last word; None where it is not heard."""
+        """Return the coordinator's order, which may be its last; None where it gives none or is not heard."""
         return self.beat.order if self.beat is not None and now - self.heard <= LOCAL_VIEW_SECONDS else None
 
     def recall_beat(self, now: float) -> Beat | None:
@@ -108,7 +109,7 @@ class Node:
         return msgspec.structs.replace(self.beat, nodes=tuple(state for _, state in sorted(states.items())))
 
     def record(self, case: Case, *, paged: bool = False) -> Events:
-        """A case is new, or changed. `paged`: people know of it by this node. Returns what the coordinator is sent."""
+        """Keep a new or changed case. `paged`: people know of it from this node. Returns the events to send."""
         before = self._kept.pop(case.id, None)
         self.last += 1
         kept = NodeCase(
@@ -125,27 +126,27 @@ class Node:
         return self._events(self.last - 1, [kept], self.last)
 
     def record_page(self, case: Case) -> None:
-        """This node told people of an incident of the job, and is not its coordinator any more."""
+        """Keep an incident of the job, of which this node told people while it was the coordinator."""
         self.last += 1
         self._kept[f"{_PAGE}{case.id}"] = NodeCase(number=self.last, case=trim_case(case), of_job=True)
 
     @property
     def has_pages(self) -> bool:
-        """Whether there are such incidents, of which no other coordinator has said that they are over."""
+        """Whether it keeps incidents of the job of whose end no other coordinator has told."""
         return any(given.of_job for given in self._kept.values())
 
     def list_events(self, after: int) -> Events:
-        """All that changed after an event, as much of it as one message holds."""
+        """Return the changes after an event, as many as one message holds."""
         found = sorted((one for one in self._kept.values() if one.number > after), key=lambda one: one.number)
         whole = len(found) <= AT_ONCE
         return self._events(after, found[:AT_ONCE], self.last if whole else found[AT_ONCE - 1].number)
 
     def take_beat(self, beat: Beat, now: float) -> list[str]:
-        """The coordinator is there. Returns the ids of the cases that it knows by now: it tells people of them."""
+        """Take a coordinator's beat. Returns the ids of the cases that it has applied, and tells people of."""
         if not self.members.has(beat.node):
             return []
         if beat.acting and not beat.members.is_of_other_job(self.members.job):
-            self.note_members(beat.members)  # be it followed or not: a node that tried the role has a higher epoch
+            self.note_members(beat.members)  # even if not followed: a node that tried the role has a higher epoch
         if not self.election.follow(beat, now):
             return []
         if beat.members.job and not self.members.start:
@@ -169,7 +170,7 @@ class Node:
         return applied
 
     def _note_known(self, applied: Iterable[str], beat: Beat) -> None:
-        """The coordinator knows of these cases: of what is over nothing is kept, of the others which incident it is."""
+        """Drop what the coordinator knows and what is over; of its other cases, note their incidents of the job."""
         keeps_pages = self._keeps_pages(beat)
         for identity in applied:
             kept = self._kept[identity]
@@ -183,7 +184,7 @@ class Node:
                 self._kept[identity] = msgspec.structs.replace(kept, incident=incident)
 
     def take_untold(self, now: float, *, leaving: bool = False) -> list[Case]:
-        """What this node has to tell people by itself, with nothing to hear of the coordinator. `leaving`: at once."""
+        """Return the cases of which this node must tell people, as no coordinator is heard. `leaving`: at once."""
         if self.find_view(now) != "alone" and not leaving:
             return []
         found = [
@@ -197,14 +198,14 @@ class Node:
         return [one.case for _, one in found]
 
     def _keeps_pages(self, beat: Beat) -> bool:
-        """Whether the coordinator does not know of all that people were told of from here, or some of it is still open:
-        it has a page that it did not send in memory alone."""
+        """Whether the coordinator does not know all incidents of the job that were sent from here, or some are still
+        open: it has a page that it did not send itself only in memory."""
         still_open = {one.id for one in beat.incidents}
         pages = (given for given in self._kept.values() if given.of_job)
         return any(page.number > self.applied or page.case.id in still_open for page in pages)
 
     def _is_replaceable(self, beat: Beat) -> bool:
-        """Whether the nodes that are there can have another coordinator than the one that sent this."""
+        """Whether the remaining nodes can have another coordinator than the sender."""
         left = [one.node for one in beat.nodes if one.state == "alive" and one.node != beat.node]
         return 2 * len(left) > beat.expected and min(left) < self.election.candidates
 
