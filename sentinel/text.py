@@ -45,8 +45,8 @@ def name_nodes(nodes: Sequence[int]) -> str:
 
 
 def describe_node_state(node: Mapping[str, Any], *, stale: bool) -> str:
-    """How a node of a job is, or for how long it has not been heard. `stale`: no coordinator is heard, so that it is
-    not known how it is now."""
+    """Return the state of a job's node in words, or for how long it has not been heard. `stale`: no coordinator is
+    heard, so that the present state is not known."""
     seconds = f"{node['silent_seconds']:.0f} s"
     if node["state"] == "silent":
         return f"silent for {seconds}"

@@ -37,7 +37,7 @@ from sentinel.wire.evidence import Moment, Moments, Provenance
 PAUSE_STEPS = 1000
 """Steps without a trace after one, unless the daemon asks: a dead run is not looked into at every step."""
 MOST = 8
-"""Traces in one process after which there are no more, unless the daemon asks."""
+"""The most traces in one process, unless the daemon asks for more."""
 _TELLING = ("grad_norm", "grad_norm_applied")
 
 
@@ -60,10 +60,10 @@ class EvidenceCollector:
         self._not_before = 0
         self._held = 0
         self._waited = False
-        """Whether a device was waited for, for the present question."""
+        """Whether the present question was already a reason to wait for a device."""
 
     def ask(self) -> None:
-        """Look into the next step that is not finite, withheld or not. On any thread."""
+        """Look into the next step that is not finite, withheld or not. May be called on any thread."""
         self._waited, self.asked = False, True
 
     def freeze_batch(self) -> None:
@@ -222,7 +222,7 @@ SHOWN = 16
 
 
 def moments(optimizer: Any, layers: Layers, seq: int) -> Moments:
-    """Return gradients and second moments of the step whose gradients are there."""
+    """Return the gradients and second moments of the present step, whose gradients are complete."""
     factors = _corrections(optimizer)
     rows = [
         (layers.table.layers[row].name, local(p.grad), _second(optimizer, p), factors.get(id(p), 1.0))

@@ -41,12 +41,12 @@ class HeldBatch(msgspec.Struct):
 
     @property
     def unchanged(self) -> bool:
-        """Whether none of the inputs was written to since."""
+        """Whether none of the inputs was written to since the batch was held."""
         return self.versions == [tensor._version for _, tensor in self.inputs]
 
 
 class RecentBatches:
-    """Holds the batches whose losses have not arrived, and the one before them. On the training thread."""
+    """Holds the batches whose losses have not arrived, and the one before them. Used on the training thread."""
 
     def __init__(self) -> None:
         self._awaited: deque[HeldBatch] = deque()

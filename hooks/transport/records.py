@@ -88,7 +88,7 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
             continue
         try:
             step.values[name] = float(value)
-        except Exception:  # of a plugin's probe
+        except Exception:  # the value comes from a plugin's probe
             del step.values[name]
             unseen.swallow(name, f"the value of {name}", "without it")
         else:
@@ -107,7 +107,7 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
 
 
 class Transfers:
-    """Pinned buffers, reused once they were read. There are as many as steps in flight."""
+    """Pinned buffers, reused once they were read; as many as there are steps in flight."""
 
     def __init__(self) -> None:
         self._free: deque[torch.Tensor] = deque()
@@ -117,7 +117,7 @@ class Transfers:
         """Start copying `parts`: (signal, whether of layers, tensor)."""
         device = parts[0][2].device
         flat = [tensor.reshape(-1).to(device, torch.float32, non_blocking=True) for _, _, tensor in parts]
-        payload = flat[0] if len(flat) == 1 else torch.cat(flat)  # for most steps the loss alone
+        payload = flat[0] if len(flat) == 1 else torch.cat(flat)  # for most steps this is only the loss
         if device not in self._ones:
             self._ones[device] = torch.ones(1, dtype=torch.float32, device=device)
         buffer = self._buffer(payload.numel() + 1)
@@ -188,10 +188,10 @@ QUEUE_STEPS = 2048
 FIRST_STEPS = 512
 """Number of the run's first steps that may wait as well, as long as none was taken."""
 QUEUE_BYTES = 8 * 1024 * 1024
-"""Of layer statistics that wait in the queue; above it new ones are left out."""
+"""Most bytes of layer statistics that wait in the queue; above it new ones are left out."""
 WAITED_SECONDS = 3.0
-"""After which a step goes out without the memory of the process, which held what waited then: it rises in a straight
-line, by up to 12 MB, while a daemon is stopped. Longer than `sender.INTERVAL_SECONDS`."""
+"""Seconds of waiting after which a step is sent without the memory of its process. That memory includes the queue: it
+rises in a straight line, by up to 12 MB, while a daemon is stopped. Longer than `sender.INTERVAL_SECONDS`."""
 
 
 class StepQueue:
@@ -206,7 +206,7 @@ class StepQueue:
         self._first: deque[Record] = deque()
         """The run's first steps, if the queue was full before any was taken: they are not dropped."""
         self._begun = False
-        """Whether any was taken."""
+        """Whether any step was taken."""
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
 
     def put(self, record: Record) -> None:
@@ -220,8 +220,8 @@ class StepQueue:
         self.records.append(record)
 
     def take(self, most: int) -> list[Record]:
-        """The next steps of one optimizer whose values have arrived, in order; at most so many. Of those that waited
-        for long, without the memory of the process."""
+        """Return the next steps of one optimizer whose values have arrived, in order, at most `most`. Steps that waited
+        for more than `WAITED_SECONDS` are without the memory of the process."""
         records: list[Record] = []
         waited = time.time() - WAITED_SECONDS
         while len(records) < most and (waiting := self._first or self.records):
@@ -242,14 +242,14 @@ class StepQueue:
         return records
 
     def clear(self) -> None:
-        """Drop what still waits: it will not be sent. `next_seq` stays."""
+        """Drop the steps that still wait: they will not be sent. `next_seq` stays."""
         self._next_seq = self.next_seq
         self._first.clear()
         self.records.clear()
 
     @property
     def head(self) -> Record | None:
-        """The oldest step that waits."""
+        """The oldest step that waits; None: there is none."""
         waiting = self._first or self.records
         return waiting[0] if waiting else None
 

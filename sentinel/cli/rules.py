@@ -155,7 +155,7 @@ def schema() -> None:
 
 
 def _list_files(files: Iterable[Path], what: str, only: Callable[[Path], bool] = lambda _: True) -> list[Path]:
-    """Return the files, and of a folder its YAML files for which `only` is true; `what` names them for an error."""
+    """Return the files, and for a folder its YAML files for which `only` is true; `what` names them in an error."""
     found: list[Path] = []
     for path in list(files) or [Path(str(resources.files("sentinel.rules")))]:
         if not path.is_dir():

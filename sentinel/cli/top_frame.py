@@ -1,4 +1,4 @@
-"""Lines that `sentinel top` shows, made from the answers of daemons alone, for any size of terminal."""
+"""The lines that `sentinel top` shows, made only from the answers of daemons, for any size of terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _TRACED = ("loss", "grad_norm")
 _PHASES = ("data", "forward", "backward", "optimizer", "other")
 _PAST = 512
-"""Most samples of a signal that are remembered."""
+"""The most samples of a signal that are remembered."""
 _LABEL = 11
 _NODES = 8
-"""Most nodes of a job that have a line each."""
+"""The most nodes of a job that get a line each."""
 _STYLES = {"silent": "red", "left": "dim"}
 _LEAST = 24
-"""Columns in which it is worth wrapping words."""
+"""The fewest columns for which words are wrapped."""
 
 
 class TopLine(NamedTuple):
@@ -131,7 +131,7 @@ def _row(label: str, words: str, width: int, style: str = "") -> list[TopLine]:
 
 
 def _wrap(head: str, words: str, width: int, style: str = "") -> list[TopLine]:
-    """Words behind `head`, in as many lines as they need."""
+    """Return `words` after `head`, in as many lines as they need."""
     if width - len(head) < _LEAST:
         return [TopLine(head + words, style)]
     lines = textwrap.wrap(spell_line(words), width - len(head)) or [""]
@@ -146,8 +146,8 @@ def _trace(name: str, past: Sequence[float], width: int) -> str:
 
 
 def sparkline(past: Sequence[float], width: int) -> str:
-    """Return a line with the newest samples at the right; a character is the highest of its samples, x where one is not
-    finite. Logarithmic where they span two decades or more: a spike would flatten all else."""
+    """Return a line with the newest samples at the right; a character shows the highest of its samples, or x where one
+    is not finite. Logarithmic where they span two decades or more: a spike would flatten all else."""
     share = max(1, -(-len(past) // width))
     cells = [past[at : at + share] for at in range(0, len(past), share)]
     finite = [value for value in past if math.isfinite(value)]
@@ -204,7 +204,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
 
 
 def _job(job: Mapping[str, Any], width: int) -> list[TopLine]:
-    """The nodes of the run's job, with their ranks: first those that are not heard, then those that are behind."""
+    """Return lines of the job's nodes, with their ranks: first those that are not heard, then those that are behind."""
     stale = job_status.is_stale(job)
     heard = 1 if stale else sum(node["state"] != "silent" for node in job["nodes"])
     here = "the " * (job["view"] == "coordinator") + job_status.describe_view(job)

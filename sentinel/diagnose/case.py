@@ -63,11 +63,10 @@ class Case(msgspec.Struct, kw_only=True):
     """Id of the incident that opened the problem, which never changes; empty where there is no problem, and in
     histories that are older than problems."""
     parent: str = ""
-    """Id of the incident that this one is a consequence of; empty: of none."""
+    """Id of the incident of which this one is a consequence; empty: it is none."""
     state: str
     first_step: int
-    """First step of the first sign, or of the condition where no sign was found; earlier where the diagnosis says
-    so."""
+    """First step of the first sign, or of the condition where no sign was found; earlier if the diagnosis says so."""
     first_seq: int
     step: int
     """Step at which the alert fired."""
@@ -119,7 +118,7 @@ def open_case(
 ) -> Case:
     """Collect the evidence of an incident that fired, and diagnose it. `unasked`: as in `Evidence`."""
     if "census" in incident.evidence:
-        attempt.before_alert = {incident.id: list(attempt.recent)}  # of the last one alone: they are 2,048
+        attempt.before_alert = {incident.id: list(attempt.recent)}  # for the last incident only: these are 2,048 steps
     evidence = _evidence(attempt, incident, unasked)
     offset, diagnosis = attempt.step_offset, diagnose(evidence, incident.annotations.get("remedy", ""))
     first_step = evidence.onset + offset
@@ -157,8 +156,8 @@ def open_case(
 def add_evidence(
     case: Case, incident: Incident, attempt: Attempt, unasked: Mapping[int, str] = MappingProxyType({})
 ) -> None:
-    """More is known: diagnose again. Of what happens between two steps less may be known by now, as ranks forget what
-    they did where they go on, one a moment before the other: then what was found before holds."""
+    """Diagnose again with the evidence that is known by now. About what happens between two steps less may be known
+    than before, as ranks that go on, one after the other, forget what they did: then the earlier diagnosis stays."""
     evidence = _evidence(attempt, incident, unasked)
     found = diagnose(evidence, incident.annotations.get("remedy", ""))
     if not (_by_the_clock(incident) and SURENESS[found.confidence] < SURENESS[case.diagnosis.confidence]):
@@ -224,8 +223,8 @@ def _by_the_clock(incident: Incident) -> bool:
 
 
 def _is_undoable(incident: Incident) -> bool:
-    """Return whether the incident is only about what a rollback takes back. What the loss and the gradients did is no
-    sign of trouble with times, memory, or what happens between two steps, however close it was."""
+    """Return whether the incident is only about what a rollback undoes. What the loss and the gradients did is no sign
+    of trouble with times, memory, or what happens between two steps, however close it was."""
     return all(signal.undoable for signal in _list_signals(incident))
 
 

@@ -1,4 +1,4 @@
-"""Rule tests: series in, alerts out, in a file beside the rules, as in promtool.
+"""Rule tests: series in, alerts out, in a file next to the rules, as in promtool.
 
     rule_files: [stability.yaml]
     tests:
@@ -149,7 +149,7 @@ def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[
     """Parse a test file. `read` returns the text of a rule file by the name in the test file; `base` are the rules that
     such a file may override.
 
-    Raises RuleError, with the place, where the test file or a rule file is wrong: the first mistake of each test.
+    Raises RuleError, with the place, where the test file or a rule file is wrong: with the first mistake of each test.
     """
     fields = Source(text, file).root.fields("a test file", ("rule_files", "tests"), required=("rule_files", "tests"))
     rules, scopes = list[Rule](), {name: signal.scope for name, signal in SIGNALS.items()}
@@ -260,7 +260,7 @@ class _Reader:
         return Expected(step, node.line, alerts, states)
 
     def _step_at(self, node: YamlNode, steps: int) -> int:
-        """Return the last step that has ended by a time."""
+        """Return the last step that has ended by the time that `node` gives."""
         length = span.seconds(node.string("at"))
         step = int(length / self._interval() + 1e-9) if length is not None else steps
         if step >= steps:

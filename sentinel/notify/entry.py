@@ -19,7 +19,7 @@ from sentinel.notify import Delivery
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 300.0
-"""Seconds of the longest pause between two attempts. From `FIRST_PAUSE` on it doubles each time, less a jitter of up to a
+"""Seconds of the longest pause between two attempts. The pause doubles from `FIRST_PAUSE` on, less a jitter of up to a
 half, so that not all daemons send at once to a receiver that comes back."""
 LONGEST_AFTER = 3600.0
 """Longest pause in seconds that a receiver may ask for; after that it is tried again."""

@@ -37,7 +37,7 @@ class Notifier:
     def __init__(
         self, terminal: Terminal, pipeline: Pipeline, silences: Silences, save: Callable[[Case], None]
     ) -> None:
-        """`save` stores a case in the history: here, that it is sent, or silenced."""
+        """`save` stores a case in the history, as it is sent or silenced."""
         self.pipeline, self.silences = pipeline, silences
         self.outlet: Outlet = pipeline
         """The way to the receivers. In a job over several nodes it decides which node notifies people."""
@@ -48,7 +48,7 @@ class Notifier:
         self._resumed = False
         self._is_joining = False
         self._former: list[Entry] = []
-        """What an earlier daemon of this node had yet to send, or to end."""
+        """Entries that an earlier daemon of this node still had to send, or to end."""
 
     def replace(self, routes: Sequence[Route], origin: Origin, severities: frozenset[str]) -> None:
         """Apply new settings: these receivers, and these severities on the terminal. New receivers get what fires."""
@@ -57,20 +57,19 @@ class Notifier:
         self._resumed = False
 
     def begin_joining(self) -> None:
-        """It is yet to be found out where the nodes of the job meet. Until then what an earlier daemon of this node
-        knew of, or had yet to send, is the job's, whose coordinator may have told people since, or under another key.
-        """
+        """Hold back what an earlier daemon of this node sent, or still had to send, until it is known where the job's
+        nodes meet. It is the job's: its coordinator may have told people since, or under another key."""
         self._is_joining, self._former = True, self.pipeline.withdraw()
 
     def end_joining(self) -> None:
-        """It was found out, or no more will be. Twice is once."""
+        """Go on with what was held back, as the search for the meeting is over. A second call changes nothing."""
         if self._is_joining:
             self._is_joining = False
             self.pipeline.restore(self._former)
 
     def open_case(self, case: Case) -> None:
         """Decide whether an incident that fired is sent, before it is recorded."""
-        self.silences.refresh()  # a run that has just begun has not read them yet
+        self.silences.refresh()  # a run that has just begun has not read the silences yet
         case.silenced = self.silences.find_silence(case)
         case.told = not case.silenced
 

@@ -85,7 +85,7 @@ def end(case: Case, *, undone: bool = False) -> str:
 
 
 def where(case: Case) -> str:
-    """Ranks or layers, and of a job over several nodes on which of these."""
+    """Return the ranks or layers of a case; in a job over several nodes also their nodes."""
     nodes = list_nodes(case)
     apart = [member for member in case.members if member.scope != "run"]
     if nodes and not apart and not case.diagnosis.layers and not case.layers:
@@ -94,7 +94,7 @@ def where(case: Case) -> str:
 
 
 def list_nodes(case: Case) -> list[int]:
-    """Of a job over several nodes, those that it is on; where one did not say, none."""
+    """Return the nodes of a case in a job over several nodes, as far as its members name them."""
     return sorted({int(member.node) for member in case.members if member.node.isdecimal()})
 
 

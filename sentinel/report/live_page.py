@@ -70,7 +70,7 @@ def _nodes(job: Mapping[str, Any] | None) -> str:
 
 
 def _node(node: Mapping[str, Any], job: Mapping[str, Any], unknown: bool) -> str:
-    """`unknown`: this is what it was when it was heard last."""
+    """Return a node's row of the table. `unknown`: its state is that of when it was last heard."""
     ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else ""
     count = job.get("blame", {}).get(str(node["node"]), 0)
     blame = f"{count} of {job['blamed_incidents']}" if count else ""

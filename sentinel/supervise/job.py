@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 GRACE_SECONDS = 15.0
-"""Time between SIGTERM and SIGKILL, enough for a last checkpoint. Slurm gives 30 s in all (KillWait)."""
+"""Seconds between SIGTERM and SIGKILL, enough for a last checkpoint. Slurm gives 30 s in all (KillWait)."""
 KILLED_SECONDS = 5.0
-"""Time for the kernel to remove a killed process; one in uninterruptible sleep takes longer, and is left to it."""
+"""Seconds for the kernel to remove a killed process; one in uninterruptible sleep takes longer, and is left to it."""
 HELPERS_SECONDS = 2.0
-"""Time for the keepers of shared memory to remove what killed processes have left."""
+"""Seconds for the keepers of shared memory to remove what killed processes have left."""
 _LOOK_SECONDS = 0.05
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 """Keepers of shared memory: they ignore SIGTERM, and exit by themselves after the processes they serve."""

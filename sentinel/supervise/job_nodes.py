@@ -18,7 +18,7 @@ from sentinel.errors import ConfigError
 from sentinel.text import name_nodes
 
 NODES, NODE_RANK = "SENTINEL_NODES", "SENTINEL_NODE_RANK"
-"""Variables with the number of nodes and this node's: for `sentinel run` Sentinel's, for the job the launcher's."""
+"""Variables for the node count and this node's number: Sentinel's in `sentinel run`, the launcher's in the job."""
 NODE, MEMBERS = "SENTINEL_NODE", "SENTINEL_MEMBERS"
 """Variables that the job's ranks report: Sentinel's number of the node, and `wire.Members` in JSON."""
 _PLACES = ((NODES, NODE_RANK), ("SLURM_NNODES", "SLURM_NODEID"))
@@ -29,7 +29,7 @@ class JobNodes:
     """The nodes of one job, as one of its nodes knows them."""
 
     def __init__(self, least: int, node: int, whole: int) -> None:
-        """`least`: the fewest nodes that the job may go on with. `node`: the number of this one, of `whole`."""
+        """`least`: the fewest nodes with which the job may go on. `node`: number of this one, out of `whole` nodes."""
         self.least, self.node = least, node
         self.members = wire.Members(nodes=tuple(range(whole)), whole=whole)
         """The nodes of the present start."""
@@ -52,8 +52,8 @@ class JobNodes:
         return order.does in ("begin", "stop") and bool(order.nodes) and self.node not in order.nodes
 
     def explain(self, order: wire.Order) -> str:
-        """Why the job goes on without this node, by the order that says so."""
-        if order.does == "stop":  # from its own daemon, by what is known of the job's nodes there
+        """Return why the job goes on without this node, from the order that says so."""
+        if order.does == "stop":  # the order is of this node's daemon, which knows the job's nodes
             return order.why
         fault = order.fault.words if order.fault is not None else ""
         members = wire.Members(start=order.start + 1, nodes=order.nodes, whole=self.members.whole)
@@ -88,7 +88,7 @@ class JobNodes:
 
 
 def explain_left_out(members: wire.Members, fault: str = "") -> str:
-    """What a node is to say without which the job goes on. `members`: with which; `fault`: after what, if known."""
+    """Return what a left-out node says. `members`: the nodes that go on; `fault`: the reason, if known, in words."""
     left = f"{name_nodes(members.nodes)} ({len(members.nodes)} of {members.whole})"
     decided = f"as the coordinator ordered for restart {members.start}" + (f", after {fault}" if fault else "")
     return f"left out by --allow-shrink: the job goes on with {left}, {decided}"

@@ -23,7 +23,7 @@ LONGEST_PAUSE = 300.0
 LEAST_NEAR = 2
 """Steps by which two reports of the same fault may differ."""
 NEAR_SECONDS = 2.0
-"""Time by which they may differ: the last second of a killed process was never sent."""
+"""Seconds by which they may differ: the last second of a killed process was never sent."""
 
 
 class Again(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Again(msgspec.Struct, frozen=True):
     number: int
     """Number of this restart, from 1."""
     pause: float
-    """Seconds before it."""
+    """Seconds before the start."""
     before: int | None
     """Only what was saved before this step is good; None: all of it is."""
 
@@ -49,7 +49,7 @@ class Policy:
     """Decides at each end of a job."""
 
     def __init__(self, restarts: int, pause: float = PAUSE_SECONDS) -> None:
-        """`restarts`: how many may be made. `pause`: seconds before the first of them."""
+        """`restarts`: the most restarts. `pause`: seconds before the first of them."""
         self.restarts, self._pause = restarts, pause
         self._faults: list[JobFault] = []
         self._before: int | None = None
@@ -57,7 +57,7 @@ class Policy:
 
     @property
     def made(self) -> int:
-        """How many restarts were made so far."""
+        """Number of restarts so far."""
         return len(self._faults)
 
     def decide(self, fault: JobFault) -> Again | Over:

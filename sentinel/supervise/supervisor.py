@@ -1,7 +1,7 @@
 """The loop of `sentinel run`: runs a command, and runs it again.
 
 All signals wait in the kernel and are taken one by one (sigtimedwait), with their sender: no handler, no race. Signals
-from outside are passed on to the command, once; after a signal that means the end nothing is started again.
+from outside are passed on to the command, once; after a signal that requests the end nothing is started again.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ ATTEMPT, BEFORE = "SENTINEL_ATTEMPT", "SENTINEL_RESUME_BEFORE"
 LOOK_SECONDS = 0.5
 """Seconds between two looks for messages of the daemon."""
 LAST_WORD_SECONDS = 5.0
-"""Time for the daemon to examine how the job ended."""
+"""Seconds for the daemon to examine how the job ended."""
 CLOSING_SECONDS = 1.0
-"""Further time for the daemon to report the run's outcome."""
+"""Further seconds for the daemon to report the run's outcome."""
 ORDER_SECONDS = 120.0
-"""Time that a node whose ranks have ended waits for an order: twice as long as the coordinator waits for the nodes."""
+"""Seconds for which a node whose ranks have ended waits for an order: twice as many as the coordinator's for nodes."""
 END_SECONDS = 10.0
-"""Time that a node whose job is not started again stays, so that the others learn it: ten beats of the coordinator."""
+"""Seconds for which a node whose job is not started again stays, so that others learn it: ten coordinator's beats."""
 ORDER_LOOK_SECONDS = 0.1
 ATTACH_SECONDS, ATTACH_LOOK_SECONDS = 60.0, 10.0
-"""Time after which ranks that have not attached may be waiting for another job's; and time between two looks, which
-read all of /proc."""
+"""Seconds after which ranks that have not attached may be waiting for another job's; and seconds between two looks,
+which read all of /proc."""
 WHOLE_AGAIN = "a job that runs takes no node back; end it, and start it on all nodes (docs/cluster.md)"
 _ELASTIC = "TORCHELASTIC_RUN_ID"
 """Variable in the environment of processes that torchrun starts."""
@@ -70,7 +70,7 @@ class Supervisor:
         nodes: JobNodes | None = None,
         as_json: bool = False,
     ) -> None:
-        """`restarts`: how many may be made. `always`: restart also a script that does not announce that it resumes from
+        """`restarts`: the most restarts. `always`: restart also a script that does not announce that it resumes from
         what it saved; without `always` it is only watched. `pause`: seconds before the first restart. `over_nodes`:
         according to the command, other nodes have ranks of the job, too; its daemon may report it as well. `nodes`: the
         nodes of a job that may go on without some of them. `as_json`: print JSON lines."""
@@ -79,9 +79,9 @@ class Supervisor:
         self._awaits_ranks = _ELASTIC not in environment
         """Whether torchrun has started no ranks yet, so that it may have met another job than this."""
         self._look_at = time.monotonic() + ATTACH_SECONDS
-        """When to look next which job torchrun has met."""
+        """When to check next which job torchrun has met, in monotonic seconds."""
         self._met = ""
-        """Which other job torchrun has met, in words; empty: none."""
+        """The other job that torchrun has met, in words; empty: none."""
         self._begun: wire.Order | None = None
         """The order by which all nodes began the present start, or will begin the next one."""
         self._policy = Policy(restarts, pause)
@@ -92,7 +92,7 @@ class Supervisor:
         """Exit status of the present start of the command; None: it runs, or it was ended."""
         self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
         self._ended_by: int | None = None
-        """The signal from outside that means the end, if one came."""
+        """The signal from outside that requested the end, if one came."""
         self._passed: set[int] = set()
 
     def run(self) -> int:
@@ -261,8 +261,8 @@ class Supervisor:
         return Over(EXIT_UNFINISHED, f"no order came from the job's coordinator within {ORDER_SECONDS:g} s: {why}")
 
     def _end_with_nodes(self, fault: wire.JobFault, awaited: set[int]) -> None:
-        """Have the ranks of the other nodes ended, which may wait for the ranks here for as long as torch lets them.
-        This job is not started again."""
+        """Have the other nodes' ranks ended, which may wait for the ranks here for as long as torch lets them. This job
+        is not started again."""
         self._report(fault, final=True)
         until = time.monotonic() + END_SECONDS
         while self._ended_by is None and time.monotonic() < until:
@@ -272,7 +272,7 @@ class Supervisor:
             self._pause(ORDER_LOOK_SECONDS, awaited)
 
     def _explain_left_out(self) -> str:
-        """Why the job goes on without this node; empty: it does not, as far as is known."""
+        """Return why the job goes on without this node; empty: it does not, as far as is known."""
         order = self._words.order
         if order is None or self._nodes is None or not self._nodes.is_left_out(order):
             return ""
@@ -303,7 +303,7 @@ class Supervisor:
         self._words.report(self._nodes.add_to(report) if self._nodes is not None else report)
 
     def _pause(self, seconds: float, awaited: set[int]) -> int | None:
-        """Wait, unless a signal that means the end comes. Returns that signal."""
+        """Wait for `seconds`, or until a signal requests the end. Returns that signal."""
         until = time.monotonic() + seconds
         while self._ended_by is None and (rest := until - time.monotonic()) > 0:
             taken = signal.sigtimedwait(awaited, rest)

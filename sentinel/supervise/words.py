@@ -31,9 +31,9 @@ class Words:
     """The connection to the job's daemon, and the daemon's last messages."""
 
     def __init__(self, mark: str, run_id: str | None, *, always: bool, print_notice: Callable[[str], None]) -> None:
-        """`mark`: the job's, which its ranks send in their hello. `run_id`: None where others choose it. `always`: the
-        job may be ended even if it does not announce that it can go on from a snapshot. `print_notice` prints what no
-        rank of the job can print any more."""
+        """`mark`: the job's mark, which its ranks send in their hello. `run_id`: None where others choose it. `always`:
+        the job may be ended even if it does not announce that it can go on from a snapshot. `print_notice` prints what
+        no rank of the job can print any more."""
         self._print_notice = print_notice
         self._said = wire.Supervise(mark=mark, always=always)
         self._run_id = run_id
@@ -45,7 +45,7 @@ class Words:
         self.order: wire.Order | None = None
         """The last order about this start from the coordinator of a job over several nodes."""
         self.attached = False
-        """Whether the job came so far that it looked for a daemon, found or not."""
+        """Whether the job came so far that it looked for a daemon, whether it found one or not."""
         self._attempt = 0
 
     def forget(self, attempt: int) -> None:
@@ -70,9 +70,10 @@ class Words:
         return self.standing
 
     def announce_end(self, number: int, why: str = "", *, left_out: bool = False) -> None:
-        """The job is to be sent this signal, and to end by it: its ranks are not lost. 0: its command is gone, and what
-        it left behind is ended and lost. `why`: the supervisor's own reason; empty: the signal came from outside.
-        `left_out`: it is that the job goes on without this node."""
+        """Tell the daemon that the job will get this signal and end by it, so that its ranks are not lost. 0: its
+        command has ended; the processes that it left are ended, and their ranks lost. `why`: the supervisor's own
+        reason; empty: the signal came from outside. `left_out`: the reason is that the job goes on without this
+        node."""
         self.read()
         self._say(msgspec.structs.replace(self._said, ending=number, why=why, left_out=left_out))
 

@@ -24,7 +24,7 @@ from sentinel.errors import ConfigError
 
 
 class RanksAtWork:
-    """When the ranks of a run worked last: this node's, for other nodes, and theirs, for whom ours may wait."""
+    """When a run's ranks last worked: this node's, for the others, and theirs, for which this node's ranks may wait."""
 
     def __init__(self, watch: WatchedRun) -> None:
         self._watch = watch

@@ -24,18 +24,18 @@ def name_unasked(membership: Membership, answered: set[int], wanted: Iterable[in
 
 
 def name_silent(membership: Membership) -> list[str]:
-    """Nodes that the coordinator does not hear: it knows what they had handed in before."""
+    """Return the nodes that the coordinator does not hear, in words: it only knows what they handed in before."""
     job = membership.status()
     return _explain_view(job) or name_unasked(membership, _list_heard(job))
 
 
 def find_unasked_ranks(membership: Membership, answered: set[int]) -> dict[int, str]:
-    """Ranks of nodes that gave no answer -> the node, and why, in words; as far as it is known where they are."""
+    """Return, by rank, the node that gave no answer, and why, in words; as far as the ranks' nodes are known."""
     return _find_ranks(membership.status(), answered)
 
 
 def find_silent_ranks(membership: Membership) -> dict[int, str]:
-    """The same of nodes that are not heard, without asking any."""
+    """Return the same for nodes that are not heard, without asking any."""
     job = membership.status()
     return _find_ranks(job, set() if _is_alone(job) else _list_heard(job))
 
@@ -48,12 +48,12 @@ def _find_ranks(job: dict[str, Any], answered: set[int]) -> dict[int, str]:
 
 
 def _is_alone(job: dict[str, Any]) -> bool:
-    """Whether no coordinator is heard: what other nodes do is not known."""
+    """Whether no coordinator is heard, so that it is not known what other nodes do."""
     return job["view"] in ("local view", "alone")
 
 
 def _explain_view(job: dict[str, Any]) -> list[str]:
-    """Why this node sees itself alone, in words; nothing where it does not."""
+    """Return why this node sees only itself, in words; empty: it does not."""
     return [f"the other nodes: {job['absence']}; this is what this node sees alone"] if _is_alone(job) else []
 
 

@@ -40,10 +40,10 @@ SURVEY_SECONDS = 5.0
 ENDING_SECONDS = 1.5
 """Seconds after the last message of an ended process to learn how it ended: its connection ends first."""
 WANTED_SECONDS = 60.0
-"""After a signal that ends the job, in which a process that ends is not lost, however it does: launchers and schedulers
-kill after 30 s what has not gone by then."""
+"""Seconds after a signal that ends the job in which a process that ends in any way is not lost: launchers and schedulers
+kill after 30 s the processes that are still there."""
 REQUEST_SECONDS = 30.0
-"""Between the first and the last rank of a job that is asked to end: launchers kill what has not gone by then."""
+"""Most seconds from the first to the last rank's end in a job asked to end: launchers kill those still there."""
 _REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a process ended by a signal that people and schedulers send on purpose. SIGHUP is not one: the
 kernel sends it to the processes of a terminal or an ssh connection that breaks."""
@@ -52,7 +52,7 @@ _SLOW = (Kind.BUSY, Kind.STARTING)
 
 
 class StallDetector:
-    """Finds which ranks of an attempt stand still, where, and which are gone without a goodbye."""
+    """Finds which ranks of an attempt stand still, where, and which ended without a goodbye."""
 
     def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords) -> None:
         self._attempt, self._incidents = attempt, incidents
@@ -81,7 +81,7 @@ class StallDetector:
         self._wanted: set[int] = set()
         """Ranks that ended as they were meant to."""
         self._request = 0
-        """The signal by which the job ended, if it was asked to, and that is not taken yet."""
+        """The signal by which the job ended, if it was asked to, until `take_request` returns it; 0: there is none."""
         self._excused: dict[int, float] = {}
         """When a rank last had a working rank to wait for, in monotonic seconds."""
         self.worked, self.patience = -math.inf, 0.0
@@ -219,13 +219,13 @@ class StallDetector:
         return self._observe({rank.identity.rank: {"rank_lost": 1.0} for rank in found}) if found else None
 
     def take_request(self) -> int:
-        """The signal by which the whole job ended, said once; 0: by none."""
+        """Return the signal by which the whole job ended, once; 0: by none."""
         number, self._request = self._request, 0
         return number
 
     def _is_end_of_job(self, found: list[Rank], now: float) -> bool | None:
-        """Whether these ranks, which died, are all that was left of a job that was asked to end; None: others may
-        follow. One alone that ends so leaves the others behind, and is lost."""
+        """Whether these dead ranks are all that was left of a job that was asked to end; None: others may follow. A
+        rank that ends so alone leaves the others behind, and is lost."""
         if not found or self._dead or not all(map(_find_request, found)):
             return False
         ranks = self._attempt.ranks.values()
@@ -243,7 +243,7 @@ class StallDetector:
 
     def _was_wanted(self, rank: Rank) -> bool:
         ending = rank.ending
-        # Where no end was seen, it came at any time since the connection's.
+        # If the end was not seen, it came at any time after the end of the connection.
         at = ending.time if ending is not None else max(rank.heard + ENDING_SECONDS, self._wanted_at)
         return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
 
@@ -372,14 +372,14 @@ class StallDetector:
 
 
 def _find_request(rank: Rank) -> int:
-    """The signal by which a rank that died was asked to end; 0: by none. `sentinel run` announces those that it passes
-    on."""
+    """Return the signal by which a dead rank was asked to end; 0: by none. Always 0 under `sentinel run`, which
+    announces the signals that it passes on."""
     status = rank.ending.status if rank.ending is not None else None
     return -status if status in _REQUESTS and status is not None and not rank.hello.supervisor else 0
 
 
 def _has_left(rank: Rank) -> bool:
-    """Whether its process is over by a goodbye of its own, as of a script that saves on SIGTERM."""
+    """Whether the rank ended with its own goodbye, like a script that saves on SIGTERM."""
     goodbye = rank.goodbye
     return goodbye is not None and (goodbye.reason in ("exit", "stopped") or goodbye.detail == "KeyboardInterrupt")
 

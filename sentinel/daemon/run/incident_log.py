@@ -25,7 +25,7 @@ CASES = 1000
 JOB_PREFIX = "job-"
 """Prefix of the ids of the job's cases, which are counted separately from those of the node."""
 TOLD_AGAIN = 20
-"""Most cases whose notices are sent again to a first rank that comes back."""
+"""The most cases whose notices are sent again to a first rank that comes back."""
 
 
 class IncidentLog:
@@ -37,7 +37,7 @@ class IncidentLog:
         """Number of all cases so far, by alert and severity."""
         self._context, self._run, self._notifier = context, context.run, notifier
         self.find_silent_ranks: Callable[[], Mapping[int, str]] = dict
-        """Of a job over several nodes, ranks of nodes that are not heard, as `unasked` of `Evidence`."""
+        """Returns the ranks of a job's nodes that are not heard, as `unasked` of `Evidence`; by default none."""
 
     def add(self, found: Iterable[Case]) -> None:
         """Keep these cases in memory, and drop the oldest ones that are over."""
@@ -57,7 +57,7 @@ class IncidentLog:
         return (case for case in self.cases.values() if case.attempt == self._run.attempt.number)
 
     def open_case(self, incident: Incident) -> Case:
-        """An alert fired."""
+        """Make, store and report the case of an alert that fired."""
         case = cases.open_case(self._run, self._find_attempt(), incident, self.find_silent_ranks())
         case.id = self._identity(incident)
         self._name_nodes(case)
@@ -196,8 +196,8 @@ class JobIncidentLog(IncidentLog):
         find_attempt: Callable[[], Attempt],
         nodes: Mapping[int, int],
     ) -> None:
-        """`log`: that of the node. `find_attempt` returns the attempt with the ranks of all nodes. `nodes`: the node of
-        each rank."""
+        """Share the cases of `log`, the node's log. `find_attempt` returns the attempt with the ranks of all nodes.
+        `nodes`: the node of each rank."""
         super().__init__(context, notifier)
         self.cases, self.fired = log.cases, log.fired
         self._find, self._nodes = find_attempt, nodes
