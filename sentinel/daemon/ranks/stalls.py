@@ -40,8 +40,8 @@ SURVEY_SECONDS = 5.0
 ENDING_SECONDS = 1.5
 """Seconds after the last message of an ended process to learn how it ended: its connection ends first."""
 WANTED_SECONDS = 60.0
-"""Seconds after a signal that ends the job in which a process that ends in any way is not lost: launchers and schedulers
-kill after 30 s the processes that are still there."""
+"""Seconds after a signal that ends the job in which a process that ends, in any way, is not lost: launchers and
+schedulers kill after 30 s the processes that are still there."""
 REQUEST_SECONDS = 30.0
 """Most seconds from the first to the last rank's end in a job asked to end: launchers kill those still there."""
 _REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
