@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
 def alertmanager(
     folder: Path, hook: str, *, group_by: str = "[alertname, run, run_id]", group_wait: str = "0s", inhibit: str = "[]"
 ) -> Iterator[str]:
-    """Address of one that sends all to a webhook at once."""
+    """Run an Alertmanager that sends everything to a webhook at once; yields its address."""
     program = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
     if program is None:
         pytest.skip("Alertmanager is not installed (Debian package: prometheus-alertmanager)")
@@ -109,7 +109,7 @@ rules:
 
 
 def test_a_real_alertmanager_receives_groups_and_resolves_our_alerts(tmp_path: Path) -> None:
-    """It groups by run: two rules that fire are one notification of its own."""
+    """It groups by run: two firing rules are one notification of Alertmanager."""
     (tmp_path / "rules.yaml").write_text(RULES)
     with (
         consumer() as ops,
@@ -123,7 +123,7 @@ def test_a_real_alertmanager_receives_groups_and_resolves_our_alerts(tmp_path: P
             rank.hello()
             rank.steps(0, [1.0, 200.0])
             while len((fired := ops.next())["alerts"]) < 2:
-                pass  # these began far in the past, and it does not wait for the second
+                pass  # these began far in the past, and Alertmanager does not wait for the second
             seen = {one["labels"]["alertname"]: one for one in json.loads(amtool(address))}
             assert set(seen) == {"TooHigh", "High"}
             assert seen["TooHigh"]["labels"] == {
@@ -165,7 +165,7 @@ async def told(address: str, message: Message) -> Delivery:
 
 
 def test_what_follows_from_a_known_problem_is_inhibited_as_we_ship_it(tmp_path: Path) -> None:
-    """The critical one outranks the warning that came first, and inhibits; over, it does so while the problem lasts."""
+    """The critical alert outranks the earlier warning, and inhibits, also after its end while the problem lasts."""
     shipped = yaml.safe_load((SOURCE / "deploy/alertmanager/alertmanager.yml").read_text())
     first = case("0.1", severity="warning", alert="GradientSpike")
     severe, joins = case("0.2"), case("0.3", severity="warning", alert="ExplodingGradient")

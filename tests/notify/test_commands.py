@@ -56,7 +56,7 @@ def test_init_writes_the_file_that_the_environment_names(tmp_path: Path, monkeyp
 
 
 def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -> None:
-    """Uncommented, the file says what is so without it. Of two ways for nodes to meet it shows both, and takes one."""
+    """Uncommented, the file states the defaults. It shows both ways for nodes to meet, and uses one of them."""
     sentinel("init", str(tmp_path))
     text = (tmp_path / "sentinel.toml").read_text()
     lines = [line.removeprefix("# ") if " = " in line or "# [" in line else line for line in text.splitlines()]

@@ -28,7 +28,7 @@ from tests.notify.killed import ALERTS
 from tests.notify.vendors import ROUTING_KEY, PagerDuty, serving
 
 KILLS = 102
-"""Two of them are none: the last child of each phase is let be."""
+"""Number of children. Two of them are not killed: the last one of each phase."""
 GROUPING = Grouping(wait=Duration(5), interval=Duration(60), repeat=Duration(4 * 3600))
 
 
@@ -47,7 +47,7 @@ def test_kill_9_at_100_random_points_loses_none_and_repeats_only_what_was_not_ma
             killed = 0
             for generation in range(10 * KILLS):
                 phase = "firing" if killed < KILLS // 2 else "resolved"
-                last = killed in (KILLS // 2 - 1, KILLS - 1)  # the last of its kind is let be
+                last = killed in (KILLS // 2 - 1, KILLS - 1)  # the last child of a phase is not killed
                 zygote.stdin.write(f"{generation} {phase}\n")
                 zygote.stdin.flush()
                 child = int(zygote.stdout.readline())
@@ -74,7 +74,7 @@ def test_kill_9_at_100_random_points_loses_none_and_repeats_only_what_was_not_ma
 
 
 def check_repeats(taken: list[dict[str, Any]]) -> None:
-    """What was taken twice was the last of a child that was killed: it could not mark it."""
+    """Check that a repeated event was the last of a killed child, which could not mark it as sent."""
     by_child: dict[str, list[tuple[str, str]]] = {}
     for event in taken:
         by_child.setdefault(event["path"].split("/")[1], []).append((event["event_action"], event["dedup_key"]))
@@ -88,14 +88,14 @@ def check_repeats(taken: list[dict[str, Any]]) -> None:
 
 
 def history(path: Path) -> Path:
-    """As the history's writer leaves it: without a write-ahead log each commit would wait for the disk."""
+    """Create a database as the history's writer does: without a write-ahead log each commit would wait for the disk."""
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA journal_mode=WAL")
     return path
 
 
 class LeapingLoop(asyncio.SelectorEventLoop):
-    """Time passes only where there is nothing to do, and then at once until there is."""
+    """A loop whose time passes only while there is nothing to do, and then jumps to the next thing to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
 
 class Away:
-    """Fails in its way until a moment; then it takes all."""
+    """A receiver that fails with `fault` until the time `back`, and then takes everything."""
 
     def __init__(self, fault: Callable[[], Delivery] | None, back: float, clock: Callable[[], float]) -> None:
         self._fault, self._back, self._clock = fault, back, clock
@@ -139,7 +139,7 @@ class Away:
 def test_receivers_that_are_away_for_an_hour_are_told_what_is_true_when_they_are_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 alerts in that hour, every second one over within it, and the daemon is restarted in the middle."""
+    """60 alerts in that hour, of which every second ends within it; the daemon is restarted in the middle."""
     began, path = 1e9, history(tmp_path / "r1.sqlite")
 
     async def here(function: Callable[..., object], *arguments: object) -> object:
@@ -213,7 +213,7 @@ def test_a_clock_that_was_set_back_a_day_delays_nobody(tmp_path: Path) -> None:
         return made
 
     async def turn(made: Pipeline, to: Away, seconds: float) -> None:
-        """Some time later, when it is tried again."""
+        """Let `seconds` pass, until the receiver is tried again."""
         tries = to.tries
         now[0] += seconds
         made.put(case("9.9", alert="Nudge"))

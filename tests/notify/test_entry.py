@@ -27,7 +27,7 @@ def entry(*cases: Case) -> Entry:
 
 
 def told(made: Entry, now: float) -> list[Case]:
-    """Deliver what is due; it must be."""
+    """Deliver the message that must be due, and return its cases."""
     assert made.due <= now
     cases = made.list_news()
     made.record_delivery(cases, now, GROUPING)
@@ -85,7 +85,7 @@ def fired_and_over(severity: str = "critical") -> tuple[Case, Case]:
 
 
 def tell_all(made: Entry) -> list[str]:
-    """States of the cases of all messages that are due, in order."""
+    """Deliver all due messages, and return the states of their cases in order."""
     found = list[str]()
     while made.pending:
         found += [one.state for one in told(made, made.due)]
@@ -96,7 +96,7 @@ def tell_all(made: Entry) -> list[str]:
 @pytest.mark.parametrize("wait", [0, 5])
 @pytest.mark.parametrize(("severity", "states"), [("critical", ["firing", "resolved"]), ("warning", ["resolved"])])
 def test_what_is_critical_and_soon_over_is_told_as_firing_first(wait: int, severity: str, states: list[str]) -> None:
-    """A pager makes nothing of the end of what it was not told of."""
+    """A pager ignores the end of an alert that it does not know."""
     (fired, over), made = fired_and_over(severity), entry()
     grouping = Grouping(wait=Duration(wait), interval=Duration(60), repeat=Duration(3600))
     made.put(fired, NOW, grouping)
@@ -169,7 +169,7 @@ def test_a_silence_mutes_updates_and_repeats_of_what_was_told_and_not_its_end() 
 
 
 def test_the_end_of_what_was_silenced_before_it_was_told_is_not_told() -> None:
-    """In a job over several nodes the coordinator puts what is silenced, too."""
+    """In a job over several nodes the coordinator puts silenced cases, too."""
     fired, over = fired_and_over()
     fired.silenced = over.silenced = "3f9a1c"
     made = entry(fired)

@@ -9,7 +9,7 @@ from tests.notify.test_silences import People, fired
 
 
 def test_what_an_earlier_daemon_knew_of_is_not_told_before_the_nodes_have_found_each_other(tmp_path: Path) -> None:
-    """The coordinator may have told people, under the job's key."""
+    """The coordinator may have told people already, under the job's key."""
     people, known = People(tmp_path), case()
     known.told = True
     people.notifier.begin_joining()
@@ -28,7 +28,7 @@ def test_what_fires_meanwhile_is(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_daemon_had_yet_to_send_waits_too(tmp_path: Path) -> None:
-    """Another coordinator may have told people since, and that it is over: its key would be open for good."""
+    """Another coordinator may have told people since, also of the end: then its key would stay open."""
     people, earlier = People(tmp_path), case("n0-0.1")
     people.pipeline.put(earlier)
     people.notifier.begin_joining()

@@ -97,7 +97,7 @@ def test_a_clock_that_is_far_out_is_no_fault(collector: Collector) -> None:
 
 
 def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector) -> None:
-    """Through the pipeline: a message has all cases of a problem, and a record of each change is wanted once."""
+    """Through the pipeline: a message has all cases of a problem, but each change must be recorded only once."""
 
     def put(pipeline: Pipeline, identity: str, alert: str, state: str) -> None:
         made = case(identity, state, alert=alert)
@@ -148,7 +148,7 @@ def test_where_it_goes_is_the_settings_or_what_opentelemetry_has_variables_for(m
     assert find_export(OtlpSettings(), "metrics") == ("http://other:9/own", {"api-key": "m"}, True, 0.5)
     assert find_export(OtlpSettings(), "traces").url == "http://otel:4318/v1/traces"
     assert find_export(OtlpSettings(url="http://mine:1"), "metrics").url == "http://mine:1/v1/metrics"
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # of others, whose port is another
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # for other exporters, which use another port
     assert find_export(OtlpSettings(url="http://mine:1"), "logs").url == "http://mine:1/v1/logs"
 
 

@@ -19,14 +19,14 @@ from tests.notify.vendors import Reply, Vendor, serving
 
 pytest.importorskip("apprise", reason="Apprise is not installed (pip install 'training-sentinel[apprise]')")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Apprise loads
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from modules that Apprise loads
 
 SECRET = "s3cr3ts3cr3ts3cr3ts3cr3t"
 MAIL = settings.ReceiverSettings(name="mail", type="apprise", url_env="MAIL_URL", timeout=Duration(20))
 
 
 class Service(Vendor):
-    """What Apprise's `json://` posts to."""
+    """The server to which Apprise's `json://` posts."""
 
     def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
         import json

@@ -28,7 +28,7 @@ SLOW = Grouping(wait=Duration(1000), interval=Duration(1000), repeat=Duration(36
 
 
 class Fake:
-    """Answers with `answer()`; what it got is in `got`."""
+    """A receiver that answers with `answer()` and keeps its messages in `got`."""
 
     def __init__(self, answer: Callable[[], Delivery] = lambda: DELIVERED) -> None:
         self._answer, self.got = answer, list[Message]()
@@ -64,7 +64,7 @@ def pipeline(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the tasks run until it holds; the test's own time limit bounds it."""
+    """Let the tasks run until the condition holds; bounded by the time limit of the test."""
     while not condition():  # noqa: ASYNC110 (what is waited for is inside)
         await asyncio.sleep(0.001)
 
@@ -133,7 +133,7 @@ def test_code_that_raises_or_takes_too_long_is_a_failed_delivery_without_its_wor
     ],
 )
 def test_code_that_gives_up_or_answers_nothing_is_asked_again(answer: Any, trouble: str, told: int) -> None:
-    """The task that tells a receiver lived no longer than that, and nobody saw it."""
+    """Before, the receiver's task ended with such an answer, and nothing reported it."""
 
     def broken() -> Delivery:
         if isinstance(answer, BaseException):
@@ -154,7 +154,7 @@ def test_code_that_gives_up_or_answers_nothing_is_asked_again(answer: Any, troub
 
 
 def test_what_was_delivered_is_kept_whatever_the_code_calls_it(tmp_path: Path) -> None:
-    """A daemon that came after could not read that, and told it again."""
+    """Before, the next daemon could not read such a reference, and sent the message again."""
 
     async def told() -> Fake:
         fake = Fake(lambda: Delivery(reference=cast(str, None)))
@@ -210,7 +210,7 @@ def test_it_is_in_the_file_before_it_is_sent_and_marked_after(tmp_path: Path) ->
 
 
 def test_after_a_restart_what_was_not_delivered_is_and_what_was_is_not(tmp_path: Path) -> None:
-    """The first daemon is dropped as kill -9 drops it: nothing of it is closed."""
+    """The first daemon ends as by kill -9: nothing is closed."""
     path = tmp_path / "r1.sqlite"
 
     async def first() -> None:
@@ -224,7 +224,7 @@ def test_after_a_restart_what_was_not_delivered_is_and_what_was_is_not(tmp_path:
     async def second() -> tuple[Fake, Fake]:
         good, back = Fake(), Fake()
         made = pipeline(Outbox(path), good=good, hanging=back)
-        made.put(case())  # the history knows of it too
+        made.put(case())  # the history has this case, too
         await until(lambda: bool(back.got))
         made.put(case(state="resolved"))
         await until(lambda: len(back.got) == 2)
@@ -275,7 +275,7 @@ def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path)
 
 
 def test_receivers_are_told_though_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were not, before it did."""
+    """Before, they got nothing until the disk answered."""
     monkeypatch.setattr(pipelines, "_KEPT_SECONDS", 0.02)
     answers = threading.Event()
     outbox = Outbox(tmp_path / "r1.sqlite")

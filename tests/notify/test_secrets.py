@@ -19,7 +19,7 @@ from tests.notify.vendors import Reply, Vendor, serving
 pytestmark = pytest.mark.processes
 
 MARK = "s3cr3t"
-"""Part of each of them."""
+"""Part of each secret."""
 TOKEN = f"xoxb-{MARK}-0123456789abcdef"
 KEY = f"{MARK}0123456789abcdef0123456789"
 
@@ -86,7 +86,7 @@ url_env = "REST"
 
 
 class Echo(Vendor):
-    """Answers in every bad way, in turn, with all that it was sent: whoever repeats an answer gives it away."""
+    """Answers in every bad way, in turn, with all that it got: code that repeats an answer reveals its secrets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_secret_is_nowhere(tmp_path: Path, private_places: Path, monkeypatch: 
 
 
 def all_failed() -> str:
-    """`sentinel status --json` once every receiver and the heartbeat have failed."""
+    """Return `sentinel status --json` once every receiver and the heartbeat have failed."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         shown = sentinel("status", "--json").stdout

@@ -37,7 +37,7 @@ def sentinel(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("duration", ["99999999999d", "0s", "9" * 400 + "h"])
 def test_a_silence_that_does_not_end_is_refused(duration: str) -> None:
-    """The list of silences raised on it from then on."""
+    """Before, listing the silences raised an exception once such a silence was there."""
     refused = sentinel("silence", "LossSpike", "--for", duration)
     assert refused.exit_code != 0
     assert "ends within 366 days" in str(refused.exception) or "--for" in refused.output
@@ -46,7 +46,7 @@ def test_a_silence_that_does_not_end_is_refused(duration: str) -> None:
 
 @pytest.mark.parametrize("until", [math.inf, math.nan, 1e300])
 def test_nor_can_another_program_put_one_there(until: float, tmp_path: Path) -> None:
-    """JSON has no infinity: the file could not be read any more, and a service's is root's."""
+    """JSON has no infinity: the file would become unreadable, and that of a system service belongs to root."""
     silence = silences.Silence(id="a", alert="*", began=0.0, until=until)
     with pytest.raises(ConfigError, match="ends within 366 days"):
         silences.put(tmp_path / silences.FILE, silence)
@@ -147,7 +147,7 @@ def test_a_damaged_file_leaves_silences_as_they_were(tmp_path: Path, caplog: pyt
 
 
 class People:
-    """A notifier, and what it told whom."""
+    """A notifier, and what it sent to the terminal, the history and a receiver."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / silences.FILE
@@ -168,7 +168,7 @@ class People:
         return [notice.alert["event"] for notice in self.notices]
 
     def got(self) -> list[Message]:
-        """What the receiver has got once it knows all."""
+        """Return the receiver's messages once it has all of them."""
 
         async def deliver() -> None:
             self.pipeline.start()

@@ -227,7 +227,7 @@ def test_no_entity_is_cut_in_two(text: str, limit: int) -> None:
 
 
 def test_a_vendor_that_enforces_its_rate_gets_all_of_them_once(server: Slack) -> None:
-    """Twenty a second, and then 429 with Retry-After."""
+    """The server allows twenty a second, and answers further ones by 429 with Retry-After."""
     server.allowance = Allowance(20, 1.0)
     at_once = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
 

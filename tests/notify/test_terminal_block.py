@@ -60,7 +60,7 @@ def test_a_leak_and_its_advice_are_not_cut() -> None:
 
 
 def lines_of(row: str, lines: list[str]) -> list[str]:
-    """Of a row of a block, without its frame."""
+    """Return the lines of a block's row, without the frame."""
     bare = [line.removeprefix("\u2503 ") for line in lines]
     first = next(at for at, line in enumerate(bare) if line.startswith(f"{row} "))
     rest = itertools.takewhile(lambda line: line.startswith(" "), bare[first + 1 :])

@@ -247,7 +247,7 @@ def test_a_clock_that_is_far_out_still_gives_a_time(seconds: float) -> None:
 
 
 def test_an_answer_is_not_unpacked() -> None:
-    """200 kB of gzip may be 200 MB: a second of the daemon's loop."""
+    """200 kB of gzip may unpack to 200 MB, which takes a second of the daemon's loop."""
     packed = gzip.compress(b"{}" * 1000)
 
     def answer(request: httpx2.Request) -> httpx2.Response:
