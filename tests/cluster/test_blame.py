@@ -21,7 +21,7 @@ NODES = 4
 
 
 class CountedJob:
-    """A coordinator of four nodes of two ranks, that is handed cases of nodes."""
+    """A coordinator of four nodes with two ranks each, to which the test hands cases of nodes."""
 
     def __init__(self, blame: BlameLedger | None = None) -> None:
         self.coordinator = Coordinator(0, NODES, EPOCH, 0.0, blame=blame)
@@ -31,7 +31,7 @@ class CountedJob:
             self.coordinator.take_events(Events(node=node, incarnation=1, after=0, upto=0))
 
     def hand_in(self, node: int, *cases: Case) -> None:
-        """People are told of them at once."""
+        """Hand in cases of a node, of which people hear at once."""
         for case in cases:
             after = self._last[node]
             self._last[node] += 1
@@ -41,12 +41,12 @@ class CountedJob:
         self.coordinator.take_changes(1.0)
 
     def count(self) -> tuple[dict[str, int], int]:
-        """As all nodes hear it."""
+        """Return the incidents by node and in all, as all nodes hear them."""
         beat = self.coordinator.make_beat(1.0)
         return beat.blame, beat.blamed_incidents
 
     def beat(self, node: int, attempt: int = 0) -> None:
-        """As of a node whose ranks have all said hello in the first attempt, and none in another one."""
+        """Send a pulse of a node whose ranks have all said hello in the first attempt, and none in another one."""
         ranks = {str(2 * node): 5, str(2 * node + 1): 5} if attempt == 0 else {}
         pulse = Pulse(
             node=node, incarnation=1, hostname="h", attempt=attempt, step=5, ranks=ranks, epoch=EPOCH, stamp=0.0

@@ -25,7 +25,7 @@ class Opened:
 
 
 class Node:
-    """Node 1, in a loop that hands over at once."""
+    """Node 1, with a loop that runs each call at once."""
 
     def __init__(self, open_session: Callable[[Meeting], Any], meeting: Meeting = MEETING) -> None:
         self.said: list[str] = []
@@ -33,7 +33,7 @@ class Node:
         self._now = 0.0
 
     def tick(self) -> None:
-        """One try, be it that none is made; returns once it is over."""
+        """Let one try be due; returns once it has ended, or if none is made."""
         self._now += CONNECT_AGAIN_SECONDS
         self.connection.tick(self._now)
         if (thread := self.connection._thread) is not None:
@@ -68,7 +68,7 @@ def test_an_address_is_listened_on_again_once_the_session_before_is_closed() -> 
 
 
 def refuse_to_listen(tried: list[Meeting]) -> Callable[[Meeting], Opened]:
-    """Of a node 1 whose address is taken."""
+    """Return a function that opens a session of a node 1 whose address is taken."""
 
     def open_session(meeting: Meeting) -> Opened:
         tried.append(meeting)

@@ -41,7 +41,7 @@ ASKED = wire.FindMeeting(nodes=2, secret="of the store, 32 bytes", offers=True)
 
 @contextlib.contextmanager
 def waiting_daemon(node: int, folder: Path, *options: str, **environment: str) -> Iterator[SimulatedRank]:
-    """The first rank of a node whose daemon knows no address."""
+    """Run a daemon that knows no address; yields the first rank of its node."""
     said = {"SENTINEL_STATE": str(folder / f"state{node}"), "SENTINEL_CLUSTER": "", **environment}
     with (
         daemon_process("--config", str(_write_settings(folder)), *options, run_id=f"{RUN}-{node}", **said) as (path, _),
@@ -60,7 +60,7 @@ def _write_settings(folder: Path) -> Path:
 
 
 def describe_job(rank: SimulatedRank) -> Any:
-    """What `sentinel status` shows of it."""
+    """Return the job of a rank as `sentinel status` shows it."""
     (run,) = rank.ask("status")["runs"]
     return run["job"]
 
@@ -136,7 +136,7 @@ def test_what_is_in_the_way_is_said_and_the_node_is_watched_alone(
 
 
 def test_node_0_says_that_rollback_is_not_armed_whichever_of_its_ranks_came_first(tmp_path: Path) -> None:
-    """It was said only where that was rank 0, which is the one that is asked where the nodes meet."""
+    """Before, it said so only if rank 0 came first, which is the rank that it asks where the nodes meet."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     said = {"SENTINEL_STATE": str(tmp_path), "SENTINEL_CLUSTER": ""}
     terms = wire.RollbackTerms(every=1, keep=2, margin=1, budget=3)
@@ -181,7 +181,7 @@ def test_a_port_that_is_taken_is_said_and_the_node_goes_on(tmp_path: Path) -> No
 
 
 def test_a_node_that_gets_no_answer_says_so_and_goes_on(tmp_path: Path) -> None:
-    """As behind a firewall: what it sends is lost."""
+    """As behind a firewall, everything that it sends is lost."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     with socket.create_server(("127.0.0.1", 0)) as silent, waiting_daemon(1, tmp_path) as rank:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -191,7 +191,7 @@ def test_a_node_that_gets_no_answer_says_so_and_goes_on(tmp_path: Path) -> None:
 
 
 def _expect_monitoring(rank: SimulatedRank) -> None:
-    """Steps are judged, and the daemon ends in time."""
+    """Check that steps are judged, and that the daemon ends in time."""
     rank.steps(0, [1.0, 2.0])
 
     def find_loss() -> Any:
@@ -206,7 +206,7 @@ def _expect_monitoring(rank: SimulatedRank) -> None:
 
 @pytest.mark.parametrize("own", ["", SECRET], ids=["of the store", "of the environment"])
 def test_only_who_has_a_secret_of_the_users_gives_orders(own: str, tmp_path: Path) -> None:
-    """A stranger, who acts as the coordinator."""
+    """A stranger acts as the coordinator, with the secret from the store or with the users' own."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     address, public = free_address(), "" if own else "what a stranger read in the store"
     said = {"SENTINEL_STATE": str(tmp_path), "SENTINEL_CLUSTER": "", "SENTINEL_CLUSTER_SECRET": own}
@@ -244,7 +244,7 @@ def test_only_who_has_a_secret_of_the_users_gives_orders(own: str, tmp_path: Pat
 
 @contextlib.contextmanager
 def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
-    """Listens where node 0 should. What it yields orders the end of the job, and a rollback."""
+    """Listen where node 0 should. Yields a function that orders the end of the job, and a rollback."""
     from sentinel.cluster.session import Session
 
     session = Session(
@@ -271,7 +271,7 @@ def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
 
 
 class Found:
-    """What one rank sent, the only one of its node."""
+    """A rank that finds the meeting and is the only one of its node, and what it sent."""
 
     def __init__(self, rank: int) -> None:
         identity = wire.Identity(run="train", run_id=RUN, rank=rank, node=rank, world_size=3, local_world_size=1)
@@ -279,7 +279,7 @@ class Found:
         self.finder = MeetingFinder(lambda: identity, self._sent.put)
 
     def find(self, asked: wire.FindMeeting = ASKED) -> wire.Message:
-        """Its answer."""
+        """Ask the rank, and return its answer."""
         self.finder.find(asked)
         return self.wait()
 
@@ -289,7 +289,7 @@ class Found:
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The last is that of the process group; there is none without one."""
+    """A list of stores. The last one is the process group's; while it is empty, there is no group."""
     made: list[Any] = []
     for module in (store_client, meeting_finder):
         monkeypatch.setattr(module, "group_store", lambda: dist.PrefixStore("pg", made[-1]) if made else None)
@@ -371,7 +371,7 @@ def test_what_is_no_offer_is_none(offer: str, stores: list[Any], monkeypatch: py
 def test_a_daemon_that_would_not_listen_there_offers_nothing(
     stores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of an earlier version, beside hooks of this one."""
+    """Such a daemon is of an earlier version, with hooks of this version."""
     monkeypatch.setattr(meeting_finder, "OFFER_SECONDS", 0.1)
     stores.append(open_store())
     asked, second = msgspec.structs.replace(ASKED, nodes=3, address="10.0.0.2:5"), Found(1)
@@ -436,7 +436,7 @@ def test_an_interface_that_is_not_there_leaves_the_address_to_the_store(
 
 @pytest.fixture
 def own_address(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of this machine, whose name is node0 and means its loopback."""
+    """Address of this machine, which is called node0, a name that resolves to its loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

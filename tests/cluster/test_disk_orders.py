@@ -26,7 +26,7 @@ class Node:
         self.common = CommonSnapshots(resumed)
         self.disk = NodeDisk()
         self.unheard = 0
-        """Snapshots that were written since all nodes last heard what all have."""
+        """Number of snapshots written since all nodes last heard what all have."""
 
     def publish(self, step: int) -> None:
         self.steps.append(step)
@@ -48,31 +48,31 @@ class Node:
 
 
 class Job:
-    """All that can happen, in an order by chance."""
+    """A job to which everything possible happens, in random order."""
 
     def __init__(self, seed: int, nodes: int, talk: float, longest: float = math.inf) -> None:
-        """`talk`: how often nodes hear of each other, of ten times that they write. `longest`: snapshots that a node
-        writes between two moments in which all hear of all, at most."""
+        """`talk`: how often nodes hear of each other for every ten times that they write. `longest`: the most snapshots
+        that a node writes between two moments at which all hear of all."""
         self.random = random.Random(seed)
         self.nodes = [Node() for _ in range(nodes)]
         self.talk, self.longest = talk, longest
         self.restarts = 0.3 if longest == math.inf else 0.0
-        """Of daemons, which then do not know for a while what their node has."""
+        """Weight of restarts of daemons, which then do not know for a while what their node has."""
         self.attempt = self.step = self.began = 0
         self.reports: dict[int, NodeRollback] = {}
-        """What the coordinator heard last."""
+        """The reports that the coordinator heard last, by node."""
         self.orders: list[RollbackOrder] = []
-        """What it said: a late one may come after others."""
+        """The coordinator's orders: a late one may come after others."""
         self.best: int | None = None
-        """The newest that all nodes had."""
+        """Step of the newest snapshot that all nodes had; None: there was none."""
         self.floor = -1
-        """The highest that was said since the last rollback."""
+        """The highest floor in an order since the last rollback."""
 
     def list_common(self) -> set[int]:
         return set.intersection(*(set(node.steps) for node in self.nodes))
 
     def train_on(self) -> None:
-        """All come to a step of which a snapshot is written. Some nodes cannot."""
+        """Train all nodes up to a step of which a snapshot is written. Some nodes cannot write it."""
         self.step += 10
         if any(node.unheard >= self.longest for node in self.nodes):
             for node in (*self.nodes, *self.nodes):
@@ -83,7 +83,7 @@ class Job:
                 node.publish(self.step)
 
     def hear(self, node: Node, *, late: bool) -> None:
-        """A report arrives, and a word of the coordinator: the last one, or an older one."""
+        """Let a node's report arrive, and an order of the coordinator: the last one, or with `late` an older one."""
         self.reports[self.nodes.index(node)] = node.report(self.attempt)
         count = len(self.nodes)
         order = RollbackOrder(
@@ -95,7 +95,7 @@ class Job:
         node.disk.take_order(self.random.choice(self.orders) if late else order)
 
     def go_back(self) -> None:
-        """All ranks of all nodes, by less than two snapshots, and not behind what they went on from."""
+        """Roll all ranks back by less than two snapshots, but not before the step at which the attempt began."""
         to = max(self.step - self.random.randrange(1, 15), self.began)
         self.step = to - to % 10
         self.reports.clear()
@@ -105,7 +105,7 @@ class Job:
         self.best, self.floor = max(self.list_common(), default=None), -1
 
     def die(self) -> None:
-        """The job is started again, and goes on from the newest that all have."""
+        """Start the job again, from the newest snapshot that all have."""
         self.best, self.floor = max(self.list_common(), default=None), -1
         self.attempt += 1
         self.step = self.began = self.best or 0
@@ -115,7 +115,7 @@ class Job:
             node.begin_attempt(self.best if self.best is not None else -1)
 
     def advance(self) -> None:
-        """One thing happens; and what was common is, or what is newer."""
+        """Let one thing happen; check that the newest common snapshot, or a newer one, is still common."""
         kinds = ["train", "hear", "back", "die", "daemon", "coordinator"]
         match self.random.choices(kinds, [10, self.talk, 0.5, 0.3, self.restarts, 0.3]):
             case ["train"]:
@@ -142,7 +142,7 @@ class Job:
 @pytest.mark.parametrize("talk", [0.3, 3, 30])
 @pytest.mark.parametrize("longest", [1, AHEAD - 1, math.inf])
 def test_what_all_nodes_have_is_not_deleted(nodes: int, talk: float, longest: float) -> None:
-    """The newest of it, as long as they hear of each other now and then; and however long they do not, one of it."""
+    """The newest one stays if the nodes hear of each other now and then; if they never do, at least one stays."""
     for seed in range(100):
         job = Job(seed, nodes, talk, longest)
         for _ in range(80):
@@ -168,7 +168,7 @@ def test_a_node_keeps_no_more_than_it_must() -> None:
 @pytest.mark.parametrize("spacing", [1, 10, 1000])
 @pytest.mark.parametrize("duration", range(9))
 def test_a_slow_node_always_shares_one_with_the_others_without_a_word(duration: int, spacing: int) -> None:
-    """Writing takes it so many times as long as the snapshots come."""
+    """The slow node takes `duration` times the time between two snapshots to write one."""
     fast, slow = Node(), Node()
     stride = 1 << duration.bit_length()
     for now in range(200):

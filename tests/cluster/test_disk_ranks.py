@@ -26,7 +26,7 @@ class Job:
     """`sentinel run -- torchrun` on two nodes, until both are done."""
 
     def __init__(self, root: Path, way: str, ranks: int, *places: Path) -> None:
-        """`ranks`: of each node. `places`: where each node writes."""
+        """`ranks`: number on each node. `places`: the directory of each node."""
         port, meeting = free_address().rpartition(":")[2], free_address()
         nodes = []
         for node in range(NODES):

@@ -145,7 +145,7 @@ def test_a_coordinator_goes_on_when_the_job_of_the_others_has_ended_and_not_when
 
 
 def test_a_daemon_that_is_restarted_in_order_is_counted_on_by_no_former_coordinator() -> None:
-    """The next one of its node follows another, five seconds after its start."""
+    """The next daemon of its node may follow another coordinator, five seconds after its start."""
     former, epoch = Coordinator(0, 4, next_epoch(0, 0), 0.0), next_epoch(0, 0)
     for node in range(4):
         former.take_pulse(pulse(node, epoch, 9.5), 10.0)
@@ -164,7 +164,7 @@ def test_nodes_that_are_made_up_are_none_of_the_job() -> None:
 
 
 def test_a_node_that_its_coordinator_does_not_know_tells_people_by_itself() -> None:
-    """As of a job whose nodes have different numbers of ranks."""
+    """This happens if the nodes of a job have different numbers of ranks."""
     node = Node(3, 1, STARTED)
     assert node.take_beat(beat(E1, acting=True, expected=3), FREE) == []
     assert node.find_view(FREE) == "local view"

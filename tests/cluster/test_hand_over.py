@@ -39,30 +39,30 @@ RUN = "r"
 
 
 class Asked:
-    """Ranks that are asked for a cause, and do not answer by themselves."""
+    """Ranks that get the question for a cause, and do not answer it by themselves."""
 
     def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
         pass
 
 
 class Job:
-    """Three nodes, of which the test says who is the coordinator and who is there; all have the same receiver, which
-    gets nothing before `deliver`: messages wait for more."""
+    """Three nodes; the test decides which is the coordinator and which are there. All have the same receiver, which
+    gets nothing before `deliver`: messages wait for further changes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.now, self.ops = folder, 0.0, Fake()
         self.nodes = [Node(number, 1, 0.0, 3) for number in range(3)]
         self.told = list[Message]()
-        """All that was delivered."""
+        """All messages that were delivered."""
         self.applied = set[str]()
-        """Cases of which a node heard that the coordinator has them."""
+        """Ids of the cases of which a node heard that the coordinator has them."""
 
     def make_pipeline(self) -> Pipeline:
         routes = [Route("ops", self.ops, lambda _: True, 5, SLOW, Limiter())]
         return Pipeline("train", RUN, routes, outbox=Outbox(None))
 
     def begin_lead(self, number: int, pipeline: Pipeline) -> Lead:
-        """A node takes the role."""
+        """Let a node take the coordinator's role, with this pipeline; return the role."""
         beat, identity = self.nodes[number].beat, wire.Identity(
             run="train", run_id=RUN, rank=number, world_size=3, local_world_size=1, node=number, pid=1, session="s"
         )  # fmt: skip
@@ -77,7 +77,7 @@ class Job:
         )  # fmt: skip
 
     def play(self, lead: Lead, there: Sequence[int], seconds: float = LEASE_SECONDS + SETTLE_SECONDS + 2) -> None:
-        """So long with these nodes."""
+        """Let `seconds` pass with the coordinator `lead`, while only the nodes `there` are heard."""
         for _ in range(int(seconds)):
             self.now += 1.0
             for node in [self.nodes[number] for number in there]:
@@ -94,7 +94,7 @@ class Job:
                 self.applied.update(self.nodes[number].take_beat(beat, self.now))
 
     def deliver(self, pipeline: Pipeline) -> list[tuple[str, str, str]]:
-        """What comes out of a pipeline, until nothing waits: key, id and state of the cases of each message."""
+        """Deliver all that waits in a pipeline; return (key of the message, id, state) of each case."""
 
         async def run() -> None:
             pipeline.start()
@@ -171,7 +171,7 @@ def test_so_it_is_of_a_node_that_was_by_itself_for_the_time_being(job: Job) -> N
 
 
 def test_an_old_alert_that_a_restarted_daemon_hands_in_as_over_does_not_wake_again(job: Job) -> None:
-    """The coordinator of that time told people of it, and another one took over since."""
+    """An earlier coordinator told people of it, and another one has taken over since."""
     fired = fire()
     fired.time -= 300
     job.nodes[1].record(end(fired))
@@ -181,7 +181,7 @@ def test_an_old_alert_that_a_restarted_daemon_hands_in_as_over_does_not_wake_aga
 
 
 def test_a_former_coordinator_hands_in_the_end_of_what_it_had_not_sent(job: Job) -> None:
-    """The node has nothing of it any more: its coordinator had the end."""
+    """The case's node no longer has it, as its coordinator had the end."""
     pipeline = job.make_pipeline()
     former = job.begin_lead(0, pipeline)
     job.play(former, [0, 1, 2])
@@ -198,17 +198,17 @@ def test_a_former_coordinator_hands_in_the_end_of_what_it_had_not_sent(job: Job)
 
 
 def make_alert(message: Message) -> dict[str, Any]:
-    """As Alertmanager gets it."""
+    """Return the alert that Alertmanager gets for a message."""
     return alert(message.cases[0], message)
 
 
 def open_problem(number: int, step: int = 100) -> Case:
-    """The same alert as one that opens a problem, which is what a page is about."""
+    """Return a case of that alert that opens a problem, so that it has a page of its own."""
     return msgspec.structs.replace(fire(), id=f"0.{number}", first_step=step, problem="death", problem_id=f"0.{number}")
 
 
 def lose_an_id(job: Job, told: Pipeline) -> None:
-    """Node 0 told people of node 2's alert, and was killed before node 1 heard of it, where the alert fires, too."""
+    """Kill coordinator node 0 after it told people of node 2's alert, unheard by node 1, where the alert fires, too."""
     former = job.begin_lead(0, told)
     job.play(former, [0, 1, 2])
     job.nodes[2].record(open_problem(1))
@@ -218,7 +218,7 @@ def lose_an_id(job: Job, told: Pipeline) -> None:
 
 
 def test_an_incident_that_people_do_not_know_yet_goes_on_under_the_id_that_they_know(job: Job) -> None:
-    """A second page, under another key, would wake for the same."""
+    """A second page, under another key, would wake people for the same incident."""
     former, pipeline = job.make_pipeline(), job.make_pipeline()
     lose_an_id(job, former)
     assert job.deliver(former) == [("r/n2-0.1", "n2-0.1", "firing")]
@@ -230,7 +230,7 @@ def test_an_incident_that_people_do_not_know_yet_goes_on_under_the_id_that_they_
 
 
 def test_an_id_that_is_used_no_more_ends_under_the_keys_that_it_had(job: Job) -> None:
-    """People know both: the other nodes had not all handed in what they know."""
+    """People know both ids: not all nodes had handed in what they know when the second one was sent."""
     former, pipeline = job.make_pipeline(), job.make_pipeline()
     lose_an_id(job, former)
     lead = job.begin_lead(1, pipeline)
@@ -248,7 +248,7 @@ def test_an_id_that_is_used_no_more_ends_under_the_keys_that_it_had(job: Job) ->
 
 
 def test_an_id_that_is_used_no_more_does_not_fire_once_more_where_it_waits(job: Job) -> None:
-    """On node 1, which was the coordinator before."""
+    """It waits on node 1, which was the coordinator before."""
     pipeline = job.make_pipeline()
     lose_an_id(job, job.make_pipeline())
     pipeline.put(msgspec.structs.replace(open_problem(1), id="n2-0.1", problem_id="n2-0.1"))
@@ -259,7 +259,7 @@ def test_an_id_that_is_used_no_more_does_not_fire_once_more_where_it_waits(job: 
 
 
 def test_what_was_over_before_the_coordinator_was_heard_is_told_by_the_node_that_began_to(job: Job) -> None:
-    """Its page had yet to go out, and the coordinator leaves it to the node."""
+    """The node had not sent its page yet, and the coordinator leaves it to the node."""
     fired, node, own, pipeline = fire(), job.nodes[1], job.make_pipeline(), job.make_pipeline()
     node.record(fired)
     node.record(over := end(fired))
@@ -275,7 +275,7 @@ def test_what_was_over_before_the_coordinator_was_heard_is_told_by_the_node_that
 
 @pytest.mark.parametrize("node", [0, 1], ids=["on the coordinator's node", "on another"])
 def test_what_waited_when_the_nodes_found_each_other_goes_on_under_the_key_that_it_had(job: Job, node: int) -> None:
-    """It fired before, under the node's own id of it."""
+    """The incident fired before, under the node's own id."""
     own, fired = job.make_pipeline(), msgspec.structs.replace(open_problem(1), id="0.1")
     own.put(fired)
     pages = OwnPages(own, job.nodes[node], RUN, lambda: [fired])

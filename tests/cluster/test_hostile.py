@@ -32,7 +32,7 @@ TERMS = wire.RollbackTerms(every=10, keep=3, margin=5, budget=3)
 
 
 class Attacker:
-    """A session with the secret, that says what it likes."""
+    """A session that has the secret and can send anything."""
 
     def __init__(self, address: str) -> None:
         from sentinel.cluster.session import open_session
@@ -43,15 +43,15 @@ class Attacker:
         self._kept = self._session.declare_subscriber(f"sentinel/{RUN}/beat/*", self._beats.put)
 
     def put(self, key: str, payload: bytes) -> None:
-        """Signed, as nodes do."""
+        """Send a message, signed as nodes do."""
         self.put_raw(key, self._seal.sign(f"sentinel/{RUN}/{key}", payload))
 
     def put_raw(self, key: str, payload: bytes) -> None:
-        # Else Zenoh drops what a busy machine does not send within a millisecond.
+        # Otherwise Zenoh drops what a busy machine does not send within a millisecond.
         self._session.put(f"sentinel/{RUN}/{key}", payload, congestion_control=zenoh.CongestionControl.BLOCK)
 
     def overhear(self) -> Beat:
-        """The next beat of the coordinator."""
+        """Return the next beat of the coordinator."""
         sample = self._beats.get(timeout=60)
         return decode(self._seal.check(str(sample.key_expr), bytes(sample.payload)), Beat)
 
@@ -61,7 +61,7 @@ class Attacker:
 
 @contextlib.contextmanager
 def attacked_job(folder: Path, options: tuple[str, ...]) -> Iterator[tuple[NodeDaemon, NodeDaemon, Attacker]]:
-    """Two nodes that hear each other, and an attacker who has the secret."""
+    """Run two nodes that hear each other, and an attacker who has the secret."""
     address = free_address()
     with (
         node_daemon(0, 2, address, folder, *options) as coordinator,
@@ -73,14 +73,14 @@ def attacked_job(folder: Path, options: tuple[str, ...]) -> Iterator[tuple[NodeD
 
 
 def still_works(daemon: NodeDaemon, ops: Consumer) -> None:
-    """Steps of its rank are judged, and people are told."""
+    """Check that steps of its rank are judged, and that people hear of an alert."""
     daemon.rank.steps(0, [LOW, HIGH])
     page = ops.next()
     assert (page["status"], page["alerts"][0]["labels"]["alertname"]) == ("firing", "TooHigh")
 
 
 def list_malformed(kind: str) -> list[bytes]:
-    """Messages for a key of this kind that no node sends."""
+    """Return messages for a key of this kind that no node sends."""
     chance = random.Random(kind)
     wrong = {"node": "one", "epoch": [], "incarnation": -1, "after": "x", "attempt": None}
     other_protocol = {**wrong, "protocol": 99}
@@ -177,8 +177,8 @@ def test_an_incarnation_above_all_and_a_stamp_of_the_future_blind_no_node(
 
 
 def test_an_order_of_the_past_reaches_no_rank(options: tuple[str, ...], tmp_path: Path) -> None:
-    """Replayed, of another attempt, of a lower epoch, or under another node's key. What the coordinator could have
-    sent now does: those who have the secret can roll a job back."""
+    """An old order is replayed, or is of another attempt, of a lower epoch, or under another node's key. An order that
+    the coordinator could send now does reach ranks: those who have the secret can roll a job back."""
     with attacked_job(tmp_path, options) as (_, node, attacker):
         node.rank.hello(rollback=TERMS)
         beat = attacker.overhear()
@@ -201,7 +201,7 @@ def test_an_order_of_the_past_reaches_no_rank(options: tuple[str, ...], tmp_path
 
 @pytest.mark.parametrize("secret", ["", "another secret of a stranger"])
 def test_an_order_without_the_secret_reaches_no_rank(secret: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    """As of a router that lets everyone in, to which the nodes were led by a word in the process group's store."""
+    """As by a router that lets everyone in, to which an entry in the process group's store led the nodes."""
     with attacked_job(tmp_path, options) as (_, node, attacker):
         node.rank.hello(rollback=TERMS)
         beat = attacker.overhear()

@@ -24,7 +24,7 @@ TIMES = {"step_seconds": 0.5, "forward_seconds": 0.1, "data_seconds": 0.01}
 
 @pytest.fixture
 def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Of a daemon with stock rules, one of the user's over the run, and one receiver."""
+    """Options of a daemon with stock rules, one of the user's over the run, and one receiver."""
     monkeypatch.setenv("OPS", ops.url)
     (tmp_path / "rules.yaml").write_text(
         "group: mine\nrules:\n  - alert: MeanTooHigh\n    expr: across(loss, 'mean') > 100\n    severity: warning\n"
@@ -46,13 +46,13 @@ def two_nodes(folder: Path, options: tuple[str, ...]) -> Iterator[tuple[NodeDaem
 
 
 def train(daemon: NodeDaemon, first: int, count: int, loss: float = 2.0, **columns: float) -> None:
-    """Its rank did so many like steps."""
+    """Have the daemon's rank send `count` equal steps, from `first` on."""
     columns = {**TIMES, "backward_seconds": 0.2, **columns}
     daemon.rank.steps(first, [loss] * count, **{name: [value] * count for name, value in columns.items()})
 
 
 def list_incidents(daemon: NodeDaemon) -> list[dict[str, Any]]:
-    """Of the node's own daemon."""
+    """Return the incidents of the node's own daemon."""
     found: list[dict[str, Any]] = ask_daemon(daemon.path, "incidents")
     return found
 

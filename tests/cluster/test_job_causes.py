@@ -49,7 +49,7 @@ FOUND = Finding("rank 3 never came", "high")
 
 
 def stand(number: int, flight: Flight | None, dump: str = "") -> Rank:
-    """One of four ranks, two a node."""
+    """Return a standing rank, one of four, with two on each node."""
     identity = wire.Identity(
         run="r", run_id="r-1", rank=number, world_size=4, pid=1, session="s", node=number // 2,
         hostname=f"host{number // 2}",
@@ -67,7 +67,7 @@ def explain(*ranks: Rank, alert: str = "Hang", unasked: dict[int, str] | None = 
 
 
 def world(flight: Flight) -> Flight:
-    """Of a group of all four."""
+    """Return the flight record with groups of all four ranks."""
     groups = {name: msgspec.structs.replace(group, ranks=(0, 1, 2, 3)) for name, group in flight.groups.items()}
     return msgspec.structs.replace(flight, groups=groups)
 
@@ -99,7 +99,7 @@ def test_a_node_that_is_silent_while_the_others_wait_for_its_ranks_is_said_to_be
 
 
 def test_who_issued_another_collective_is_judged_by_the_majority_of_all_nodes() -> None:
-    """On its node rank 2 is one of two, and the first."""
+    """On its own node rank 2 would be one of two, and the first."""
     other = upto(8, entry(9, "broadcast"))
     same = upto(8, entry(9))
     ranks = [stand(n, world(other if n == 2 else same)) for n in range(4)]
@@ -115,7 +115,7 @@ def test_nothing_is_said_over_nodes_where_ranks_have_gone_on() -> None:
 
 
 def hang(number: int, step: int = 100) -> Case:
-    """Of a node."""
+    """Return a firing Hang of a node, which opens a problem."""
     identity = f"0.{number}"
     case = msgspec.structs.replace(make_case(number, "Hang", step), problem="progress", problem_id=identity)
     return msgspec.structs.replace(case, diagnosis=Finding("rank 0 waits", "medium", remedy="look"))
@@ -148,12 +148,12 @@ def test_an_incident_waits_for_its_cause_and_no_longer_than_allowed() -> None:
 
 
 def pulse(node: int, last: int) -> Pulse:
-    """Of a node that follows node 0, and was last heard by it at 0 s."""
+    """Return the pulse of a node that followed the beat of node 0 with stamp 0 s."""
     return Pulse(node=node, incarnation=1, hostname="h", attempt=0, step=0, last=last, epoch=EPOCH, stamp=0.0)
 
 
 def test_what_waits_for_its_cause_is_not_acknowledged() -> None:
-    """A coordinator that dies meanwhile has the node hand it in again."""
+    """If the coordinator dies meanwhile, the node hands the case in again."""
     coordinator = Coordinator(0, 2, EPOCH, 0.0)
     for node in (0, 1):
         coordinator.take_pulse(pulse(node, node), 0.0)
@@ -239,7 +239,7 @@ def test_who_works_is_known_of_other_nodes_of_the_same_attempt() -> None:
 
 @pytest.fixture
 def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Of a daemon with a Hang rule that does not wait for a minute, and one receiver that is told at once, once."""
+    """Options of a daemon with a Hang rule that fires within a minute, and a receiver that gets it at once, once."""
     monkeypatch.setenv("OPS", ops.url)
     rules, settings = tmp_path / "rules.yaml", tmp_path / "sentinel.toml"
     rules.write_text(SOON)
@@ -252,7 +252,7 @@ def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.fixture
 def pages() -> Iterator[list[int]]:
-    """Heartbeats of three ranks, which do not stand still yet."""
+    """Heartbeat pages of three ranks, which do not stand still yet."""
     found = [os.memfd_create(PAGE) for _ in range(3)]
     beat(found, progressed=time.monotonic() + 600.0)
     yield found

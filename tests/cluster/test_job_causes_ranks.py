@@ -23,9 +23,9 @@ pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PAGE_SECONDS = 200.0
-"""For the first page: two starts of torch on a machine that others use."""
+"""Seconds for the first page: torch starts twice, on a machine that others use."""
 QUIET_SECONDS = 10.0
-"""In which a second page would come: the receivers are told at once."""
+"""Seconds in which a second page would come: receivers get pages at once."""
 SETTINGS = (
     "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\n[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'OPS'\n"
 )
@@ -50,13 +50,13 @@ rules:
 
 
 def waiting_ranks(kind: str, root: Path, ops: Consumer) -> contextlib.AbstractContextManager[None]:
-    """`tests/programs/waiting_ranks.py`, two ranks a node."""
+    """Run `tests/programs/waiting_ranks.py` with two ranks on each node."""
     return torchrun_on_two_nodes([PROGRAM, kind, root / "go-on"], root, ops, SOON)
 
 
 @contextlib.contextmanager
 def torchrun_on_two_nodes(program: Sequence[str | Path], root: Path, ops: Consumer, rules: str) -> Iterator[None]:
-    """Two ranks a node, each with a daemon and a history of its own, killed at the end."""
+    """Run two ranks on each node, and for each node a daemon and a history of its own; all are killed at the end."""
     file, settings, (master, meeting) = root / "rules.yaml", root / "sentinel.toml", (free_address(), free_address())
     file.write_text(rules)
     settings.write_text(SETTINGS)
@@ -85,7 +85,7 @@ def torchrun_on_two_nodes(program: Sequence[str | Path], root: Path, ops: Consum
 
 
 def collect_pages(ops: Consumer) -> list[dict[str, Any]]:
-    """The first, and what comes soon after it."""
+    """Return the first page, and those that come soon after it."""
     found = [ops.received.get(timeout=PAGE_SECONDS)]
     with contextlib.suppress(queue.Empty):
         while True:

@@ -96,7 +96,7 @@ def test_a_rank_that_a_former_coordinator_and_the_next_one_name_is_one_member() 
 
 
 def test_a_case_of_a_node_that_was_cut_off_joins_the_fault_that_it_is_of() -> None:
-    """Not a newer fault, though the late case still fires in the first event that the node hands in."""
+    """It does not join a newer fault, though it still fires in the first event that the node hands in."""
     first, late, second = make_case(1, "Spike", 190), make_case(1, "Spike", 190), make_case(2, "Spike", 205)
     over = msgspec.structs.replace(first, state="resolved", resolved_step=195)
     incidents = JobIncidents()

@@ -55,7 +55,7 @@ def be_the_coordinator(watch: WatchedRun) -> JobJudgement:
 
 @pytest.mark.parametrize("become", [be_a_node, be_the_coordinator])
 def test_a_rollback_ends_what_an_earlier_coordinator_opened_here(become: Callable[[WatchedRun], JobJudgement]) -> None:
-    """Open, it would count as trouble: no snapshot after its first sign could be gone back to, or written."""
+    """An open one would count as trouble: no snapshot after its first sign could be used for a rollback, or written."""
     watch = watch_run(Run("train", "r1", 0.0), RULES)
     behind, asked, slow = (
         msgspec.structs.replace(case(alert), id=f"job-0.{number}", of_job=True)

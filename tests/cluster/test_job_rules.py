@@ -30,12 +30,12 @@ RULES = tuple(
     for rule in stock_rules()
     if rule.scopes <= {"run", "rank"} and all(SIGNALS[name].tier != CLOCK for name in rule.metrics if name in SIGNALS)
 )
-"""More than those that compare ranks: what is made of the digests is good enough for all of them."""
+"""Rules, also others than those that compare ranks: the steps from the digests are good enough for all of these."""
 NAMES = find_signals(RULES)
 STEPS = 240
 
 Found = tuple[str, str, int, tuple[tuple[str, int], ...]]
-"""Kind, alert, step, members with their first step."""
+"""A transition: kind, alert, step, members with their first step."""
 
 
 def describe(transition: Transition) -> Found:
@@ -93,7 +93,7 @@ class MadeRun:
 
 
 class RecordedRun(MadeRun):
-    """The losses that a real run logged, as means over ranks with batches of their own."""
+    """The losses that a real run logged, taken as means over ranks with batches of their own."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.random, self.ranks = random.Random(seed), 6
@@ -107,7 +107,7 @@ class RecordedRun(MadeRun):
 
 
 def show(step: RunStep) -> str:
-    """All its values, to the last bit; nan is as good as nan."""
+    """Return all values of a step as text, to the last bit; nan equals nan."""
     ranks = [(rank, sorted(values.items())) for rank, values in step.ranks.items()]
     return f"{step.seq} {step.time} {ranks} {sorted(step.run.items())}"
 
@@ -124,7 +124,7 @@ def judge_on_one_node(run: MadeRun) -> list[Found]:
 
 
 class NodesOfJob:
-    """Senders of all nodes but the coordinator's, and a net that loses, doubles and reorders digests and beats."""
+    """Senders of all nodes except the coordinator's, and a net that loses, doubles and reorders digests and beats."""
 
     def __init__(self, run: MadeRun, seed: int) -> None:
         self.random = random.Random(seed)
@@ -159,7 +159,7 @@ class NodesOfJob:
         return self.found
 
     def close_steps(self, node: int, closed: int, now: float) -> None:
-        """Those of this second, a few of which are late on this node."""
+        """Close a node's steps of this second, some of which are late on this node."""
         upto = min(STEPS, int(now) - self.random.randint(0, 1))
         for step in self.run.steps[closed:upto]:
             if node == 0:
@@ -183,7 +183,7 @@ class NodesOfJob:
 def test_any_split_into_nodes_and_any_order_of_arrival_finds_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "PATIENCE_SECONDS", 300.0)  # what is lost six times in a row still counts
+    monkeypatch.setattr(digest, "PATIENCE_SECONDS", 300.0)  # a digest that is lost six times in a row still counts
     run = MadeRun(seed)
     job = NodesOfJob(run, 1000 + seed)
     assert job.play() == judge_on_one_node(run)
@@ -197,7 +197,7 @@ def test_any_split_into_nodes_and_any_order_of_arrival_finds_the_same(
      ("healthy/mlperf_flux1_Nebius_n4", "")],
 )  # fmt: skip
 def test_a_recorded_run_in_any_split_where_it_is_there(name: str, alert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real logs, in the folder that SENTINEL_RECORDED_RUNS names: nothing is asked where there is none."""
+    """Real logs, from the folder that SENTINEL_RECORDED_RUNS names; nothing is checked where there is none."""
     path = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs" / f"{name}.jsonl.gz"
     if path.exists():
         monkeypatch.setattr(digest, "PATIENCE_SECONDS", 300.0)
@@ -219,7 +219,7 @@ def steps_of(count: int, rank: int, *, first: int = 0) -> Iterator[RunStep]:
 
 
 def closed_at(job: JobSteps, now: float) -> list[tuple[int, list[int]]]:
-    """Step and ranks of what closes."""
+    """Return step and ranks of the steps that close now."""
     return [(step.seq, list(step.ranks)) for step in job.take_closed(now)]
 
 
@@ -319,7 +319,7 @@ def test_rules_that_compare_no_ranks_stay_on_their_node() -> None:
 
 
 def send_shards(rules: JobRules, sender: DigestSender, now: float, *, silent: bool = False) -> None:
-    """A step a second, of which each of two nodes has a rank with its own part of the norm."""
+    """Send the step of this second; each of two nodes has a rank with its own part of the norm."""
     for rank, part in enumerate((3.0, 4.0)):
         values = {"loss": 1.0, "grad_norm": part, "grad_norm_sharded": part}
         step = RunStep(int(now), 1e9 + now, {rank: values}, combine_ranks([values]))
@@ -361,7 +361,7 @@ def test_a_rule_over_the_norm_of_shards_is_judged_over_all_nodes() -> None:
 
 
 def test_a_node_of_eight_ranks_sends_less_than_4_kb_a_second() -> None:
-    """At a step a second, with all signals that the stock rules of a job read, and eight snapshots a rank."""
+    """At one step per second, with all signals that the stock rules of a job read, and eight snapshots per rank."""
     random_values = random.Random(1)
     names, sizes = find_signals(select_job_rules(RULES)), []
     sender = DigestSender(1, 0, names)

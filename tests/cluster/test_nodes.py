@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 
 @contextlib.contextmanager
 def job(folder: Path, options: tuple[str, ...], nodes: int = 3) -> Iterator[list[NodeDaemon]]:
-    """Daemons of all nodes, that hear each other."""
+    """Run the daemons of all nodes, which hear each other."""
     address = free_address()
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(node_daemon(n, nodes, address, folder, *options)) for n in range(nodes)]
@@ -127,7 +127,7 @@ def test_a_node_with_another_secret_says_that_it_hears_no_other(options: tuple[s
 
 
 def add_slack(options: tuple[str, ...], team: Consumer, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The same with a second receiver, which gets the command that shows an incident."""
+    """Return the options with a second receiver, which gets the command that shows an incident."""
     monkeypatch.setenv("TEAM", team.url)
     settings = Path(options[1])
     told = settings.with_name("told.toml")

@@ -33,7 +33,7 @@ REST = "00000000:00000000 00:00000000 00000000     0        0 1 1 00000000000000
 
 
 class Looks:
-    """At one table after the other, of a node that listens on a port that was not used before."""
+    """Looks at one table after the other, on a node that listens on a port that was not used before."""
 
     def __init__(self) -> None:
         self.rejected = RejectedConnections("train")
@@ -41,13 +41,13 @@ class Looks:
         self.rejected.take({}, self.now)
 
     def look(self, **states: str) -> None:
-        """Find connections in these states; the next look is due."""
+        """Do the next look, which finds connections in these states."""
         names = {"node": NODE, "stranger": STRANGER}
         self.now += LOOK_SECONDS
         self.rejected.take({names[name]: state for name, state in states.items()}, self.now)
 
     def note_node(self, after: float = 0.0) -> None:
-        """A link of the node begins, or ends."""
+        """Note that a link of the node begins or ends, `after` seconds from now."""
         self.rejected.note_link("tcp/10.0.0.7:40002", self.now + after)
 
 
@@ -94,7 +94,7 @@ def test_a_node_whose_link_ends_is_not_counted() -> None:
 
 
 def test_a_node_that_was_cut_off_before_it_was_let_in_is_not_counted() -> None:
-    """The network is whole again: what the kernel tried to close for long is closed, and the node comes in."""
+    """The network works again: the connections that the kernel tried to close are closed, and the node is let in."""
     looks = Looks()
     for _ in range(5):
         looks.look(node=FIN_WAIT1)
@@ -196,12 +196,12 @@ def test_a_wrong_secret_and_garbage_are_counted_and_a_right_node_is_not(host: st
         )  # fmt: skip
 
     def find_closed() -> set[int]:
-        """Ports of the other side, of what this side closed first."""
+        """Return the other side's ports of the connections that this side closed first."""
         states = (read_connections(port) or {}).items()
         return {int(one.rpartition(":")[2], 16) for one, state in states if state in (FIN_WAIT2, TIME_WAIT)}
 
     def count(now: float) -> int:
-        """After two looks."""
+        """Return the count after two looks, the first one at `now`."""
         for at in (now, now + LOOK_SECONDS):
             rejected.take(read_connections(port) or {}, at)
         assert rejected.count is not None

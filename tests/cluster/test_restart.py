@@ -31,7 +31,7 @@ LIMIT_SECONDS = 280.0
 
 
 class NodeSupervisor(SimulatedRank):
-    """The other end of a node's `sentinel run`."""
+    """The daemon's connection to a node's `sentinel run`, with the test in its place."""
 
     def __init__(self, daemon: NodeDaemon, mark: str = MARK) -> None:
         super().__init__(daemon.path)
@@ -44,7 +44,7 @@ class NodeSupervisor(SimulatedRank):
         self.say(wire.Supervise(mark=self.mark, job=self.job))
 
     def await_order(self, does: str) -> wire.Order:
-        """The next of its kind; what was repeated meanwhile is let go."""
+        """Return the next order of this kind for the present start; skip repeated others."""
         while True:
             order = self.expect(wire.Order)
             if order.does == does and order.start == self.job.start:
@@ -53,7 +53,7 @@ class NodeSupervisor(SimulatedRank):
 
 @contextlib.contextmanager
 def supervised_nodes(folder: Path, *secrets: str) -> Iterator[list[NodeSupervisor]]:
-    """Nodes whose daemons and supervisors know of each other."""
+    """Run nodes whose daemons and supervisors know of each other."""
     address = free_address()
     with contextlib.ExitStack() as stack:
         daemons = [
@@ -196,7 +196,7 @@ class Job:
             [tuple(map(int, line.split())) for line in (folder / f"starts.{rank}").read_text().splitlines()]
             for rank in range(2)
         ]
-        """(attempt, step) of each start, by rank."""
+        """Attempt and step of each start, by rank."""
 
 
 @pytest.mark.slow
@@ -234,13 +234,13 @@ if sys.argv[2] == "raises":
 monitor.detach()
 sys.exit(3)
 """
-"""Goes on from nothing, and waits for no other rank."""
+"""A program that does not resume, and waits for no other rank."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "is ended", "fails after training"])
 def test_a_rank_that_fails_ends_all_nodes_of_a_job_that_is_not_started_again(tmp_path: Path, how: str) -> None:
-    """A real `sentinel run` on node 1, whose rank fails, or is to be ended because that of node 0 did."""
+    """Node 1 has a real `sentinel run`, whose rank fails, or must be ended because that of node 0 failed."""
     address, program, end = free_address(), tmp_path / "plain.py", tmp_path / "end"
     program.write_text(PLAIN)
     environment = {

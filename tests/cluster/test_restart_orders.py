@@ -98,7 +98,7 @@ def test_the_fault_is_the_alert_that_fired_first_and_the_first_sign_is_any_nodes
 
 
 def test_what_some_nodes_have_begun_the_next_coordinator_has_all_begin() -> None:
-    """The former one died before it reached all."""
+    """The former coordinator died before its order reached all nodes."""
     begun = wire.Order(start=0, does="begin", fault=fault("node 2: RankLost"), attempt=4, job="a")
     members = [member(0, start=1, begun=begun, mark="a"), member(1, start=1, begun=begun), member(2, fault())]
     for now in (0.0, PATIENCE_SECONDS + 1):
@@ -108,7 +108,7 @@ def test_what_some_nodes_have_begun_the_next_coordinator_has_all_begin() -> None
 
 
 def test_an_order_of_a_former_job_does_not_reach_the_next_one_of_the_same_run_id() -> None:
-    """Its daemons stay for a minute, the coordinator among them."""
+    """The former job's daemons stay for a minute, the coordinator among them."""
     coordinator = Coordinator(0, 2, next_epoch(0, 0), 0.0, blame=BlameLedger({1: 3}, 3))
 
     def hear(mark: str, now: float, *, failed: bool) -> wire.Order | None:

@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 @pytest.fixture
 def snapshots(tmp_path: Path) -> Path:
-    """Of steps 5 and 10."""
+    """A folder with snapshots of steps 5 and 10."""
     folder = tmp_path / "snapshots"
     write_two(folder)
     return folder
 
 
 def resume(*folders: Path) -> list[str]:
-    """What each rank says, a node a folder, all beside each other."""
+    """Run one node for each folder, all at once; return what each rank says."""
     port = free_address().rpartition(":")[2]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     nodes = []

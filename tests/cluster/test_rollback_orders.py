@@ -55,14 +55,14 @@ class Node:
         self.followed: list[Outcome] = []
 
     def break_down(self, sign: int = SIGN, alert: str = "LossSpike", identity: str = "0.1") -> Case:
-        """A rule of this node fires, and asks for a rollback."""
+        """Fire a rule of this node that asks for a rollback; return its case."""
         fired = msgspec.structs.replace(case(alert), id=identity, first_seq=sign)
         self.cases.append(fired)
         self.relay.fired(fired, 0.0)
         return fired
 
     def promise(self, *, id: int = 0, ok: bool = True, reason: str = "") -> int:
-        """Answer the last Prepare, or an earlier one; its id."""
+        """Answer the last Prepare, or the one with this id; return the id of the last."""
         asked = self.told(wire.Prepare)[-1]
         answer = wire.Prepared(id=id or asked.id, ok=ok, seq=asked.at - 1, reason=reason)
         self.relay.add_promise(self.number, answer, 0.0)
@@ -96,19 +96,19 @@ class Node:
 
 
 class Job:
-    """Nodes, and the coordinator's part on the first of them. What goes between them is encoded as it is in truth."""
+    """Nodes, and the coordinator's part on the first of them. Messages between them are encoded as real ones are."""
 
     def __init__(self, *nodes: Node) -> None:
         self.nodes = nodes or (Node(0), Node(1))
         self.restart_coordinator()
 
     def restart_coordinator(self) -> None:
-        """Another daemon has the role: it knows what its node's history has."""
+        """Give the role to another daemon, which knows what its node's history has."""
         first = self.nodes[0]
         self.lead = JobRollbacks(0, first.identity, 2, first.relay.done, first.relay.stopped)
 
     def exchange(self, now: float = 0.0, *, silent: str = "", cut: Sequence[int] = ()) -> RollbackOrder | None:
-        """All say what there is to say. `silent`: node 1 is, since its last report; `cut`: what no order reaches."""
+        """Let the reports arrive, then the order. `silent`: why node 1 is not heard; `cut`: nodes it does not reach."""
         for node in self.nodes:
             pulse = Pulse(
                 node=node.number, incarnation=1, hostname="h", attempt=0, step=0, rollback=node.relay.report()
@@ -317,7 +317,7 @@ def test_a_coordinator_that_dies_before_the_commit_leaves_none_bound_and_the_nex
 
 
 def test_a_coordinator_that_dies_between_two_commits_leaves_it_to_the_ranks() -> None:
-    """One node has the commit, the other an abort: the ranks' own vote is the last word."""
+    """One node has the commit, the other an abort: the ranks' own vote decides."""
     job = Job()
     zero, one = job.nodes
     broken = one.break_down()
@@ -358,7 +358,7 @@ def test_a_node_whose_ranks_went_back_knows_it_without_the_coordinator_and_it_co
 def test_the_same_fault_again_on_both_nodes_goes_further_back_where_there_is_more(
     held: tuple[int, ...], expected: list[int]
 ) -> None:
-    """What fires on the other node is the same fault, and no reason against the snapshot."""
+    """The case that fires on the other node is the same fault, and no reason against the snapshot."""
     job = Job(Node(0, held), Node(1, held))
     for sign in (SIGN, 225):
         for node in job.nodes:
@@ -405,7 +405,7 @@ def test_an_order_of_another_attempt_is_not_passed_on() -> None:
 
 
 class Loop:
-    """A rank's part: it binds itself, waits for a verdict for ten turns, and restores where all have the commit."""
+    """A rank's part: it binds itself, waits ten turns for a verdict, and restores if all ranks have the commit."""
 
     def __init__(self, node: Node, chance: random.Random) -> None:
         self.node, self._chance = node, chance
@@ -416,7 +416,7 @@ class Loop:
         self._read = self._waited = 0
 
     def turn(self) -> None:
-        """Take what the daemon said since the last."""
+        """Take the daemon's messages since the last turn."""
         for message in self.node.link.messages[self._read :]:
             match message:
                 case wire.Prepare() if self.bound is None:
@@ -438,7 +438,7 @@ class Loop:
             self.bound = None
 
     def end(self, promise: wire.Prepare, *, ok: bool) -> None:
-        """What came of the vote."""
+        """Report the result of the vote."""
         if ok:
             self.restored.add(promise.id)
         answer = wire.RolledBack(
@@ -452,7 +452,7 @@ class Loop:
 
 
 def vote(loops: Sequence[Loop], over: set[int]) -> None:
-    """The ranks that have a commit look at the others: all have it, one goes on without, or it may yet come."""
+    """Let the ranks with a commit look at the others: all have it, one goes on without it, or it may still come."""
     for identity in {identity for loop in loops for identity in loop.committed} - over:
         pending = [loop for loop in loops if loop.bound is not None and loop.bound.id == identity]
         if not pending:
@@ -544,7 +544,7 @@ def test_of_512_ranks_that_do_not_promise_every_beat_can_be_read() -> None:
 
 
 def test_a_promise_that_was_taken_back_is_not_committed() -> None:
-    """The coordinator does not act for a moment, as its beats are late, and goes on with what it has asked."""
+    """The coordinator does not act for a moment, as its beats are late, and then goes on with its order."""
     job = Job()
     zero, one = job.nodes
     one.break_down()
@@ -552,7 +552,7 @@ def test_a_promise_that_was_taken_back_is_not_committed() -> None:
     taken_back = zero.promise()
     for node in job.nodes:
         node.relay.take_order(None, 0.5)
-    one.promise()  # it was on its way
+    one.promise()  # this promise was on its way
     assert {abort.id for abort in job.told(wire.Abort)} == {taken_back}
     for now in (1.0, 1.1, 1.2):
         job.exchange(now)

@@ -48,9 +48,9 @@ class Job:
         program: str = "rolling_nodes",
         text: str = rolling.RULES,
     ) -> None:
-        """`ranks`: of each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's store;
-        without `meeting` the daemons find each other. `settings`: the daemons' file. `within`: words before each
-        node's command. `program` of tests/programs, and its first word: `way`. `text` of the rules."""
+        """`ranks`: number on each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's
+        store; without `meeting` the daemons find each other. `settings`: text of the daemons' settings. `within`: words
+        before each node's command. `program`: one of tests/programs; `way`: its first argument. `text`: the rules."""
         self.root, self.world = root, nodes * ranks
         rules = root / "rules.yaml"
         rules.write_text(text)
@@ -74,7 +74,7 @@ class Job:
                 self.nodes.append(subprocess.Popen(command, env=environment, stderr=said))
 
     def status(self, node: int) -> dict[str, Any]:
-        """What `sentinel status` shows of the run on a node; empty as long as nothing is watched."""
+        """Return the run as `sentinel status` shows it on a node; empty as long as nothing is watched."""
         for socket in (self.root / f"run{node}").glob("*/*.sock"):
             with contextlib.suppress(ConfigError):  # its daemon may be killed just now
                 for run in ask_daemon(socket, "status")["runs"]:
@@ -83,13 +83,13 @@ class Job:
         return {}
 
     def kill_daemon(self, node: int) -> None:
-        """That of a node, if there is one now: the ranks start another one."""
+        """Kill the daemon of a node, if there is one now: the ranks start another one."""
         for socket in (self.root / f"run{node}").glob("*/*.sock"):
             with contextlib.suppress(ConfigError, psutil.NoSuchProcess):
                 psutil.Process(ask_daemon(socket, "status")["pid"]).kill()
 
     def said(self, node: int) -> str:
-        """On the terminal of a node."""
+        """Return the output on the terminal of a node."""
         return (self.root / f"said{node}").read_text()
 
     def judges(self) -> bool:
@@ -97,8 +97,8 @@ class Job:
         return all("loss" in self.status(node).get("values", {}) for node in range(NODES))
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for the end; what each rank came to."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what was said is shown
+        """Wait for the end, and return the result of each rank."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the assertion shows the output
             for node in self.nodes:
                 node.wait(LIMIT_SECONDS)
         assert [node.poll() for node in self.nodes] == [0] * NODES, [self.said(node) for node in range(NODES)]
@@ -114,7 +114,7 @@ class Job:
 
 
 def broken_and_rolled_back(job: Job) -> tuple[int, int]:
-    """Break its ranks once all is watched: to which step all went back, and at which."""
+    """Break the ranks once all are watched; return the step to which all went back, and the step at which."""
     try:
         until(lambda: "rollback is armed on all ranks" in job.said(0), "the nodes to meet", LIMIT_SECONDS)
         until(job.judges, "steps to be judged")
@@ -190,7 +190,7 @@ def test_nodes_that_do_not_meet_are_not_rolled_back_and_say_so(private_places: P
 
 @pytest.mark.networks
 def test_over_two_network_namespaces(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that share nothing but a bridge: no loopback, no abstract socket. Their daemons find each other."""
+    """The nodes share nothing but a bridge: no loopback, no abstract socket. Their daemons find each other."""
     with namespaces(NODES) as (names, addresses):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
         job = Job(
@@ -204,7 +204,7 @@ def test_over_two_network_namespaces(private_places: Path, monkeypatch: pytest.M
 
 @contextlib.contextmanager
 def namespaces(count: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Network namespaces that a bridge joins: their names, and their addresses there."""
+    """Make network namespaces joined by a bridge; yields their names, and their addresses there."""
     mark = secrets.token_hex(3)
     bridge, names = f"sb{mark}", [f"sentinel-{mark}-{n}" for n in range(count)]
     addresses = [f"10.213.77.{n + 1}" for n in range(count)]
@@ -227,6 +227,6 @@ def namespaces(count: int) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def run_ip(*commands: str) -> None:
-    """Commands of iproute2."""
+    """Run commands of iproute2."""
     for words in commands:
         subprocess.run(["ip", *words.split()], check=True, capture_output=True)

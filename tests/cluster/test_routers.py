@@ -36,7 +36,7 @@ with zenoh.open(config):
 
 @contextlib.contextmanager
 def router(address: str) -> Iterator[subprocess.Popen[str]]:
-    """As a site has one, of everyone who reaches it; killed at the end."""
+    """Run a router as a site has one, open to everyone who reaches it; killed at the end."""
     command = [sys.executable, "-c", _ROUTER, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -20,7 +20,7 @@ LATE = PATIENCE_SECONDS + 1.0
 
 
 class Supervisor:
-    """What `sentinel run` of a node says, and does."""
+    """The reports of a node's `sentinel run`, and what it does on orders."""
 
     def __init__(self, node: int, whole: int, least: int, mark: str = "mark") -> None:
         self.node, self.nodes, self._mark = node, JobNodes(least, node, whole), mark
@@ -40,7 +40,7 @@ class Supervisor:
         return self.nodes.add_to(report)
 
     def take(self, order: wire.Order | None) -> None:
-        """An order that may be about another start."""
+        """Take an order, which may be about another start."""
         if order is None or order.start != self.start or self.nodes.is_left_out(order):
             return
         self.nodes.hear(order)
@@ -58,13 +58,13 @@ class Job:
         self.elect(0, 0.0)
 
     def elect(self, node: int, now: float) -> None:
-        """Another coordinator, which knows nothing but what its own supervisor says."""
+        """Make a node the coordinator, which knows only what its own supervisor reports."""
         members = self.supervisors[node].nodes.members
         self.epoch = next_epoch(self.epoch, node)
         self.coordinator = Coordinator(node, members.count(self.whole), self.epoch, now, (), members)
 
     def hear(self, nodes: Iterable[int], now: float) -> wire.Order | None:
-        """The coordinator hears these nodes, which follow it. Returns its order."""
+        """Let the coordinator hear these nodes, which follow it. Returns its order."""
         for node in nodes:
             report = self.supervisors[node].report
             self.coordinator.take_pulse(
@@ -77,7 +77,7 @@ class Job:
         return self.coordinator.order_nodes(now)
 
     def settle(self, nodes: Iterable[int], now: float) -> wire.Order | None:
-        """Orders go to and fro until nothing more follows from them. Returns the last one."""
+        """Exchange orders and reports until nothing more follows from them. Returns the last order."""
         order, before = self.hear(nodes, now), None
         while order != before:
             for node in nodes:
@@ -86,12 +86,12 @@ class Job:
         return before
 
     def fail(self, nodes: Iterable[int]) -> None:
-        """The start of these nodes ends."""
+        """End the present start of these nodes."""
         for node in nodes:
             self.supervisors[node].end()
 
     def list_running(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """(node, start, its group) of those that have begun again."""
+        """Return (node, start, its group) of the nodes that have begun again."""
         return [
             (one.node, one.start, one.nodes.members.nodes)
             for one in self.supervisors
@@ -213,7 +213,7 @@ def test_a_proposal_that_one_node_took_binds_the_next_coordinator_too() -> None:
 
 
 def test_nodes_of_which_one_drops_the_mark_of_the_job_come_to_an_agreement() -> None:
-    """As a daemon of an earlier version does, in both directions."""
+    """A daemon of an earlier version drops it, in both directions."""
     job = Job(3)
     for now in (0.0, 1.0, 2.0):
         order = job.hear(range(3), now)
@@ -323,7 +323,7 @@ FORMER = wire.Members(start=1, nodes=(0, 1, 3), whole=4, job="mark 0 of a former
 
 
 def former_pulse(node: int, incarnation: int) -> Pulse:
-    """Of a daemon of a job before, under the same run id, that went on without node 2."""
+    """Return the pulse of a daemon of a former job, with the same run id, that went on without node 2."""
     order = wire.Order(start=0, does="end", epoch=16, nodes=FORMER.nodes, job=FORMER.job)
     job = wire.JobReport(start=1, attempt=7, restarts=3, allow_shrink=2, members=FORMER, accepted=order)
     return Pulse(node=node, incarnation=incarnation, hostname="h", attempt=7, step=0, job=job)
@@ -362,7 +362,7 @@ def test_a_beat_of_a_former_job_leaves_no_node_out() -> None:
 
 
 def test_the_next_job_of_the_run_id_has_neither_the_orders_nor_the_blame_of_one_that_shrank() -> None:
-    """Daemons stayed. Node 1 has the role, and none of the next job's supervisors yet."""
+    """The daemons stayed. Node 1 has the role, and has not heard the next job's supervisors yet."""
     job = Job(4)
     for now in (0.0, LATE):
         job.settle([0, 1, 3], now)

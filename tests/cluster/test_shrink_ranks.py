@@ -29,7 +29,7 @@ START_SECONDS = 120.0
 
 
 def start_node(root: Path, node: int, master: str, meeting: str) -> subprocess.Popen[str]:
-    """`sentinel run -- torchrun` of one node, each with a runtime directory and a history of its own."""
+    """Start `sentinel run -- torchrun` of one node, which has a runtime directory and a history of its own."""
     torchrun = (
         "-m torch.distributed.run --nnodes {nodes} --node-rank {node_rank} --nproc-per-node 1 --rdzv-id job"
         f" --master-addr 127.0.0.1 --master-port {master.rpartition(':')[2]} -m tests.programs.shrinking_nodes"
@@ -44,7 +44,7 @@ def start_node(root: Path, node: int, master: str, meeting: str) -> subprocess.P
 
 
 def lose_node(root: Path, node: int, supervisor: subprocess.Popen[str]) -> None:
-    """All of it is gone: `sentinel run`, ranks and daemon."""
+    """Kill everything of a node: `sentinel run`, ranks and daemon."""
     supervisor.kill()
     runtime = str(root / f"run{node}")
 
@@ -66,7 +66,7 @@ def _find_runtime(process: psutil.Process) -> str:
 
 
 def test_two_of_three_nodes_complete_the_job_when_one_is_lost_though_it_is_started_again(private_places: Path) -> None:
-    """Too late, and alone."""
+    """The lost node is started again too late, and alone."""
     master, meeting = free_address(), free_address()
     snapshots = private_places / "snapshots"
     nodes = [start_node(private_places, node, master, meeting) for node in range(NODES)]

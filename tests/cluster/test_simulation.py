@@ -12,7 +12,7 @@ from tests.cluster.simulation import Simulation, make_case
 from tests.cluster.stop_simulation import StopSimulation
 
 SEEDS = 100
-"""Of each kind."""
+"""Number of simulations of each kind."""
 
 
 @pytest.mark.sampled(25)

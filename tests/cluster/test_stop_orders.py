@@ -33,21 +33,21 @@ def make_job(*, armed: bool = False) -> Job:
 
 
 def restart_daemon(job: Job) -> Node:
-    """Of the second node: another relay, which knows of no order and of no answer."""
+    """Restart the second node's daemon: its new relay knows of no order and of no answer."""
     restarted = make_job(armed=True).nodes[1]
     job.nodes = (job.nodes[0], restarted)
     return restarted
 
 
 def call_stop(node: Node, identity: str = "0.1", now: float = 0.0) -> Case:
-    """A rule of this node fires, and asks that all leave."""
+    """Fire a rule of this node that asks that all ranks leave; return its case."""
     fired = msgspec.structs.replace(case("NonFiniteLoss"), id=identity, first_seq=SIGN)
     node.relay.stop(fired, now)
     return fired
 
 
 def leave(job: Job) -> None:
-    """All ranks have the commit, and say that they leave."""
+    """Have all ranks get the commit, and say that they leave."""
     for node in job.nodes:
         node.promise()
     job.exchange()
@@ -120,7 +120,7 @@ def test_a_stop_that_is_asked_before_the_nodes_meet_is_done_once_they_do() -> No
 
 
 def test_a_stop_under_way_goes_on_after_another_coordinator_took_over() -> None:
-    """Its steps are long: it was asked for more than half a minute before."""
+    """The steps are long: the stop was requested more than half a minute before."""
     job = make_job()
     asked = call_stop(job.nodes[1])
     for now in (0.0, 1.0, 50.0):

@@ -30,7 +30,7 @@ def meets(job: Job) -> bool:
 
 
 def kept_done(job: Job, node: int) -> list[str]:
-    """What was done about the alerts of a node, by its history."""
+    """Return what was done about the alerts of a node, from its history."""
     os.environ["SENTINEL_STATE"] = str(job.root / f"state{node}")
     (path,) = paths.histories()
     with History(path) as history:
@@ -38,7 +38,7 @@ def kept_done(job: Job, node: int) -> list[str]:
 
 
 def begin_job(root: Path, way: str) -> Job:
-    """Whose nodes have met, and judge steps."""
+    """Return a job whose nodes have met, and judge steps."""
     job = Job(
         root, way=way, meeting=free_address(), within=[RUN] * NODES, program="stopping_nodes", text=stopping.RULES
     )  # fmt: skip
@@ -55,7 +55,7 @@ def begin_job(root: Path, way: str) -> Job:
 def test_a_rule_of_one_node_ends_the_ranks_of_all_at_one_step(
     signal: str, alert: str, private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `stop_on`, with a collective in `on_stop`; by the rule's action, with functions that do not come to an end."""
+    """By `stop_on`, with a collective in `on_stop`; by the rule's action, with functions that never return."""
     monkeypatch.setenv("SENTINEL_STATE", "")
     job = begin_job(private_places, signal)
     try:
@@ -84,7 +84,7 @@ def test_a_rule_of_one_node_ends_the_ranks_of_all_at_one_step(
 def test_a_daemon_that_is_killed_meanwhile_leaves_all_ranks_stopped_at_one_step(
     moment: str, private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator's as soon as the alert fired; those of both nodes while `on_stop` runs."""
+    """Killed are the coordinator's daemon once the alert fired, or those of both nodes while `on_stop` runs."""
     monkeypatch.setenv("SENTINEL_STATE", "")
     job = begin_job(private_places, "told")
     try:

@@ -25,7 +25,7 @@ def coordinates(daemon: NodeDaemon) -> bool:
 
 
 def follows(daemon: NodeDaemon, address: str) -> bool:
-    """Whether it hears a coordinator that listens there, and that knows of it."""
+    """Whether the daemon hears a coordinator that listens at the address and knows of the daemon."""
     job = daemon.job()
     return (job["view"], job["address"]) == ("joined", address) and daemon.states().get(daemon.node) == "alive"
 
@@ -34,7 +34,7 @@ def follows(daemon: NodeDaemon, address: str) -> bool:
 def three_nodes(
     folder: Path, options: tuple[str, ...]
 ) -> Iterator[tuple[list[str], contextlib.ExitStack, list[NodeDaemon]]]:
-    """Daemons of all nodes, each of which may be the coordinator. Those that are killed are left to the stack."""
+    """Run daemons of three nodes, each of which may be the coordinator. The stack also cleans up killed ones."""
     addresses = [free_address() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(node_daemon(n, 3, ",".join(addresses), folder, *options)) for n in range(3)]
@@ -76,7 +76,7 @@ def test_the_next_node_goes_on_under_the_same_key_and_the_old_one_comes_back_as_
 
 
 def train_apart(nodes: Sequence[NodeDaemon], first: int, count: int) -> None:
-    """All ranks do so many steps, and the last one holds other parameters than the others."""
+    """Have all ranks do `count` steps; the parameters of the last one differ from the others'."""
     for node in nodes:
         checksum = 7.0 if node is nodes[-1] else 5.0
         node.rank.steps(first, [LOW] * count, replica_checksum=[checksum] * count)

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def make_authority(folder: Path) -> ClusterSettings:
-    """An authority of its own, and a certificate and key that it signed."""
+    """Make an authority, and a key with a certificate that it signed; return settings with them."""
     folder.mkdir()
     new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
     for words in (
@@ -34,7 +34,7 @@ def make_authority(folder: Path) -> ClusterSettings:
 
 
 def write_settings(folder: Path) -> Path:
-    """A file with those of an authority of its own."""
+    """Write a settings file with the certificate and key of an authority of its own."""
     make_authority(folder)
     file = folder / "sentinel.toml"
     file.write_text(

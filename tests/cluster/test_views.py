@@ -46,7 +46,7 @@ DUMP = 'Thread 0x00000001 (most recent call first):\n  File "/x/train.py", line 
 
 @pytest.fixture
 def options(tmp_path: Path) -> tuple[str, ...]:
-    """Of a daemon with one rule that is easily fired, which wants stacks."""
+    """Options of a daemon with one rule that fires easily and asks for stacks."""
     rules, settings = tmp_path / "rules.yaml", tmp_path / "sentinel.toml"
     rules.write_text(
         "group: mine\nrules:\n"
@@ -60,7 +60,7 @@ def options(tmp_path: Path) -> tuple[str, ...]:
 def job(
     folder: Path, options: tuple[str, ...], nodes: int = 2, pages: Sequence[int] = ()
 ) -> Iterator[list[NodeDaemon]]:
-    """Daemons of all nodes, that hear each other."""
+    """Run the daemons of all nodes, which hear each other."""
     address = free_address()
     with contextlib.ExitStack() as stack:
         of_node = [{"page": page} for page in pages] or [{}] * nodes
@@ -78,7 +78,7 @@ def _knows(daemon: NodeDaemon, nodes: int) -> bool:
 
 @contextlib.contextmanager
 def answering(*daemons: NodeDaemon, flights: Mapping[int, Flight] = {}) -> Iterator[None]:
-    """Ranks that say where they stand when they are asked, until the end. `flights`: by node, their collectives."""
+    """Have ranks answer where they stand when they are asked, until the end. `flights`: by node, their collectives."""
     threads = [
         threading.Thread(target=_answer, args=(daemon, flights.get(daemon.node, Flight())), daemon=True)
         for daemon in daemons
@@ -87,7 +87,7 @@ def answering(*daemons: NodeDaemon, flights: Mapping[int, Flight] = {}) -> Itera
         thread.start()
     yield
     for daemon in daemons:
-        with contextlib.suppress(OSError):  # its daemon is gone
+        with contextlib.suppress(OSError):  # its daemon has ended
             daemon.rank.connection.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join(60)
@@ -103,7 +103,7 @@ def _answer(daemon: NodeDaemon, flight: Flight) -> None:
 
 
 def shown(*words: str, of: NodeDaemon, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-    """What a command says on one node: stdout, read as JSON, and stderr."""
+    """Run a command on one node; return its stdout, read as JSON, and its stderr."""
     monkeypatch.setattr("sentinel.node.paths.live_sockets", lambda: [of.path])
     result = CliRunner().invoke(cli, [*words, "--json"])
     return json.loads(result.stdout), result.stderr
@@ -205,7 +205,7 @@ def test_the_coordinator_alone_has_the_figures_of_the_job(tmp_path: Path) -> Non
 
 
 def scrape(daemon: NodeDaemon) -> str:
-    """Its metrics, by HTTP."""
+    """Return the daemon's metrics, read over HTTP."""
     state = paths.run_directory(f"{RUN}-{daemon.node}") / paths.STATE
     http = json.loads(until(state.exists, "the state file") and state.read_text())
     return httpx2.get(f"{http['http']}/metrics", headers={"Authorization": f"Bearer {http['token']}"}).text
@@ -248,7 +248,7 @@ def test_a_hang_names_the_rank_and_the_node_that_never_came(
 
 
 def issued(count: int) -> Flight:
-    """What a rank leaves that has issued so many all-reduces, of which two are over on all ranks."""
+    """Return the record of a rank that has issued `count` all-reduces, of which two are complete on all ranks."""
     ones = [Collective("0", seq, "all_reduce", ((4,),), seq < 3, float(seq)) for seq in range(1, count + 1)]
     return Flight({"0": Group("0", "default_pg", (0, 1, 2), count, 2)}, tuple(ones))
 
@@ -323,7 +323,7 @@ def rank_with(flight: Flight) -> Rank:
 
 
 def wide(place: str = "p" * 1000) -> Flight:
-    """Of many groups."""
+    """Return a record with many groups."""
     groups = {str(n): Group(str(n), "", (0, 1, 2), 3, 2) for n in range(90)}
     ones = (msgspec.structs.replace(one, group=name, place=place) for name in groups for one in issued(3).collectives)
     return Flight(groups, tuple(ones))
