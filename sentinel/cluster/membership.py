@@ -61,9 +61,9 @@ BEAT_SECONDS = 1.0
 NEWS_SECONDS_A_NODE = 0.0005
 """Seconds between two beats with news, for each node of the job: each node may cause news that all must get."""
 LAST_SECONDS = 5.0
-"""Most seconds that a node without ranks waits for the coordinator to take its events, or as that for all to leave."""
+"""Most seconds that a node without ranks waits for its events to be taken, or as the coordinator for all to leave."""
 REMEMBERED_SECONDS = 600.0
-"""A restarted daemon hands in cases that ended in so many seconds before: its predecessor may not have done so."""
+"""Seconds: a restarted daemon hands in the cases that ended within them, as its predecessor may not have."""
 NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
 """Why there is no rollback, stop or restart of all nodes where the secret came through the process group's store."""
 STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
@@ -91,9 +91,9 @@ class Membership:
         self._passing = False
         """Whether news of a rollback will be passed on in the next turn of the loop."""
         self._news: asyncio.TimerHandle | None = None
-        """Timer until news of the job's incidents are passed on; None: there are none."""
+        """Timer until news of the job's incidents is passed on; None: there is none."""
         self._news_at = 0.0
-        """Time of the last news that were passed on."""
+        """When news was last passed on."""
         self._pipeline = notifier.pipeline
         self._first_identity, self.node = identity, identity.node
         self._last_report: wire.JobReport | None = None
@@ -304,7 +304,7 @@ class Membership:
         self._rejected.tick(self._connection.port, now)
 
     def _note_absence(self, now: float) -> None:
-        """Say on the terminal when this node gets cut off, and when no more: a wrong secret has no other sign."""
+        """Say on the terminal when this node is cut off, and when that is over: a wrong secret has no other sign."""
         cut_off, stays = self._node.is_cut_off(now), self._ending is None and not self._node.is_left_out
         if cut_off and stays and not self._cut_off:
             self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")

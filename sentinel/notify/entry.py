@@ -161,7 +161,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
     def _weigh(self, case: Case) -> bool:
         """Return whether a receiver that knows the problem must get this new case as something new: what it knows is
-        less severe, or silenced by now. Otherwise the case is noted as quiet."""
+        less severe, or silenced by now. A case that is at most as severe is noted as quiet."""
         told = [known.level for known in self.cases.values() if known.id not in self.quiet and not known.silenced]
         if not self.problem_id or not self.cases:
             return False

@@ -239,7 +239,7 @@ def test_who_works_is_known_of_other_nodes_of_the_same_attempt() -> None:
 
 @pytest.fixture
 def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Options of a daemon with a Hang rule that fires within a minute, and a receiver that gets it at once, once."""
+    """Options of a daemon with a Hang rule that fires after 3 s, and a receiver that gets it at once, once."""
     monkeypatch.setenv("OPS", ops.url)
     rules, settings = tmp_path / "rules.yaml", tmp_path / "sentinel.toml"
     rules.write_text(SOON)

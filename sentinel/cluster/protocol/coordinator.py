@@ -66,12 +66,12 @@ class KnownNode:
             self.bound = job
 
     def describe_job(self, now: float) -> JobMember:
-        """Return the node's state as the decision on orders needs it."""
+        """Return the node's state for the decision on orders."""
         counted = now - self.stamp < COUNTED_SECONDS
         return JobMember(self.state(now), self.pulse.job, is_counted=counted, completed=self.completed)
 
     def state(self, now: float) -> NodeState:
-        """Return the node's state as the beat names it."""
+        """Return the node's state for the beat."""
         pulse, silent = self.pulse, now - self.heard
         is_silent = silent > (GONE_SECONDS if self.gone else SILENT_SECONDS)
         return NodeState(
@@ -150,7 +150,7 @@ class Coordinator:
         return stamps[needed - 1] + COUNTED_SECONDS if len(stamps) >= needed else -math.inf
 
     def _adopt(self, members: wire.Members, *, of_own_node: bool) -> None:
-        """Take these as the job's members: a node has begun a start that they all agreed to. Others count no more."""
+        """Take these as the job's members: a node has begun a start that they all agreed to. Others no longer count."""
         if not of_own_node and members.job not in ("", self.members.job):
             return  # node 0 shows which job it is, once it is heard
         self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
@@ -183,7 +183,7 @@ class Coordinator:
         return bool(self.members.job) and any(mark not in ("", self.members.job) for mark in marks)
 
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
-        """Take a sign of life of a node. Returns whether the state of its job or of a rollback changed."""
+        """Take a node's pulse. Returns whether the state of its job or of a rollback changed."""
         if not self.admits(pulse.node):
             return False
         known = self.nodes.get(pulse.node)

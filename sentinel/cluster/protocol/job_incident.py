@@ -171,7 +171,7 @@ class JobIncidents:
 
     def take_unexplained(self) -> list[JobIncident]:
         """Return each firing incident whose cause the ranks of all nodes decide, once: people are told of it after
-        `explain` was called, or its `awaits_verdict` was set back."""
+        `explain` was called, or its `awaits_verdict` was reset."""
         found = [one for one in self if one.firing and not one.asked and is_explained_over_nodes(one.alert)]
         for incident in found:
             incident.asked = incident.awaits_verdict = True
@@ -236,7 +236,7 @@ class JobIncidents:
 
     def take_folded(self) -> list[Case]:
         """Return the ends of the incidents whose cases went into another one since the last call, in the form that
-        people know. They are told of the other one instead."""
+        people know. They hear of the other one instead."""
         found: list[Case] = []
         for identity, into in self._folded.items():
             page = self._pages.pop(identity, None)

@@ -83,7 +83,7 @@ class Node:
         self.members = wire.Members(job=self.members.job)
 
     def find_view(self, now: float) -> View:
-        """Return whether the coordinator is heard: "joined"; if not, for how long."""
+        """Return "joined" where the coordinator is heard; else "local view", and after `ALONE_SECONDS` "alone"."""
         silent = now - self.heard
         if self._coordinator_left or silent > ALONE_SECONDS:
             return "alone"
@@ -170,7 +170,7 @@ class Node:
         return applied
 
     def _note_known(self, applied: Iterable[str], beat: Beat) -> None:
-        """Drop what the coordinator knows and what is over; of its other cases, note their incidents of the job."""
+        """Drop the cases that are over, as the coordinator has them; for the others, note the job's incident."""
         keeps_pages = self._keeps_pages(beat)
         for identity in applied:
             kept = self._kept[identity]

@@ -225,7 +225,7 @@ class StallDetector:
 
     def _is_end_of_job(self, found: list[Rank], now: float) -> bool | None:
         """Whether these dead ranks are all that was left of a job that was asked to end; None: others may follow. A
-        rank that ends so alone leaves the others behind, and is lost."""
+        single rank that ends so leaves the others behind, and is lost."""
         if not found or self._dead or not all(map(_find_request, found)):
             return False
         ranks = self._attempt.ranks.values()
