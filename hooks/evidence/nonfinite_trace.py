@@ -166,6 +166,11 @@ def finite(tensor: Tensor) -> bool:
     return _state(tensor) == _FINITE
 
 
+def is_broken(tensor: Tensor) -> bool:
+    """Whether an element is NaN or +infinity. -infinity alone is not: masks hold it. On a device this waits for it."""
+    return _state(tensor) == _BAD
+
+
 def storages(named: Iterator[tuple[str, Tensor]]) -> dict[int, str]:
     """Map the address of each storage to a name: the first, where several tensors share it."""
     found: dict[int, str] = {}

@@ -7,16 +7,18 @@ floating-point inputs of the last steps are held, by reference, until their loss
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 from torch import Tensor
 
-from sentinel.hooks.evidence.nonfinite_trace import finite
-from sentinel.hooks.loop.forward_passes import CapturedCall, name_tensors
-from sentinel.hooks.torch_interop.layer_table import nbytes_of
+from sentinel.hooks.evidence.nonfinite_trace import is_broken
+from sentinel.hooks.loop.forward_passes import LEAVES, CapturedCall, name_tensors
+from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 
 MOST_STEPS = 16
 MOST_BYTES = 64 * 1024 * 1024
@@ -26,64 +28,58 @@ HELD_STEPS = 1000
 
 
 class HeldBatch(msgspec.Struct):
-    """The floating-point inputs of a step's forward pass, by reference."""
+    """The floating-point inputs of a step's forward pass, without their graph and without a copy."""
 
     seq: int
     read_loss: Callable[[], float | None]
     """Returns the loss of the step; None while it is still on the device."""
-    inputs: Sequence[tuple[str, Tensor]]
-    versions: Sequence[int]
+    inputs: Sequence[tuple[str, Tensor]] = ()
+    versions: Sequence[int] = ()
     """Version of each input: a write into the tensor increments it."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes_of(tensor) for _, tensor in self.inputs)
+    nbytes: int = 0
+    """Bytes of the memory that the inputs keep alive: of a view, all of what it is a view of."""
 
     @property
     def unchanged(self) -> bool:
         """Whether none of the inputs was written to since the batch was held."""
         return self.versions == [tensor._version for _, tensor in self.inputs]
 
+    def list_broken(self) -> list[str]:
+        """Names of the inputs with NaN or +infinity; empty if one was written to since. This waits for the device."""
+        return [name for name, tensor in self.inputs if is_broken(tensor)] if self.unchanged else []
+
 
 class RecentBatches:
     """Holds the batches whose losses have not arrived, and the one before them. Used on the training thread."""
 
     def __init__(self) -> None:
-        self._awaited: deque[HeldBatch] = deque()
+        self._awaited: deque[HeldBatch] = deque(maxlen=MOST_STEPS)
         self._before: HeldBatch | None = None
         """The newest batch whose loss has arrived and is finite."""
         self._broken: HeldBatch | None = None
-        """The first batch whose loss is not finite: no other is held from then on."""
+        """The first batch whose loss is not finite. The steps that follow are awaited without their batches."""
 
     def add(self, seq: int, read_loss: Callable[[], float | None], call: CapturedCall) -> None:
         """Hold the inputs of `call`, the last forward pass of a finished step whose loss has not arrived yet."""
-        if self._broken is not None:
-            if seq - self._broken.seq > HELD_STEPS:
-                self.clear()
-            return
-        if call.unchanged:
-            named = (*name_tensors(call.args, "args"), *name_tensors(call.kwargs, "kwargs"))
-            inputs = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
-            if inputs:
-                self._awaited.append(HeldBatch(seq, read_loss, inputs, [tensor._version for _, tensor in inputs]))
+        if self._broken is None:
+            self._awaited.append(_hold(seq, read_loss, call))
+        elif seq - self._broken.seq > HELD_STEPS:
+            self.clear()
+        else:
+            self._awaited.append(HeldBatch(seq, read_loss))
         self._let_go()
 
     def find_bad_data(self) -> tuple[int, list[str]] | None:
-        """Find NaN and infinities in the batch of the first step whose loss is not finite. This waits for the device.
+        """Find NaN and +infinity in the batch of the first step whose loss is not finite. This waits for the device.
 
-        Returns (seq, names of these inputs); None: the inputs are finite, or not held. An input that was not finite in
-        the batch before either, like a mask of infinities, does not count; without such a batch to compare with, only
-        NaN counts.
+        Returns (seq, names of these inputs); None: there are none, or the batch is not held. What an input of that name
+        had in the batch before does not count either: NaN may mark values that are missing.
         """
         self._let_go()
-        if self._broken is None or not self._broken.unchanged:
+        if self._broken is None or not (broken := self._broken.list_broken()):
             return None
-        bad = {name: tensor for name, tensor in self._broken.inputs if not finite(tensor)}
-        if self._before is not None and self._before.unchanged:
-            usual = {name for name, tensor in self._before.inputs if not finite(tensor)}
-            names = [name for name in bad if name not in usual]
-        else:
-            names = [name for name, tensor in bad.items() if bool(tensor.isnan().any())]
+        usual = self._before.list_broken() if self._before is not None else ()
+        names = [name for name in broken if name not in usual]
         return (self._broken.seq, names) if names else None
 
     def clear(self) -> None:
@@ -92,19 +88,31 @@ class RecentBatches:
         self._before = self._broken = None
 
     def _let_go(self) -> None:
-        """Release what is not needed, and what exceeds the limits."""
-        awaited = self._awaited
-        while self._broken is None and awaited and (loss := awaited[0].read_loss()) is not None:
-            arrived = awaited.popleft()
-            if math.isfinite(loss):
-                self._before = arrived
-            else:
+        """Release the batches that are not needed, and those over the limit."""
+        while self._awaited and (loss := self._awaited[0].read_loss()) is not None:
+            arrived = self._awaited.popleft()
+            if math.isfinite(loss):  # after one that is not: that step was withheld, and broke nothing
+                self._before, self._broken = arrived, None
+            elif self._broken is None:
                 self._broken = arrived
-                awaited.clear()
+                self._awaited = deque((HeldBatch(one.seq, one.read_loss) for one in self._awaited), MOST_STEPS)
         if self._before is not None and self._count_bytes() > MOST_BYTES:
             self._before = None
-        while awaited and (len(awaited) > MOST_STEPS or self._count_bytes() > MOST_BYTES):
-            awaited.popleft()
+        while self._awaited and self._count_bytes() > MOST_BYTES:
+            self._awaited.popleft()
 
     def _count_bytes(self) -> int:
         return sum(one.nbytes for one in (*self._awaited, self._before, self._broken) if one is not None)
+
+
+def _hold(seq: int, read_loss: Callable[[], float | None], call: CapturedCall) -> HeldBatch:
+    if not call.unchanged:
+        return HeldBatch(seq, read_loss)
+    named = itertools.chain(name_tensors(call.args, "args"), name_tensors(call.kwargs, "kwargs"))
+    inputs = [
+        (name, tensor.detach())
+        for name, tensor in itertools.islice(named, LEAVES)
+        if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_inference()
+    ]
+    sizes = {storage_address(tensor): storage_bytes(tensor) for _, tensor in inputs}
+    return HeldBatch(seq, read_loss, inputs, [tensor._version for _, tensor in inputs], sum(sizes.values()))

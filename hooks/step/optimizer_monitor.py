@@ -409,7 +409,8 @@ class OptimizerMonitor(FastPath):
         news = self._loss_outliers.judge_step(step.seq, step.values, skipped=skipped)
         record = records.record(step, self.layers, time.time(), self._transfers, self._unseen)
         self._loss_outliers.add_record(record)
-        if self.collector is not None and record.transfer is not None and record.transfer.brings("loss"):
+        on_device = record.transfer is not None and record.transfer.brings("loss")
+        if on_device and not skipped and self.collector is not None:  # a step that is withheld breaks no weight
             self._guard_collector(lambda collector: collector.hold_batch(record.seq, lambda: record.peek("loss")))
         self._submit(record, news or step.urgent)
         self._account(step)

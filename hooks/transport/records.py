@@ -190,8 +190,9 @@ FIRST_STEPS = 512
 QUEUE_BYTES = 8 * 1024 * 1024
 """Most bytes of layer statistics that wait in the queue; above it new ones are left out."""
 WAITED_SECONDS = 3.0
-"""Seconds of waiting after which a step is sent without the memory of its process. That memory includes the queue: it
-rises in a straight line, by up to 12 MB, while a daemon is stopped. Longer than `sender.INTERVAL_SECONDS`."""
+"""A longer gap between two takes has the steps in it sent without the memory of their process. That memory includes the
+queue: it rises in a straight line, by up to 12 MB, while a daemon is stopped. Longer than `sender.INTERVAL_SECONDS`. A
+step that waits for its device alone keeps its memory."""
 
 
 class StepQueue:
@@ -208,6 +209,8 @@ class StepQueue:
         self._begun = False
         """Whether any step was taken."""
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
+        self._taken_at, self._gap_end = time.time(), 0.0
+        """When steps were last taken, and when they were last taken after a gap of more than `WAITED_SECONDS`."""
 
     def put(self, record: Record) -> None:
         """Queue a step. If the queue is full, the oldest step is dropped and counted.
@@ -220,10 +223,13 @@ class StepQueue:
         self.records.append(record)
 
     def take(self, most: int) -> list[Record]:
-        """Return the next steps of one optimizer whose values have arrived, in order, at most `most`. Steps that waited
-        for more than `WAITED_SECONDS` are without the memory of the process."""
+        """Return the next steps of one optimizer whose values have arrived, in order, at most `most`. Steps of a
+        time in which none were taken for more than `WAITED_SECONDS` are without the memory of the process."""
         records: list[Record] = []
-        waited = time.time() - WAITED_SECONDS
+        now = time.time()
+        if now - self._taken_at > WAITED_SECONDS:
+            self._gap_end = now
+        self._taken_at = now
         while len(records) < most and (waiting := self._first or self.records):
             try:
                 self._pass(waiting[0])
@@ -235,7 +241,7 @@ class StepQueue:
                 break
             self._bytes_out += record.nbytes()
             self._begun = True
-            if record.time < waited:
+            if record.time < self._gap_end:
                 for name in OF_PROCESS:
                     record.values.pop(name, None)
             records.append(record)

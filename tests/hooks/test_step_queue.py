@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import pytest
@@ -96,18 +95,46 @@ def measure_rise(records: Iterable[Record]) -> float:
     return max(line.push(seq, value) or 0.0 for seq, value in held if value is not None)
 
 
-def test_what_waits_for_a_daemon_that_is_stopped_is_no_leak() -> None:
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(records, "time", clock)
+    return clock
+
+
+def test_what_waits_for_a_daemon_that_is_stopped_is_no_leak(clock: Clock) -> None:
     """2,000 steps in 30 s, in which the queue grows by 12 MB, which the heap does not give back."""
-    now = time.time()
-    found = [step(seq, time=now - 30.0 + seq * 0.015, held=2e9 + min(seq, 2000) * 6e3) for seq in range(2000)]
+    queue, found = StepQueue(), list[Record]()
+    for seq in range(2000):
+        clock.now += 0.015
+        found.append(step(seq, time=clock.now, held=2e9 + seq * 6e3))
     assert measure_rise(found) > 8e6, "the rule would see it"
-    queue = StepQueue()
     for record in found:
         queue.put(record)
-    taken = queue.take(2000)
+    clock.now += 0.1
+    taken = [*queue.take(1000), *queue.take(1000)]
     assert [record.seq for record in taken] == list(range(2000))
     assert all(record.values["loss"] == 1.0 for record in taken)
-    after = [step(seq, time=now, held=2e9 + 12e6) for seq in range(2000, 4000)]
+    after = [step(seq, time=clock.now, held=2e9 + 12e6) for seq in range(2000, 4000)]
     assert measure_rise([*taken, *after]) < 2e6
-    queue.put(step(4000, time=time.time(), held=2e9))
+    queue.put(step(4000, time=clock.now, held=2e9))
     assert "memory_held_bytes" in queue.take(1)[0].values
+
+
+def test_steps_that_wait_for_their_device_keep_their_memory(clock: Clock) -> None:
+    queue = StepQueue()
+    for seq in range(20):
+        queue.put(step(seq, time=clock.now, held=2e9))
+        clock.now += 1.0
+        taken = queue.take(1) if seq % 2 else queue.take(0)  # the values arrive later and later
+        assert all("memory_held_bytes" in record.values for record in taken)
