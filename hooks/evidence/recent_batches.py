@@ -83,23 +83,25 @@ class RecentBatches:
         return (self._broken.seq, names) if names else None
 
     def clear(self) -> None:
-        """Release all batches."""
-        self._awaited.clear()
+        """Release all batches. May be called on any thread."""
+        self._awaited = deque(maxlen=MOST_STEPS)
         self._before = self._broken = None
 
     def _let_go(self) -> None:
         """Release the batches that are not needed, and those over the limit."""
-        while self._awaited and (loss := self._awaited[0].read_loss()) is not None:
-            arrived = self._awaited.popleft()
-            if math.isfinite(loss):  # after one that is not: that step was withheld, and broke nothing
+        awaited = self._awaited
+        while awaited and (loss := awaited[0].read_loss()) is not None:
+            arrived = awaited.popleft()
+            if math.isfinite(loss):  # after one that is not: that step broke no weight
                 self._before, self._broken = arrived, None
             elif self._broken is None:
                 self._broken = arrived
-                self._awaited = deque((HeldBatch(one.seq, one.read_loss) for one in self._awaited), MOST_STEPS)
+                for one in awaited:
+                    one.inputs, one.versions, one.nbytes = (), (), 0
         if self._before is not None and self._count_bytes() > MOST_BYTES:
             self._before = None
-        while self._awaited and self._count_bytes() > MOST_BYTES:
-            self._awaited.popleft()
+        while awaited and self._count_bytes() > MOST_BYTES:
+            awaited.popleft()
 
     def _count_bytes(self) -> int:
         return sum(one.nbytes for one in (*self._awaited, self._before, self._broken) if one is not None)

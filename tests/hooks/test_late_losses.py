@@ -35,6 +35,8 @@ class Loop:
         self.slot = CallSlot(self.net)
         self.collector = EvidenceCollector([self.slot], self.sent.append)
         self.seq = 0
+        self.write_over = False
+        """Whether the loop writes into its batch after the forward pass."""
         self._on_the_way: list[Record] = []
 
     def step(self, *batch: Tensor, loss: float = 1.0) -> None:
@@ -42,6 +44,8 @@ class Loop:
         record.transfer = Transfers().begin([("loss", False, torch.tensor(loss))])
         record.transfer._buffer[0] = 0.0
         self.slot.kept = keep(batch, {})
+        if self.write_over:
+            batch[0].fill_(math.nan)
         self.collector.look(Step(self.seq, None, StepTotals(loss=torch.tensor(loss))), withheld=False, exact=True)
         self.collector.hold_batch(self.seq, lambda: record.peek("loss"))
         self.collector.end_step(self.seq, first=True)
@@ -61,8 +65,11 @@ class Loop:
             next(self.net.parameters()).fill_(math.nan)
         self.collector.ask()
         self.step(healthy(), loss=math.nan)
-        (found,) = [msgspec.convert(one.content, Provenance) for one in self.sent if isinstance(one, wire.Collected)]
+        (found,) = self.list_answers()
         return found
+
+    def list_answers(self) -> list[Provenance]:
+        return [msgspec.convert(one.content, Provenance) for one in self.sent if isinstance(one, wire.Collected)]
 
 
 def healthy() -> Tensor:
@@ -159,6 +166,36 @@ def test_a_batch_that_was_written_over_is_not_judged() -> None:
         buffer.fill_(math.nan)
     loop.arrive()
     assert loop.ask().origin == "weights"
+
+
+def test_a_batch_that_was_written_over_within_its_step_is_not_judged() -> None:
+    loop = Loop()
+    loop.step(healthy())
+    loop.write_over = True
+    loop.step(healthy(), loss=math.nan)
+    loop.write_over = False
+    loop.arrive()
+    assert loop.ask().origin == "weights"
+
+
+def test_after_a_rollback_no_earlier_batch_is_blamed() -> None:
+    loop = Loop()
+    loop.step(healthy())
+    loop.step(bad(), loss=math.nan)
+    loop.arrive()
+    loop.collector.rewound()
+    assert loop.ask().origin == "weights"
+
+
+def test_what_a_second_run_finds_is_not_replaced() -> None:
+    loop = Loop()
+    loop.step(healthy())
+    loop.step(bad(), loss=math.nan)
+    loop.arrive()
+    loop.collector.ask()
+    loop.step(bad(), loss=math.nan)  # the weights are whole: the step was not applied
+    (found,) = loop.list_answers()
+    assert (found.seq, found.rerun) == (2, True)
 
 
 def test_batches_are_let_go_once_their_losses_are_known_and_finite() -> None:
