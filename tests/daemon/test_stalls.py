@@ -295,9 +295,9 @@ class DyingJob:
         self.stalls.record_exit(100 + number, status, now)
         self.attempt.lose(number, None)
 
-    def leave(self, number: int, **goodbye: Any) -> None:
+    def leave(self, number: int, now: float = 1.0, **goodbye: Any) -> None:
         rank = self.attempt.ranks[number]
-        rank.goodbye = wire.Goodbye(**goodbye)
+        rank.goodbye, rank.heard = wire.Goodbye(**goodbye), now
         self.attempt.lose(number, rank.goodbye)
 
     def lost(self, now: float = 1.0) -> list[str]:
@@ -319,14 +319,58 @@ def test_a_job_whose_ranks_are_all_asked_to_end_has_lost_none(number: int) -> No
     assert (job.lost(29.0), job.stalls.take_request(), job.stalls.take_request()) == ([], number, 0)
 
 
-@pytest.mark.parametrize("said", [{"reason": "exit"}, {"reason": "exception", "detail": "KeyboardInterrupt"}])
-def test_a_rank_that_says_goodbye_when_it_is_asked_to_end_is_one_of_the_job(said: dict[str, Any]) -> None:
+INTERRUPTED = {"reason": "exception", "detail": "KeyboardInterrupt"}
+
+
+@pytest.mark.parametrize(
+    ("said", "left"), [({"reason": "exit"}, 98.0), ({"reason": "exit"}, 103.0), (INTERRUPTED, 80.0), (INTERRUPTED, 120)]
+)
+def test_a_rank_that_says_goodbye_when_it_is_asked_to_end_is_one_of_the_job(said: dict[str, Any], left: float) -> None:
+    """A goodbye does not say whether the rank was asked to end; only an interruption does."""
+    job = DyingJob()
+    if left < 100.0:
+        job.leave(2, left, **said)
+    job.die(0, -15, 100.0)
+    assert job.lost(100.0) == []
+    job.die(1, -15, 101.0)
+    if left > 100.0:
+        assert job.lost(101.0) == []
+        job.leave(2, left, **said)
+    assert (job.lost(max(left, 101.0)), job.stalls.take_request()) == ([], 15)
+
+
+@pytest.mark.parametrize("said", [{"reason": "exit"}, INTERRUPTED])
+def test_a_rank_that_is_killed_after_the_others_have_finished_is_lost(said: dict[str, Any]) -> None:
+    """Two ranks had finished an hour before, and their goodbyes made an end of the job of it."""
+    job = DyingJob()
+    job.leave(0, **said)
+    job.leave(1, **said)
+    job.die(2, -15, 3600.0)
+    assert (job.lost(3600.0), job.stalls.take_request()) == (["rank 2"], 0)
+
+
+def test_a_rank_that_is_killed_is_lost_when_the_others_finish_later() -> None:
+    job = DyingJob()
+    job.die(0, -15)
+    assert job.lost() == []
+    job.leave(1, 21.0, reason="exit")
+    assert (job.lost(21.0), job.stalls.take_request()) == (["rank 0"], 0)
+
+
+def test_a_rank_whose_goodbye_another_daemon_took_is_not_one_of_the_job() -> None:
+    job = DyingJob()
+    for number in (0, 1):
+        job.attempt.ranks[number].state = "gone"
+    job.die(2, -15)
+    assert (job.lost(), job.stalls.take_request()) == (["rank 2"], 0)
+
+
+def test_ranks_that_end_too_far_apart_are_lost_though_no_look_came_between() -> None:
     job = DyingJob()
     job.die(0, -15)
     job.die(1, -15)
-    assert job.lost() == []
-    job.leave(2, **said)
-    assert (job.lost(), job.stalls.take_request()) == ([], 15)
+    job.die(2, -15, 40.0)
+    assert (job.lost(40.0), job.stalls.take_request()) == (ALL, 0)
 
 
 def test_one_rank_of_several_that_alone_ends_by_a_signal_is_lost() -> None:

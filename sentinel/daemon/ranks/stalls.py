@@ -44,6 +44,10 @@ WANTED_SECONDS = 60.0
 schedulers kill after 30 s the processes that are still there."""
 REQUEST_SECONDS = 30.0
 """Most seconds from the first to the last rank's end in a job asked to end: launchers kill those still there."""
+RELAY_SECONDS = 5.0
+"""Most seconds between a rank's goodbye and the first death by a signal in a job asked to end. Launchers signal all
+ranks at once, torchrun within 0.1 s; a script's handler ends the step and says goodbye. A goodbye does not say whether
+the rank was asked to end, and a rank that saves for longer looks like one that has finished its work."""
 _REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a process ended by a signal that people and schedulers send on purpose. SIGHUP is not one: the
 kernel sends it to the processes of a terminal or an ssh connection that breaks."""
@@ -229,13 +233,14 @@ class StallDetector:
         if not found or self._dead or not all(map(_find_request, found)):
             return False
         ranks = self._attempt.ranks.values()
-        rest = [rank for rank in ranks if rank not in found and not _has_left(rank)]
-        if len(ranks) < found[0].identity.world_size or any(rank.goodbye for rank in rest):
+        ends = [rank.ending.time for rank in found if rank.ending is not None]
+        rest = [rank for rank in ranks if rank not in found and not _left_with(rank, min(ends))]
+        # Of a rank that left while another daemon served the run, the goodbye is not known, nor when it came.
+        if len(ranks) < found[0].identity.world_size or any(rank.goodbye or rank.state == "gone" for rank in rest):
             return False
-        first = min(rank.ending.time for rank in found if rank.ending is not None)
-        if rest:
-            return None if now - first < REQUEST_SECONDS else False
-        return True
+        if (now if rest else max(ends)) - min(ends) >= REQUEST_SECONDS:
+            return False
+        return None if rest else True
 
     def want_end(self, now: float) -> None:
         """Take note that a signal which ends the job is about to be sent."""
@@ -378,10 +383,15 @@ def _find_request(rank: Rank) -> int:
     return -status if status in _REQUESTS and status is not None and not rank.hello.supervisor else 0
 
 
-def _has_left(rank: Rank) -> bool:
-    """Whether the rank ended with its own goodbye, like a script that saves on SIGTERM."""
-    goodbye = rank.goodbye
-    return goodbye is not None and (goodbye.reason in ("exit", "stopped") or goodbye.detail == "KeyboardInterrupt")
+def _left_with(rank: Rank, first: float) -> bool:
+    """Whether the rank said goodbye as others were asked to end, like a script that handles SIGTERM. `first`: when the
+    first of them died, in monotonic seconds."""
+    if rank.goodbye is None:
+        return False
+    apart = abs(rank.heard - first)  # its goodbye is what was heard of it last
+    if rank.goodbye.detail == "KeyboardInterrupt":  # this says that it was asked
+        return apart < REQUEST_SECONDS
+    return rank.goodbye.reason in ("exit", "stopped") and apart < RELAY_SECONDS
 
 
 def _has_ended(rank: Rank) -> bool:
