@@ -26,19 +26,23 @@ class Run:
         attached again: the first such rank opens the attempt, the others follow into it. Raises ProtocolError for a
         rank of an attempt that is over.
         """
-        identity = hello.identity
+        identity, current = hello.identity, self.attempt
+        began = self.begins_attempt(identity)
+        if not current.ranks:
+            current.number = max(identity.attempt, current.number)
+        if began and current.ranks:
+            self.attempt = Attempt(max(identity.attempt, current.number + 1), now)
+        return self.attempt.hello(hello, now), began
+
+    def begins_attempt(self, identity: wire.Identity) -> bool:
+        """Whether a rank's hello begins a new attempt. Raises ProtocolError for a rank of an attempt that is over."""
         current = self.attempt
         known = current.ranks.get(identity.rank)
         again = known is not None and known.identity.session != identity.session
         restarts = max((rank.identity.attempt for rank in current.ranks.values()), default=identity.attempt)
         if identity.attempt < restarts and (known is None or again):
             raise ProtocolError(f"attempt {identity.attempt} of {self.name} is over: attempt {current.number} runs")
-        if not current.ranks:
-            current.number = max(identity.attempt, current.number)
-        began = not current.ranks or identity.attempt > restarts or again
-        if began and current.ranks:
-            self.attempt = Attempt(max(identity.attempt, current.number + 1), now)
-        return self.attempt.hello(hello, now), began
+        return not current.ranks or identity.attempt > restarts or again
 
 
 class Runs:

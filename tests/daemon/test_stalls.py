@@ -14,11 +14,12 @@ import pytest
 from sentinel import wire
 from sentinel.daemon.ranks.stalls import COMPARE_SECONDS, StallDetector
 from sentinel.engine import Entity
-from sentinel.runs import Attempt
+from sentinel.rulebook.loader import stock_rules
+from sentinel.runs import Attempt, Rank, Run
 from sentinel.wire.flight_recorder import flight_of
 from sentinel.wire.heartbeat_page import PAGE, Heartbeat, Kind, Place, pack_heartbeat
 from tests.diagnose.test_collectives import entry
-from tests.run_parts import FakeIncidents
+from tests.run_parts import FakeIncidents, watch_run
 
 
 def hello(rank: int, world: int = 2) -> wire.Hello:
@@ -405,3 +406,26 @@ def test_ranks_of_which_more_is_to_be_known_are_lost_at_once(supervisor: str, kn
     for number in range(known):
         job.die(number, -15)
     assert job.lost() == ALL[:known]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_death_that_waits_for_others_is_reported_when_a_new_attempt_begins(first: int) -> None:
+    """A launcher that starts the job again within 30 s left the rank's death unsaid."""
+    ingest = (watch := watch_run(Run("train", "r1", 0.0), stock_rules())).ingest
+
+    def greet(number: int, name: str, attempt: int = 0) -> Rank:
+        identity = wire.Identity(
+            run="train", run_id="r1", rank=number, world_size=2, session=f"{name}{number}", attempt=attempt
+        )
+        return ingest.hello(wire.Hello(version="t", identity=identity), 1.0, 100 + number)
+
+    greet(0, "a")
+    dead = greet(1, "a")
+    ingest.record_exit(101, -15, 1.0)
+    ingest.drop_rank(dead, 1.0)
+    ingest.observe_deaths(1.0)
+    assert not watch.incidents.log.cases
+    greet(first, "b", 1)
+    (case,) = watch.incidents.log.cases.values()
+    assert (case.alert, case.attempt, [member.name for member in case.members]) == ("RankLost", 0, ["1"])
+    assert ingest.stalls.take_request() == 0

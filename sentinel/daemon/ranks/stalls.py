@@ -204,15 +204,18 @@ class StallDetector:
                 rank.ending = self._exit_statuses.explain_ending(process, status, now)
         return [rank for rank in found if rank.goodbye is None or rank.goodbye.reason != "detach"]
 
-    def take_deaths(self, now: float) -> Observation | None:
-        """Return an observation of ranks whose process has ended without a goodbye since the last call, if any."""
+    def take_deaths(self, now: float, *, last: bool = False) -> Observation | None:
+        """Return an observation of ranks whose process has ended without a goodbye since the last call, if any.
+
+        `last`: there is no further call, so that no death waits for others.
+        """
         known = self._dead | self._wanted
         lost = (rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in known)
         found = [rank for rank in lost if rank.ending or (now - rank.heard > ENDING_SECONDS and _has_ended(rank))]
         self._wanted.update(rank.identity.rank for rank in found if self._was_wanted(rank))
         found = [rank for rank in found if rank.identity.rank not in self._wanted]
         is_end = self._is_end_of_job(found, now)
-        if is_end is None:
+        if is_end is None and not last:
             return None
         if is_end:
             self._request = _find_request(found[0])

@@ -64,6 +64,8 @@ class RunIngest:
         known = self._run.attempt.ranks.get(hello.identity.rank)
         seen_before = known.hello.unseen if known is not None else ()
         judged_before = known.hello.facts.get("judged_as") if known is not None else None
+        if self._run.begins_attempt(hello.identity):
+            self.observe_deaths(now, last=True)
         rank, began = self._run.hello(hello, now)
         rank.process, self._ending = process, False
         attached = min(hello.began or time.time(), time.time())
@@ -204,9 +206,12 @@ class RunIngest:
                     self._keep_device_at[device] = now + DEVICES_SECONDS
                     self._store.records.add_reading(attempt.number, device, observation.seq, observation.time, values)
 
-    def observe_deaths(self, now: float) -> None:
-        """Handle ended processes, and rollbacks that end with them: after the last process no further tick comes."""
-        self._incidents.observe_between(self.stalls.take_deaths(now), now)
+    def observe_deaths(self, now: float, *, last: bool = False) -> None:
+        """Handle ended processes, and rollbacks that end with them: after the last process no further tick comes.
+
+        `last`: the attempt is over, so that no death waits for others.
+        """
+        self._incidents.observe_between(self.stalls.take_deaths(now, last=last), now)
         if number := self.stalls.take_request():
             self._context.record_event(self._run.attempt.last_seq, "end wanted", signal=number)
         self._actions.rollback.tick(now)
