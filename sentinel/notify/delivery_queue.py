@@ -77,6 +77,9 @@ class DeliveryQueue:
             known.drop(case.id)
             known = None
         entry = known or self._entry_of(case, run_id)
+        if entry.finished and case.state == "firing":  # kept for ends that come again alone: what it fired is over
+            del self.entries[entry.key]
+            entry = self._entry_of(case, run_id)
         entry.edits = self._route.edits
         (entry.move if moved else entry.put)(case, self._clock(), self._grouping)
         self._wake.set()
@@ -161,7 +164,7 @@ class DeliveryQueue:
             self._record_failure(entry, delivery)
         kept_since = self._clock() - HANDED_OVER_SECONDS  # so that its end, should it come again, is known
         self.entries = {key: one for key, one in self.entries.items() if not one.finished or one.sent > kept_since}
-        await self._keep(entry)
+        await self._keep(self.entries.get(entry.key, entry))  # its problem may have fired again meanwhile
 
     def _message(self, entry: Entry, cases: Sequence[Case]) -> Message:
         now = self._clock()

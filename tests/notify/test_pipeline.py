@@ -384,6 +384,31 @@ def test_an_end_that_comes_again_is_not_told_again_and_does_not_fire_first() -> 
     asyncio.run(scenario())
 
 
+def test_a_former_consequence_that_fires_again_once_its_problem_is_over_is_told() -> None:
+    """It was no news to a receiver whose messages cannot be edited, as the problem was known."""
+
+    async def scenario() -> None:
+        fake = Fake()
+        route = Route("ops", fake, lambda _: True, 30, AT_ONCE, Limiter(), edits=False)
+        made = Pipeline("train", "r1", [route], outbox=Outbox(None))
+        made.start()
+        cause, consequence = (msgspec.structs.replace(case(id_), problem_id="0.1") for id_ in ("0.1", "0.2"))
+        made.put(cause)
+        await until(lambda: len(fake.got) == 1 and not made.pending)
+        made.put(consequence)
+        assert not made.pending
+        made.put(msgspec.structs.replace(consequence, state="resolved"))
+        made.put(msgspec.structs.replace(cause, state="resolved"))
+        await until(lambda: len(fake.got) == 2 and not made.pending)
+        made.put(consequence)
+        assert made.pending
+        await until(lambda: len(fake.got) == 3)
+        assert [(one.id, one.state) for one in fake.got[-1].cases] == [("0.2", "firing")]
+        await made.close()
+
+    asyncio.run(scenario())
+
+
 def test_what_is_of_another_problem_at_its_end_ends_where_it_was_told() -> None:
     async def scenario() -> None:
         fake = Fake()
