@@ -116,7 +116,7 @@ class Entry(msgspec.Struct, kw_only=True):
             fired = msgspec.structs.replace(case, state="firing", resolved_step=None, resolved_time=None, leaves="")
             self._take(fired, now, grouping)
         soon = handed_over or case.id in self.ends or now <= self.since + UNHEARD_SECONDS
-        if soon and self._fired_unheard(case):
+        if self.pending and soon and self._fired_unheard(case):
             self.ends[case.id] = msgspec.structs.replace(case)
         else:
             self._take(case, now, grouping)
@@ -235,7 +235,7 @@ class Entry(msgspec.Struct, kw_only=True):
         self.rest(now, grouping)
         if any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case)):
             self._change(now, now + grouping.interval)
-        for identity in self.told.keys() & self.ends.keys():
+        for identity in [one for one in self.ends if one in self.told or not self.pending]:
             self.put(self.ends.pop(identity), now, grouping)
 
     def record_failure(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from sentinel.config.settings import Duration, Grouping
@@ -113,6 +114,27 @@ def test_so_it_is_after_a_restart_or_a_failure() -> None:
     over.done = ("the job is ended by its supervisor",)
     made.put(over, NOW + 102, GROUPING)
     assert tell_all(made) == ["firing", "resolved"]
+
+
+@pytest.mark.parametrize("sending", [False, True], ids=["at rest", "while a message is on its way"])
+def test_a_consequence_that_is_soon_over_and_no_news_ends_with_its_problem(sending: bool) -> None:
+    """Its firing is not sent to a receiver whose messages cannot be edited, so its end must not wait for that."""
+    made = Entry(receiver="ops", alert="Hang", problem_id="0.1", edits=False)
+    cause, consequence = (msgspec.structs.replace(case(id_), problem_id="0.1", time=NOW) for id_ in ("0.1", "0.2"))
+    cause.severity = consequence.severity = "critical"
+    made.put(cause, NOW, GROUPING)
+    cases = made.list_news()
+    if not sending:
+        made.record_delivery(cases, NOW + 5, GROUPING)
+    over = {"state": "resolved", "resolved_time": NOW + 10}
+    if sending:
+        made.put(consequence, NOW + 6, GROUPING)
+    made.put(msgspec.structs.replace(consequence, **over), NOW + 10, GROUPING)
+    if sending:
+        made.record_delivery(cases, NOW + 11, GROUPING)
+    assert not made.pending
+    made.put(msgspec.structs.replace(cause, **over), NOW + 100, GROUPING)
+    assert [(one.id, one.state) for one in told(made, NOW + 105)] == [("0.1", "resolved"), ("0.2", "resolved")]
 
 
 def test_after_ten_minutes_without_an_answer_it_is_told_as_it_is() -> None:
