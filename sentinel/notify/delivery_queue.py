@@ -15,7 +15,7 @@ import msgspec
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Fault, Message, Route
 from sentinel.notify.attempt import attempt
-from sentinel.notify.entry import FIRST_PAUSE, HANDED_OVER_SECONDS, LONGEST_AFTER, Entry
+from sentinel.notify.entry import FIRST_PAUSE, LONGEST_AFTER, Entry
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,13 @@ class DeliveryQueue:
         self.entries = {key: entry for key, entry in self.entries.items() if entry.run_id}
         return withdrawn
 
+    def remove_over(self) -> list[Entry]:
+        """Remove the entries that are over, and return them."""
+        over = [entry for entry in self.entries.values() if entry.is_over(self._clock())]
+        for entry in over:
+            del self.entries[entry.key]
+        return over
+
     def hurry(self) -> None:
         for entry in self.entries.values():
             entry.hurry(self._clock())
@@ -162,8 +169,6 @@ class DeliveryQueue:
                 await self._keep(other)
         else:
             self._record_failure(entry, delivery)
-        kept_since = self._clock() - HANDED_OVER_SECONDS  # so that its end, should it come again, is known
-        self.entries = {key: one for key, one in self.entries.items() if not one.finished or one.sent > kept_since}
         await self._keep(self.entries.get(entry.key, entry))  # its problem may have fired again meanwhile
 
     def _message(self, entry: Entry, cases: Sequence[Case]) -> Message:

@@ -110,6 +110,10 @@ class Entry(msgspec.Struct, kw_only=True):
         """Whether it is about a problem that is over and the receiver knows it: nothing more will be sent."""
         return bool(self.problem_id) and not (self.cases or self.pending or self.lost)
 
+    def is_over(self, now: float) -> bool:
+        """Whether it has been finished for so long that it need not be kept for an end that comes again."""
+        return self.finished and now - self.sent >= HANDED_OVER_SECONDS
+
     def put(self, case: Case, now: float, grouping: Grouping) -> None:
         """Take the case as it is now, to be sent."""
         if handed_over := self._is_handed_over(case, now):

@@ -147,9 +147,9 @@ def _identity(path: Path, otherwise: tuple[int, int]) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def row(entry: Entry) -> Row:
-    """Return an entry as a row; a finished one has an empty body, which deletes the row."""
-    return entry.receiver, entry.key, b"" if entry.finished else msgspec.msgpack.encode(entry)
+def row(entry: Entry, now: float) -> Row:
+    """Return an entry as a row; one that is over has an empty body, which deletes the row."""
+    return entry.receiver, entry.key, b"" if entry.is_over(now) else msgspec.msgpack.encode(entry)
 
 
 def untold(path: Path) -> list[Entry]:

@@ -186,7 +186,9 @@ class Pipeline:
     async def _save(self) -> None:
         async with self._writing:
             self._wake_sender.clear()
-            rows = [row(entry) for entry in self._dirty.values()]
+            for entry in [entry for queue in self.queues for entry in queue.remove_over()]:
+                self._dirty[entry.receiver, entry.key] = entry
+            rows = [row(entry, self._clock()) for entry in self._dirty.values()]
             self._dirty.clear()
             if not rows and not self._outbox.waits:
                 return

@@ -384,6 +384,29 @@ def test_an_end_that_comes_again_is_not_told_again_and_does_not_fire_first() -> 
     asyncio.run(scenario())
 
 
+def test_so_it_is_of_a_daemon_that_was_restarted_as_long_as_the_end_may_come_again(tmp_path: Path) -> None:
+    """A restarted daemon hands in what ended a short time ago."""
+    path, began = tmp_path / "r1.sqlite", pipelines.steady()
+    fired = msgspec.structs.replace(case(), problem_id="0.1", time=began)
+    over = msgspec.structs.replace(fired, state="resolved", resolved_time=began + 3)
+
+    async def tell(*cases: Case, now: float) -> list[str]:
+        fake = Fake()
+        route = Route("ops", fake, lambda _: True, 30, AT_ONCE, Limiter())
+        made = Pipeline("train", "r1", [route], outbox=Outbox(path), clock=lambda: now)
+        made.start()
+        for one in cases:
+            made.put(one)
+            await until(lambda: not made.pending)
+        await made.close()
+        return [one.state for message in fake.got for one in message.cases]
+
+    assert asyncio.run(tell(fired, over, now=began + 4)) == ["firing", "resolved"]
+    assert asyncio.run(tell(over, now=began + 30)) == []
+    assert asyncio.run(tell(now=began + 200)) == []
+    assert Outbox(path).entries() == []
+
+
 def test_a_former_consequence_that_fires_again_once_its_problem_is_over_is_told() -> None:
     """It was no news to a receiver whose messages cannot be edited, as the problem was known."""
 
