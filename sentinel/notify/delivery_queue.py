@@ -64,7 +64,8 @@ class DeliveryQueue:
     def resume(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             entry.resume_after(self._clock(), self._grouping)
-            self.entries[entry.key] = entry
+            if (present := self.entries.setdefault(entry.key, entry)) is not entry:
+                present.add_former(entry)
         self._wake.set()
 
     def put(self, case: Case, run_id: str, *, moved: bool = False) -> Entry | None:

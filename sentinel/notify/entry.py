@@ -268,6 +268,21 @@ class Entry(msgspec.Struct, kw_only=True):
         longest = LONGEST_PAUSE if self.pending else grouping.repeat
         self.due = min(self.due, now + longest) if self.cases or self.pending else math.inf
 
+    def add_former(self, former: Entry) -> None:
+        """Add what an earlier daemon had sent, or still had to send. Of a case that both know, this entry is right."""
+        gone = self.told.keys() - self.cases.keys()  # what ended here: the former one may have it as firing
+        self.cases = {one: case for one, case in former.cases.items() if one not in gone} | self.cases
+        self.ends = {one: case for one, case in former.ends.items() if one not in self.told} | self.ends
+        self.told = former.told | self.told
+        self.sending = [*former.sending, *self.sending]
+        self.quiet = [*former.quiet, *self.quiet][-TOLD:]
+        self.escalated = self.escalated or former.escalated
+        self.due = min(self.due, former.due)
+        self.since = min(self.since or math.inf, former.since or math.inf) if self.pending or former.pending else 0.0
+        self.sent = max(self.sent, former.sent)
+        self.lost = self.lost or former.lost
+        self.reference = self.reference or former.reference
+
     def _change(self, now: float, due: float) -> None:
         self.since, self.due, self.attempts = now, due, 0
 
