@@ -273,6 +273,16 @@ def test_what_was_over_before_the_coordinator_was_heard_is_told_by_the_node_that
     assert job.deliver(own) == [(key, "0.1", "firing"), (key, "0.1", "resolved")]
 
 
+def test_a_page_that_the_coordinator_has_before_it_is_sent_does_not_come_back_as_the_case_ends(job: Job) -> None:
+    """The job tells people of both."""
+    fired, own = fire(), job.make_pipeline()
+    pages = OwnPages(own, job.nodes[1], RUN, lambda: [fired])
+    pages.put(fired)
+    pages.end([fired.id])
+    pages.put(end(fired))
+    assert job.deliver(own) == []
+
+
 @pytest.mark.parametrize("node", [0, 1], ids=["on the coordinator's node", "on another"])
 def test_what_waited_when_the_nodes_found_each_other_goes_on_under_the_key_that_it_had(job: Job, node: int) -> None:
     """The incident fired before, under the node's own id."""
