@@ -242,7 +242,7 @@ def test_a_clock_that_was_set_back_a_day_delays_nobody(tmp_path: Path) -> None:
 
 def test_states_as_they_were_called_before_are_read(tmp_path: Path) -> None:
     box = Outbox(tmp_path / "r1.sqlite")
-    box.write([row(Entry(receiver="ops", alert="LossSpike", cases={"0.1": case(state="rolled back")}))])
+    box.write([row(Entry(receiver="ops", alert="LossSpike", cases={"0.1": case(state="rolled back")}), 0.0)])
     box.close()
     (kept,) = Outbox(tmp_path / "r1.sqlite").entries()
     assert [one.state for one in kept.cases.values()] == ["rolled_back"]

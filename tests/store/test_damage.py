@@ -199,8 +199,8 @@ def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
 
 def test_a_notification_that_cannot_be_read_is_dropped_and_the_others_are_not(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path / "r1.sqlite")
-    receiver, alert, body = row(Entry(receiver="ops", alert="Alert"))
-    outbox.write([(receiver, alert, body.replace(b"Alert", b"\xc1lert")), row(Entry(receiver="ops", alert="B"))])
+    receiver, alert, body = row(Entry(receiver="ops", alert="Alert"), 0.0)
+    outbox.write([(receiver, alert, body.replace(b"Alert", b"\xc1lert")), row(Entry(receiver="ops", alert="B"), 0.0)])
     assert [entry.alert for entry in outbox.entries()] == ["B"]
     outbox.close()
 

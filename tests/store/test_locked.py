@@ -186,7 +186,7 @@ def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
     """The loop waited 5 s, and what an earlier daemon had left there was forgotten."""
     Store(path, run="train", run_id="r1").close()
     before = Outbox(path)
-    before.write([row(Entry(receiver="ops", alert="LossSpike"))])
+    before.write([row(Entry(receiver="ops", alert="LossSpike"), 0.0)])
     before.close()
     with locked(path):
         outbox = Outbox(path)
