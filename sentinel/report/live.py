@@ -20,11 +20,8 @@ _RANK_VALUES = 16_384
 
 
 def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> Report:
-    """Return a report on the steps in memory. Reads live state.
-
-    `undone`: (to, at) of rollbacks, as seqs. The goodput of a run that was started again is unknown: what it did before
-    is only in its history.
-    """
+    """Return a report on the steps in memory, from live state. `undone`: (to, at) of rollbacks, as seqs. The goodput of
+    a run that was started again is unknown: what it did before is only in its history."""
     attempt = run.attempt
     steps, offset = list(attempt.recent), attempt.step_offset
     titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))

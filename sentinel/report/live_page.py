@@ -74,14 +74,8 @@ def _node(node: Mapping[str, Any], job: Mapping[str, Any], unknown: bool) -> str
     ranks = name_ranks(sorted(map(int, node["ranks"]))) if node["ranks"] else ""
     count = job.get("blame", {}).get(str(node["node"]), 0)
     blame = f"{count} of {job['blamed_incidents']}" if count else ""
-    cells = (
-        str(node["node"]),
-        node["hostname"],
-        describe_node_state(node, stale=unknown),
-        f"{node['step']:,}",
-        ranks,
-        blame,
-    )
+    shown = describe_node_state(node, stale=unknown)
+    cells = (str(node["node"]), node["hostname"], shown, f"{node['step']:,}", ranks, blame)
     return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
 
 
