@@ -37,11 +37,11 @@ def alerts() -> None:
 @json_option()
 @click.pass_context
 def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: bool) -> None:
-    """Send one alert, SentinelTest, and its end, to RECEIVER; without one, to all of the settings.
+    """Send a test alert, SentinelTest, and its resolution to RECEIVER; without RECEIVER, to all in the settings.
 
-    Each delivery is tried once, from here, without the daemon.
+    Each delivery is tried once, by this command: the daemon is not involved.
 
-    Exit code 0: all were delivered; 1: one was not.
+    Exit code 0: all were delivered; 1: at least one was not.
 
     \b
     Example:  sentinel alerts test ops

@@ -51,9 +51,9 @@ def daemon(
     as_json: bool,
     started_by: int | None,
 ) -> None:
-    """Serve runs in the foreground. `attach` starts one by itself; use this to see one start.
+    """Run a daemon in the foreground. `attach` starts one by itself; use this command to see it start.
 
-    Exit code 0: its runs have ended, or it was asked to end; 2: wrong use, or it cannot serve there.
+    Exit code 0: all runs have ended, or it was asked to exit; 2: wrong use, or it cannot serve there.
 
     \b
     Example:  sentinel daemon --stay --directory /tmp/watch

@@ -26,11 +26,11 @@ def grafana() -> None:
     """
 
 
-@grafana.command(short_help="Put dashboards and annotations onto a server.")
+@grafana.command(short_help="Write dashboards and annotations to a server.")
 @click.option("--url", envvar="GRAFANA_URL", required=True, help="Address of the server. [env: GRAFANA_URL]")
-@click.option("--token-file", type=click.Path(path_type=Path), help="Holds the token. [default: $GRAFANA_TOKEN]")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File with the token. [default: $GRAFANA_TOKEN]")
 @click.option(
-    "--prometheus", default="", help="Make a data source of the Prometheus at this address, as Grafana sees it."
+    "--prometheus", default="", help="Also make a data source for the Prometheus at this address, as seen from Grafana."
 )
 @click.option(
     "--run", callback=complete_option, help="Annotations of this run only: name or id. [default: all runs known here]"
@@ -38,13 +38,13 @@ def grafana() -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @json_option()
 def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dry_run: bool, as_json: bool) -> None:
-    """Put folder, dashboards, and annotations at incidents onto a Grafana server, 10.0 or newer.
+    """Write a folder, dashboards, and annotations for incidents to a Grafana server, 10.0 or newer.
 
-    What is the same already is not written. A dashboard that was changed is reset; Grafana keeps its versions.
-    The token is that of a service account with the role Editor; for --prometheus, Admin. It is not an option:
-    others on the machine can see options.
+    Unchanged dashboards are not written again. A dashboard that was edited is reset; Grafana keeps its versions.
+    The token is that of a service account with the role Editor; for --prometheus, Admin. There is no option for
+    it, because other users of the machine can see the options of a command.
 
-    Exit code 0; 2: wrong use, or what Grafana refuses.
+    Exit code 0; 2: wrong use, or Grafana refused something.
 
     \b
     Example:  GRAFANA_TOKEN=... sentinel grafana push --url http://grafana:3000

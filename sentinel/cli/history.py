@@ -47,8 +47,8 @@ def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> f
 @json_option()
 @click.pass_context
 def history(ctx: click.Context, as_json: bool) -> None:
-    """List the runs whose history is kept, the newest last: what there is to export and to delete. What came of them
-    is in `sentinel last`.
+    """List the runs whose history is kept, the newest last: they can be exported and deleted. How they ended is in
+    `sentinel last`.
 
     Exit code 0; 1: a history is damaged.
 
@@ -291,7 +291,7 @@ def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
         if row["trouble"]:
             lines.append(f"  damaged: {row['trouble']}")
     total = f"{format_count(len(rows), 'run')}, {format_bytes(sum(row['bytes'] for row in rows))}"
-    return [*lines, f"{total}; when they began and what came of them: sentinel last --since 30d"]
+    return [*lines, f"{total}; when they began and how they ended: sentinel last --since 30d"]
 
 
 def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> list[str]:

@@ -39,9 +39,9 @@ _RUN = click.option(
 @json_option()
 @click.pass_context
 def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
-    """List what went wrong, in live and in ended runs, the newest last.
+    """List the incidents of live and ended runs, the newest last.
 
-    Exit code 0: nothing; 1: there are incidents; 2: there is no run of that name.
+    Exit code 0: there are none; 1: there are some; 2: there is no run of that name.
 
     \b
     Example:  sentinel incidents --run train_gpt

@@ -43,13 +43,13 @@ _UNREAD = 3
 @json_option()
 @click.pass_context
 def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool) -> None:
-    """Say what came of the last runs, live ones with them, the worst first: start, duration, outcome with the exit
-    status or signal where it is known, last step, loss, incidents. With RUN (a name, an id or its beginning): of its
-    newest run, with its incidents. Of a history that is damaged: which file, and what is known of its run.
+    """Summarise the last runs, live ones included, the worst first: start, duration, outcome with the exit status or
+    signal where it is known, last step, loss, incidents. With RUN (a name, an id or its beginning): only its newest
+    run, with its incidents. For a damaged history: the file, and what is known of its run.
 
-    `sentinel history` lists what is kept of all runs, to export and delete it; `sentinel incidents` the incidents.
+    `sentinel history` lists the stored histories, to export and delete them; `sentinel incidents` lists incidents.
 
-    Exit code 0, whatever came of them; 1: a history is damaged; 2: there is no run of that name.
+    Exit code 0, however the runs ended; 1: a history is damaged; 2: there is no run of that name.
 
     \b
     Example:  sentinel last

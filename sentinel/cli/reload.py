@@ -20,12 +20,12 @@ SECONDS = 10.0
 @json_option()
 @click.pass_context
 def reload(ctx: click.Context, as_json: bool) -> None:
-    """Have your daemons read rule files and settings again, as SIGHUP does. A mistake in one leaves all as it was.
+    """Make your daemons read rule files and settings again, as SIGHUP does. If any has a mistake, nothing changes.
 
     `--json` lists `{"daemon", "ok", "answer"}`, the daemon by its process id. A service reloads on
     `systemctl reload sentinel`.
 
-    Exit code 0: all did, also where no daemon of yours runs; 1: one did not.
+    Exit code 0: all did, or no daemon of yours runs; 1: at least one did not.
 
     \b
     Example:  sentinel rules check my_rules.yaml && sentinel reload
