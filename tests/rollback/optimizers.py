@@ -1,4 +1,4 @@
-"""Optimizers as users write them, each after a well-known public design."""
+"""Optimizers as users write them, each modelled on a well-known public design."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LookaheadOfAttribute(torch.optim.Optimizer):
 
 
 class Phased(torch.optim.Optimizer):
-    """Goes through phases, named by a string attribute, and counts their steps in a defaultdict in its state."""
+    """Optimizer with phases, named by a string attribute; its state counts the steps of each in a defaultdict."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -85,7 +85,7 @@ class Phased(torch.optim.Optimizer):
 
 
 class LossScaled(torch.optim.SGD):
-    """Shows a number in its `state_dict` that another object keeps, as fairseq's FP16Optimizer does."""
+    """SGD whose `state_dict` shows a number that another object keeps, as fairseq's FP16Optimizer does."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, 1e-2)
@@ -132,7 +132,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class EightBit(torch.optim.Optimizer):
-    """Keeps its momentum in a tensor that consists of others: here of two tensors, elsewhere of codes and scales."""
+    """Keeps its momentum in a tensor made of other tensors: here of two tensors, elsewhere of codes and scales."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -150,7 +150,7 @@ class EightBit(torch.optim.Optimizer):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation (Foret and others, 2021): weights are moved, and moved back, in each step."""
+    """Sharpness-aware minimisation (Foret and others, 2021): each step moves the weights, and moves them back."""
 
     def __init__(self, params: Iterable[Tensor], base: Callable[..., torch.optim.Optimizer], **more: Any) -> None:
         super().__init__(params, {"rho": 0.05, **more})

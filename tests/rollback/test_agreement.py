@@ -1,4 +1,4 @@
-"""All ranks roll back at the exit of the same step, or none: whatever the delays, whichever process dies."""
+"""All ranks roll back at the exit of the same step, or none does, whatever the delays and whichever process dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA = batches(16)
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
-    """Threads change places every few bytecodes, so that thousands of tries meet the rare interleavings."""
+    """Let threads switch every few bytecodes, so that thousands of tries meet the rare interleavings."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -32,7 +32,7 @@ def hasty_threads() -> Iterator[None]:
 
 
 class Rank:
-    """A rank with one weight, its connection (a thread that delivers late, in order), and what it did."""
+    """A rank with one weight, its connection (a thread that delivers late, in order), and a record of its weights."""
 
     def __init__(self, answers: queue.Queue[tuple[int, wire.FromRank]], number: int, seed: int) -> None:
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ class Rank:
 
 
 class Coordinator:
-    """The daemon's part, with a command at a random moment for a step that may be over before it arrives."""
+    """The daemon's part: orders a rollback at a random moment, for a step that may be over before the order arrives."""
 
     def __init__(self, ranks: list[Rank], answers: queue.Queue[tuple[int, wire.FromRank]], seed: int) -> None:
         self._ranks, self._answers = ranks, answers
@@ -104,8 +104,11 @@ class Coordinator:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "commands"), [(1, 2000), (4, 600)])
 def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: int, hasty_threads: None) -> None:
-    """Ranks meet at each step, as in a collective, and so may be one apart. Had one of them restored at another step
-    than the rest, its weights would differ from then on."""
+    """All ranks restore at the same step, or none does.
+
+    Ranks meet at each step, as in a collective, and so may be one step apart. If one of them restored at another step
+    than the rest, its weights would differ from then on.
+    """
     answers: queue.Queue[tuple[int, wire.FromRank]] = queue.Queue()
     ranks = [Rank(answers, number, seed=number) for number in range(world)]
     collective = threading.Barrier(world)
@@ -116,7 +119,7 @@ def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: in
         last = False
         while not last:
             collective.wait(timeout=60)
-            last = over.is_set() and rank.seq > 10  # one step more, a rank that read it late is not left alone
+            last = over.is_set() and rank.seq > 10  # one step more, so that a rank that read it late is not left alone
             rank.step()
             if rank.seq == 2:
                 ready.wait(timeout=60)
@@ -154,7 +157,7 @@ def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: in
 
 
 def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
-    """The bare protocol against the fastest loop there can be: where the answer was `ok`, the loop waits there."""
+    """The bare protocol, with a loop as fast as possible: where a rank answered `ok`, its loop waits at that step."""
     promise = TwoPhaseCommit()
     kept: queue.Queue[tuple[int, int, int]] = queue.Queue()
     over = threading.Event()
@@ -191,7 +194,7 @@ def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
 
 
 def test_a_later_promise_is_not_taken_for_the_one_that_was_reached() -> None:
-    """The loop sees its target; before it can ask, that promise is aborted and one for a later step is given."""
+    """The loop has reached its target; before it can ask, that promise is aborted and one for a later step is given."""
     promise = TwoPhaseCommit()
     assert promise.prepare(wire.Prepare(id=1, at=5, to=0)).ok
     assert promise.reach_step(5)
@@ -234,7 +237,7 @@ def test_a_daemon_that_dies_before_its_verdict(caplog: pytest.LogCaptureFixture)
     assert "no verdict" in caplog.text
     assert_same(training.state(), expected)
 
-    restorer.receive(wire.Commit(id=1))  # it comes back too late, and is not heeded
+    restorer.receive(wire.Commit(id=1))  # the verdict comes too late, and is ignored
     restorer.receive(wire.Prepare(id=2, at=12, to=5))
     restorer.receive(wire.Commit(id=2))
     training.step(DATA[12])
@@ -242,7 +245,7 @@ def test_a_daemon_that_dies_before_its_verdict(caplog: pytest.LogCaptureFixture)
 
 
 def test_refused_when_the_step_is_over() -> None:
-    """Without a reason: the daemon asks again for a later one."""
+    """The refusal gives no reason: the daemon asks again for a later step."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=6, to=5))
     assert sent == [wire.Prepared(id=1, ok=False, seq=6)]
@@ -258,7 +261,7 @@ def test_refused_when_the_snapshot_is_not_held(to: int) -> None:
 
 
 def test_a_rank_that_is_bound_answers_no_other_order_until_that_one_is_over() -> None:
-    """Of another coordinator, say, which asks again after a time-out. A refusal would be final."""
+    """Another coordinator may send it, as it asks again after a time-out; a refusal would be final."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=8, to=5))
     restorer.receive(wire.Prepare(id=2, at=9, to=0))
@@ -284,7 +287,7 @@ def test_an_abort_before_the_step_and_one_while_it_waits() -> None:
 
 
 def test_a_promised_snapshot_is_not_given_up() -> None:
-    """A step that is a multiple of `every` comes before the promised one."""
+    """A step that is a multiple of `every` comes before the promised step, and takes no snapshot in its place."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=12, to=0))
     for seq in range(7, 12):

@@ -1,4 +1,4 @@
-"""If several ranks leave after the commit, the first is named: the others end because they lack it."""
+"""If several ranks leave after the commit, the first one is named: the others end because they lack it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_first_that_left_is_named_though_its_end_is_known_last() -> None:
     for number in range(3):
         action.add_promise(number, wire.Prepared(id=prepare.id, ok=True, seq=259), 0.0)
     attempt.lose(0, None)
-    action.drop_rank(0, 0.5)  # killed, which the kernel is yet to tell
+    action.drop_rank(0, 0.5)  # killed, which the kernel has not reported yet
     attempt.lose(1, wire.Goodbye(reason="exception", next_seq=261))
     action.drop_rank(1, 0.5)
     assert ended.done == []

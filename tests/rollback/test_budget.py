@@ -1,4 +1,4 @@
-"""The rollback budget is for one stretch of trouble: unrelated faults, each rolled back well, end no run."""
+"""The rollback budget is for one stretch of trouble: unrelated faults, each rolled back, do not end the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIET = 300
 
 
 class Run:
-    """One rank that holds whatever snapshot is asked for, and takes its steps."""
+    """One rank that holds every snapshot it is asked for, and takes its steps."""
 
     def __init__(self) -> None:
         self.attempt = Attempt(0, 0.0)
@@ -29,7 +29,7 @@ class Run:
         return RollbackAction(self.attempt, self.link, FakeIncidents(), self.ended)
 
     def broken(self, seq: int) -> str:
-        """A NaN at this step; what was done about it."""
+        """Report a NaN at this step, and return what was done about it."""
         self.rank.last_seq = seq
         self.rank.snapshots = {start for start in range(0, seq, 50)[-3:]}
         nan = case("NonFiniteLoss", "0")

@@ -1,4 +1,4 @@
-"""The rank consensus before a restore: all ranks decide the same, if one is late, stays away or sees something else."""
+"""All ranks come to the same decision before a restore, even if one is late, absent or sees something else."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Ranks:
         self.here = threading.local()
 
     def consensus(self, patience: float) -> RankConsensus:
-        """Of the rank that asks."""
+        """Return a consensus object for the rank of the calling thread."""
         made = RankConsensus(patience, lambda: self.folder)
         assert made.impossible() == ""
         return made
 
     def each(self, action: Callable[[int], str]) -> list[str]:
-        """What each rank comes to."""
+        """Run an action on all ranks at once, and return each one's result."""
         words = [""] * WORLD
 
         def run(rank: int) -> None:
@@ -66,7 +66,7 @@ def test_all_of_them(ranks: Ranks) -> None:
 
 
 def test_none_where_one_got_no_verdict(ranks: Ranks) -> None:
-    """The daemon died between two commits. Nobody waits for a time-out of a minute."""
+    """The daemon died between two commits. The other ranks do not wait for their time-out of a minute."""
 
     def act(rank: int) -> str:
         if rank == 2:
@@ -109,7 +109,7 @@ def test_none_where_they_mean_different_steps(ranks: Ranks) -> None:
 
 
 def test_all_where_one_ends_once_all_have_said_that_they_are_ready(ranks: Ranks) -> None:
-    """Whoever hosts the store, or is about to write the decision: the others have what it had."""
+    """The rank that ends may host the store, or be about to write the decision: the others know its readiness."""
 
     def act(rank: int) -> str:
         consensus = ranks.consensus(10.0)
@@ -128,7 +128,7 @@ def test_none_where_one_ends_before_it_said_that_it_is_ready(ranks: Ranks) -> No
 
 
 def test_whoever_stood_still_finds_what_the_others_decided(ranks: Ranks) -> None:
-    """It was stopped after its word, for longer than anybody waits."""
+    """The rank was stopped after it said that it is ready, for longer than the others wait."""
     consents: list[RankConsensus] = []
 
     def act(rank: int) -> str:
@@ -151,8 +151,10 @@ def test_slow_steps_are_not_waited_for_without_end(ranks: Ranks, monkeypatch: py
 
 
 def test_whoever_is_late_by_chance_says_what_the_others_say(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delays on both sides of every time-out, ranks that are without a verdict: never two answers. In some rounds there
-    is time for all, however busy the machine is."""
+    """With delays on both sides of every time-out, and ranks without a verdict, there are never two decisions.
+
+    In some rounds there is time for all, however busy the machine is.
+    """
     chance = random.Random(0)
     seen: set[bool] = set()
     for number in range(20):
@@ -179,7 +181,7 @@ def test_whoever_is_late_by_chance_says_what_the_others_say(ranks: Ranks, monkey
 
 
 def test_a_directory_that_is_gone(ranks: Ranks) -> None:
-    """Swept away by hand: no rank can say that it is ready."""
+    """The directory was deleted by hand: no rank can say that it is ready."""
 
     def act(rank: int) -> str:
         consensus = ranks.consensus(10.0)
@@ -194,7 +196,7 @@ def test_a_directory_that_is_gone(ranks: Ranks) -> None:
 def test_a_rank_that_is_ready_and_cannot_take_it_back_is_in_doubt(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full as it has waited long enough, and has room again as the others come."""
+    """The disk is full once the rank has waited long enough, and has room again when the others come."""
     symlink = os.symlink
 
     def link_in_full_disk(text: str, path: Path) -> None:
@@ -213,7 +215,7 @@ def test_a_rank_that_is_ready_and_cannot_take_it_back_is_in_doubt(
 
 
 def test_no_descriptor_is_needed_once_the_rank_has_promised(ranks: Ranks) -> None:
-    """A process that is out of them takes part."""
+    """A process that has run out of file descriptors takes part."""
     ranks.here.rank = 0
     consensus = ranks.consensus(10.0)
     for rank in range(1, WORLD):

@@ -1,4 +1,4 @@
-"""A snapshot on disk that was cut short, at any byte and any call, is never taken for good."""
+"""A snapshot on disk that was cut short, at any byte or any system call, is never taken for a good one."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.rollback.test_disk import DATA, again, armed, write, written
 from tests.rollback.training import Training, find_latest, of_type
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink")
-"""Of the operating system, by which a snapshot is written; what torch writes by Python's files comes by the byte."""
+"""Calls of the operating system that write a snapshot; what torch writes through Python's files is cut by the byte."""
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this call happens."""
+    """The process is killed: nothing after this call happens."""
 
 
 class Calls:
-    """Counts the calls that change the disk, and lets one of them be the last."""
+    """Counts the calls that change the disk, and can make one of them the last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, last: int | None = None, fault: type | None = None) -> None:
         self.count, self._last, self._fault = 0, last, fault
@@ -46,7 +46,7 @@ class Calls:
             if self._last is not None and self.count >= self._last:
                 if self._fault is not None:
                     raise OSError(errno.ENOSPC, "No space left on device")
-                if name == "write":  # half of it
+                if name == "write":  # half of the data is written
                     call(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 raise Killed
             return call(*arguments, **more)
@@ -67,7 +67,7 @@ class Writer:
         self._folder = folder
 
     def folder(self, name: str) -> Path:
-        """One of its own, with that of step 5."""
+        """Return a copy of the folder with the snapshot of step 5."""
         return Path(shutil.copytree(self._folder / "base", self._folder / name))
 
     def write(self, place: Path) -> None:
@@ -85,7 +85,7 @@ def writer(tmp_path: Path) -> Writer:
 
 
 def all_calls(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Those of a snapshot that nothing interferes with."""
+    """Return the calls that a snapshot makes if nothing interferes."""
     place = writer.folder("whole")
     with monkeypatch.context() as patched:
         whole = Calls(patched)
@@ -95,7 +95,7 @@ def all_calls(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def newest(place: Path) -> int:
-    """The step to go on from; whatever is under a snapshot's name is sound."""
+    """Return the step to resume from, after a check that everything under a snapshot's name is sound."""
     for snapshot in directory.list_published(place):
         assert snapshot.flaw() == ""
     found = find_latest(place)
@@ -105,7 +105,7 @@ def newest(place: Path) -> int:
 
 def test_killed_at_every_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = all_calls(writer, monkeypatch)
-    assert whole.names.count("fsync") >= 6  # of each file, of the folder and of the one above
+    assert whole.names.count("fsync") >= 6  # of each file, of the folder and of its parent
     after = []
     for last in range(1, whole.count + 1):
         place = writer.folder(str(last))
@@ -115,13 +115,13 @@ def test_killed_at_every_call(writer: Writer, tmp_path: Path, monkeypatch: pytes
                 writer.write(place)
         after.append(newest(place))
     assert after == sorted(after)
-    assert set(after) == {5, 10}  # once it has its name it is whole
+    assert set(after) == {5, 10}  # the snapshot is whole once it has its name
     assert again(Training(), tmp_path / "1") == 6
     assert again(Training(), tmp_path / str(whole.count)) == 11
 
 
 def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older one is still there, and the next that is written clears up."""
+    """The older snapshot is still there, and the next one that is written removes the remains."""
     whole = all_calls(writer, monkeypatch)
     for last in range(1, whole.count + 1):
         place = writer.folder(str(last))
@@ -135,7 +135,7 @@ def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest
 
 
 def test_killed_at_a_byte(writer: Writer) -> None:
-    """By the kernel, in a real process: no file may grow beyond that."""
+    """The kernel kills a real process as soon as a file grows beyond that size."""
     whole = writer.folder("whole")
     writer.write(whole)
     for size in offsets(max(file.bytes for file in directory.list_published(whole)[0].manifest.files.values())):
@@ -174,7 +174,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offsets(size: int) -> list[int]:
-    """The ends, and some in between."""
+    """Return the first and last offsets of a file of `size` bytes, and some in between."""
     return sorted({0, 1, 2, size // 2, size - 2, size - 1, *random.Random(size).sample(range(size), min(size, 12))})
 
 
@@ -189,7 +189,7 @@ def test_cut_at_a_byte(name: str, sound: Path, tmp_path: Path) -> None:
         assert find_latest(tmp_path / "cut") is None, length
     path.write_bytes(original + b"\n")
     found = find_latest(tmp_path / "cut")
-    assert found is None or name == "manifest.json"  # white space after JSON changes nothing
+    assert found is None or name == "manifest.json"  # white space after the JSON changes nothing
     path.unlink()
     assert find_latest(tmp_path / "cut") is None
 
@@ -211,7 +211,7 @@ def test_what_is_not_under_its_name_is_not_looked_at(sound: Path, tmp_path: Path
     shutil.copytree(sound, place)
     os.rename(place / "step-00000005", place / ".writing-00000005-1")
     assert find_latest(place) is None
-    os.rename(place / ".writing-00000005-1", place / "step-00000099")  # its manifest says 5
+    os.rename(place / ".writing-00000005-1", place / "step-00000099")  # its manifest says step 5
     assert find_latest(place) is None
     os.rename(place / "step-00000099", tmp_path / "step-00000005")
     (place / "step-00000005").symlink_to(tmp_path / "step-00000005")

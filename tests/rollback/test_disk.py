@@ -1,4 +1,4 @@
-"""Snapshots on disk: a restarted process gets back what was taken, to the bit."""
+"""Snapshots on disk: a restarted process gets the state back to the bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, 
 
 DATA = batches(24)
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
-"""So that none is looked for among those of other tests."""
+"""A scaler that is passed explicitly, so that `resume` does not find one of another test."""
 
 
 def armed(training: Training, directory: Path, *, step: int = 0, **more: Any) -> tuple[Restorer, list[Any]]:
@@ -31,7 +31,7 @@ def armed(training: Training, directory: Path, *, step: int = 0, **more: Any) ->
 
 
 def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = None) -> wire.Published:
-    """Have a snapshot written, as the daemon does, and wait for it."""
+    """Order the snapshot to be written, as the daemon does, and wait for it."""
     restorer.receive(
         wire.Publish(id=seq + 1, seq=seq, step=seq if step is None else step, run="train", run_id="train-1", attempt=0)
     )
@@ -40,7 +40,7 @@ def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = N
 
 
 def write_two(directory: Path) -> None:
-    """Snapshots of steps 5 and 10."""
+    """Write snapshots of steps 5 and 10."""
     training = Training()
     restorer, sent = armed(training, directory)
     for seq in range(12):
@@ -58,7 +58,7 @@ def again(training: Training, directory: Path, **more: Any) -> int:
 
 
 def written(directory: Path, optimizer: str = "adamw", *, steps: int = 12, amp: bool = False) -> Training:
-    """A run of some steps whose snapshot of step 5 is on disk."""
+    """Train for some steps with the snapshot of step 5 written to disk, and return the training."""
     training = Training(optimizer, amp=amp)
     restorer, sent = armed(training, directory)
     for seq in range(steps):
@@ -74,7 +74,7 @@ def written(directory: Path, optimizer: str = "adamw", *, steps: int = 12, amp: 
 def test_what_goes_on_is_what_never_stopped(tmp_path: Path, optimizer: str, amp: bool) -> None:
     expected = written(tmp_path / "kept", optimizer, amp=amp).state()
     other = Training(optimizer, amp=amp)
-    for seq in range(3):  # state and generators are somewhere else
+    for seq in range(3):  # so that state and generators differ
         other.step(DATA[-seq])
     assert again(other, tmp_path / "kept") == 6
     other.seq = 6
@@ -112,7 +112,7 @@ def test_the_folder(tmp_path: Path) -> None:
 
 
 def test_no_more_than_the_tensors_is_written(tmp_path: Path) -> None:
-    """A tensor in the arena is a view of all of it."""
+    """A tensor in the arena is a view of the whole arena; only the tensor's own bytes are written."""
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent: list[Any] = []
@@ -150,7 +150,7 @@ def test_older_ones_where_the_newest_led_to_the_same_fault(tmp_path: Path, monke
             assert write(restorer, sent, seq - 1).ok
     monkeypatch.setenv(BEFORE, "10")
     assert again(Training(), tmp_path) == 6
-    assert snapshots.steps(tmp_path) == [5]  # what is younger is of a past that is undone
+    assert snapshots.steps(tmp_path) == [5]  # a younger snapshot belongs to steps that were undone
     monkeypatch.setenv(BEFORE, "ten")
     with pytest.raises(AttachError, match="SENTINEL_RESUME_BEFORE=ten"):
         again(Training(), tmp_path)
@@ -171,7 +171,7 @@ def test_a_rollback_takes_back_what_is_younger(tmp_path: Path) -> None:
 
 
 def test_one_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it published, where a rollback undid it meanwhile."""
+    """A second order is refused while a snapshot is written, and the ring holds that snapshot until it is on disk."""
     from sentinel.hooks.snapshot import checkpoint_files
 
     gate, entered = threading.Event(), threading.Event()
@@ -190,7 +190,7 @@ def test_one_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatc
     restorer.receive(wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0))
     assert entered.wait(30)
     restorer.receive(wire.Publish(id=2, seq=0, step=0, run="train", run_id="r", attempt=0))
-    assert not of_type(sent, wire.Published)[-1].ok  # one at a time
+    assert not of_type(sent, wire.Published)[-1].ok  # one snapshot at a time
     for seq in range(7, 17):
         training.step(DATA[seq])
         assert 5 in restorer.held
@@ -202,7 +202,7 @@ def test_one_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatc
 
 
 def test_a_step_that_is_still_to_come_is_refused(tmp_path: Path) -> None:
-    """A run from the start, in the folder of another one."""
+    """A run that begins at step 0 must not use the folder of another run."""
     written(tmp_path)
     training = Training()
     with pytest.raises(RollbackError, match=r"holds a snapshot of step 5, and this run begins at step 0.*resume"):

@@ -19,7 +19,7 @@ TO, AT, END = 5, 12, 20
 
 
 def wreck_and_roll_back(training: Training, *, at: int = AT) -> list[Any]:
-    """Healthy up to TO, ever larger batches from there, non-finite ones at the end, and a rollback at `at`."""
+    """Train healthily up to TO, then with ever larger and at last non-finite batches, and roll back at `at`."""
     restorer, sent = training.arm()
     for seq in range(END):
         if seq == at:
@@ -49,7 +49,7 @@ def test_rolled_back_equals_the_run_that_never_saw_the_bad_batches(optimizer: st
 @pytest.mark.parametrize("zero", ["start", "end", "accumulate"])
 @pytest.mark.parametrize("amp", [False, True])
 def test_gradients_of_the_undone_step_are_not_applied(optimizer: str, zero: str, amp: bool) -> None:
-    """However the loop zeroes; with a scaler the step at the moment of the rollback is one that it withholds."""
+    """True however the loop zeroes gradients; with a scaler, the step at which the rollback happens is withheld."""
     rolled = Training(optimizer, zero=zero, amp=amp)
     wreck_and_roll_back(rolled)
     state = rolled.state()

@@ -43,7 +43,7 @@ print(*sorted(said), sep="\\n")
 
 
 def begun(line: str, weight: str) -> set[str]:
-    """What became of snapshots, during which the loop did this."""
+    """Return what became of snapshots during whose copy the loop ran this line."""
     code = BEGUN.replace("{line}", line).replace("{weight}", weight)
     done = run_fork([sys.executable, "-c", code], TRAINING, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def begun(line: str, weight: str) -> set[str]:
 @pytest.mark.parametrize("line", ["net.weight.untyped_storage().resize_(0)", "net.share_memory()"])
 @pytest.mark.parametrize("weight", ["net.weight.data", "torch.randn(4096, 8192)[:, ::2]"], ids=["dense", "with gaps"])
 def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str, weight: str) -> None:
-    """The second as by the first of a queue of torch.multiprocessing that they are put into."""
+    """The second line is what the first torch.multiprocessing queue does to a tensor that is put into it."""
     gone = "a snapshot could not be copied: the memory of weight was taken away between two steps"
     assert begun(line, weight) <= {gone, "torn"}
 

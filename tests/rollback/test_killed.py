@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of a rollback, in real jobs: no rank waits without end, or goes on alone."""
+"""A rank is killed in the middle of a rollback, in real jobs: no rank waits without end or trains on alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(JOB_S
 
 
 def job(folder: Path, point: str) -> None:
-    """A job whose first start is killed at a point, and whose second one is healthy. It ends long before its process
-    group's time-out."""
+    """Run a job whose first start is killed at a point, and whose second start is healthy.
+
+    It ends long before the time-out of its process group.
+    """
     (folder / "rules.yaml").write_text(killed.RULES)
     launch = ["--standalone", "--nproc-per-node", str(WORLD), "--max-restarts", "1"]
     assert killed.GROUP_SECONDS > JOB_SECONDS
@@ -48,7 +50,7 @@ def survivors(folder: Path, start: int) -> list[dict[str, Any]]:
 
 
 def incidents(folder: Path, start: int) -> dict[str, dict[str, Any]]:
-    """Alert -> case."""
+    """Return the cases of a start by the name of their alert."""
     (path,) = (folder / "s").rglob("runs/*.sqlite")
     with History(path) as history:
         return {case["alert"]: case for case in history.incidents() if case["attempt"] == start}
@@ -63,7 +65,7 @@ def test_nobody_waits_and_nobody_parts_and_the_next_start_is_as_if_nothing_had_b
 
 
 def test_ranks_do_not_part_where_the_host_of_their_store_ends_right_after_go(tmp_path: Path) -> None:
-    """One of the others knows that all restore, the other has yet to learn it."""
+    """One of the other ranks knows that all restore, the other one has not learnt it yet."""
     job(tmp_path, f"{killed.AFTER_GO}:0")
     assert (tmp_path / "knows").read_text() == "", "all restore"
     check_survivors(tmp_path, killed.AFTER_GO, "0")
@@ -84,7 +86,7 @@ def check_survivors(folder: Path, point: str, victim: str) -> None:
     assert restored == {"prepare": [], "said": [True], "decided": [True], killed.AFTER_GO: [True]}.get(point, [False])
     cases = incidents(folder, 0)
     assert cases["RankLost"]["diagnosis"]["cause"] == f"rank {victim} was ended by SIGKILL"
-    # Where the next attempt begins before the rollback is over, that is said after it.
+    # If the next attempt begins before the rollback is over, the reason is added after it.
     assert cases["Command"]["done"][0] == f"not rolled back: rank {victim} left in the middle of it"
 
 

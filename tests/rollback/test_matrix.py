@@ -1,4 +1,4 @@
-"""What is restored to the bit, in memory and from disk, and what is refused by name: the table of docs/rollback.md."""
+"""What is restored to the bit, in memory and from disk, and what is refused by name: the table in docs/rollback.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(nn.Sequential):
 
 
 class Scaled(nn.Module):
-    """Keeps what FP8 layers keep: a history that `get_extra_state` alone gives out."""
+    """A layer with a history that only `get_extra_state` gives out, as FP8 layers have it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Masked(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Restarts a row between the steps, by `.data`."""
+    """Overwrites a row in the forward pass, through `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Numbers(nn.Module):
 
 
 class Packed(nn.Module):
-    """Saves what is neither a parameter nor a buffer."""
+    """A module whose `state_dict` has an entry that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,11 +113,11 @@ class Packed(nn.Module):
 
 
 UNALIKE = {"lr_lambdas", "_schedulers", "_get_lr_called_within_step", "_is_initial"}
-"""Of a scheduler: functions, and flags of the call under way."""
+"""Attributes of a scheduler that are not compared: functions, and flags of the call in progress."""
 
 
 class Run:
-    """A script: builds, arms or resumes, makes what it makes late, trains."""
+    """A training script: it builds the model, arms rollback or resumes, makes its late objects and trains."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
@@ -129,7 +129,7 @@ class Run:
         self.average: AveragedModel | None = None
         self.seq = 0
         self.second: Tensor | None = None
-        """What the second optimizer is given in place of the batch."""
+        """The second optimizer's batch, if it differs from the first one's."""
         self.on_next: Callable[[], object] = lambda: None
         self.restorer: Restorer | None = None
         self.sent: list[Any] = []
@@ -154,7 +154,7 @@ class Run:
             self.case.more(self)
 
     def _named(self) -> dict[str, Any]:
-        """Of several scalers in this process only one is this run's."""
+        """Return the scaler as an argument if it is known by now: of several in this process only one is this run's."""
         return {"scaler": self.scaler} if self.scaler is not None or not self.case.late else {}
 
     def _enter(self) -> None:
@@ -228,7 +228,7 @@ def one_step(run: Run, batch: Tensor) -> None:
 
 
 def all_step(run: Run, batch: Tensor) -> None:
-    """Each with a backward pass of its own, as a GAN's."""
+    """Make one step of each optimizer, each with a backward pass of its own, as a GAN does."""
     first, second = run.given
     for optimizer, given in ((first, batch), (second, batch if run.second is None else run.second)):
         optimizer.zero_grad()
@@ -237,7 +237,7 @@ def all_step(run: Run, batch: Tensor) -> None:
 
 
 def swap_step(run: Run, batch: Tensor) -> None:
-    """Trains, and looks at the validation loss after every second step."""
+    """Make a training step, and compute the validation loss after every second one."""
     run.given.train()
     one_step(run, batch)
     if run.seq % 2 == 0:
@@ -262,9 +262,9 @@ class Case:
     step: Callable[[Run, Tensor], None] = one_step
     more: Callable[[Run], None] = nothing
     late: bool = False
-    """Whether `more` is made after attach, and after resume."""
+    """Whether `more` runs only after attach, and after resume."""
     refused: str = ""
-    """Why rollback is not armed for it; empty where all comes back."""
+    """The reason for which rollback is not armed for it; empty if everything is restored."""
 
 
 def plain(kind: str, **options: Any) -> Callable[[nn.Module], Any]:
@@ -420,7 +420,7 @@ def test_rolled_back_in_memory(case: Case) -> None:
     healthy.start()
     for seq in range(END):
         if seq <= TO or seq > AT:
-            # The first one's step is undone when it returns: what follows in that iteration is its own, batch and all.
+            # The first optimizer's step is undone when it returns: the rest of that iteration uses its own batch.
             healthy.seq = AT if seq == TO else seq
             healthy.second = DATA[AT] * 50 if seq == TO else None
             healthy.step(DATA[seq])
@@ -439,7 +439,7 @@ def test_resumed_from_disk(case: Case, tmp_path: Path) -> None:
     for seq in range(8, END):
         first.step(DATA[seq])
     expected = first.state()
-    del first  # it is another process's
+    del first  # it belongs to another process
     gc.collect()
 
     again = Run(case)
@@ -463,7 +463,7 @@ def test_a_dead_scaler_of_an_earlier_run_is_not_taken() -> None:
     gc.disable()
     try:
         earlier: list[Any] = [GradScaler("cpu")]
-        earlier.append(earlier)  # only the collector finds it
+        earlier.append(earlier)  # so that only the garbage collector finds it
         del earlier
         assert Owners([net], [optimizer]).scaler is None
     finally:
@@ -520,7 +520,7 @@ def test_activation_checkpointing_switched_between_save_and_resume(switched: str
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """For DistributedDataParallel: of one rank."""
+    """A process group of one rank, for DistributedDataParallel."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -547,7 +547,7 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_names_on_disk_are_the_same_whatever_is_around_the_models(
     former: str, later: str, group: None, tmp_path: Path
 ) -> None:
-    """Two of them, as of a GAN: their names on disk begin with their classes. Buffers and extra state, too."""
+    """Two models, as of a GAN: their names on disk begin with their classes. Also for buffers and extra state."""
 
     def made(name: str) -> tuple[list[nn.Module], list[nn.Module], torch.optim.Optimizer]:
         nets: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled()) for _ in range(2)]
@@ -559,7 +559,7 @@ def test_names_on_disk_are_the_same_whatever_is_around_the_models(
     terms = Rollback(every=1, keep=2, margin=0, directory=tmp_path)
     restorer = Restorer(terms, models=models, optimizers=[optimizer], send=sent.append)
     for seq in range(2):
-        nets[1](nets[0](DATA[seq][:, :4])).square().mean().backward()  # what is around them has its own tests
+        nets[1](nets[0](DATA[seq][:, :4])).square().mean().backward()  # the wrappers have tests of their own
         optimizer.step()
         restorer.exit_step(seq, skipped=False)
         restorer.enter_step(seq + 1)
@@ -574,11 +574,11 @@ def test_names_on_disk_are_the_same_whatever_is_around_the_models(
 
 
 RANKS = (("on 2 ranks", "ZeroRedundancyOptimizer under DDP"), ("on 2 and 4 ranks", "DDP, FSDP2; HSDP on 2 x 2"))
-"""By test_sharded_state.py and test_ranks.py."""
+"""Rows of the table that test_sharded_state.py and test_ranks.py check."""
 
 
 def make_table() -> str:
-    """The table of docs/rollback.md."""
+    """Return the table of docs/rollback.md, in Markdown."""
     rows: dict[tuple[str, str], list[Case]] = {}
     for case in CASES:
         rows.setdefault((case.kind, case.name), []).append(case)

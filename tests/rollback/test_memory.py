@@ -1,4 +1,4 @@
-"""Preflight: memory that snapshots need, against the memory that is left."""
+"""Preflight check: the memory that snapshots need against the memory that is left."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_growth_is_asked_for_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "lbfgs"])
 def test_the_estimate_is_what_the_optimizer_then_keeps(name: str) -> None:
-    """But for the step counters, 4 bytes a tensor."""
+    """The estimate leaves out the step counters, 4 bytes for each tensor."""
     layer = torch.nn.Linear(64, 64)
     optimizer = OPTIMIZERS[name](layer.parameters())
     before = estimate_bytes(list(layer.parameters()), [optimizer], {})

@@ -63,7 +63,7 @@ class Writer:
 
 @pytest.fixture
 def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list[Path]:  # noqa: F811
-    """Of two nodes of one rank each, which have written steps 5 and 10."""
+    """Return the disks of two nodes of one rank each, which have written steps 5 and 10."""
     monkeypatch.setattr(resume_over_nodes.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
     monkeypatch.setattr(disk_writer, "_line", "one start")
     places = [tmp_path / "disk 0", tmp_path / "disk 1"]
@@ -76,13 +76,13 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks are on two nodes."""
+    """Set the environment of the first of two ranks on two nodes."""
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
 
 
 def resume(ranks: Ranks, places: list[Path], **more: Any) -> list[int | Exception]:  # noqa: F811
-    """From which step each rank goes on, or why it does not."""
+    """Return the step from which each rank goes on, or the error for which it does not."""
     ranks.store = dist.HashStore()
     return ranks.resume(places, **more)
 
@@ -211,7 +211,7 @@ def test_as_many_ranks_must_resume(disks: list[Path], ranks: Ranks) -> None:  # 
 
 @pytest.fixture
 def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three nodes of one rank each, node 1 is left out."""
+    """Let a job of three nodes with one rank each go on without node 1."""
     members = wire.Members(start=1, nodes=(0, 2), whole=3)
     monkeypatch.setenv("SENTINEL_MEMBERS", msgspec.json.encode(members).decode())
     monkeypatch.setattr(resumption, "find_node", lambda rank: members.nodes[rank])
@@ -219,7 +219,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list[Path]:  # noqa: F811
-    """Disks of these nodes, which have written steps 5 and 10, and of node 1 which came no further than 5."""
+    """Return the disks of three nodes: nodes 0 and 2 have written steps 5 and 10, node 1 only step 5."""
     monkeypatch.setattr(resume_over_nodes.socket, "gethostname", lambda: f"host{ranks.here.place[0]}")
     monkeypatch.setattr(disk_writer, "_line", "one start")
     places = [tmp_path / f"disk {rank}" for rank in range(3)]
@@ -231,7 +231,7 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> list
 
 
 def write_other(place: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 5 and 10 of one rank of three, which has other weights than the others."""
+    """Write steps 5 and 10 of one rank of three, whose weights differ from those of the others."""
     writer = Writer(place, rank, 3, monkeypatch)
     with torch.no_grad():
         next(writer.training.model.parameters()).add_(1.0)
@@ -240,7 +240,7 @@ def write_other(place: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def go_on(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[int | Exception]:  # noqa: F811
-    """What `sentinel.resume` returns on each rank, a node each, or why it raises."""
+    """Return what `sentinel.resume` returns on each rank, each on a node of its own, or the error that it raises."""
     ranks.store = dist.HashStore()
     monkeypatch.setattr(disk_writer, "_line", "")
     monkeypatch.setattr(resume_over_nodes, "_sharing", "")
@@ -401,7 +401,7 @@ def test_a_newer_part_that_can_be_copied_is_named_although_an_older_one_is_whole
 
 
 def test_a_rank_does_not_wait_for_one_that_could_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon orders another one only if it waits no longer for the first."""
+    """The daemon orders the next snapshot only once it no longer waits for the first."""
     writer = Writer(tmp_path, 0, 2, monkeypatch)
     for _ in range(7):
         writer.training.step(DATA[0])
@@ -449,7 +449,7 @@ def test_a_first_start_where_the_directory_of_one_node_is_there(
 
 
 def begin(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[int | Exception]:  # noqa: F811
-    """What `sentinel.resume` returns on each rank, or why it raises."""
+    """Return what `sentinel.resume` returns on each rank, or the error that it raises."""
     monkeypatch.setattr(framework_checkpoints, "EXCHANGE_SECONDS", 5.0)
     monkeypatch.setattr(disk_writer, "_line", "")
     monkeypatch.setattr(resume_over_nodes, "_sharing", "")

@@ -1,4 +1,4 @@
-"""Which alerts keep snapshots from being taken: only those that may roll back; and the age of the newest snapshot."""
+"""Only alerts that may roll back keep snapshots from being taken; and the age of the newest snapshot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATA = batches(80)
 
 
 def held_open(name: str, condition: str = "loss > -1", hold: str = "1 step") -> Rule:
-    """An alert with the name, severity and actions of a stock rule, and another condition."""
+    """Return an alert with the name, severity and actions of a stock rule, and another condition."""
     stock = RULES[name]
     text = f"""
 group: test
@@ -48,14 +48,14 @@ rules:
 
 
 class Watched:
-    """A training under watch: the restorer and the daemon's run, and nothing between them but the messages."""
+    """A training and the daemon's view of it: a restorer and a run, connected only by their messages."""
 
     def __init__(self, rules: Iterable[Rule], terms: Rollback) -> None:
         run = Run("train", "r1", 0.0)
         self.training = Training()
         self.sent: list[wire.FromRank] = []
         self.late = False
-        """Whether the daemon's word that snapshots are withheld has not come yet."""
+        """Whether the daemon's message that withholds snapshots has not arrived yet."""
         self.watch = watch_run(run, tuple(rules), link=self)
         identity = wire.Identity(run="train", run_id="r1", session="s")
         self.rank = self.watch.ingest.hello(wire.Hello(version="t", identity=identity, rollback=terms.terms()), 0.0)
@@ -69,19 +69,19 @@ class Watched:
         return False
 
     def train(self, count: int, loss: float | None = None) -> None:
-        """So many steps; `loss`: what is reported in place of the true one."""
+        """Train for `count` steps; `loss` is reported in place of the true loss."""
         for batch in DATA[self.training.seq : self.training.seq + count]:
             seq = self.training.seq
             self.training.step(batch)
             if (disk := self.restorer._disk) is not None and disk._written is not None:
-                disk._written.wait()  # that its answer does not come in the midst of another message
+                disk._written.wait()  # so that its answer does not come in the middle of another message
             while self.said:
                 self.sent.append(message := self.said.pop(0))
                 self.watch.ingest.message(self.rank, message, 0.0)
             self.watch.ingest.message(self.rank, _batch(seq, self.training.losses[-1] if loss is None else loss), 0.0)
 
     def told(self) -> dict[str, Any]:
-        """What the daemon's status says of the run, after its clock has ticked."""
+        """Return what the daemon's status says of the run after a tick."""
         self.watch.tick(1.0)
         [run] = views.status([self.watch])["runs"]
         return cast(dict[str, Any], run)
@@ -138,7 +138,7 @@ def test_and_while_it_fires_and_could_not_roll_back() -> None:
 
 
 def test_an_odd_loss_costs_no_snapshot_but_a_second_one_within_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One hard batch on a step that is a multiple of `every`, and SnapshotStale was near."""
+    """A single hard batch at a multiple of `every` used to bring SnapshotStale near."""
     clock = SimpleNamespace(monotonic=lambda: now, time=time.time, perf_counter=time.perf_counter)
     monkeypatch.setattr("sentinel.hooks.rollback.restorer.time", clock)
     now = 100.0
@@ -154,7 +154,7 @@ def test_an_odd_loss_costs_no_snapshot_but_a_second_one_within_half_a_second(mon
 
 
 def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) -> None:
-    """It is not gone back to, nor written to disk, when the trouble has passed without a rollback."""
+    """It is neither restored nor written to disk, even after the trouble has passed without a rollback."""
     terms = Rollback(every=10, keep=3, margin=5, directory=tmp_path / "disk", disk_every=1, disk_keep=9)
     watched = Watched([held_open("Divergence", "loss > 5")], terms)
     watched.late = True
@@ -170,7 +170,7 @@ def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) ->
 
 
 def shown(watched: Watched) -> dict[str, str]:
-    """What a person reads: in `status`, `top` and on the page."""
+    """Return what a person reads in `status`, in `top` and on the page."""
     run = watched.told()
     live = report(watched.watch.run, [], [])
     return {

@@ -34,7 +34,7 @@ class Ranks:
         self.action.add_promise(number, wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1), now)
 
     def wait(self, now: float) -> float:
-        """Until the present try is over."""
+        """Let the current try time out, and return the time after it."""
         now += PREPARE_SECONDS + 1
         self.action.tick(now)
         return now
@@ -50,7 +50,7 @@ def test_a_rank_that_answers_too_late_is_asked_again_and_the_run_is_rolled_back(
     assert second.id != first.id
     assert second.to == first.to
     assert not ranks.ended.done
-    ranks.promise(1, first, now)  # the answer that was waited for: of a promise that is over
+    ranks.promise(1, first, now)  # the answer that was waited for, to a promise that is over
     for number in range(2):
         ranks.promise(number, second, now + 0.1)
     (verdict, _) = (message for message in ranks.link.messages if isinstance(message, wire.Commit))

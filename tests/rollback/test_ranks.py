@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, rolled back together, restarted, resumed by other numbers of ranks: all to the bit."""
+"""Real ranks of torchrun are rolled back together, restarted, and resumed by other numbers of ranks, to the bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.zygote import RANKS, TORCHRUN, run_fork
 
 WAYS = {2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
 JOB_SECONDS = 280
-"""Four processes that load torch on two busy cores."""
+"""Time limit of a job, in seconds: four processes load torch on two busy cores."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(3 * JOB_SECONDS)]
 
 
 def job(world: int, folder: Path, *tasks: str) -> None:
-    """Ranks of torchrun that do these, one after the other."""
+    """Run these tasks one after the other on ranks of torchrun."""
     rules = folder / "rules.yaml"
     rules.write_text(rolling.RULES)
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", str(world)]
@@ -42,7 +42,7 @@ def job(world: int, folder: Path, *tasks: str) -> None:
 
 
 def said(deed: str, folder: Path, way: str, world: int) -> list[dict[str, Any]]:
-    """What the ranks wrote. All of them say that they are as they should be."""
+    """Return what the ranks wrote, after a check that all of them found their state as expected."""
     ranks = [json.loads((folder / f"{deed}.{way}.{rank}.json").read_text()) for rank in range(world)]
     assert all(rank["same"] for rank in ranks), (deed, way, ranks)
     return ranks
@@ -53,7 +53,7 @@ def tasks(deed: str, ways: Sequence[str], folder: Path) -> list[str]:
 
 
 def rolled_back(world: int, folder: Path) -> None:
-    """They trained, broke, and were rolled back: as if it had never been."""
+    """Check that they trained, met the fault and were rolled back as if it had not happened."""
     for way in WAYS[world]:
         ranks = said("train", folder, way, world)
         assert len({json.dumps(rank["rolled"]) for rank in ranks}) == 1
@@ -63,14 +63,14 @@ def rolled_back(world: int, folder: Path) -> None:
 
 
 def resumed(world: int, folder: Path) -> None:
-    """They went on from the disk to where they had been."""
+    """Check that they resumed from disk and trained to where they had been."""
     for way in WAYS[world]:
         first = said("resume", folder, way, world)[0]
         assert 0 < first["resumed"] <= first["end"]
 
 
 def moved(former: int, world: int, folder: Path) -> None:
-    """Others go on."""
+    """Check that another number of ranks goes on from the snapshots."""
     job(world, folder, *tasks("move", WAYS[former], folder))
     for way in WAYS[former]:
         ranks = said("move", folder, way, world)
@@ -88,7 +88,7 @@ def test_together_and_to_the_bit_and_again_and_with_more_ranks(tmp_path: Path) -
 
 
 def test_together_and_to_the_bit_and_with_fewer_ranks(tmp_path: Path) -> None:
-    """Four processes are slow to start: these resume where they trained."""
+    """Four processes are slow to start, so these resume in the job in which they trained."""
     job(4, tmp_path, *tasks("train", WAYS[4], tmp_path), *tasks("resume", WAYS[4], tmp_path))
     rolled_back(4, tmp_path)
     resumed(4, tmp_path)
@@ -96,7 +96,7 @@ def test_together_and_to_the_bit_and_with_fewer_ranks(tmp_path: Path) -> None:
 
 
 def written(place: Path, way: str, world: int) -> None:
-    """What replicas share is on disk once, and each rank's own things are there."""
+    """Check that what replicas share is on disk once, and that each rank's own state is there."""
     snapshot = find_latest(place)
     assert snapshot is not None
     assert snapshot.manifest.world_size == world

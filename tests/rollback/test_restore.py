@@ -1,4 +1,4 @@
-"""What a restore changes and what it does not, what it refuses, and what follows it."""
+"""What a restore changes and what it leaves, what it refuses, and what follows it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_everything_keeps_its_place_in_memory(optimizer: str) -> None:
 
 
 def test_a_compiled_model_is_not_compiled_again() -> None:
-    from torch._dynamo.testing import CompileCounter  # takes two seconds to import
+    from torch._dynamo.testing import CompileCounter  # the import takes two seconds
 
     training = Training("adamw", zero="end")
     torch._dynamo.reset()
@@ -102,7 +102,7 @@ def test_optimizer_state_that_came_or_went_since() -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_snapshot_from_before_there_was_any_optimizer_state() -> None:
-    """fp16 runs begin with steps that the scaler withholds."""
+    """Runs in fp16 begin with steps that the scaler withholds."""
     training = Training("adamw", amp=True)
     overflow = training.model[0].weight.register_hook(lambda gradient: gradient * torch.inf)
     restorer, sent = training.arm()
@@ -119,7 +119,7 @@ def test_a_snapshot_from_before_there_was_any_optimizer_state() -> None:
 
 
 def test_groups_that_were_added_since_stay() -> None:
-    """The loop unfroze them, and will not do so a second time."""
+    """The loop has unfrozen these parameters, and will not do so a second time."""
     training = Training("sgd nesterov", schedule="lambda")
     extra = nn.Parameter(torch.ones(3))
     training.model[0].register_parameter("extra", extra)
@@ -151,7 +151,7 @@ def test_buffers_made_anew_by_the_forward_pass() -> None:
 
 @pytest.mark.parametrize("scaler", [None, "ready", "unscaled"])
 def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> None:
-    """In the same iteration, with gradients of the step that was undone: it must not apply them."""
+    """In the same iteration it has gradients of the step that was undone, and must not apply them."""
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     first, second = (torch.optim.SGD(module.parameters(), lr=1.0) for module in model)
     scale = torch.amp.GradScaler("cpu", init_scale=4.0) if scaler else None
@@ -179,14 +179,14 @@ def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> 
             assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
             assert scale is None or scale.get_scale() == 4.0
     assert of_type(sent, wire.RolledBack)[0].ok
-    assert restorer._ring.overlap  # its steps, between two of the first one's, tore nothing
+    assert restorer._ring.overlap  # its steps, between two of the first one's, tore no snapshot
 
 
-# Refused, and nothing touched.
+# A rollback is refused, and nothing is touched.
 
 
 def refused(training: Training, restorer: Restorer, sent: list[Any], spoil: Any) -> str:
-    """The reason, once it is seen that a refused rollback leaves all as it was."""
+    """Return the reason of the refusal, after a check that a refused rollback leaves everything as it was."""
     states = []
     exit_step = training.on_exit
 
@@ -214,7 +214,7 @@ def test_a_snapshot_with_a_flipped_bit(arena: str) -> None:
     def flip() -> None:
         snapshot = restorer._ring.find(5)
         assert snapshot is not None
-        snapshot.wait()  # else the thread may sum up what is flipped already
+        snapshot.wait()  # or the thread might compute the checksum of the flipped bit
         getattr(snapshot, arena)._words[5] ^= 1 << 40
 
     assert "snapshot of step 5 is not what was written" in refused(training, restorer, sent, flip)
@@ -266,7 +266,7 @@ def test_a_state_that_would_not_load() -> None:
     assert "state['ema'] could not be loaded: ZeroDivisionError" in reason
 
 
-# What follows it.
+# What follows a restore.
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "lambda"])
@@ -287,7 +287,7 @@ def test_learning_rates_are_lowered_for_the_step_and_no_schedule_sees_it(optimiz
     assert [answer.ok for answer in of_type(sent, wire.RolledBack)] == [True, True]
     factors = [used / planned for used, planned in zip(in_step, outside, strict=True)]
     assert factors == pytest.approx([1.0] * 8 + [0.5] * 7 + [0.25] * 5)
-    # The schedule goes on from where it was after step 5.
+    # The schedule goes on from its state after step 5.
     assert outside[8:10] == outside[6:8]
 
 
@@ -320,7 +320,7 @@ def test_learning_rates_of_a_second_optimizer_and_after_close() -> None:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_an_optimizer_that_finds_its_own_rate(alone: int) -> None:
-    """As some Adafactors do: there is none to lower, and that is said; the other's is lowered."""
+    """As in some variants of Adafactor, there is no rate to lower, and the answer says so; the other's is lowered."""
 
     class Own(torch.optim.SGD):
         @torch.no_grad()
@@ -355,7 +355,7 @@ def test_a_step_that_raised_does_not_leave_the_rate_lowered_twice() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     rates = LearningRates(optimizer)
-    rates.lower(0.5)  # and the step raises: nobody calls `put_back`
+    rates.lower(0.5)  # and the step raises, so that `put_back` is not called
     rates.lower(0.5)
     assert optimizer.param_groups[0]["lr"] == 0.5
     rates.put_back()
@@ -420,7 +420,7 @@ def test_a_fault_of_ours_never_reaches_the_loop(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_waits_for_the_end_of_a_restore(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who catches it saves a checkpoint: not of half a restore."""
+    """A handler may save a checkpoint, which must not hold half a restore."""
     training = Training()
     restorer, _ = training.arm()
     before: Any = signal.signal(number, signal.default_int_handler)
@@ -450,7 +450,7 @@ def test_an_interrupt_waits_for_the_end_of_a_restore(number: signal.Signals, mon
 
 @pytest.mark.parametrize("where", ["wait", "reach_step"])
 def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept open it would be the last: the rank stays bound, takes no snapshots, and the daemon waits for its answer."""
+    """A promise that stayed open would bind the rank: no more snapshots, and the daemon would wait for its answer."""
     training = Training()
     restorer, sent = training.arm()
 
@@ -473,7 +473,7 @@ def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkey
 
 
 def test_what_was_loaded_is_put_back_where_the_next_cannot_be() -> None:
-    """All or nothing: an average that went back while the weights did not would be of another run."""
+    """All or nothing: an average that went back while the weights did not would belong to another run."""
 
     class Broken:
         calls = 0
@@ -511,7 +511,7 @@ def test_what_was_loaded_is_put_back_where_the_next_cannot_be() -> None:
 def test_all_is_taken_back_where_there_is_no_memory_for_what_must_be_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """State that is gone gets tensors of its own, on a card that is nearly full."""
+    """Optimizer state that is gone gets new tensors, on a GPU that is nearly full."""
     training = Training()
     restorer, sent = training.arm(disarmed=sent_nowhere)
     for seq in range(7):

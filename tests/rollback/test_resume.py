@@ -1,4 +1,4 @@
-"""Resuming from disk: no snapshot is skipped, renamed or deleted because it could not be read."""
+"""Resuming from disk: a snapshot is never skipped, renamed or deleted because it could not be read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.waiting import until
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Snapshots of steps 5 and 10."""
+    """Return a folder with snapshots of steps 5 and 10."""
     folder = tmp_path_factory.mktemp("kept")
     write_two(folder)
     return folder
@@ -48,7 +48,7 @@ def place(kept: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute of looking again takes a moment."""
+    """Shorten the minute in which reads are tried again to 0.3 s."""
     monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.3)
 
 
@@ -57,7 +57,7 @@ def files_of(place: Path) -> list[str]:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """A manifest with these fields, sound in itself."""
+    """Rewrite a manifest with these fields changed and a matching checksum."""
     manifest = json.loads((path / "manifest.json").read_bytes())["manifest"] | changes
     body = msgspec.json.encode({key: value for key, value in manifest.items() if value is not ...})
     (path / "manifest.json").write_bytes(
@@ -72,7 +72,7 @@ def flip(path: Path) -> None:
 
 
 class Failing:
-    """Reading what has `name` in its path fails with `number`, for the first `times` reads."""
+    """Makes the first `times` reads of paths that contain `name` fail with the error `number`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> None:
         self.times = times
@@ -123,7 +123,7 @@ def test_a_read_that_goes_on_failing_is_an_error(place: Path, monkeypatch: pytes
 
 
 class Clock:
-    """Time that passes only in `sleep`."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -170,11 +170,11 @@ def test_what_is_cut_is_passed_over_once_it_stays_so(place: Path, name: str) -> 
     training = Training()
     assert again(training, place) == 6
     assert directory.steps(place) == [5]
-    armed(training, place, step=6)  # what was passed over does not keep it from going on
+    armed(training, place, step=6)  # what was passed over does not keep the run from going on
 
 
 def test_a_size_that_is_old_for_a_moment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As network file systems show it."""
+    """Network file systems show an outdated size for a moment."""
     examine, looks = directory.DiskSnapshot.examine, []
 
     def old(self: directory.DiskSnapshot, *, thorough: bool) -> Any:
@@ -219,7 +219,7 @@ def test_another_versions_format_is_never_touched(place: Path, change: dict[str,
 
 
 def test_a_run_that_does_not_fit_costs_no_snapshot(place: Path) -> None:
-    """What is younger than the one that was chosen is set aside once the state is back."""
+    """Snapshots younger than the chosen one are set aside only once the state is restored."""
     before, training = files_of(place), Training()
     training.model.append(nn.Linear(16, 1))
     with pytest.raises(RollbackError):
@@ -230,7 +230,7 @@ def test_a_run_that_does_not_fit_costs_no_snapshot(place: Path) -> None:
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04half a pickle", zlib.compress(bytes(1 << 20)), b"\xff" * 4000])
 def test_a_snapshot_that_its_checksums_vouch_for_and_that_is_none(place: Path, name: str, content: bytes) -> None:
-    """No wrong checksum: it is not passed over, and the error is no traceback of pickle's."""
+    """Since no checksum is wrong, it is not passed over, and the error is not a traceback from pickle."""
     path = place / "step-00000010"
     (path / name).write_bytes(content)
     files = json.loads((path / "manifest.json").read_bytes())["manifest"]["files"]
@@ -257,7 +257,7 @@ def test_a_manifest_of_before_it_named_its_parent(place: Path) -> None:
 
 
 def test_the_line_that_was_written_to_last_is_followed(place: Path) -> None:
-    """What an earlier attempt left could not be set aside: it is off the line, and younger."""
+    """A snapshot that an earlier attempt could not set aside is not on that line, though its step is later."""
     shutil.copytree(place / "step-00000010", place / "step-00000020")
     rewrite(place / "step-00000020", step=20, parent=5, time=1.0)
     assert again(Training(), place) == 11
@@ -285,7 +285,7 @@ def test_what_is_set_aside_is_kept_until_newer_ones_were_read_back(place: Path) 
     for seq in range(27):
         training.step(DATA[seq % len(DATA)])
         if seq in (6, 11, 16, 21, 26):
-            if seq == 11:  # a newer one is damaged where it lies: what was set aside may be of use yet
+            if seq == 11:  # a newer one is damaged on disk: what was set aside may still be of use
                 flip(place / "step-00000011" / "__0_0.distcp")
             assert write(restorer, sent, seq - 1, step=seq + 5).ok
             aside.append(len(list(place.glob(".void-*"))))
@@ -327,16 +327,16 @@ def test_a_file_system_that_is_not_mounted_yet(place: Path, tmp_path: Path, monk
 
 
 class Ranks:
-    """Ranks that are threads, each with a view of the disk of its own."""
+    """Ranks that are threads, each with its own view of the disk."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.here = threading.local()
         self.damaged: set[int] = set()
-        """Steps that the last `resume` found damaged: they are set aside without another look."""
+        """Steps that the last `resume` found damaged; they are set aside without another check."""
 
     def resume(self, places: list[Path], **more: Any) -> list[int | Exception]:
-        """From which step each rank goes on, or why it does not."""
+        """Return the step from which each rank goes on, or the error for which it does not."""
 
         def choose(rank: int, exchange: framework_checkpoints.RankExchange) -> int:
             more.get("before_rank", lambda _: None)(rank)
@@ -348,7 +348,7 @@ class Ranks:
     def run(
         self, count: int, action: Callable[[int, framework_checkpoints.RankExchange], int]
     ) -> list[int | Exception]:
-        """What `action` returns on each rank, or the RollbackError that it raises."""
+        """Return what `action` returns on each rank, or the RollbackError that it raises."""
         results: list[int | Exception] = [0] * count
 
         def run(rank: int) -> None:
@@ -393,7 +393,7 @@ def test_a_directory_that_one_rank_does_not_see_yet(ranks: Ranks, place: Path, t
 def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
     ranks: Ranks, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 comes after it, and does not see the directory at first."""
+    """Rank 1 comes after that minute, and does not see the directory at first."""
     monkeypatch.setattr(unseen, "RETRY_SECONDS", 5.0)
     ahead = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
@@ -425,7 +425,7 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
 def test_a_file_server_that_hangs_is_said(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe that has no writer stands for it."""
+    """A named pipe without a writer stands for the file server."""
     monkeypatch.setattr(threads, "LATE_SECONDS", 0.1)
     with hanging(place, f"resume: reading {place} has taken 0.1 s", capsys):
         assert again(Training(), place) == 11
@@ -484,7 +484,7 @@ def test_one_rank_of_a_node_says_what_all_wait_for(monkeypatch: pytest.MonkeyPat
 
 @contextlib.contextmanager
 def hanging(place: Path, words: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """The manifest of step 10 is not to be read before these words are on the terminal."""
+    """Make the manifest of step 10 unreadable until these words are on the terminal."""
     manifest = place / "step-00000010" / "manifest.json"
     kept = manifest.rename(manifest.with_name("kept"))
     os.mkfifo(manifest)
@@ -520,7 +520,7 @@ def test_a_directory_that_one_rank_never_sees(ranks: Ranks, place: Path, tmp_pat
 
 @pytest.mark.usefixtures("short")
 def test_one_that_one_rank_sees_cut(ranks: Ranks, place: Path, tmp_path: Path) -> None:
-    """Whole for rank 0: no proof that it is damaged."""
+    """For rank 0 the snapshot is whole, so there is no proof that it is damaged."""
     other = Path(shutil.copytree(place, tmp_path / "other"))
     path = other / "step-00000010" / "__0_0.distcp"
     os.truncate(path, 100)

@@ -1,4 +1,4 @@
-"""Which snapshots are kept, and what happens to a torn one."""
+"""Which snapshots the ring keeps, and what happens to a torn one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DATA = batches(24)
 )
 @settings(max_examples=200, deadline=None)
 def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: float, events: list[str]) -> None:
-    """Whatever is missed, late by a step (torn), or void."""
+    """It is kept whatever snapshots are missed, taken a step late (torn), or voided."""
     margin = int(fraction * every * (keep - 1))
     ring = Ring(Parts(), keep=keep, margin=margin, afford=lambda nbytes: None)
     ring.overlap = False
@@ -57,7 +57,7 @@ def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: 
 
 
 def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
-    """The first rank took none at 8: its own loss looked odd then."""
+    """The first rank took none at step 8, since its own loss looked odd then."""
     rings = [Ring(Parts(), keep=2, margin=4, afford=lambda nbytes: None) for _ in range(2)]
     for ring in rings:
         ring.overlap = False
@@ -75,7 +75,7 @@ def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
 def test_a_late_one_does_not_push_out_the_only_good_one() -> None:
     ring = Ring(Parts(), keep=2, margin=4, afford=lambda nbytes: None)
     ring.overlap = False
-    for seq in (0, 5, 8):  # that of 4 was torn, and taken at 5
+    for seq in (0, 5, 8):  # that of step 4 was torn, and taken at 5
         ring.make_room(seq)
         ring.begin(seq)
     assert ring.held == (0, 8)
@@ -92,12 +92,12 @@ def test_held_in_a_healthy_run() -> None:
     assert held[9:] == [(4, 8), (4, 8), (4, 8), (8, 12), (8, 12)]
     taken = of_type(sent, wire.SnapshotTaken)
     assert [(message.seq, message.void) for message in taken] == [(0, ()), (4, ()), (8, (0,)), (12, (4,))]
-    # Parameters and two moments, a step counter each, buffers, the average: nothing is held twice.
+    # Parameters with two moments and a step counter each, buffers and the average: nothing is held twice.
     assert taken[-1].nbytes == taken[0].nbytes > 4 * 4 * sum(p.numel() for p in training.model.parameters())
 
 
 def test_none_is_taken_under_suspicion() -> None:
-    """Only at multiples of `every`, so that ranks which hear of it a step apart still have some in common."""
+    """Snapshots are taken only at multiples of `every`: ranks that hear of it a step apart then have some in common."""
     training = Training()
     restorer, sent = training.arm(Rollback(every=2, keep=2, margin=2))
     for seq, batch in enumerate(DATA[:10]):
@@ -111,7 +111,7 @@ def test_none_is_taken_under_suspicion() -> None:
 
 
 def swap_with_data(training: Training) -> None:
-    """An EMA swap as `_version` does not see it."""
+    """Swap in EMA weights in a way that `_version` does not show."""
     for parameter, value in zip(training.model.parameters(), training.ema.shadow.values(), strict=True):
         parameter.data.copy_(value)
 
@@ -130,7 +130,7 @@ def edit_momentum(training: Training) -> None:
 def test_weights_written_to_between_steps(
     meddle: Callable[[Training], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is restored is the state at the exit of the step, to the bit, though the thread copies only after that."""
+    """What is restored is the state at the exit of the step, to the bit, though the thread copies it later."""
     training = Training()
     restorer, sent = training.arm(Rollback(every=5, keep=2, margin=5))
     at_exit: dict[int, Any] = {}
@@ -160,7 +160,7 @@ def test_weights_written_to_between_steps(
             training.step(poisoned(batch) if seq > 11 else batch)
             meddle(training)
             meddled.set()
-    # 0 is torn and taken at 1 in its stead; then copies are made inside the step, 5 and 10 are whole.
+    # The snapshot of 0 is torn and taken at 1 instead; then copies are made inside the step, and 5 and 10 are whole.
     assert [message.seq for message in of_type(sent, wire.SnapshotTaken)] == [1, 5, 10]
     assert [message.ok for message in of_type(sent, wire.RolledBack)] == [True]
     assert len(caplog.messages) == 1
@@ -196,7 +196,7 @@ def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytes
 
 
 def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes a snapshot to disk, and the loop, which goes back to it."""
+    """The thread that writes a snapshot to disk waits for it, and so does the loop that restores it."""
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
     first, both = threading.Event(), threading.Event()
@@ -241,7 +241,7 @@ ring.settle()
 
 
 def test_a_process_may_end_while_a_checksum_is_made() -> None:
-    """Also where nobody closes the ring: a thread that came back from torch after the interpreter would abort it."""
+    """Also if the ring is not closed: a thread that returns from torch after the interpreter ended would abort it."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -278,7 +278,7 @@ def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.Mo
 
 
 def test_an_interrupt_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's loop may catch it and go on: two of them would else be the end of all snapshots, without a word."""
+    """The user's loop may catch the interrupt and go on; without this, two of them would end all snapshots silently."""
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     model = torch.nn.Linear(2, 2)
     ring = Ring(Parts(Weights([model], [])), keep=2, margin=0, afford=lambda nbytes: None)

@@ -21,7 +21,7 @@ from tests.rollback.training import assert_same
 
 
 class Holder:
-    """State that anything may be put into."""
+    """An object whose state may be anything."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -145,7 +145,7 @@ def test_weights_that_share_a_storage_but_not_a_parameter() -> None:
 
 @pytest.mark.parametrize("view_first", [True, False])
 def test_a_parameter_that_is_the_beginning_of_another(view_first: bool) -> None:
-    """They begin at one address, and the longer one has more to put back."""
+    """Both begin at one address, and the longer one has more to restore."""
     whole = nn.Parameter(torch.arange(6.0))
     model = nn.ParameterList([nn.Parameter(whole.data[:2]), whole] if view_first else [whole])
     if not view_first:
@@ -177,7 +177,7 @@ def test_what_cannot_be_copied_as_it_lies_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("gaps", [False, True])
 def test_a_tensor_whose_memory_was_taken_away(gaps: bool) -> None:
-    """As who offloads weights does between two steps. To read there would end the process."""
+    """Code that offloads weights does this between two steps. Reading the memory would end the process."""
     net = nn.Module()
     net.weight = nn.Parameter(torch.ones(6, 8)[:, :4] if gaps else torch.ones(6, 4))
     snapshot = Snapshot()
@@ -188,7 +188,7 @@ def test_a_tensor_whose_memory_was_taken_away(gaps: bool) -> None:
 
 
 def test_state_tensors_that_have_come_to_be_one() -> None:
-    """An optimizer that keeps its best so far by reference: two values can't be copied into one place."""
+    """The optimizer keeps its best state by reference: two values cannot be copied into one place."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.state[parameter] = {"present": torch.full((2,), 1.0), "best": torch.full((2,), 2.0)}

@@ -1,4 +1,4 @@
-"""Real jobs that a rule stops: alone, as ranks of torchrun, under `sentinel run`."""
+"""Real jobs that a rule stops: a single process, ranks of torchrun, and under `sentinel run`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.zygote import DAEMON, RANKS, TORCHRUN, run_fork
 
 PROGRAM = Path(stopping.__file__)
 JOB_SECONDS = 200
-"""Processes that load torch on two busy cores."""
+"""Time limit of a job, in seconds: its processes load torch on two busy cores."""
 RUN = [sys.executable, "-m", "sentinel", "run", "--restarts", "3", "--pause", "0.1", "--"]
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(JOB_SECONDS + 60)]
 
 
 class Stopped:
-    """A job that is over."""
+    """Runs a job to its end, and holds what it left."""
 
     def __init__(self, folder: Path, *words: str, ranks: int = 0, run: bool = False, restarts: int = 0) -> None:
         rules = folder / "rules.yaml"
@@ -37,7 +37,7 @@ class Stopped:
         self.status, self.stderr = done.returncode, done.stderr
         self.said = " ".join(done.stderr.split())
         self.ranks = [self._load(folder, 0, rank) for rank in range(max(ranks, 1))]
-        """What the ranks of the first start left."""
+        """What each rank of the first start wrote; empty if it wrote nothing."""
         self.starts = len(list(folder.glob("*.0.json")))
         assert "internal fault" not in self.stderr
 
@@ -87,7 +87,7 @@ def test_ranks_of_torchrun_leave_at_one_step_and_its_footer_has_the_code(private
 def test_whatever_becomes_of_a_function_the_job_is_stopped_and_not_started_again(
     hook: str, private_places: Path
 ) -> None:
-    """It raises on one rank, hangs on all, or the process is killed in it, as one that is out of memory is."""
+    """It raises on one rank, hangs on all, or the process is killed in it, as when it is out of memory."""
     done = Stopped(private_places, hook, ranks=2, run=True)
     assert done.status == 87, done.stderr
     assert done.starts <= 1
@@ -109,7 +109,7 @@ def test_alerts_that_the_script_names_stop_it_too_and_a_wrong_name_is_said(priva
 
 
 def test_a_rollback_that_is_possible_comes_first(private_places: Path) -> None:
-    """The program says that it is bad again after each, until the budget is spent."""
+    """The program reports the fault again after each rollback, until the budget is spent."""
     done = Stopped(private_places, "save", "rollback", run=True)
     assert done.status == 87, done.stderr
     cases = kept_cases()
@@ -119,7 +119,7 @@ def test_a_rollback_that_is_possible_comes_first(private_places: Path) -> None:
 
 
 def test_torchruns_own_restarts_start_it_again(private_places: Path) -> None:
-    """To torchrun an exit code is a failure like any other: docs/stop.md says so."""
+    """For torchrun an exit code is a failure like any other, as docs/stop.md says."""
     done = Stopped(private_places, "save", ranks=2, restarts=1)
     assert (done.status, done.starts) == (0, 2), done.stderr
     assert {rank["status"] for rank in done.ranks} == {87}

@@ -1,4 +1,4 @@
-"""The rank consensus over several nodes: in the process group's store, which may end."""
+"""The rank consensus over several nodes uses the process group's store, which may end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ dist: Any = torch.distributed
 
 
 def open_store() -> Any:
-    """As the first rank of a job, or torchrun, has it."""
+    """Open a store as the first rank of a job, or torchrun, does."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
 
 
@@ -38,7 +38,7 @@ class Ranks:
         self.server = open_store()
 
     def find_store(self) -> Any:
-        """As a process group has it: with a prefix."""
+        """Return the store with a prefix, as a process group has it."""
         return dist.PrefixStore("default_pg", self.server)
 
     def consensus(self, patience: float) -> RankConsensus:
@@ -47,11 +47,11 @@ class Ranks:
         return made
 
     def end_store(self) -> None:
-        """Its host is gone, with all connections."""
+        """End the store with all its connections, as when its host is gone."""
         self.server = None
 
     def each(self, action: Callable[[int], str]) -> list[str]:
-        """What each rank comes to."""
+        """Run an action on all ranks at once, and return each one's result."""
         words = [""] * WORLD
 
         def run(rank: int) -> None:
@@ -105,7 +105,7 @@ def test_without_a_store_that_all_reach_nothing_is_promised(ranks: Ranks, monkey
 
 
 def test_whoever_said_that_it_is_ready_and_loses_the_store_is_in_doubt(ranks: Ranks) -> None:
-    """The third rank, which has the store, ends. That nothing was decided by then, the others cannot know."""
+    """The third rank, which hosts the store, ends. The others cannot know that nothing was decided by then."""
     ready = threading.Barrier(WORLD)
 
     def act(rank: int) -> str:
@@ -138,7 +138,7 @@ def test_a_connection_that_died_since_the_last_rollback_is_made_again(ranks: Ran
 
 
 def test_ranks_that_leave_wait_for_each_other_and_no_longer_than_the_store_lives(ranks: Ranks) -> None:
-    """The third rank, which has the store, ends after the vote: the others leave, too."""
+    """The third rank, which hosts the store, ends after the vote; the others leave, too."""
     voted = threading.Barrier(WORLD)
 
     def act(rank: int) -> str:

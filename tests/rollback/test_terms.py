@@ -1,4 +1,4 @@
-"""Arguments of the user, and the answers to them."""
+"""The arguments of `Rollback`, and the error messages for wrong ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How long a rank waits at a step in an agreement, at most, as docs/rollback.md and docs/cluster.md promise.
 
-Time is the test's own, and passes only while the rank waits.
+The tests have their own clock, which advances only while the rank waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AT = 8
 
 
 class Clock:
-    """It goes on where something waits, and by what the test adds."""
+    """A clock that advances where something waits, and by what the test adds."""
 
     def __init__(self) -> None:
         self.now = 1e6
@@ -61,8 +61,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def stand(clock: Clock, folder: Path, *, step_seconds: float, committed: bool) -> tuple[float, str]:
-    """Have rank 0 promise, and come to the step without any other rank: for how long it stood there, and why none is
-    rolled back. `committed`: the commit comes at the last moment."""
+    """Let rank 0 promise and come to the step alone; return how long it stood there, and why it did not roll back.
+
+    With `committed`, the commit comes at the last moment.
+    """
     training = Training()
     restorer, sent = training.arm(find_directory=lambda: folder / "run")
     for seq in range(AT - 1):
@@ -125,7 +127,7 @@ def test_two_minutes_where_the_store_of_several_nodes_takes_its_time_for_each_an
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where packets are dropped: torch waits for minutes."""
+    """Where packets are dropped, torch itself waits for minutes."""
     monkeypatch.setattr(store_client, "STORE_SECONDS", 0.05)
     released = threading.Event()
     with pytest.raises(StoreLost, match=r"no answer in 0\.05 s"):
