@@ -50,7 +50,7 @@ def test_unrelated_faults_are_each_rolled_back() -> None:
     assert not [message for message in run.link.messages if isinstance(message, wire.Stop)]
 
 
-def test_a_fault_that_comes_back_spends_it_and_the_words_say_which_were_counted() -> None:
+def test_a_fault_that_comes_back_spends_the_budget_and_the_reason_says_what_counted() -> None:
     run = Run()
     for seq in (400, 900, 1000, 1100):
         assert run.broken(seq).startswith("rolled back to step"), seq
@@ -74,7 +74,7 @@ def test_a_stretch_ends_once_it_was_healthy_for_long_enough() -> None:
         assert said.startswith("the run is stopped") == goes_on
 
 
-def test_it_counts_the_same_after_a_daemon_s_restart() -> None:
+def test_the_budget_counts_the_same_after_a_restart_of_the_daemon() -> None:
     for distance, goes_on in ((QUIET, True), (QUIET + 1, False)):
         run = Run()
         for seq in (400, 700, 1000):

@@ -79,7 +79,7 @@ def test_none_where_one_got_no_verdict(ranks: Ranks) -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_none_where_one_does_not_come_and_that_one_neither(ranks: Ranks) -> None:
+def test_none_restores_where_one_comes_too_late(ranks: Ranks) -> None:
     others = threading.Barrier(WORLD)
 
     def act(rank: int) -> str:
@@ -127,7 +127,7 @@ def test_none_where_one_ends_before_it_said_that_it_is_ready(ranks: Ranks) -> No
     assert re.fullmatch(r"only [123] of 4 ranks came to step 20 within 0.3 s", others)
 
 
-def test_whoever_stood_still_finds_what_the_others_decided(ranks: Ranks) -> None:
+def test_a_rank_that_stood_still_finds_what_the_others_decided(ranks: Ranks) -> None:
     """The rank was stopped after it said that it is ready, for longer than the others wait."""
     consents: list[RankConsensus] = []
 
@@ -150,7 +150,7 @@ def test_slow_steps_are_not_waited_for_without_end(ranks: Ranks, monkeypatch: py
     assert ranks.consensus(10.0).ask_ranks(PROMISE, True, 1000.0) == "only 1 of 4 ranks came to step 20 within 0.2 s"
 
 
-def test_whoever_is_late_by_chance_says_what_the_others_say(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_random_delays_come_to_one_decision(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """With delays on both sides of every time-out, and ranks without a verdict, there are never two decisions.
 
     In some rounds there is time for all, however busy the machine is.
@@ -238,7 +238,7 @@ def test_the_directory_is_a_runs_own_and_is_left_with_the_run(ranks: Ranks) -> N
     assert not ranks.folder.exists()
 
 
-def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_of_one_process_needs_no_consensus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert RankConsensus(1.0, lambda: None).ask_ranks(PROMISE, True, 0.0) == ""
     assert RankConsensus(1.0, lambda: None).impossible() == ""
     monkeypatch.setattr(agreement, "place", lambda: (0, 2))

@@ -39,6 +39,6 @@ def test_a_change_of_the_task_that_was_announced_is_no_fault() -> None:
 
 
 @pytest.mark.usefixtures("private_places")
-def test_the_same_change_is_one_where_nobody_says_so() -> None:
+def test_the_same_change_is_a_fault_if_it_is_not_announced() -> None:
     run("phase")
     assert {"LossSpike", "Divergence"} & set(incidents())

@@ -151,7 +151,7 @@ def test_killed_at_a_byte(writer: Writer) -> None:
         assert newest(place) == 5
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     restorer, sent = armed(training, tmp_path)
     for seq in range(7):
@@ -206,7 +206,7 @@ def test_a_bit_that_flips(name: str, sound: Path, tmp_path: Path) -> None:
         assert find_latest(tmp_path / "flipped") is None, place
 
 
-def test_what_is_not_under_its_name_is_not_looked_at(sound: Path, tmp_path: Path) -> None:
+def test_a_snapshot_under_another_name_is_ignored(sound: Path, tmp_path: Path) -> None:
     place = tmp_path / "kept"
     shutil.copytree(sound, place)
     os.rename(place / "step-00000005", place / ".writing-00000005-1")

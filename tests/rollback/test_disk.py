@@ -71,7 +71,7 @@ def written(directory: Path, optimizer: str = "adamw", *, steps: int = 12, amp: 
 
 
 @pytest.mark.parametrize(("optimizer", "amp"), [*((name, False) for name in OPTIMIZERS), ("adamw", True)])
-def test_what_goes_on_is_what_never_stopped(tmp_path: Path, optimizer: str, amp: bool) -> None:
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, optimizer: str, amp: bool) -> None:
     expected = written(tmp_path / "kept", optimizer, amp=amp).state()
     other = Training(optimizer, amp=amp)
     for seq in range(3):  # so that state and generators differ
@@ -92,7 +92,7 @@ def test_a_new_process_has_no_optimizer_state_yet(tmp_path: Path) -> None:
     assert_same(other.state(), expected)
 
 
-def test_nothing_is_touched_where_there_is_none(tmp_path: Path) -> None:
+def test_nothing_is_touched_where_there_is_no_snapshot(tmp_path: Path) -> None:
     training = Training()
     before = training.state()
     assert again(training, tmp_path / "none") == 0
@@ -100,7 +100,7 @@ def test_nothing_is_touched_where_there_is_none(tmp_path: Path) -> None:
     assert (tmp_path / "none").stat().st_mode & 0o777 == 0o700
 
 
-def test_the_folder(tmp_path: Path) -> None:
+def test_the_files_of_a_snapshot(tmp_path: Path) -> None:
     written(tmp_path)
     (snapshot,) = snapshots.list_published(tmp_path)
     assert snapshot.path.name == "step-00000005"
@@ -111,7 +111,7 @@ def test_the_folder(tmp_path: Path) -> None:
     assert snapshot.flaw() == ""
 
 
-def test_no_more_than_the_tensors_is_written(tmp_path: Path) -> None:
+def test_only_the_bytes_of_the_tensors_are_written(tmp_path: Path) -> None:
     """A tensor in the arena is a view of the whole arena; only the tensor's own bytes are written."""
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,7 +141,9 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert again(Training(), tmp_path, before=15) == 11
 
 
-def test_older_ones_where_the_newest_led_to_the_same_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_snapshot_is_taken_where_the_newest_led_to_the_same_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training()
     restorer, sent = armed(training, tmp_path)
     for seq in range(12):
@@ -170,7 +172,7 @@ def test_a_rollback_takes_back_what_is_younger(tmp_path: Path) -> None:
     assert snapshots.steps(tmp_path) == [105]
 
 
-def test_one_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second order is refused while a snapshot is written, and the ring holds that snapshot until it is on disk."""
     from sentinel.hooks.snapshot import checkpoint_files
 

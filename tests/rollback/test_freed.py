@@ -60,7 +60,7 @@ def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str, w
     assert begun(line, weight) <= {gone, "torn"}
 
 
-def test_all_is_copied_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_copies_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffer, "_LONGEST", 1000)
     source, to = torch.arange(5000, dtype=torch.uint8), torch.zeros(5002, dtype=torch.uint8)
     assert copy_bytes(to[1:].data_ptr(), source.data_ptr(), 5000)
@@ -89,7 +89,7 @@ def test_what_has_gaps_is_copied_without_them(
     assert torch.equal(into, source)
 
 
-def test_where_the_call_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_copied_where_process_vm_readv_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     source, to = torch.arange(5000, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
     monkeypatch.setattr(host_buffer, "_read", None)
     assert copy_bytes(to.data_ptr(), source.data_ptr(), 5000)

@@ -44,7 +44,7 @@ def test_without_cgroups_it_is_what_the_machine_has(tmp_path: Path) -> None:
     assert memory_left(write(tmp_path, MEMINFO)) == (4096 * MB, "MemAvailable")
 
 
-def test_where_the_system_does_not_say_nothing_is_refused(tmp_path: Path) -> None:
+def test_nothing_is_refused_where_the_system_does_not_tell_its_memory(tmp_path: Path) -> None:
     assert memory_left(tmp_path)[0] == float("inf")
     Budget(2, tmp_path)(1 << 60)
 
@@ -72,7 +72,7 @@ def test_ranks_of_a_node_share_its_memory(tmp_path: Path) -> None:
         Budget(2, tmp_path).expect(1000 * MB, 4)
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_limits_of_cgroups_of_version_1(tmp_path: Path) -> None:
     directory = "sys/fs/cgroup/memory/docker/abc"
     files = {
         **MEMINFO,
@@ -84,7 +84,7 @@ def test_version_1(tmp_path: Path) -> None:
     assert memory_left(write(tmp_path, files))[0] == 106 * MB
 
 
-def test_refused_with_the_figures_and_the_mend(tmp_path: Path) -> None:
+def test_refused_with_the_figures_and_the_remedy(tmp_path: Path) -> None:
     write(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/job", **unified("/job", str(1000 * MB), 0)})
     Budget(3, tmp_path)(250 * MB)
     with pytest.raises(RollbackError, match=r"keep=3 .* of 0\.31 GB need 0\.94 GB .* 1\.05 GB is left") as refusal:
@@ -139,7 +139,7 @@ def test_attach_is_refused_where_the_snapshots_would_not_fit(monkeypatch: pytest
         Training().arm()
 
 
-def test_what_grew_since_disarms_and_training_goes_on(
+def test_state_that_outgrew_the_memory_disarms_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training()

@@ -91,7 +91,7 @@ def part(place: Path, rank: int, step: int) -> Path:
     return directory.path_of(node_parts.place_of(place, rank), step)
 
 
-def test_the_newest_of_which_all_parts_are_there(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+def test_the_newest_snapshot_whose_parts_are_all_there_is_taken(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
     assert resume(ranks, disks) == [11, 11]
     shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
     assert resume(ranks, [disks[0], disks[0]]) == [11, 11], "in a directory that nodes share"

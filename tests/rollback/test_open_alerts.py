@@ -117,7 +117,7 @@ def test_an_open_alert_that_does_not_roll_back_keeps_no_snapshot_away(name: str,
 
 
 @pytest.mark.parametrize("name", ROLLING_BACK)
-def test_one_that_may_roll_back_withholds_them_while_it_is_pending(name: str) -> None:
+def test_an_alert_that_may_roll_back_withholds_snapshots_while_it_is_pending(name: str) -> None:
     watched = Watched([held_open(name, "loss > 5", hold="60 steps")], Rollback(every=10, keep=2, margin=5))
     watched.train(23)
     watched.train(14, loss=9.0)
@@ -127,7 +127,7 @@ def test_one_that_may_roll_back_withholds_them_while_it_is_pending(name: str) ->
     assert watched.watch.run.attempt.withheld_by == ()
 
 
-def test_and_while_it_fires_and_could_not_roll_back() -> None:
+def test_an_alert_that_fires_and_could_not_roll_back_withholds_snapshots() -> None:
     watched = Watched([held_open("LossSpike", "loss > 5")], Rollback(every=10, keep=2, margin=5))
     watched.train(2)
     watched.train(22, loss=9.0)
@@ -180,7 +180,7 @@ def shown(watched: Watched) -> dict[str, str]:
     }
 
 
-def test_status_top_and_page_show_the_newest_good_one_and_its_age() -> None:
+def test_status_top_and_page_show_the_newest_good_snapshot_and_its_age() -> None:
     watched = Watched([held_open("LossSpike", "loss > 5", hold="60 steps")], Rollback(every=10, keep=2, margin=5))
     watched.train(4)
     for place, text in shown(watched).items():
@@ -203,7 +203,7 @@ def test_where_no_rollback_is_armed_nothing_is_said_of_it() -> None:
     assert status.state == "no data"
 
 
-def test_one_that_is_older_than_three_times_every_is_an_alert_that_says_why() -> None:
+def test_a_newest_snapshot_older_than_three_times_every_is_an_alert_that_says_why() -> None:
     rules = [held_open("LossSpike", "loss > 5", hold="60 steps"), RULES["SnapshotStale"]]
     watched = Watched(rules, Rollback(every=10, keep=2, margin=5))
     watched.train(22)

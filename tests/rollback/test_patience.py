@@ -57,7 +57,7 @@ def test_a_rank_that_answers_too_late_is_asked_again_and_the_run_is_rolled_back(
     assert verdict.id == second.id
 
 
-def test_it_is_not_asked_for_ever() -> None:
+def test_a_silent_rank_is_asked_a_limited_number_of_times() -> None:
     ranks, now, tries = Ranks(), 0.0, 1
     while not ranks.ended.done:
         ranks.promise(0, ranks.asked, now)

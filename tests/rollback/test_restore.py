@@ -135,7 +135,7 @@ def test_groups_that_were_added_since_stay() -> None:
     assert [group["params"] for group in training.optimizer.param_groups][1] == [extra]
 
 
-def test_buffers_made_anew_by_the_forward_pass() -> None:
+def test_buffers_that_the_forward_pass_makes_again() -> None:
     training = Training()
     training.model.register_buffer("cache", torch.arange(3.0))
     training.model.register_buffer("shared", torch.arange(3.0).expand(4, 3))
@@ -400,7 +400,7 @@ def test_stop_ends_the_run_at_the_exit_of_the_next_step(capsys: pytest.CaptureFi
     assert not torch.equal(training.state()["parameters"][0], weights[0])
 
 
-def test_a_fault_of_ours_never_reaches_the_loop(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_a_fault_of_sentinel_never_reaches_the_loop(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     training = Training()
     restorer, sent = training.arm()
 

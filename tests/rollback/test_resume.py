@@ -229,7 +229,7 @@ def test_a_run_that_does_not_fit_costs_no_snapshot(place: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04half a pickle", zlib.compress(bytes(1 << 20)), b"\xff" * 4000])
-def test_a_snapshot_that_its_checksums_vouch_for_and_that_is_none(place: Path, name: str, content: bytes) -> None:
+def test_files_with_right_checksums_that_hold_no_snapshot_are_an_error(place: Path, name: str, content: bytes) -> None:
     """Since no checksum is wrong, it is not passed over, and the error is not a traceback from pickle."""
     path = place / "step-00000010"
     (path / name).write_bytes(content)
@@ -250,7 +250,7 @@ def test_a_manifest_that_nests_without_end(place: Path, short: None, content: st
     assert again(Training(), place) == 6
 
 
-def test_a_manifest_of_before_it_named_its_parent(place: Path) -> None:
+def test_a_manifest_of_an_earlier_version_names_no_parent(place: Path) -> None:
     for step in (5, 10):
         rewrite(place / f"step-{step:08d}", parent=...)
     assert again(Training(), place) == 11
@@ -265,7 +265,7 @@ def test_the_line_that_was_written_to_last_is_followed(place: Path) -> None:
     assert [path.name[:14] for path in place.glob(".void-*")] == [".void-00000020"]
 
 
-def test_lines() -> None:
+def test_which_line_of_snapshots_is_followed() -> None:
     def seen(time: float, parent: int | None = None) -> Seen:
         return Seen("", "unchecked", parent=parent, time=time)
 
@@ -422,7 +422,7 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
     assert ranks.resume([place, tmp_path / "mount"], before_rank=be_late) == [11, 11]
 
 
-def test_a_file_server_that_hangs_is_said(
+def test_a_file_server_that_hangs_is_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A named pipe without a writer stands for the file server."""
@@ -438,7 +438,7 @@ def test_a_file_server_that_hangs_is_said(
     restorer.close()
 
 
-def test_a_state_that_is_long_in_coming_is_said(
+def test_a_state_that_takes_long_to_load_is_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(threads, "LATE_SECONDS", 0.1)
@@ -456,9 +456,7 @@ def test_a_state_that_is_long_in_coming_is_said(
     assert again(Training(), place) == 11
 
 
-def test_without_memory_for_the_line_a_rollback_is_finished_all_the_same(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_is_finished_without_memory_for_the_message(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     assert again(training, place) == 11
     restorer, _ = armed(training, place, step=11)
@@ -519,7 +517,7 @@ def test_a_directory_that_one_rank_never_sees(ranks: Ranks, place: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("short")
-def test_one_that_one_rank_sees_cut(ranks: Ranks, place: Path, tmp_path: Path) -> None:
+def test_a_snapshot_that_one_rank_sees_cut_short(ranks: Ranks, place: Path, tmp_path: Path) -> None:
     """For rank 0 the snapshot is whole, so there is no proof that it is damaged."""
     other = Path(shutil.copytree(place, tmp_path / "other"))
     path = other / "step-00000010" / "__0_0.distcp"
@@ -530,7 +528,7 @@ def test_one_that_one_rank_sees_cut(ranks: Ranks, place: Path, tmp_path: Path) -
     assert "100 bytes" in str(words[0])
 
 
-def test_one_that_one_rank_proves_damaged(ranks: Ranks, place: Path, tmp_path: Path) -> None:
+def test_a_snapshot_that_one_rank_proves_damaged(ranks: Ranks, place: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(place, tmp_path / "other"))
     flip(other / "step-00000010" / "__0_0.distcp")
     assert ranks.resume([place, other]) == [6, 6]

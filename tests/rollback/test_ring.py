@@ -72,7 +72,7 @@ def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
         assert seq < 4 or any(held <= seq - 4 for held in set(rings[0].held) & set(rings[1].held)), seq
 
 
-def test_a_late_one_does_not_push_out_the_only_good_one() -> None:
+def test_a_late_snapshot_does_not_push_out_the_only_good_one() -> None:
     ring = Ring(Parts(), keep=2, margin=4, afford=lambda nbytes: None)
     ring.overlap = False
     for seq in (0, 5, 8):  # that of step 4 was torn, and taken at 5
@@ -96,7 +96,7 @@ def test_held_in_a_healthy_run() -> None:
     assert taken[-1].nbytes == taken[0].nbytes > 4 * 4 * sum(p.numel() for p in training.model.parameters())
 
 
-def test_none_is_taken_under_suspicion() -> None:
+def test_no_snapshot_is_taken_under_suspicion() -> None:
     """Snapshots are taken only at multiples of `every`: ranks that hear of it a step apart then have some in common."""
     training = Training()
     restorer, sent = training.arm(Rollback(every=2, keep=2, margin=2))
@@ -260,7 +260,7 @@ def test_all_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive == [False, False]
 
 
-def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_without_a_checksum_has_a_flaw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
 
@@ -277,7 +277,7 @@ def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.Mo
     assert complete.flaw() == "the snapshot of step 3 has no checksum: making it failed"
 
 
-def test_an_interrupt_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_does_not_use_up_the_memory_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's loop may catch the interrupt and go on; without this, two of them would end all snapshots silently."""
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     model = torch.nn.Linear(2, 2)

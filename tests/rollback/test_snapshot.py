@@ -216,7 +216,7 @@ def test_a_buffer_that_two_modules_share_is_kept_once() -> None:
     assert len(taken(Buffers([model]))._kept["buffers"]) == 5
 
 
-def test_a_watch_sees_one_element_that_no_sample_holds() -> None:
+def test_the_change_detector_sees_one_element_that_no_sample_holds() -> None:
     weight = nn.Parameter(torch.zeros(1 << 20))
     snapshot = Snapshot()
     snapshot.take(0, [Weights([nn.ParameterList([weight])], [])], lambda nbytes: None)

@@ -104,7 +104,7 @@ def test_without_a_store_that_all_reach_nothing_is_promised(ranks: Ranks, monkey
     assert "is a HashStore, and must be a TCPStore" in RankConsensus(1.0, lambda: None).impossible()
 
 
-def test_whoever_said_that_it_is_ready_and_loses_the_store_is_in_doubt(ranks: Ranks) -> None:
+def test_a_rank_that_is_ready_and_loses_the_store_is_in_doubt(ranks: Ranks) -> None:
     """The third rank, which hosts the store, ends. The others cannot know that nothing was decided by then."""
     ready = threading.Barrier(WORLD)
 

@@ -25,7 +25,7 @@ from sentinel.hooks.rollback.options import Rollback
         ({"state": {"ema": 3}}, ["'ema'", "int", "state_dict"]),
     ],
 )
-def test_refused_with_the_field_the_value_and_the_mend(terms: dict[str, Any], words: list[str]) -> None:
+def test_refused_with_the_field_the_value_and_the_remedy(terms: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(AttachError) as refusal:
         Rollback(**terms)
     for word in words:
