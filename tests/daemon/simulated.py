@@ -20,7 +20,7 @@ from tests.zygote import DAEMON, ForkedProcess, start_zygote
 Message = TypeVar("Message")
 
 DEADLINE_SECONDS = 60.0
-"""How long to wait for what should come at once: a shared machine may need half a minute to start a process."""
+"""How long to wait for what should come at once, in seconds: starting a process on a shared machine may take 30 s."""
 
 
 class SimulatedRank:
@@ -29,7 +29,7 @@ class SimulatedRank:
     def __init__(
         self, path: Path, rank: int = 0, world: int = 1, *, run_id: str = "r1", session: str = "", on_a_node: int = 0
     ) -> None:
-        """`on_a_node`: how many ranks are on each node; 0: all on one."""
+        """Connect to the daemon; `on_a_node` is the number of ranks on each node, 0 if all are on one."""
         node = rank // on_a_node if on_a_node else 0
         self.identity = wire.Identity(
             run="train", run_id=run_id, rank=rank, world_size=world, pid=os.getpid(), session=session or f"s{rank}",
@@ -66,7 +66,7 @@ class SimulatedRank:
         self.expect(wire.Welcome)
 
     def steps(self, first: int, losses: list[float], *, began: float = 1e9, **columns: list[float]) -> None:
-        """Report steps `first`, `first + 1`, ... with these losses, a second apart. `began`: time of step 0."""
+        """Report steps `first`, `first + 1`, ... with these losses, a second apart; `began` is the time of step 0."""
         seqs = range(first, first + len(losses))
         self.say(
             wire.Batch(
@@ -107,7 +107,7 @@ class SimulatedRank:
 
 @contextlib.contextmanager
 def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """Run a real daemon; yields its socket's path and its process, and kills it at the end if it is still alive.
+    """Run a real daemon; yield its socket's path and its process, and kill it at the end if it is still alive.
 
     It has normal priority (`--nice 0`) even while tests keep all cores busy, unless `options` say otherwise.
     """
@@ -116,7 +116,7 @@ def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator
     command = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", "--directory", str(directory), *options]
     how: dict[str, Any] = {"cwd": "/", "stderr": subprocess.PIPE, "env": {**os.environ, **limits}}
     process = (
-        subprocess.Popen(command, **how)  # packages there must be found when ours is imported
+        subprocess.Popen(command, **how)  # packages there must be found when the daemon imports its own
         if "PYTHONPATH" in limits
         else ForkedProcess(command, zygote=start_zygote(DAEMON), **how)
     )

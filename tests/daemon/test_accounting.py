@@ -1,4 +1,4 @@
-"""What the daemon costs, and how that is shared out among ranks."""
+"""What the daemon costs, and how its cost is divided among the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rank(number: int) -> Rank:
 
 
 class Clock:
-    """CPU seconds that the daemon has used."""
+    """A clock of the CPU seconds that the daemon has used."""
 
     def __init__(self) -> None:
         self.used = 0.0
@@ -31,7 +31,7 @@ class Clock:
 
 
 def turned(accounting: Accounting, clock: Clock, seconds: float, now: float, sent: dict[Rank, int]) -> list[Rank]:
-    """A second in which the daemon uses so much, and the ranks send so many bytes."""
+    """Let a second pass in which the daemon uses `seconds` of CPU time and the ranks send `sent` bytes."""
     clock.used += seconds
     for one, nbytes in sent.items():
         accounting.count_frame(one, nbytes)
@@ -41,7 +41,7 @@ def turned(accounting: Accounting, clock: Clock, seconds: float, now: float, sen
 def test_it_is_shared_out_by_what_they_sent() -> None:
     clock, busy, quiet = Clock(), rank(0), rank(1)
     accounting = Accounting(clock)
-    clock.used = 3.0  # its start
+    clock.used = 3.0  # used by its start
     for second in range(20):
         turned(accounting, clock, 0.04, float(second), {busy: 3000, quiet: 1000})
     assert busy.daemon_share == pytest.approx(0.03, rel=0.01)

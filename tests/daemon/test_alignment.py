@@ -1,4 +1,4 @@
-"""Steps of 1, 4 and 64 ranks that are late, silent, lost or back again."""
+"""Steps of 1, 4 and 64 ranks, some of which are late, silent, lost or connected again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_any_order_of_arrival_gives_all_steps_in_order_with_all_samples(ranks: i
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_batch_is_as_if_its_steps_were_reported_one_by_one(seed: int) -> None:
-    """Of one rank, which is taken in at once, and of several; ranks leave with steps open, come back, fall silent."""
+    """With one rank (which is taken in at once) or several, which leave with open steps, return and fall silent."""
     rng = random.Random(seed)
     by_step, by_batch = Alignment[int](), Alignment[int]()
     following, now = dict.fromkeys(range(rng.choice([1, 1, 2, 3])), 0), 0.0
@@ -94,9 +94,9 @@ def test_fast_steps_wait_for_eight_of_them() -> None:
         alignment.report(0, seq, 0, now=0.0)
     assert seqs(alignment, 1.5) == []
     alignment.report(0, 8, 0, now=0.0)
-    # A batch of a hundred steps of one rank is no silence of the other.
+    # A batch of a hundred steps of one rank does not make the other rank silent.
     assert seqs(alignment, 0.9) == []
-    # Rank 1 made step 0 wait too long, and no later step waits for it.
+    # Rank 1 made step 0 wait too long, so no later step waits for it.
     assert seqs(alignment, 1.0) == list(range(9))
 
 
@@ -142,7 +142,7 @@ def test_a_rank_whose_connection_broke_goes_on_where_it_was() -> None:
     alignment.join(1, 5)
     for seq in (3, 4, 5):
         alignment.report(0, seq, 0, now=0.0)
-    # Steps 3 and 4 were dropped while the connection was away; rank 1 will never report them.
+    # Steps 3 and 4 were dropped while the connection was down; rank 1 will never report them.
     assert seqs(alignment, 0.0) == [3, 4]
     alignment.report(1, 5, 1, now=0.0)
     assert seqs(alignment, 0.0) == [5]

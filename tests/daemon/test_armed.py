@@ -1,4 +1,4 @@
-"""A rollback is armed only while all ranks are there and each of them offers it."""
+"""Rollback is armed only while all ranks are connected and each of them offers it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 
 def train(rank: SimulatedRank, terms: wire.RollbackTerms | None = TERMS) -> None:
-    """As far as a snapshot that is good."""
+    """Train until a snapshot is good."""
     rank.hello(rollback=terms)
     for start in range(0, 250, 50):
         rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
@@ -22,7 +22,7 @@ def train(rank: SimulatedRank, terms: wire.RollbackTerms | None = TERMS) -> None
 
 
 def told_of_a_spike(ranks: list[SimulatedRank]) -> str:
-    """What the first rank hears, and that nobody is asked to promise anything."""
+    """Report a spike and return the first rank's notice, after a check that no rank is asked to promise anything."""
     for rank in ranks:
         rank.steps(250, [9.0] * 5, step_seconds=[0.1] * 5)
     text = ranks[0].expect(wire.Notice).text

@@ -1,4 +1,4 @@
-"""How long every step is sampled while an alert stays open."""
+"""For how long every step is sampled while an alert stays open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.runs import Run
 
 
 class Asked:
-    """A run of one rank, and the steps that it is asked to sample."""
+    """A run of one rank, and a record of the steps that it is asked to sample."""
 
     def __init__(self) -> None:
         run = Run("train", "r1", 0.0)
@@ -19,7 +19,7 @@ class Asked:
         self.attention = Attention(run.attempt, self)
         self.sampled: set[int] = set()
         self.rare: list[bool] = []
-        """Of each message: whether it asks for tier 3."""
+        """For each message, whether it asks for tier 3."""
         self.seq = -1
 
     def send(self, rank: int, message: wire.Message) -> None:
@@ -28,7 +28,7 @@ class Asked:
         self.sampled |= set(range(self.seq + 1, self.seq + 1 + message.steps))
 
     def judge(self, steps: int, *suspicions: str, rare: tuple[str, ...] = ()) -> set[int]:
-        """So many steps go by, a few to a batch; those of them that are sampled."""
+        """Let `steps` steps pass in batches of five, and return those that are sampled."""
         first = self.seq + 1
         for _ in range(steps // 5):
             self.seq += 5
@@ -46,7 +46,7 @@ def asked() -> Asked:
 
 def test_an_alert_that_stays_open_is_sampled_for_a_while(asked: Asked) -> None:
     assert asked.judge(100) == set()
-    assert len(asked.judge(100, "AlwaysClipping")) == 95  # all from the first batch on
+    assert len(asked.judge(100, "AlwaysClipping")) == 95  # every step after the first batch
     asked.judge(10_000, "AlwaysClipping")
     assert LIMIT <= len(asked.sampled) <= LIMIT + ATTEND_STEPS
 

@@ -1,4 +1,4 @@
-"""When an incident began: at a first sign that is near it and explains it, or with its own condition."""
+"""An incident begins at a first sign that is near it and explains it, or else with its own condition."""
 
 from __future__ import annotations
 

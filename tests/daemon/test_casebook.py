@@ -33,7 +33,7 @@ def rules() -> list[Rule]:
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
-    """First fires at the first step for good, Flapping `TIMES` times and is over."""
+    """A run in which First fires at the first step and stays open, and Flapping fires and resolves `TIMES` times."""
     monkeypatch.setattr(incident_log, "CASES", 4)
     run = Run("train", "r1", 0.0)
     watch = watch_run(run, rules(), Store(tmp_path / "r1.sqlite", run="train", run_id="r1"))
@@ -54,7 +54,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
 
 
 def test_ranks_are_asked_for_what_the_rule_names() -> None:
-    """No action has to be named for it, and a rule of any name may."""
+    """Neither an action nor a certain name of the rule is needed for that."""
     text = (
         "group: t\nrules: [{alert: Mine, expr: loss > 5, evidence: [moments, census]}, {alert: Other, expr: loss > 5}]"
     )

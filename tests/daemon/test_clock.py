@@ -1,6 +1,6 @@
 """The node's clock is set while a run is watched.
 
-Windows, `for` and `keep_firing` in time keep their length, and messages show the clock that users have.
+Durations of windows, `for` and `keep_firing` stay the same, and messages show the clock that users have.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.daemon.test_problems import Watched, watched
 
 
 def summed_up(folder: Path, held: Callable[[int], float], **more: float) -> str:
-    """What is said at the end of 120 steps with so much memory, 20 GB being left."""
+    """Return the summary of a run of 120 steps that held so many bytes at each step, with 20 GB left."""
 
     async def scenario(run: Watched) -> None:
         steps = range(120)

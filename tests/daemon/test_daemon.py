@@ -78,7 +78,7 @@ def test_it_does_not_wait_for_a_run_whose_starter_is_gone() -> None:
 
 
 def asked_after_a_spike(rank: SimulatedRank) -> wire.Prepare:
-    """Healthy steps with snapshots, then a spike, and what the daemon asks for."""
+    """Report healthy steps with snapshots, then a spike, and return the daemon's order to prepare."""
     rank.hello(rollback=TERMS)
     for start in range(0, 250, 50):
         rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
@@ -92,7 +92,7 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
         prepare = asked_after_a_spike(rank)
         assert prepare.to == 200
         assert prepare.at > 253
-        # Too late: the daemon aims further ahead.
+        # The order came too late: the daemon aims at a later step.
         rank.say(wire.Prepared(id=prepare.id, ok=False, seq=prepare.at + 3))
         assert rank.expect(wire.Abort).id == prepare.id
         again = rank.expect(wire.Prepare)
@@ -103,7 +103,7 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
         assert "LossSpike" in rank.expect(wire.Notice).text
         assert f"rolled back to step 200 at the exit of step {again.at}" in rank.expect(wire.Notice).text
 
-        # The budget is one: the next spike stops the run.
+        # The budget is one rollback: the next spike stops the run.
         after = again.at + 1
         rank.steps(after, HEALTHY[200:260], step_seconds=[0.1] * 60)
         rank.steps(after + 60, [9.0] * 5, step_seconds=[0.1] * 5)
@@ -115,7 +115,7 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
 
 
 def spiked_and_not_finite(rank: SimulatedRank) -> wire.Prepare:
-    """Two alerts that ask for a rollback; one is under way for the first, and then the other fires."""
+    """Let two alerts fire that ask for a rollback, the second while the rollback for the first is in progress."""
     first = asked_after_a_spike(rank)
     assert "LossSpike" in rank.expect(wire.Notice).text
     rank.steps(254, [math.nan], step_seconds=[0.1])
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_between_promise_and_commit_ends_it_for_all() -> None:
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_rank_whose_connection_breaks_after_the_commit_says_how_it_ended(heard: bool) -> None:
-    """The ranks decide among themselves then: that none of them was rolled back would be false."""
+    """The ranks decide among themselves in that case: to report that none was rolled back would be false."""
     with daemon_process() as (path, _), contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(path, number, 2)) for number in range(2)]
         for rank in ranks:
@@ -238,7 +238,7 @@ def test_a_rank_whose_connection_breaks_after_the_commit_says_how_it_ended(heard
         commits = [rank.expect(wire.Commit) for rank in ranks]
         ranks[1].__exit__()
         back = stack.enter_context(SimulatedRank(path, 1, 2))
-        while back.ask("status")["runs"][0]["ranks"][1]["state"] == "live":  # its end has not been seen yet
+        while back.ask("status")["runs"][0]["ranks"][1]["state"] == "live":  # the daemon has not seen its end yet
             pass
         promise = 0 if heard else commits[1].id
         back.say(wire.Hello(version="test", identity=back.identity, rollback=TERMS, next_seq=260, promise=promise))
@@ -252,7 +252,7 @@ def test_a_rank_whose_connection_breaks_after_the_commit_says_how_it_ended(heard
 
 
 def spiked(rank: SimulatedRank) -> wire.Commit:
-    """Train, spike, and promise."""
+    """Report healthy steps and a spike, promise, and return the commit."""
     rank.hello(rollback=TERMS)
     for start in range(0, 250, 50):
         rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
@@ -279,7 +279,7 @@ def test_a_snapshot_that_is_no_good_is_followed_by_the_next_older_one() -> None:
 
 
 def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
-    """Not all ranks were at the step in time: the snapshot is as good as it was. It is not tried without end."""
+    """Not all ranks reached the step in time, so the snapshot is still good; the number of tries is limited."""
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         commit = spiked(rank)
         for at in (260, 265, 270):
@@ -291,7 +291,7 @@ def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
 
 
 def test_a_restore_that_went_half_way_stops_the_run_and_is_kept() -> None:
-    """A daemon that came after a kill would else take the rollback for one that was cut short, and begin it again."""
+    """Otherwise a daemon that starts after a kill would take the rollback for an interrupted one and begin it again."""
     said = "rank 0 is not in the state that was agreed on: fault"
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         commit = spiked(rank)
@@ -360,7 +360,7 @@ def test_a_daemon_that_is_terminated_leaves_nothing_but_history() -> None:
 
 
 def test_no_room_for_history_is_told_and_alerts_go_on(tmp_path: Path) -> None:
-    # A limit on the size of files is a full disk to SQLite, and needs no file system of our own.
+    # For SQLite a limit on the size of files is a full disk; no separate file system is needed.
     script = tmp_path / "small_disk.py"
     script.write_text(
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
@@ -411,7 +411,7 @@ def test_a_rule_of_the_users_fires() -> None:
 
 
 def test_all_of_it_yields_to_the_training() -> None:
-    """A thread that was there before its process became nice would not."""
+    """A thread that was started before its process became nice would not."""
     with daemon_process("--nice", "7") as (path, process), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, HEALTHY[:20])

@@ -1,4 +1,4 @@
-"""A daemon whose history is damaged meanwhile, and a daemon whose receivers cannot be reached: both are reported."""
+"""A history that is damaged while the daemon runs, and receivers that cannot be reached: both are reported."""
 
 from __future__ import annotations
 

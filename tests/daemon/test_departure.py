@@ -1,4 +1,4 @@
-"""How a daemon lets go of runs that have ended, many at a time."""
+"""How a daemon closes many runs that have ended at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sentinel.store import Store
 def test_receivers_of_many_runs_take_no_longer_than_those_of_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each run's may have 5 s: twenty runs would have 100, and systemd kills after 90."""
+    """Each run may take 5 s: one after the other, twenty runs would take 100 s, and systemd kills after 90 s."""
     closed: list[str] = []
 
     async def scenario() -> None:

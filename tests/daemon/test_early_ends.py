@@ -38,7 +38,7 @@ RULES = "group: mine\nrules: []\n"
 
 @pytest.fixture
 def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rules that the daemon reads at its start, and waits for until they are written."""
+    """A named pipe as the rule file: the daemon reads it at its start, and waits until something is written to it."""
     fifo = tmp_path / "rules.yaml"
     os.mkfifo(fifo)
     monkeypatch.setenv("SENTINEL_RULES", str(fifo))
@@ -57,7 +57,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def await_cases(alerts: set[str]) -> list[dict[str, Any]]:
-    """Those of these alerts, and no others: a daemon that goes writes its history last."""
+    """Wait until the incidents are of exactly these alerts: a daemon that ends writes its history last."""
     found: list[dict[str, Any]] = []
 
     def are_there() -> bool:

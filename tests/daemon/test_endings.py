@@ -1,4 +1,4 @@
-"""How processes ended, as the kernel tells in the moment before their parent asks."""
+"""How processes ended, as the kernel tells it before their parent asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that send nonsense get an explanation, and cost no other rank a step."""
+"""Ranks that send nonsense get an explanation, and no other rank loses a step by it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ TABLE = wire.LayerTable(
 
 @pytest.mark.parametrize("block", ODD.values(), ids=ODD)
 def test_layers_that_do_not_fit_are_whose_they_are(block: wire.LayerBlock) -> None:
-    """They were found when the step closed, in the hands of the rank that closed it: that one was refused."""
+    """They were found only when the step closed, and the rank that closed it was refused instead of theirs."""
     run = Run("train", "r1", 0.0)
     ranks = []
     for number in (0, 1):
@@ -96,7 +96,7 @@ def test_steps_count_from_0(seq: int) -> None:
 
 @pytest.mark.processes
 def test_a_connection_is_one_ranks() -> None:
-    """Each run more on one connection would be one that never ends."""
+    """Each further run on one connection would be a run that never ends."""
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank, SimulatedRank(path, run_id="r2") as hydra:
             rank.hello()
@@ -112,7 +112,7 @@ def test_a_connection_is_one_ranks() -> None:
 
 @pytest.mark.processes
 def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
-    """Attached before its process group was there. Rank 0 would else be waited for, and lost with the process."""
+    """It attached before its process group was there; otherwise rank 0 would be awaited, and lost with the process."""
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:
             rank.hello()
@@ -129,7 +129,7 @@ def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
 
 
 class Silent:
-    """A service to which nobody ever gets."""
+    """A service that answers every message and ignores disconnects."""
 
     async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
         peer.send(wire.Answer(ok=True))
@@ -177,7 +177,7 @@ def test_a_user_has_so_many_connections(private_places: Path) -> None:
         while True:
             again, writer = await asyncio.open_unix_connection(path)
             writer.write(wire.frame(wire.Query(what="status")))
-            if b"connections" not in await again.read(128):  # its predecessor's end has been seen
+            if b"connections" not in await again.read(128):  # the end of the former connection has been seen
                 break
             writer.close()
         listener.close()
@@ -211,7 +211,7 @@ def test_the_time_of_a_step_is_a_number() -> None:
 
 @pytest.mark.processes
 def test_a_rank_of_an_attempt_that_is_over_says_nothing_to_the_next() -> None:
-    """What it still had to send, from far ahead, would be a step of the new attempt, before which all are late."""
+    """A late message from a step far ahead would count as a step of the new attempt, and make all its steps late."""
     with daemon_process() as (path, process):
         with SimulatedRank(path, 0, 2) as former, SimulatedRank(path, 1, 2) as late:
             for rank in (former, late):

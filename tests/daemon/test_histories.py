@@ -1,4 +1,4 @@
-"""A run returns while its history cannot be read for a moment: no descriptor is free, or it is locked."""
+"""A run returns while its history cannot be read for a moment: no file descriptor is free, or it is locked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ IDENTITY = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, pid=1, 
 
 
 def at(path: Path) -> Tenants:
-    """Users whose only run has its history there."""
+    """Return users whose only run has its history at this path."""
     return cast("Tenants", SimpleNamespace(history=lambda _: path))
 
 
 def begin_without_file(opened: Opened | None) -> Store:
-    """The first attempt of a run that is watched, though nothing can be written."""
+    """Begin the first attempt of a watched run whose history cannot be written."""
     assert opened is not None
     assert opened.store is not None
     assert (opened.begins, opened.resumable) == (0, False)
@@ -37,7 +37,7 @@ def begin_without_file(opened: Opened | None) -> Store:
 
 
 def test_it_is_asked_to_come_back_and_nothing_is_moved(tmp_path: Path) -> None:
-    """It was taken for damaged and moved aside; begun again, attempt 0 would have taken the place of the one in it."""
+    """It used to be moved aside as damaged, and attempt 0 of a new file would have replaced the attempt 0 in it."""
     path = tmp_path / "runs" / "r1.sqlite"
     before = Store(path, run="train", run_id="r1")
     before.records.begin_attempt(0, msgspec.msgpack.encode({}))
@@ -74,11 +74,11 @@ def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(
 
 
 def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path) -> None:
-    """Its file had a header and no table. The run was put off for a minute, and nothing watched it."""
+    """Such a file has a header and no table. The run used to be put off for a minute, in which nothing watched it."""
     path = tmp_path / "r1.sqlite"
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as full:
         full.execute("PRAGMA journal_mode = WAL")
-        full.execute("BEGIN IMMEDIATE")  # in place of a full disk: what is there can be read, and not written
+        full.execute("BEGIN IMMEDIATE")  # stands for a full disk: the content can be read, but not written
         opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)
         store = begin_without_file(opened)
     store.close()

@@ -1,4 +1,4 @@
-"""A run that ends soon after its alert: its ranks' evidence is still collected, without holding them up for long."""
+"""A run that ends soon after its alert: its ranks' evidence is still collected, without delaying them for long."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_owed_at_the_goodbye_is_waited_for(private_places: Path) -> None
 def test_people_are_told_the_cause_that_came_with_the_goodbye(
     tmp_path: Path, private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the time in which changes are gathered: it is cut short by the end of the run."""
+    """This is within the time in which changes are grouped, which the end of the run cuts short."""
     with consumer() as ops:
         monkeypatch.setenv("OPS", ops.url)
         with daemon_process("--config", write(tmp_path, "60s")) as (path, process), SimulatedRank(path) as rank:

@@ -1,4 +1,4 @@
-"""GPUs and host as the daemon reads them: which rank is on which, what the rules see, and that nothing is held up."""
+"""GPUs and host as the daemon reads them: which rank is on which, what the rules see, and that no reading blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OURS, STRANGER = 4000, 4001
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    """None of its boards is stuck unless a test says so, and then half a second may be too short for a busy machine."""
+    """Return a fake driver, and lengthen the time limit: on a busy machine half a second may be too short."""
     monkeypatch.setattr(machine_module, "WAIT_SECONDS", 30.0)
     fake = FakeNvml()
     yield fake
@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def watched(store: Store | None, *gpus: str) -> WatchedRun:
-    """A watch over a run of as many ranks as there are UUIDs, each on its GPU; an empty UUID: on the CPU."""
+    """Return a run of as many ranks as there are UUIDs, each on its GPU; an empty UUID stands for the CPU."""
     pipeline: Any = SimpleNamespace(queues=(), status=list, trouble="")
     silences: Any = SimpleNamespace(of_run=lambda *_: [])
     notifier: Any = SimpleNamespace(pipeline=pipeline, silences=silences)
@@ -68,7 +68,7 @@ def watched(store: Store | None, *gpus: str) -> WatchedRun:
 
 
 def bare(nvml: FakeNvml, index: int) -> str:
-    """As CUDA has it."""
+    """Return the UUID as CUDA writes it."""
     return nvml.boards[index].uuid.removeprefix("GPU-").upper()
 
 
@@ -146,7 +146,7 @@ def test_a_stuck_gpu_and_a_stuck_driver_hold_nobody_up(nvml: FakeNvml, monkeypat
 
         ticking = asyncio.create_task(tick())
         await machine.turn([watch])
-        while silent(1):  # on a busy machine it may be late, too
+        while silent(1):  # on a busy machine the second GPU may be late, too
             await machine.turn([watch])
         ticking.cancel()
         return ticks
@@ -194,10 +194,10 @@ def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> 
     store.write()
     with History(store.path) as history:
         kept = [(event.detail["gpu"], event.detail["code"]) for event in history.events("gpu fault")]
-        assert kept == [(0, 31), (0, 79)]  # the other GPU is somebody else's
+        assert kept == [(0, 31), (0, 79)]  # the other GPU is not used by this run
         assert history.devices() == ["gpu 0", f"node {machine.devices.hostname}"]
         temperature = history.readings("gpu_temperature_celsius", "gpu 0")
-    assert (list(temperature.values), list(temperature.seqs)) == ([64.0], [-1])  # the next one is 15 s later
+    assert (list(temperature.values), list(temperature.seqs)) == ([64.0], [-1])  # the next reading is kept 15 s later
     status = views.status([watch])["runs"][0]
     lines = list(device_status.lines(status["gpus"], status["host"]))
     assert lines[0] == "  gpu 0     rank 0, 87% busy, 64.4 of 86 GB, 64 C, 412 W"
@@ -207,7 +207,7 @@ def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> 
 
 
 def test_a_gpu_that_answers_late_is_kept_from_its_first_reading(store: Store) -> None:
-    """The host was read before it, and is kept every 15 s."""
+    """The host is read before the GPU, and each is kept every 15 s."""
     watch = watched(store)
     host, gpu = Entity("node", "a"), Entity("gpu", "0")
     for now, read in ((0.0, [host]), (4.0, [host, gpu]), (8.0, [host, gpu]), (15.0, [host, gpu])):
@@ -301,7 +301,7 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_driver_reports_by_itself_is_told_at_once(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next reading would be in an hour."""
+    """The next regular reading would be in an hour."""
     monkeypatch.setattr(machine_module, "AT_ONCE_SECONDS", 0.01)
     watch, machine = watched(None, bare(nvml, 0)), MachineReader(lambda: Gpus.open(nvml))
 

@@ -1,4 +1,4 @@
-"""A real daemon and a webhook's consumer: each message comes once, whatever dies in between."""
+"""A real daemon and a webhook's receiver: each message arrives once, whatever is killed in between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ops() -> Iterator[Consumer]:
 
 @pytest.fixture
 def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Of a daemon with one rule that is easily fired, and one receiver."""
+    """Return the options of a daemon with one rule that is easily fired, and one receiver."""
     monkeypatch.setenv("OPS", f"{ops.url}/{SECRET}")
     (tmp_path / "rules.yaml").write_text(
         "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"

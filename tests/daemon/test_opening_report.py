@@ -28,7 +28,7 @@ def steps(
     rate: float = 1e-3,
     pace: wire.Pace | None = None,
 ) -> None:
-    """Steps with a learning rate, and at some of them a look whether gradients are cleared."""
+    """Report steps with a learning rate; the steps in `kept` also say whether gradients were kept."""
     rank.say(
         wire.Batch(
             seqs=array("q", range(first, first + count)).tobytes(),
@@ -71,7 +71,7 @@ def test_it_is_said_once(kept: dict[int, float], rate: float, text: str) -> None
         assert status()["opening"] is None
         steps(rank, 63, 40, kept={63: 0.0}, rate=rate)
         line = f"first 64 steps: {text}"
-        while (notice := rank.expect(wire.Notice)).alert:  # the alert's own
+        while (notice := rank.expect(wire.Notice)).alert:  # the alert's own notice
             pass
         assert notice.text == f"[sentinel] {line}"
         assert status()["opening"]["text"] == line

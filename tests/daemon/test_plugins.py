@@ -1,4 +1,4 @@
-"""Actions and receivers of another package in a real daemon: one that works and one that does not."""
+"""Actions and receivers of another package in a real daemon: some that work and some that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From steps to receivers: one page for one problem, two for two, whatever else the rules find."""
+"""From steps to receivers: one page for one problem, two pages for two, whatever else the rules find."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ LINE = "[sentinel] "
 DEAD_AND_ALIVE = wire.LayerTable(
     digest="d", layers=tuple(wire.Layer(name=name, shape=(2, 2), dtype="float32") for name in ("a.weight", "b.weight"))
 )
-"""Of the layer that is dead."""
+"""The layers of a model of which one is dead."""
 
 
 class Watched:
-    """A run under watch with people who are told, in a running loop."""
+    """A watched run with three receivers, in a running event loop."""
 
     def __init__(self, folder: Path, rules: Sequence[Rule]) -> None:
         run = Run("train", "r1", 0.0)
@@ -75,7 +75,7 @@ class Watched:
         self.next = 0
 
     async def steps(self, layers: Sequence[wire.LayerBlock] = (), **columns: Sequence[float]) -> None:
-        """The next steps, a second each; returns when all are told."""
+        """Report the next steps, a second each, and return once all messages are delivered."""
         count = len(next(iter(columns.values())))
         seqs = range(self.next, self.next + count)
         batch = wire.Batch(
@@ -100,7 +100,7 @@ class Watched:
         return {case.alert: case.parent for case in self.watch.incidents.log.cases.values()}
 
     def shown(self) -> list[str]:
-        """What the terminal printed: the names of blocks, and lines."""
+        """Return what the terminal printed: the alert's name for a block, and whole lines."""
         texts = [notice.text for notice in self.notices if notice.text]
         return [text if text.startswith(LINE) else text.split()[3] for text in texts]
 
@@ -128,7 +128,7 @@ def pages(messages: Sequence[Message]) -> set[str]:
 
 
 def values(count: int, **odd: tuple[int, int]) -> dict[str, list[float]]:
-    """0, and 1 from one step to another: of the names."""
+    """Return a column for each signal: 1 from one step up to another for those named, otherwise 0."""
     names = {name: [0.0] * count for name in SIGNALS}
     for name, (since, end) in odd.items():
         names[name][since:end] = [1.0] * (min(end, count) - since)
@@ -136,7 +136,7 @@ def values(count: int, **odd: tuple[int, int]) -> dict[str, list[float]]:
 
 
 def training(count: int, jump: int) -> dict[str, list[float]]:
-    """A run whose learning rate jumps a thousandfold."""
+    """Return columns of a run whose learning rate rises a thousandfold at step `jump`."""
     noise = random.Random(0)
     before = [2 + 2 * 0.99**seq + noise.gauss(0, 0.02) for seq in range(jump)]
     after = [9 + min(seq, 100) * 0.2 + noise.gauss(0, 0.5) for seq in range(count - jump)]
@@ -214,7 +214,7 @@ def test_a_consequence_that_nothing_explains_has_the_cause_of_its_parent(tmp_pat
 
 
 def test_what_is_known_late_explains_all_that_it_brought_about_before(tmp_path: Path) -> None:
-    """GradientsNotCleared is certain some looks after the spike and the climb that come of it."""
+    """GradientsNotCleared is certain only some samples after the spike and the climb that it causes."""
 
     async def scenario(run: Watched) -> None:
         noise = random.Random(0)
@@ -256,7 +256,7 @@ def test_a_card_that_dies_with_its_rank_is_one_page_and_the_cause_of_both(tmp_pa
 
 
 def test_what_follows_from_a_spike_is_not_given_as_its_cause(tmp_path: Path) -> None:
-    """By its rule a dead layer is an effect of it."""
+    """By its rule a dead layer is a consequence of the spike."""
 
     async def scenario(run: Watched) -> None:
         noise = random.Random(0)
@@ -306,7 +306,7 @@ def test_a_consequence_that_outlives_its_parent_is_its_own_under_the_same_key(tm
     assert run.bot.got[-1].firing
     assert run.bot.got[-1].leading.alert == "Mild"
     assert pages(run.bot.got) == pages(run.hook.got) == pages(run.pager.got)
-    assert alerts(run.hook.got) == ["Severe"]  # it is firing as they know
+    assert alerts(run.hook.got) == ["Severe"]  # for this receiver it is still firing
     assert run.shown()[-1] == "[sentinel] Severe (since step 2): over at step 10; Mild, Follows still firing"
     with History(tmp_path / "r1.sqlite") as kept:
         assert {case["alert"]: case["parent"] for case in kept.incidents()} == run.cases

@@ -12,7 +12,7 @@ from sentinel.daemon.ranks.processes import Processes
 
 
 def test_what_was_sent_before_a_process_ended_is_read_first() -> None:
-    """A busy daemon saw the end of a rank before the word of its supervisor, and called the rank lost."""
+    """A busy daemon saw the end of a rank before its supervisor's message, and reported the rank as lost."""
     happened: list[str] = []
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=-1)
 
@@ -30,7 +30,7 @@ def test_what_was_sent_before_a_process_ended_is_read_first() -> None:
             happened.append(f"ended with {status}")
             over.set()
 
-        async def read() -> None:  # as the daemon's connections are read
+        async def read() -> None:  # in the way the daemon's connections are read
             await loop.sock_recv(ours, 1)
             happened.append("announced")
 
@@ -39,7 +39,7 @@ def test_what_was_sent_before_a_process_ended_is_read_first() -> None:
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
         supervisor.send(b"x")
-        end_child()  # the loop stands meanwhile: it finds both at once
+        end_child()  # the loop does not run meanwhile, and finds both at once
         await asyncio.wait_for(over.wait(), 60)
         await reading
         processes.close()

@@ -1,4 +1,4 @@
-"""Which snapshots are asked for: good ones that all ranks hold, from time to time."""
+"""Which snapshots the daemon orders to be written: good ones that all ranks hold, from time to time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ranks:
         return False
 
     def reach(self, seq: int) -> list[int]:
-        """Steps up to `seq` are closed, snapshots are there at every tenth; which of them are asked for."""
+        """Close the steps up to `seq`, with a snapshot at every tenth, and return the snapshots that are ordered."""
         for rank in self.run.attempt.live:
             rank.snapshots = {at for at in (seq // 10 * 10 - 10, seq // 10 * 10) if at >= 0}
         before = len(self.sent)
@@ -62,13 +62,13 @@ class Ranks:
 
 def test_a_good_one_and_then_every_so_often() -> None:
     ranks = Ranks()
-    assert ranks.reach(9) == []  # that of step 0 is not good before step 10
+    assert ranks.reach(9) == []  # the snapshot of step 0 is not good before step 10
     assert ranks.reach(10) == [0]
     assert {rank for rank, _ in ranks.sent} == {0, 1}
     assert ranks.sent[0][1].step == 100
-    assert ranks.reach(45) == []  # they are still writing
+    assert ranks.reach(45) == []  # the ranks are still writing
     assert ranks.answer(seconds=2.0) == (0, 2.0, 10)
-    assert ranks.reach(25) == []  # 10 is the newest good one
+    assert ranks.reach(25) == []  # step 10 is the newest good one
     assert ranks.reach(30) == [20]
 
 
@@ -133,7 +133,7 @@ def test_ranks_are_told_of_a_snapshot_that_all_of_them_hold() -> None:
         one.hello(rollback=TERMS)
         other.hello(rollback=TERMS)
         taken = [wire.SnapshotTaken(seq=seq, nbytes=1, seconds=0.1, time=0.0) for seq in (10, 20)]
-        one.say(taken[0])  # the other took none at 10
+        one.say(taken[0])  # the other rank took none at step 10
         for rank in (one, other):
             rank.say(taken[1])
         assert one.expect(wire.Held).seq == other.expect(wire.Held).seq == 20
@@ -157,7 +157,7 @@ class Node(Ranks):
         self.publishing = Publishing(RunContext(self.run, None, self), self.disk)
 
     def hold(self, *held: int, closed: int) -> int | None:
-        """These snapshots are held, and steps up to `closed` are judged: which is asked for."""
+        """Let the ranks hold these snapshots and close steps up to `closed`; return the snapshot that is ordered."""
         for rank in self.run.attempt.live:
             rank.snapshots = set(held)
         due = self.publishing.find_due(TERMS, closed)

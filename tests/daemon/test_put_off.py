@@ -1,4 +1,4 @@
-"""Work that rules over very many layers put off to the next step is done, and reported, if no next step comes."""
+"""Work that rules over many layers put off to the next step is still done, and reported, if no next step comes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_at_the_end_of_a_run_that_said_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alert", [True, False])
 def test_before_the_state_is_kept_that_has_it_as_done(tmp_path: Path, alert: bool) -> None:
-    """By the alert of another rule, or because it was time. A daemon that came after a kill would never tell of it."""
+    """The state is kept for another rule's alert, or because it is due; a daemon after a kill would not report them."""
     run = LoudRun(tmp_path, math.nan if alert else 1.0)
     if not alert:
         run.watch.incidents.preserve()

@@ -14,7 +14,7 @@ def case(number: int, size: int = 0) -> dict[str, Any]:
 
 
 class Asker:
-    """Gets frames, as a connection would."""
+    """Receives frames, as a connection would."""
 
     uid = 0
 
@@ -27,7 +27,7 @@ class Asker:
 
 
 class History:
-    """Of a service's users."""
+    """The histories of a service's users."""
 
     def __init__(self, cases: list[dict[str, Any]] | None) -> None:
         self._cases = cases
@@ -55,7 +55,7 @@ def answered(cases: list[dict[str, Any]] | None) -> wire.Answer:
 
 
 def test_of_more_incidents_than_a_frame_holds_the_newest_are_told() -> None:
-    """There was no answer, and `sentinel incidents` said that no daemon was there."""
+    """There was no answer before, and `sentinel incidents` said that there was no daemon."""
     cases = [case(number, 1 << 20) for number in range(40)]
     found = answered(cases[::-1]).content
     assert 10 <= len(found) < 40

@@ -1,4 +1,4 @@
-"""A real collector (Rotel) takes what the daemon sends, and hands it on to an intake that parses it."""
+"""A real collector (Rotel) accepts what the daemon sends, and passes it on to a backend that parses it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RULES = "group: mine\nrules: [{alert: High, scope: run, expr: loss > 100, severi
 
 @pytest.fixture(scope="module")
 def rotel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program that the package of this name carries; of PyPI, for x86_64 and Python before 3.14."""
+    """Return the program from PyPI's package rotel, which exists for x86_64 and Python before 3.14."""
     found = importlib.util.find_spec("rotel")
     if found is None or found.origin is None:
         pytest.skip("rotel is not installed (pip install rotel)")
-    program = tmp_path_factory.mktemp("rotel") / "rotel-agent"  # the wheel does not mark it as a program
+    program = tmp_path_factory.mktemp("rotel") / "rotel-agent"  # in the wheel it is not executable
     shutil.copy(Path(found.origin).with_name(program.name), program)
     program.chmod(0o755)
     return program
@@ -52,7 +52,7 @@ def find_free_port() -> int:
 
 @contextlib.contextmanager
 def running(rotel: Path, port: int, backend: Collector) -> Iterator[None]:
-    """Takes OTLP over HTTP at `port`; killed at the end."""
+    """Run a collector that takes OTLP over HTTP at `port`, and kill it at the end."""
     command = [str(rotel), "start", "--otlp-http-endpoint", f"127.0.0.1:{port}"]
     command += ["--otlp-grpc-endpoint", f"127.0.0.1:{find_free_port()}", "--disable-batching"]
     command += ["--exporter", "otlp", "--otlp-exporter-protocol", "http", "--otlp-exporter-endpoint", backend.url]

@@ -34,7 +34,7 @@ def test_a_jump_is_a_warning_and_rolls_back_with_the_gradient_alone(norm: float,
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         hello(rank)
         steps(rank, 0, HEALTHY[:50])
-        hello(rank, judged_as=JUDGED)  # its columns have come
+        hello(rank, judged_as=JUDGED)  # sent again once its columns have appeared
         for start in range(50, 200, 50):
             rank.steps(
                 start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50, reinforcement_learning=[1.0] * 50,

@@ -92,7 +92,7 @@ def test_what_is_no_record_is_said(tmp_path: Path, content: bytes, words: str) -
 @pytest.mark.processes
 def test_the_command(tmp_path: Path) -> None:
     path = record(tmp_path / "run.rec", hello(), steps(0, HEALTHY[:20]), steps(20, [math.nan]))
-    for _ in range(2):  # a replay replaces what a replay wrote
+    for _ in range(2):  # a replay replaces what an earlier replay wrote
         done = sentinel("replay", str(path), "--json")
         (case,) = json.loads(done.stdout)
         assert (done.returncode, case["alert"], case["first_step"]) == (1, "NonFiniteLoss", 20)

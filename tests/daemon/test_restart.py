@@ -1,4 +1,4 @@
-"""A daemon is killed with -9 and another takes over: the same attempt, the same incidents, and no alert sent twice."""
+"""A daemon is killed with -9 and another takes over: the same attempt and incidents, and no alert is sent twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 
 
 def kept(condition: Callable[[History], object]) -> None:
-    """Wait until the history has it."""
+    """Wait until the history fulfils the condition."""
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(Exception), History(paths.histories()[0]) as history:
@@ -41,7 +41,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def notices(rank: SimulatedRank) -> list[str]:
-    """Ids of the notices that came so far: an unknown query is answered after them."""
+    """Return the ids of the notices that have arrived so far: an unknown query is answered after them."""
     rank.say(wire.Query(what="nothing"))
     rank.expect(wire.Answer)
     found = [message.id for message in rank._arrived if isinstance(message, wire.Notice)]
@@ -61,7 +61,7 @@ def test_an_open_incident_stays_one_and_ends_later() -> None:
         rank.steps(20, [math.nan])
         fired = rank.expect(wire.Notice)
         assert fired.id == "r1/0.1/fired"
-        kill(process)  # it was told of: so it must be known
+        kill(process)  # the rank was told of the alert, so the alert must be known
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello(next_seq=21, step_offset=1000)
         assert notices(rank) == [fired.id], "told again under its id: the rank knows"
@@ -81,7 +81,7 @@ def test_an_open_incident_stays_one_and_ends_later() -> None:
 
 
 def test_what_happened_in_the_gap_is_told_once() -> None:
-    """The steps that nobody had kept are sent again: as far as they were kept after all, they change nothing."""
+    """Steps that were not confirmed are sent again; those that were kept after all change nothing."""
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, HEALTHY[:20])
@@ -99,7 +99,7 @@ def test_what_happened_in_the_gap_is_told_once() -> None:
 
 
 def test_windows_are_as_they_were() -> None:
-    """A rule whose window began before the kill fires where it would have."""
+    """A rule whose window began before the kill fires where it would have fired without it."""
 
     def of_the_run() -> list[dict[str, Any]]:
         rules = json.loads(sentinel("status", "--json").stdout)[0]["rules"]
@@ -163,7 +163,7 @@ def test_budget_and_rewound_steps_are_remembered() -> None:
         rank.hello(rollback=TERMS, next_seq=254)
         (run,) = json.loads(sentinel("status", "--json").stdout)
         assert [outcome["to"] for outcome in run["rollback"]["done"]] == [200]
-        rank.steps(254, [9.0] * 7, step_seconds=[0.1] * 7)  # before the restore: of a state that is no more
+        rank.steps(254, [9.0] * 7, step_seconds=[0.1] * 7)  # of a state from before the restore, which no longer exists
         rank.steps(261, HEALTHY[200:260], step_seconds=[0.1] * 60)
         rank.steps(321, [9.0] * 5, step_seconds=[0.1] * 5)
         assert "after 1 rollback(s), which is the budget" in rank.expect(wire.Stop).reason

@@ -1,4 +1,4 @@
-"""The rules' state for rollbacks is kept once any rank offers rollback, and not before: it costs at every step."""
+"""The rules' state for rollbacks is kept only once a rank offers rollback, since keeping it costs at every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TERMS = wire.RollbackTerms(every=10, keep=2, margin=5, budget=3)
 
 
 class Ranks:
-    """A run of up to two ranks under watch."""
+    """A watched run of up to two ranks."""
 
     def __init__(self, path: Path) -> None:
         run = Run("train", "r1", 0.0)
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def kept(self) -> list[int]:
-        """The steps whose state can be gone back to."""
+        """The steps to whose state the rules can return."""
         return [seq for seq, _ in self.watch.incidents.evaluator.save_state()[1]]
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_offers_it_when_it_greets_again(ranks: Ranks) -> None:
     assert ranks.kept == [299]
     ranks.steps(300, rank)
     assert ranks.kept == [299, 555]
-    ranks.hello()  # and whoever takes it back may only be the one of several that came last
+    ranks.hello()  # the rank that takes the offer back may only be the one of several that came last
     assert ranks.kept == [299, 555]
 
 
@@ -105,7 +105,7 @@ def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.Rollbac
 
 
 def test_a_state_that_is_laid_out_otherwise_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a daemon of the same version, and the same rules."""
+    """Also if the state comes from a daemon of the same version with the same rules."""
     ours = saved_state.digest(())
     monkeypatch.setattr(saved_state, "LAYOUT", saved_state.LAYOUT + 1)
     assert saved_state.digest(()) != ours

@@ -1,4 +1,4 @@
-"""Runs, attempts and ranks: 1, 4 and 64 of them, late, silent, lost, restarted, run again."""
+"""Runs, attempts and ranks: 1, 4 and 64 of them, late, silent, lost, restarted or run again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ranks_that_have_not_arrived_are_waited_for_and_then_not(world: int) -> 
     assert list(attempt.take_closed(0.2)) == []
     assert [step.seq for step in attempt.take_closed(2.2)] == [0]
     assert not attempt.complete
-    # Rank 0 alone is attached: from now on nothing waits for the others.
+    # Only rank 0 is attached: from now on nothing waits for the others.
     assert list(attempt.take_closed(ARRIVAL_SECONDS + 1)) == []
     attempt.take(rank, batch([1], loss=[1.0]), now=ARRIVAL_SECONDS + 1)
     assert [step.seq for step in attempt.take_closed(ARRIVAL_SECONDS + 1)] == [1]
@@ -140,7 +140,7 @@ def test_norms_of_shards_add_in_squares_and_replicas_count_once() -> None:
 
 
 def test_a_norm_of_some_shards_is_none() -> None:
-    """A rank over its limit leaves a sample out: the others' shards alone are a norm that is too small."""
+    """A rank over its limit leaves a sample out: the norm of the others' shards alone would be too small."""
     sampled = {"loss": 1.0, "grad_norm": 5.0, "grad_norm_sharded": 3.0}
     for order in ([sampled, {"loss": 1.0}], [{"loss": 1.0}, sampled]):
         assert combine_ranks(order) == {"loss": 1.0, "grad_norm_sharded": 3.0}

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.root]
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The socket of a service, in a place that all users can reach."""
+    """Return the socket of a service, in a place that all users can reach."""
     with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
@@ -62,7 +62,7 @@ def answers(path: Path) -> bool:
 
 
 def training(path: Path, run_id: str) -> Callable[[], Any]:
-    """A run with an incident; what its user then sees of the node."""
+    """Return a function that runs a training with an incident, and returns what its user then sees of the node."""
 
     def train() -> Any:
         with SimulatedRank(path, run_id=run_id) as rank:
@@ -104,7 +104,7 @@ def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
 
 
 def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
-    """A scheduler's is easy to guess: whoever comes first must neither get at the other's run, nor keep it out."""
+    """A scheduler's run id is easy to guess: who comes first must neither get at the other's run nor keep it out."""
 
     def other() -> tuple[str, list[Any]]:
         with SimulatedRank(service, 0, 2, run_id="job-7", session="s0") as rank:
@@ -206,7 +206,7 @@ def test_any_other_daemon_is_its_users_alone() -> None:
 
 
 def silenced(path: Path, run_id: str, order: dict[str, Any]) -> Callable[[], Any]:
-    """A run with an incident; whether it was silenced, and the silences that this user has."""
+    """Return a function that runs a training with an incident, and says if it was silenced and which silences hold."""
 
     def train() -> Any:
         known = ask_daemon(path, "silence", order)

@@ -68,7 +68,7 @@ def test_a_batch_holds_so_many_steps_and_values() -> None:
 
 
 def test_the_steps_of_a_large_batch_have_their_own_values() -> None:
-    """They are made some at a time, and columns that lack rows are cut at the same places."""
+    """Steps are made in portions, and columns that lack rows are cut at the same places."""
     run, rank = greeted()
     whole = {f"signal {number}": array("d", [number + seq for seq in range(500)]) for number in range(400)}
     some = array("H", [row for row in range(500) if row % 7 == 3])
@@ -214,7 +214,7 @@ def test_a_user_of_a_service_has_a_part_of_its_descriptors() -> None:
 
 @pytest.mark.processes
 def test_a_run_that_ended_before_it_was_heard_is_read_to_its_end() -> None:
-    """The daemon is starved until the process is gone: the Welcome meets a closed peer, and what was sent waits."""
+    """The daemon is stopped until the process is gone: it cannot send its Welcome, but can read what was sent."""
     program = f"""
 import os, socket, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -240,7 +240,7 @@ os._exit(0)
 
 
 def test_the_process_of_a_peer_is_held_from_the_connection_on(tmp_path: Path) -> None:
-    """Its pid may be another process' by the time at which it says hello."""
+    """By the time at which it says hello, its pid may belong to another process."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -272,7 +272,7 @@ def test_where_the_kernel_hands_out_no_process_one_of_another_user_is_not_it(
 
 
 def test_no_signal_goes_to_a_process_that_is_known_by_its_number_alone() -> None:
-    """It stands in the history, and the process that had it may have ended long ago."""
+    """The number comes from the history, and the process that had it may have ended long ago."""
 
     async def signalled() -> tuple[bool, bool]:
         processes = Processes(lambda *_: None)
@@ -299,7 +299,7 @@ def test_a_history_that_cannot_be_opened_for_want_of_descriptors_is_gone_on_from
         usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         used = set(map(int, os.listdir(f"/proc/{process.pid}/fd")))
         free = (number for number in itertools.count() if number not in used)
-        limit = next(itertools.islice(free, 2, None))  # a connection takes the two that are free below it
+        limit = next(itertools.islice(free, 2, None))  # a connection takes the two free ones below it
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, usual[1]))
         with (
             SimulatedRank(path, session="s") as rank,
@@ -342,7 +342,7 @@ def test_one_user_has_so_many_runs_and_others_theirs(service: Path) -> None:
 
 
 class Asker:
-    """A peer that only remembers what it is told."""
+    """A peer that only remembers what is sent to it."""
 
     def __init__(self, uid: int) -> None:
         self.uid, self.told = uid, list[wire.Message]()

@@ -24,7 +24,7 @@ os.execv(sys.executable, [sys.executable, "-m", "sentinel", "daemon", "--directo
 
 
 def signalled(number: int, *options: str) -> subprocess.Popen[str]:
-    """A daemon that has a signal waiting at its first instruction, as whoever starts it blocks them until then."""
+    """Start a daemon for which a signal waits at its first instruction: what starts it blocks signals until then."""
     directory = str(paths.run_directory("r1"))
     script = EARLY.format(held=[int(one) for one in HELD_BACK], number=int(number), directory=directory)
     return subprocess.Popen([sys.executable, "-S", "-c", script, *options], stderr=subprocess.PIPE, cwd="/", text=True)
@@ -51,7 +51,7 @@ def test_a_reload_that_is_asked_for_while_it_starts_is_made() -> None:
 
 
 def test_signals_are_held_back_before_the_long_part_of_the_start() -> None:
-    """By itself, where a person or systemd starts it."""
+    """The daemon does this by itself, where a person or systemd starts it."""
     code = """
 import signal, sys
 from sentinel.cli.daemon import daemon

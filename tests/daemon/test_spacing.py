@@ -1,4 +1,4 @@
-"""One spacing for all ranks of a run."""
+"""All ranks of a run have the same spacings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.hooks.sessions import list_sessions
 
 @dataclasses.dataclass
 class Ranks:
-    """Real governors, a real ordering, and a wire that takes a step to deliver."""
+    """Real governors, the real code that orders spacings, and a connection that takes a step to deliver."""
 
     count: int
     step_seconds: float = 0.5
@@ -44,7 +44,7 @@ class Ranks:
         self.orders += rank == 0
 
     def run(self, steps: int, cost: list[float]) -> None:
-        """Each rank's sample of the layers takes its seconds of `cost`."""
+        """Make `steps` steps in which each rank's sample of the layers takes its seconds of `cost`."""
         for _ in range(steps):
             for rank, order in self.post:
                 self.pacings[rank].order(order.at, {int(tier): every for tier, every in order.tiers.items()})
@@ -126,7 +126,7 @@ def test_an_order_is_ahead_of_all() -> None:
 
 @pytest.mark.processes
 def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is a real loop that may spend all it likes; rank 1 says that it wants every 32nd step."""
+    """Rank 0 is a real loop with no limit on its cost; rank 1 reports that it wants every 32nd step."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("SENTINEL_RUN_ID", "both")

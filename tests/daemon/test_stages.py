@@ -1,4 +1,4 @@
-"""A stage that a run announces to a real daemon: what the loss does at its start is no fault, what comes later is."""
+"""A run announces a stage to a real daemon: what the loss does at its start is no fault, what comes later is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps(rank: SimulatedRank, first: int, losses: list[float]) -> None:
 
 
 def said(rank: SimulatedRank) -> list[wire.Message]:
-    """What came so far that is no governor."""
+    """Return the notices and orders that have arrived so far, apart from spacings."""
     rank.say(wire.Query(what="nothing"))
     rank.expect(wire.Answer)
     return [message for message in rank._arrived if isinstance(message, wire.Notice | wire.Prepare | wire.Stop)]
@@ -89,7 +89,7 @@ def test_of_several_ranks_the_first_that_says_it_counts_once() -> None:
         stage(two, 200)
         two.steps(200, HARDER[:100])
         one.steps(200, HARDER[:100])
-        stage(one, 200)  # as late as it may
+        stage(one, 200)  # as late as is allowed
         for rank in (one, two):
             rank.steps(300, HARDER[100:110])
         assert not [message for rank in (one, two) for message in said(rank)]
@@ -124,7 +124,7 @@ def test_a_daemon_that_takes_over_knows_of_it(begun: bool) -> None:
         held = (199, 249)
         rank.say(wire.Hello(version="t", identity=rank.identity, rollback=TERMS, next_seq=last + 1, snapshots=held))
         rank.expect(wire.Welcome)
-        stage(rank, 250)  # told again, as it was not confirmed
+        stage(rank, 250)  # sent again, as it was not confirmed
         rank.steps(last + 1, HARDER[last - 249 : 100], step_seconds=[0.1] * (100 - (last - 249)))
         assert said(rank) == []
         rank.steps(350, [60.0, 70.0, 80.0, 90.0], step_seconds=[0.1] * 4)

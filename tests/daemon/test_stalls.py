@@ -33,7 +33,7 @@ BEAT = Heartbeat(
     beat=0.0, progress=400, progressed=100.0, steps=100, work=1, place=Place.LOOP, paused=0, longest=0.1,
     cpu=0.0, thread=1 << 30, ident=1, moved=0.0, signal=0,
 )  # fmt: skip
-"""In the loop, and no further than at 100.0."""
+"""A heartbeat in the loop, with its last progress at 100.0 s."""
 
 
 class Node:
@@ -48,7 +48,7 @@ class Node:
             self.stalls.add_rank(self.attempt.hello(hello(rank), 0.0), [page])
 
     def beat(self, **more: Any) -> None:
-        """Both ranks."""
+        """Write the heartbeat of both ranks."""
         for rank in (0, 1):
             self.beat_one(rank, **more)
 
@@ -63,14 +63,14 @@ class Node:
         return False
 
     def answer(self, *dumps: list[dict[str, Any]]) -> None:
-        """Rank by rank, to what was asked last."""
+        """Answer what was asked last with a dump for each rank."""
         for rank, ask in self.asked:
             content = msgspec.to_builtins(flight_of({"entries": dumps[rank]}))
             self.stalls.collectives.add_reply(rank, wire.Reply(id=ask.id, ok=True, content=content))
         self.asked.clear()
 
     def differing(self, now: float) -> dict[str, float]:
-        """Rank -> what the rules are told of its collectives at this tick."""
+        """Return what the rules see of each rank's collectives at this tick, by rank."""
         observed = self.stalls.tick(now)
         found: dict[str, float] = {}
         for entity, values in observed.values.items() if observed is not None else ():
@@ -109,8 +109,10 @@ def test_nobody_is_accused_while_an_answer_is_missing(node: Node) -> None:
 
 
 def test_who_issues_something_else_while_another_stands_already_is_told_of(node: Node) -> None:
-    """The first answers, of a moment at which all was well, are not the last word: they are asked again while they
-    stand, and one of them may take long to answer."""
+    """Answers from a moment at which all was well do not decide: the ranks are asked again while they stand still.
+
+    One of them may take long to answer.
+    """
 
     def differing(now: float, last: str) -> float:
         node.beat(beat=now)
@@ -218,7 +220,7 @@ def test_a_survey_keeps_what_a_rank_that_stands_has_said_until_it_says_more(node
 
 
 def test_a_standstill_is_said_of_the_rank_that_does_something_while_others_wait(node: Node) -> None:
-    """Rank 0 came to the collective before rank 1 stood still: it stands for longer."""
+    """Rank 0 came to the collective before rank 1 stood still, so it has stood for longer."""
     said = []
     for second in range(80):
         now = 100.0 + second
@@ -271,7 +273,7 @@ def test_a_rank_that_stood_until_its_end_is_not_said_to_have_gone_on(
 def test_a_run_of_one_process_that_is_asked_to_end_has_lost_no_rank(
     status: int | None, supervisor: str, lost: bool
 ) -> None:
-    """`sentinel run` says itself which signals it passes on."""
+    """`sentinel run` itself reports which signals it passes on."""
     attempt = Attempt(0, 0.0)
     stalls = StallDetector(attempt, Node(), FakeIncidents())
     rank = attempt.hello(msgspec.structs.replace(hello(0, 1), supervisor=supervisor), 0.0)
@@ -283,7 +285,7 @@ def test_a_run_of_one_process_that_is_asked_to_end_has_lost_no_rank(
 
 
 class DyingJob:
-    """A job of three ranks on this node, and which of them are said to be lost."""
+    """A job of three ranks on this node, and which of them are reported as lost."""
 
     def __init__(self, supervisor: str = "", known: int = 3) -> None:
         self.attempt = Attempt(0, 0.0)
@@ -311,7 +313,7 @@ ALL = ["rank 0", "rank 1", "rank 2"]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_whose_ranks_are_all_asked_to_end_has_lost_none(number: int) -> None:
-    """A scheduler's time limit was a page: torchrun passes the signal on to all its ranks."""
+    """A scheduler's time limit used to cause a page: torchrun passes the signal on to all its ranks."""
     job = DyingJob()
     for rank in (0, 2):
         job.die(rank, -number)
@@ -342,7 +344,7 @@ def test_a_rank_that_says_goodbye_when_it_is_asked_to_end_is_one_of_the_job(said
 
 @pytest.mark.parametrize("said", [{"reason": "exit"}, INTERRUPTED])
 def test_a_rank_that_is_killed_after_the_others_have_finished_is_lost(said: dict[str, Any]) -> None:
-    """Two ranks had finished an hour before, and their goodbyes made an end of the job of it."""
+    """Two ranks had finished an hour before, and their goodbyes made this look like an ordinary end of the job."""
     job = DyingJob()
     job.leave(0, **said)
     job.leave(1, **said)
@@ -401,7 +403,7 @@ def test_ranks_that_a_launcher_ends_after_an_exception_are_lost() -> None:
 
 @pytest.mark.parametrize(("supervisor", "known"), [("a mark", 3), ("", 2)], ids=["supervised", "part of it"])
 def test_ranks_of_which_more_is_to_be_known_are_lost_at_once(supervisor: str, known: int) -> None:
-    """`sentinel run` announces what it passes on; ranks of other nodes are not seen."""
+    """`sentinel run` announces the signals that it passes on; ranks of other nodes are not seen."""
     job = DyingJob(supervisor, known)
     for number in range(known):
         job.die(number, -15)
@@ -410,7 +412,7 @@ def test_ranks_of_which_more_is_to_be_known_are_lost_at_once(supervisor: str, kn
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_death_that_waits_for_others_is_reported_when_a_new_attempt_begins(first: int) -> None:
-    """A launcher that starts the job again within 30 s left the rank's death unsaid."""
+    """A launcher that started the job again within 30 s used to leave the rank's death unreported."""
     ingest = (watch := watch_run(Run("train", "r1", 0.0), stock_rules())).ingest
 
     def greet(number: int, name: str, attempt: int = 0) -> Rank:

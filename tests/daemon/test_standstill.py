@@ -1,4 +1,4 @@
-"""A loop that stands still is reported early, by one quiet line and `stalled` in status and top; the alert is later."""
+"""A loop that stands still is reported early, by a line and as `stalled` in status and top; the alert comes later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STACKS = 'Thread 0x0000000000000001 (most recent call first):\n  File "/home/me/
 
 
 class Rank:
-    """The only rank of a run, and a daemon's eye on it."""
+    """The only rank of a run, and the detector that watches it."""
 
     def __init__(self) -> None:
         attempt = Attempt(0, 0.0)
@@ -35,7 +35,7 @@ class Rank:
         self.stalls.add_rank(self.rank, [self._page])
 
     def look(self, seconds: int, **beat: Any) -> list[int]:
-        """So many seconds from the last progress on; those at which the standstill is to be said."""
+        """Let `seconds` seconds pass without progress, and return those at which the standstill is to be reported."""
         beat = {"progressed": 100.0} | beat
         said = []
         for second in range(seconds):
@@ -56,7 +56,7 @@ def rank() -> Iterator[Rank]:
 
 @pytest.mark.parametrize(("longest", "first"), [(0.1, 61), (7.0, 71)])
 def test_it_is_said_once_a_standstill(rank: Rank, longest: float, first: int) -> None:
-    """After a minute, and ten times the longest gap."""
+    """It is reported after a minute and ten times the longest gap."""
     assert rank.look(200, longest=longest) == [first]
     assert rank.rank.standing
     assert rank.look(2, longest=longest, progress=401, progressed=400.0) == []
@@ -76,7 +76,7 @@ def test_its_length_is_known_once_the_rank_goes_on(rank: Rank) -> None:
     "beat", [{"paused": 1}, {"place": Place.LEFT}, {"place": Place.LONG}, {"place": Place.DEBUGGER}]
 )
 def test_a_pause_that_has_its_reason_is_none(rank: Rank, beat: dict[str, Any]) -> None:
-    """A declared phase, the end of the loop, a checkpoint, a debugger."""
+    """Such pauses are a declared phase, the end of the loop, a checkpoint or a debugger."""
     assert rank.look(300, **beat) == []
     assert not rank.rank.standing
 

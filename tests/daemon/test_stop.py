@@ -50,16 +50,16 @@ class Stoppable(SimulatedRank):
         return prepare
 
     def answer(self, prepare: wire.Prepare, *, ok: bool = True, reason: str = "") -> None:
-        """What came of a commit."""
+        """Report the result of a commit."""
         self.say(wire.RolledBack(id=prepare.id, ok=ok, to=-1, at=prepare.at, seconds=0.0, reason=reason))
 
     def done(self, alert: str = "TooHigh") -> list[str]:
-        """What was done about the newest case of an alert; nothing where it has not fired."""
+        """Return what was done about the newest case of an alert; an empty list if it has not fired."""
         cases = [case for case in self.ask("incidents") if case["alert"] == alert]
         return max(cases, key=lambda case: int(case["id"].rpartition(".")[2]))["done"] if cases else []
 
     def await_done(self, words: str, alert: str = "TooHigh") -> None:
-        """Until the case says so last."""
+        """Wait until the last entry of the case contains these words."""
         deadline = time.monotonic() + 60
         while not (done := self.done(alert)) or words not in done[-1]:
             assert time.monotonic() < deadline, done
@@ -97,7 +97,7 @@ def test_all_ranks_leave_at_one_step_and_then_nothing_else_is_done(daemon: tuple
             rank.answer(prepares[0])
         told = f"stopped: all ranks ended training at the exit of step {prepares[0].at + 1000}"
         ranks[0].await_done(told)
-        for rank in ranks:  # what was trained before all had left
+        for rank in ranks:  # steps that were trained before all ranks had left
             rank.train(2, 301.0)
         ranks[0].await_done(f"nothing: all ranks have ended training, by {REASON}", "Higher")
         for rank in ranks:
@@ -149,7 +149,7 @@ def test_ranks_that_did_not_all_come_are_asked_again_and_not_without_end(daemon:
 
 
 def test_a_rank_that_cannot_leave_keeps_all_of_them(daemon: tuple[Path, Any]) -> None:
-    """Its optimizer steps inside the backward pass, or it is older: a message that it would misread is not sent."""
+    """Its optimizer steps inside the backward pass, or its version is older and would misread the message."""
     with make_ranks(daemon[0]) as ranks:
         ranks[0].greet()
         ranks[1].greet(takes_stop=False, version="0.1")
@@ -201,7 +201,7 @@ def test_what_was_only_promised_is_asked_again_by_the_next_daemon(tmp_path: Path
         assert rank.expect(wire.Commit).reason == REASON
 
 
-# With a rollback.
+# Together with a rollback.
 
 
 def train_with_snapshots(rank: Stoppable, **facts: Any) -> None:
@@ -243,9 +243,9 @@ def test_a_rollback_that_fails_is_followed_by_the_stop(daemon: tuple[Path, Any])
 
 
 def test_a_rollback_waits_for_a_stop_that_is_under_way(daemon: tuple[Path, Any]) -> None:
-    """It is done where the stop fails, and not where all have left."""
+    """It is made if the stop fails, but not if all ranks have left."""
     with Stoppable(daemon[0]) as rank:
-        rank.greet(rollback=TERMS)  # and no snapshot yet: the stop it is
+        rank.greet(rollback=TERMS)  # there is no snapshot yet, so the run is stopped
         rank.train(0, 101.0)
         stop = rank.promise()
         rank.train(1, 301.0)
@@ -256,7 +256,7 @@ def test_a_rollback_waits_for_a_stop_that_is_under_way(daemon: tuple[Path, Any])
         rank.await_done("nothing: all ranks have ended training", "Higher")
 
 
-# attach(stop_on=).
+# attach(stop_on=...)
 
 
 def _await_notice(rank: SimulatedRank, words: str) -> str:
@@ -288,8 +288,10 @@ def test_it_stops_also_where_its_rule_is_downgraded(daemon: tuple[Path, Any]) ->
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_without_it_the_same_alert_stops_nothing(number: int, daemon: tuple[Path, Any]) -> None:
-    """Of another run on the same daemon, too; and of the next start of a script that no longer says so. The first rank
-    of a node says it, which is rank 1 on the second of two."""
+    """Nor does it in another run on the same daemon, or at the next start of a script without `stop_on`.
+
+    The first rank of a node reports `stop_on`, which is rank 1 on the second of two nodes.
+    """
     with Stoppable(daemon[0], number, 1 + number) as rank:
         rank.identity = msgspec.structs.replace(rank.identity, local_world_size=1)
         rank.greet(stop_on=("Low",))

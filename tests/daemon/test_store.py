@@ -1,4 +1,4 @@
-"""The history: what is written is read back, with NaN and gaps; a full disk is reported and survived."""
+"""The history: what is written can be read back, with NaN and gaps; a full disk is reported and survived."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_chunk_of_many_signals_has_fewer_steps(path: Path) -> None:
 
 
 def fill_disk(store: Store) -> None:
-    """The file cannot grow."""
+    """Keep the database file from growing."""
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
 
@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks
 def test_a_locked_history_of_which_nothing_waits_is_closed_without_a_write(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a run that is put off: else the daemon's loop waits for the lock, and the history gets a gap it has not."""
+    """This is a run that is put off: otherwise the daemon's loop would wait for the lock, and record a false gap."""
     Store(path, run="train", run_id="r1").close()
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -233,7 +233,7 @@ def test_a_locked_history_of_which_nothing_waits_is_closed_without_a_write(
 
 
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each second writes those of all ranks again: a minute of 64 ranks was all that was kept, and no incident."""
+    """Each second rewrites the chunks of all ranks; only a minute of 64 ranks used to be kept, and no incident."""
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)
     store = Store(path, run="train", run_id="r1")
     fill_disk(store)
@@ -342,7 +342,7 @@ def test_what_is_told_twice_is_one_event(path: Path) -> None:
 def test_a_disk_that_does_not_answer_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """An alert waited until it did."""
+    """An alert used to wait until the disk answered."""
     monkeypatch.setattr("sentinel.store.writer.SLOW_SECONDS", 0.0)
     before = set(threading.enumerate())
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
@@ -361,7 +361,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     assert "no answer from the disk in 0 s; alerts and rollback go on" in store.trouble
     store.records.add_event(0, 2, "phase")
     for _ in range(3):
-        store.flush(0.01)  # the first still waits: nobody joins it
+        store.flush(0.01)  # the first write still waits, and no second thread starts
     (waiting,) = set(threading.enumerate()) - before
     assert waiting.name == "sentinel-history"
     answers.set()
@@ -373,7 +373,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
 
 
 def test_whoever_reads_slowly_does_not_make_the_log_grow(tmp_path: Path) -> None:
-    """`sentinel history export RUN | less`, left open overnight."""
+    """An example is `sentinel history export RUN | less`, left open overnight."""
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
     for seq in range(20 * CHUNK_STEPS):
         store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))

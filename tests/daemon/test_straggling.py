@@ -1,4 +1,4 @@
-"""Real jobs of four ranks, one of which is slow by itself; and ranks that lag or are silent, for which none waits."""
+"""Real jobs of four ranks, one of which is slow; and ranks that lag or are silent, which delay no rule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_rank_that_keeps_the_others_waiting(private_places: Path) -> None:
 
 
 def alerts(path: Path, least: int, seconds: float = 60.0) -> list[dict[str, Any]]:
-    """Incidents of the run, once there are so many."""
+    """Return the run's incidents, once there are at least `least`."""
     deadline = time.monotonic() + seconds
     while len(found := ask_daemon(path, "incidents")) < least:
         assert time.monotonic() < deadline, found
@@ -56,7 +56,7 @@ def alerts(path: Path, least: int, seconds: float = 60.0) -> list[dict[str, Any]
 
 @pytest.mark.parametrize("behind", ["silent", "lags"])
 def test_a_rank_that_says_nothing_or_lags_holds_up_no_rule_of_the_others(behind: str) -> None:
-    """Rank 1 says hello, and then nothing, or is 40 steps behind for good."""
+    """Rank 1 says hello and then nothing, or stays 40 steps behind."""
     nan = float("nan")
     with contextlib.ExitStack() as stack:
         path, _ = stack.enter_context(daemon_process())
@@ -71,7 +71,7 @@ def test_a_rank_that_says_nothing_or_lags_holds_up_no_rule_of_the_others(behind:
         two.steps(60, [2.0, 2.0])
         case = alerts(path, 1)[0]
         assert (case["alert"], case["step"]) == ("NonFiniteLoss", 61)
-        if behind == "lags":  # what it says then is no news of a step that was judged
+        if behind == "lags":  # its steps arrive then, and are no news of a step that was judged
             one.steps(20, [2.0] * 42)
             for rank in (zero, one, two):
                 rank.steps(62, [2.0])

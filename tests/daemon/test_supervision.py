@@ -17,7 +17,7 @@ MARK = "0123456789abcdef"
 
 
 class Supervisor(SimulatedRank):
-    """The other end of `sentinel run`."""
+    """The connection of a `sentinel run` to the daemon."""
 
     def ask(self, *, always: bool) -> None:
         self.say(wire.Supervise(mark=MARK, always=always))

@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 class Sender:
-    """What a daemon does at each interval, for one run."""
+    """Sends what a daemon sends at each interval, for one run."""
 
     def __init__(self, store: Store, collector: Collector, **settings: Any) -> None:
         self.watch: Any = SimpleNamespace(store=store, run=SimpleNamespace(name="train", run_id="r1"))
@@ -51,7 +51,7 @@ class Sender:
         self.settings = OtlpSettings(url=collector.url, signals=("traces",), **settings)
 
     def send(self, *, over: bool = False, rounds: int = 1) -> list[Any]:
-        """The spans that arrive by it."""
+        """Send, and return the spans that arrive."""
 
         async def scenario() -> None:
             made = self.telemetry = Telemetry(self.settings, lambda: iter(()), {"r1": self.watch})
@@ -205,7 +205,7 @@ def test_a_killed_daemon_loses_nothing_and_nothing_is_sent_twice(collector: Coll
 
 
 def wait_for_outbox(former: Sequence[Entry] = ()) -> list[Entry]:
-    """Until it is written that all was delivered, and that this is other than before."""
+    """Wait until all of the outbox is recorded as delivered and differs from `former`; return its entries."""
     found: list[Entry] = []
 
     def is_delivered(history: History) -> bool:

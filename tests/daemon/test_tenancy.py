@@ -64,8 +64,10 @@ signal.pause()
 
 
 def test_a_run_of_ten_days_keeps_what_it_lives_by(directory: Path, tmp_path: Path) -> None:
-    """On many clusters systemd-tmpfiles takes away what nobody has written to in /tmp for so long. Without the locks
-    the next daemon would take a living one's socket away."""
+    """On many clusters systemd-tmpfiles deletes files in /tmp that were not written to for that long.
+
+    Without its locks, a living daemon would lose its socket to the next one.
+    """
     if shutil.which("systemd-tmpfiles") is None:
         pytest.skip("systemd-tmpfiles is not installed (Debian package: systemd)")
     held = locks.live(directory)
@@ -111,7 +113,7 @@ def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: P
 
 
 def test_a_daemon_that_has_taken_its_own_away_leaves_its_successors(directory: Path) -> None:
-    """It does so before the last rank is told that all is kept, and ends a moment later."""
+    """It removes the directory before it tells the last rank that all is kept, and ends a moment later."""
     ending = Daemon(directory, lambda _: loader.load(), Settings(), Settings)
     ending._shutdown.vanish()
     assert not directory.exists()

@@ -25,7 +25,7 @@ def daemon(folder: Path, *, stay: bool = True) -> Daemon:
 
 
 class Connection:
-    """As much of a connection as the daemon uses."""
+    """The part of a connection that the daemon uses."""
 
     pid, uid, frames, nbytes = 0, 0, 1, 100
 
@@ -45,7 +45,7 @@ class Connection:
 
 
 class Timers:
-    """A loop in which nothing happens but what is called for."""
+    """An event loop in which only the requested timers exist, and the test calls them."""
 
     def __init__(self) -> None:
         self.asked: list[float] = []
@@ -72,7 +72,7 @@ def test_a_batch_that_comes_in_time_is_what_it_looks_beside(timers: Timers, monk
     timer.tick_if_due(0.0)
     assert looked == [], "it has not begun"
     timer.start()
-    batches = 0.5, 0.995, 1.5, 1.999, 2.4, 2.998  # a second apart, or a little less, and what is urgent in between
+    batches = 0.5, 0.995, 1.5, 1.999, 2.4, 2.998  # a second apart, or a little less, with urgent ones in between
     for now in batches:
         timer.tick_if_due(now)
     assert looked == [0.0, 0.995, 1.999, 2.998]
@@ -96,7 +96,7 @@ def test_the_timer_looks_where_nothing_comes(timers: Timers, monkeypatch: pytest
 
 
 def test_after_a_stop_what_came_meanwhile_is_read_first(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or ranks that promised a rollback in time would be said not to have answered."""
+    """Otherwise ranks that promised a rollback in time would be reported as not having answered."""
     now, looked = 100.0, list[float]()
     monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: now))
     timer = TickTimer(looked.append, lambda: True)
