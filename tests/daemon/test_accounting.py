@@ -38,7 +38,7 @@ def turned(accounting: Accounting, clock: Clock, seconds: float, now: float, sen
     return accounting.turn(list(sent), now)
 
 
-def test_it_is_shared_out_by_what_they_sent() -> None:
+def test_the_cost_is_divided_by_what_the_ranks_sent() -> None:
     clock, busy, quiet = Clock(), rank(0), rank(1)
     accounting = Accounting(clock)
     clock.used = 3.0  # used by its start
@@ -48,7 +48,7 @@ def test_it_is_shared_out_by_what_they_sent() -> None:
     assert quiet.daemon_share == pytest.approx(0.01, rel=0.01)
 
 
-def test_where_nobody_sends_it_is_everybodys() -> None:
+def test_the_cost_is_divided_equally_while_no_rank_sends() -> None:
     clock, one, other = Clock(), rank(0), rank(1)
     accounting = Accounting(clock)
     for second in range(3):
@@ -56,7 +56,7 @@ def test_where_nobody_sends_it_is_everybodys() -> None:
     assert one.daemon_share == other.daemon_share == pytest.approx(0.002)
 
 
-def test_a_rank_is_told_what_is_new() -> None:
+def test_a_rank_is_told_its_share_only_when_it_changed() -> None:
     clock, one = Clock(), rank(0)
     accounting = Accounting(clock)
     uses = [9.0, 0.01, 0.0101, 0.0099, 0.01, *[0.03] * 20]

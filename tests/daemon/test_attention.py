@@ -56,7 +56,7 @@ def test_another_alert_is_sampled_beside_it(asked: Asked) -> None:
     assert len(asked.judge(100, "AlwaysClipping", "LossSpike")) == 95
 
 
-def test_one_that_comes_and_goes_is_sampled_less(asked: Asked) -> None:
+def test_an_alert_that_comes_and_goes_is_sampled_less(asked: Asked) -> None:
     found = [asked.judge(10, *["AlwaysClipping"] * (turn % 10 == 0)) for turn in range(2_000)]
     assert sum(map(len, found[:100])) >= 450
     assert sum(map(len, found[1_000:])) < 0.15 * 10_000

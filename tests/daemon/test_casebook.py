@@ -72,12 +72,12 @@ def at_hand(watch: WatchedRun) -> list[tuple[str, str, int]]:
     return [(case.alert, case.state, case.step) for case in watch.incidents.log.cases.values()]
 
 
-def test_the_open_and_the_newest_are_at_hand(watch: WatchedRun) -> None:
+def test_open_and_newest_incidents_stay_in_memory(watch: WatchedRun) -> None:
     newest = [("Flapping", "resolved", step) for step in (12, 14, 16)]
     assert at_hand(watch) == [("First", "firing", 0), *newest]
 
 
-def test_all_are_counted_and_in_the_history(watch: WatchedRun) -> None:
+def test_all_incidents_are_counted_and_in_the_history(watch: WatchedRun) -> None:
     assert watch.store is not None
     with History(watch.store.path) as history:
         kept = [case["alert"] for case in history.incidents()]
@@ -96,7 +96,7 @@ def test_all_are_counted_and_in_the_history(watch: WatchedRun) -> None:
     }  # fmt: skip
 
 
-def test_a_daemon_that_takes_over_has_as_much_at_hand(watch: WatchedRun) -> None:
+def test_a_daemon_that_takes_over_holds_the_same_incidents(watch: WatchedRun) -> None:
     assert watch.store is not None
     path, run = watch.store.path, Run("train", "r1", 0.0)
     hello = wire.Hello(version="t", identity=watch.run.attempt.ranks[0].identity, next_seq=2 * TIMES)

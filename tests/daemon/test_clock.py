@@ -68,7 +68,7 @@ class Node:
 
 
 @pytest.mark.parametrize("leap", [0.0, -3 * HOUR, 3 * HOUR])
-def test_times_are_as_long_as_ever(monkeypatch: pytest.MonkeyPatch, leap: float) -> None:
+def test_durations_stay_the_same_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch, leap: float) -> None:
     node = Node(monkeypatch)
     for _ in range(3):
         node.step(1.0)

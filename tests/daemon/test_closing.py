@@ -29,7 +29,7 @@ def summed_up(folder: Path, held: Callable[[int], float], **more: float) -> str:
     return summary.text
 
 
-def test_memory_that_rose_for_too_short_a_time_to_judge_is_no_clean_bill(tmp_path: Path) -> None:
+def test_memory_that_rose_for_too_short_a_time_to_judge_is_mentioned(tmp_path: Path) -> None:
     said = summed_up(tmp_path, lambda step: 1e9 + 1e7 * step)
     assert said.startswith("no incidents; memory rose by ")
     assert said.endswith(" MB, and the run was too short to judge it")
@@ -49,7 +49,7 @@ def test_memory_of_healthy_runs_is_not_mentioned(tmp_path: Path, held: Callable[
     assert summed_up(tmp_path, held) == "no incidents"
 
 
-def test_nor_is_a_buffer_that_fills(tmp_path: Path) -> None:
+def test_memory_of_a_replay_buffer_that_fills_is_not_mentioned(tmp_path: Path) -> None:
     assert summed_up(tmp_path, lambda step: 1e9 + 1e7 * step, reinforcement_learning=1.0) == "no incidents"
 
 
@@ -65,7 +65,7 @@ def test_a_leak_that_is_an_alert_is_not_said_twice(tmp_path: Path) -> None:
         ("", {"layers": 40}, "no incidents"),
     ],
 )
-def test_what_its_history_lacks_is_said(
+def test_the_summary_says_what_the_history_lacks(
     trouble: str, dropped: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Store, "trouble", trouble)
@@ -75,7 +75,7 @@ def test_what_its_history_lacks_is_said(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("takes_closing", [True, False])
-def test_only_who_understands_it_is_told_what_the_run_came_to(takes_closing: bool) -> None:
+def test_only_a_rank_that_understands_it_gets_the_summary_of_the_run(takes_closing: bool) -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         now = time.time()
         rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=takes_closing, began=now - 90))
@@ -96,7 +96,7 @@ def test_only_who_understands_it_is_told_what_the_run_came_to(takes_closing: boo
 @pytest.mark.parametrize(
     ("reason", "said"), [("exception", "no incidents; no word yet of how rank 1 ended"), ("exit", "no incidents")]
 )
-def test_a_rank_that_fails_before_its_cause_is_known_has_no_clean_bill(reason: str, said: str) -> None:
+def test_a_summary_says_that_the_end_of_a_rank_is_not_known_yet(reason: str, said: str) -> None:
     with daemon_process() as (path, _), SimulatedRank(path, 0, 2) as rank, SimulatedRank(path, 1, 2) as killed:
         rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=True))
         rank.expect(wire.Welcome)

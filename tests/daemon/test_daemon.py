@@ -33,7 +33,7 @@ def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_fork([sys.executable, "-m", "sentinel", *arguments], DAEMON, cwd="/", timeout=60)
 
 
-def test_a_nan_is_told_at_once_and_kept() -> None:
+def test_a_nan_is_reported_at_once_and_kept() -> None:
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:
             rank.hello(step_offset=1000)
@@ -69,7 +69,7 @@ def test_a_nan_is_told_at_once_and_kept() -> None:
         assert len(history.series("loss").values) == 21
 
 
-def test_it_does_not_wait_for_a_run_whose_starter_is_gone() -> None:
+def test_a_daemon_does_not_wait_for_a_run_whose_starter_is_gone() -> None:
     with subprocess.Popen(["sleep", "60"]) as starter:
         with daemon_process("--started-by", str(starter.pid)) as (path, process):
             starter.kill()
@@ -152,7 +152,7 @@ def test_an_alert_that_fired_during_a_rollback_that_fails_gets_one_of_its_own() 
         assert ended(process) == 0
 
 
-def test_it_gets_one_from_another_daemon_too_and_only_one() -> None:
+def test_the_next_daemon_makes_that_rollback_too_and_only_once() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         spiked_and_not_finite(rank)
         while not any(WAITS in case["done"] for case in kept_cases()):
@@ -278,7 +278,7 @@ def test_a_snapshot_that_is_no_good_is_followed_by_the_next_older_one() -> None:
         assert "rolled back to step 150 at the exit of step 265" in rank.expect(wire.Notice).text
 
 
-def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
+def test_a_commit_for_which_a_rank_came_too_late_is_tried_again() -> None:
     """Not all ranks reached the step in time, so the snapshot is still good; the number of tries is limited."""
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         commit = spiked(rank)
@@ -304,7 +304,7 @@ def test_a_restore_that_went_half_way_stops_the_run_and_is_kept() -> None:
     assert kept["done"][-1] == f"the run is stopped: {said}"
 
 
-def test_another_protocol_is_refused_in_words() -> None:
+def test_another_protocol_is_refused_with_a_reason() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.say(wire.Hello(protocol=wire.PROTOCOL + 1, version="9.9", identity=rank.identity))
         reason = rank.expect(wire.Refused).reason
@@ -314,7 +314,7 @@ def test_another_protocol_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05hello", b"\xff" * 64])
-def test_nonsense_is_refused_and_the_others_are_served_on(garbage: bytes) -> None:
+def test_nonsense_is_refused_and_other_ranks_are_still_served(garbage: bytes) -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as good:
         good.hello()
         with SimulatedRank(path, run_id="other") as bad:
@@ -359,7 +359,7 @@ def test_a_daemon_that_is_terminated_leaves_nothing_but_history() -> None:
         assert len(history.incidents()) == 1
 
 
-def test_no_room_for_history_is_told_and_alerts_go_on(tmp_path: Path) -> None:
+def test_no_room_for_history_is_reported_and_alerts_go_on(tmp_path: Path) -> None:
     # For SQLite a limit on the size of files is a full disk; no separate file system is needed.
     script = tmp_path / "small_disk.py"
     script.write_text(
@@ -386,7 +386,7 @@ def test_no_room_for_history_is_told_and_alerts_go_on(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_bad_rule_file_is_told_with_its_line_and_the_others_run(tmp_path: Path) -> None:
+def test_a_bad_rule_file_is_reported_with_its_line_and_other_rules_run(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("group: mine\nrules:\n  - alert: Odd\n    scope: run\n    expr: los > 3\n    severity: warning\n")
     with daemon_process("--rules", str(bad)) as (path, _), SimulatedRank(path) as rank:
@@ -410,7 +410,7 @@ def test_a_rule_of_the_users_fires() -> None:
         assert "loss is 101" in rank.expect(wire.Notice).text
 
 
-def test_all_of_it_yields_to_the_training() -> None:
+def test_all_threads_of_the_daemon_yield_to_the_training() -> None:
     """A thread that was started before its process became nice would not."""
     with daemon_process("--nice", "7") as (path, process), SimulatedRank(path) as rank:
         rank.hello()
@@ -423,7 +423,7 @@ def test_all_of_it_yields_to_the_training() -> None:
         assert len(threads) > 1
 
 
-def test_its_log_can_be_json_lines(tmp_path: Path) -> None:
+def test_the_daemons_log_can_be_json_lines(tmp_path: Path) -> None:
     (broken := tmp_path / "broken.yaml").write_text("group: mine\nrules: [{alert: Mine}]\n")
     with daemon_process("--json", "--rules", str(broken)) as (path, process):
         process.terminate()

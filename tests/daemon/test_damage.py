@@ -102,7 +102,7 @@ def test_a_dead_mans_switch_is_told_while_a_run_is_watched(
             assert ended(process) == 0
 
 
-def test_what_could_not_be_delivered_is_said_by_status_and_at_the_next_contact_once(
+def test_what_could_not_be_delivered_is_in_status_and_once_in_the_next_run(
     ops: Consumer, options: tuple[str, ...]
 ) -> None:
     ops.answers += [404, 404]

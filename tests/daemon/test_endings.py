@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
         ("import os; os.abort()", -6),
     ],
 )
-def test_the_status_of_a_process_that_nobody_has_asked_for(program: str, status: int) -> None:
+def test_the_status_of_a_process_that_was_not_waited_for_yet(program: str, status: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", program])
     descriptor = os.pidfd_open(process.pid)
     select.select([descriptor], [], [])
@@ -35,7 +35,7 @@ def test_the_status_of_a_process_that_nobody_has_asked_for(program: str, status:
     os.close(descriptor)
 
 
-def test_one_that_lives_has_none() -> None:
+def test_a_living_process_has_no_exit_status() -> None:
     descriptor = os.pidfd_open(os.getpid())
     assert exit_status(os.getpid(), descriptor) is None
     os.close(descriptor)
@@ -43,7 +43,7 @@ def test_one_that_lives_has_none() -> None:
 
 
 @pytest.mark.parametrize(("controllers", "name"), [("", "memory.events"), ("memory", "memory.oom_control")])
-def test_what_the_cgroup_counts_since(
+def test_an_out_of_memory_kill_that_the_cgroup_counted(
     controllers: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = tmp_path / controllers / name

@@ -36,7 +36,7 @@ def packed(*numbers: float) -> bytes:
     ],
     ids=["no UTF-8", "nested without end", "a step that no history can hold"],
 )
-def test_what_is_no_message_is_refused_in_words(body: bytes) -> None:
+def test_what_is_no_message_is_refused_with_a_reason(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         wire.from_rank(body)
 
@@ -44,7 +44,7 @@ def test_what_is_no_message_is_refused_in_words(body: bytes) -> None:
 @pytest.mark.parametrize(
     "who", [{"rank": -1}, {"rank": 1 << 40}, {"world_size": 10**9}, {"world_size": 0}, {"attempt": -1}], ids=str
 )
-def test_nobody_waits_for_a_billion_ranks(who: dict[str, int]) -> None:
+def test_absurd_ranks_and_world_sizes_are_refused(who: dict[str, int]) -> None:
     identity = msgspec.structs.replace(HELLO.identity, **who)
     with pytest.raises(ProtocolError, match=next(iter(who))):
         wire.from_rank(wire.frame(msgspec.structs.replace(HELLO, identity=identity))[4:])
@@ -72,7 +72,7 @@ TABLE = wire.LayerTable(
 
 
 @pytest.mark.parametrize("block", ODD.values(), ids=ODD)
-def test_layers_that_do_not_fit_are_whose_they_are(block: wire.LayerBlock) -> None:
+def test_only_the_rank_whose_layers_do_not_fit_is_refused(block: wire.LayerBlock) -> None:
     """They were found only when the step closed, and the rank that closed it was refused instead of theirs."""
     run = Run("train", "r1", 0.0)
     ranks = []
@@ -95,7 +95,7 @@ def test_steps_count_from_0(seq: int) -> None:
 
 
 @pytest.mark.processes
-def test_a_connection_is_one_ranks() -> None:
+def test_a_connection_serves_one_rank() -> None:
     """Each further run on one connection would be a run that never ends."""
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank, SimulatedRank(path, run_id="r2") as hydra:
@@ -111,7 +111,7 @@ def test_a_connection_is_one_ranks() -> None:
 
 
 @pytest.mark.processes
-def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
+def test_a_process_that_learns_its_rank_later_is_not_counted_twice() -> None:
     """It attached before its process group was there; otherwise rank 0 would be awaited, and lost with the process."""
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:
@@ -138,7 +138,7 @@ class Silent:
         pass
 
 
-def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
+def test_a_connection_without_a_message_is_closed_and_others_are_not(
     private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = wire.frame(wire.Query(what="status"))
@@ -164,7 +164,7 @@ def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
     asyncio.run(asyncio.wait_for(conversations(), 20))
 
 
-def test_a_user_has_so_many_connections(private_places: Path) -> None:
+def test_connections_of_a_user_are_limited(private_places: Path) -> None:
     shares = Shares(several=False)
     shares.connections = 2
 
@@ -210,7 +210,7 @@ def test_the_time_of_a_step_is_a_number() -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_of_an_attempt_that_is_over_says_nothing_to_the_next() -> None:
+def test_messages_of_an_attempt_that_is_over_do_not_reach_the_next() -> None:
     """A late message from a step far ahead would count as a step of the new attempt, and make all its steps late."""
     with daemon_process() as (path, process):
         with SimulatedRank(path, 0, 2) as former, SimulatedRank(path, 1, 2) as late:

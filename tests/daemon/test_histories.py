@@ -36,7 +36,7 @@ def begin_without_file(opened: Opened | None) -> Store:
     return opened.store
 
 
-def test_it_is_asked_to_come_back_and_nothing_is_moved(tmp_path: Path) -> None:
+def test_the_run_is_asked_to_come_back_and_no_history_is_moved(tmp_path: Path) -> None:
     """It used to be moved aside as damaged, and attempt 0 of a new file would have replaced the attempt 0 in it."""
     path = tmp_path / "runs" / "r1.sqlite"
     before = Store(path, run="train", run_id="r1")
@@ -86,7 +86,7 @@ def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path)
         assert len(history.attempts()) == 1
 
 
-def test_a_damaged_one_is_moved_and_the_next_attempt_begins(tmp_path: Path) -> None:
+def test_a_damaged_history_is_moved_and_the_next_attempt_begins(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     path.write_bytes(b"no database" * 1000)
     opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)

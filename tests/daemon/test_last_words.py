@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 SPIKING = [2.0 + 0.01 * (seq % 7) for seq in range(150)] + [900.0, 900.0, 900.0]
 
 
-def test_what_is_owed_at_the_goodbye_is_waited_for(private_places: Path) -> None:
+def test_evidence_that_is_due_at_the_goodbye_is_waited_for(private_places: Path) -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, SPIKING)

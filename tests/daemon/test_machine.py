@@ -128,7 +128,7 @@ def test_no_driver_is_one_line(capsys: pytest.CaptureFixture[str], caplog: pytes
     assert list(device_status.lines(gpus, {})) == ["  gpu       not read: NVML: Shared Library Not Found"]
 
 
-def test_a_stuck_gpu_and_a_stuck_driver_hold_nobody_up(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_gpu_and_a_stuck_driver_delay_nothing_else(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watched(None, bare(nvml, 0), bare(nvml, 1))
     machine = MachineReader(lambda: Gpus.open(nvml))
 
@@ -234,7 +234,7 @@ def test_a_lost_gpu_is_lost_until_it_answers(nvml: FakeNvml) -> None:
 @pytest.mark.parametrize(
     ("pids", "foreign"), [((OURS, STRANGER), 3.0), ((OURS,), 0.0), ((STRANGER,), None)], ids=["both", "ours", "unknown"]
 )
-def test_memory_of_strangers_is_told_where_pids_are_ours(
+def test_memory_of_other_processes_is_measured_where_pids_are_known(
     nvml: FakeNvml, pids: tuple[int, ...], foreign: float | None
 ) -> None:
     nvml.boards[0].processes = [SimpleNamespace(pid=pid, usedGpuMemory=3) for pid in pids]
@@ -268,7 +268,7 @@ def test_prometheus_can_join_them_with_dcgm(nvml: FakeNvml) -> None:
 
 
 @pytest.mark.processes
-def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_daemon_reads_a_fake_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parent.parent.parent
     monkeypatch.setenv("PYTHONPATH", f"{root / 'tests' / 'collect' / 'driver'}:{root}")
     uuids = [board.uuid.removeprefix("GPU-") for board in FakeNvml().boards]
@@ -300,7 +300,7 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         assert "gpu 0" in history.devices()
 
 
-def test_what_the_driver_reports_by_itself_is_told_at_once(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_reports_by_itself_is_seen_at_once(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next regular reading would be in an hour."""
     monkeypatch.setattr(machine_module, "AT_ONCE_SECONDS", 0.01)
     watch, machine = watched(None, bare(nvml, 0)), MachineReader(lambda: Gpus.open(nvml))

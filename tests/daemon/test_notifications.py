@@ -63,7 +63,7 @@ def nothing_more(ops: Consumer) -> bool:
     return False
 
 
-def test_an_incident_is_told_and_its_end_is_and_the_url_is_nowhere(
+def test_an_incident_and_its_end_are_sent_and_the_url_is_kept_nowhere(
     ops: Consumer, options: tuple[str, ...], private_places: Path
 ) -> None:
     with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
@@ -100,7 +100,7 @@ def test_what_waits_is_sent_when_the_run_ends(ops: Consumer, options: tuple[str,
 
 
 @pytest.mark.parametrize("delivered", [True, False])
-def test_after_kill_9_what_was_not_delivered_is_and_what_was_is_not(
+def test_after_kill_9_only_what_was_not_delivered_is_sent(
     ops: Consumer, options: tuple[str, ...], delivered: bool
 ) -> None:
     if not delivered:
@@ -166,7 +166,7 @@ def test_a_silence_keeps_people_from_being_told_and_the_incident_is_kept(
         assert ended(process) == 0
 
 
-def test_broken_settings_stop_who_types_and_not_a_run(tmp_path: Path) -> None:
+def test_broken_settings_stop_a_daemon_started_by_hand_and_not_a_run(tmp_path: Path) -> None:
     broken = tmp_path / "sentinel.toml"
     broken.write_text("[grouping]\nwiat = '5s'\n")
     by_hand = sentinel("daemon", "--config", str(broken))
@@ -195,7 +195,7 @@ def test_what_a_former_attempt_left_open_is_over(ops: Consumer, options: tuple[s
     assert nothing_more(ops)
 
 
-def test_what_could_not_be_delivered_is_said_where_people_look(ops: Consumer, options: tuple[str, ...]) -> None:
+def test_what_could_not_be_delivered_is_reported_where_people_look(ops: Consumer, options: tuple[str, ...]) -> None:
     ops.answers += [500] * 100
     with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
         rank.hello()

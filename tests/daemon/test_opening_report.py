@@ -81,7 +81,7 @@ def test_it_is_said_once(kept: dict[int, float], rate: float, text: str) -> None
         assert not [one for one in rank._arrived if isinstance(one, wire.Notice) and not one.alert]
 
 
-def test_a_run_that_ends_in_it_is_told_before_its_closing_line() -> None:
+def test_a_run_that_ends_early_gets_the_result_before_its_closing_line() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.say(wire.Hello(version="test", identity=rank.identity, takes_closing=True))
         rank.expect(wire.Welcome)
@@ -94,7 +94,7 @@ def test_a_run_that_ends_in_it_is_told_before_its_closing_line() -> None:
         assert notice.text.startswith("[sentinel] first 20 steps: ")
 
 
-def test_once_it_is_over_a_line_says_how_often_what_is_looked_at() -> None:
+def test_after_the_examination_a_line_says_how_often_each_tier_is_sampled() -> None:
     spacing = {"0": 1, "1": 4, "2": 256, "3": 1024, "9": 1}
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
@@ -122,7 +122,7 @@ def test_a_run_whose_first_steps_were_not_seen_was_not_examined() -> None:
         assert rule["values"]["resumed"] == 1.0, "rules take it for a run that goes on"
 
 
-def test_the_next_daemon_of_a_run_knows_of_it() -> None:
+def test_the_next_daemon_of_a_run_does_not_report_it_again() -> None:
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:
             rank.hello()

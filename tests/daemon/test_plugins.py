@@ -101,7 +101,7 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def test_they_are_used_and_their_faults_stay_theirs(package: Path, tmp_path: Path) -> None:
+def test_plugins_are_used_and_their_faults_harm_nothing_else(package: Path, tmp_path: Path) -> None:
     settings, rules, diary = tmp_path / "sentinel.toml", tmp_path / "rules.yaml", tmp_path / "diary"
     settings.write_text(
         "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\n"

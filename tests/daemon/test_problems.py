@@ -213,7 +213,7 @@ def test_a_consequence_that_nothing_explains_has_the_cause_of_its_parent(tmp_pat
     assert (case.diagnosis.confidence, case.diagnosis.remedy) == ("medium", parent.diagnosis.remedy)
 
 
-def test_what_is_known_late_explains_all_that_it_brought_about_before(tmp_path: Path) -> None:
+def test_a_cause_that_is_known_late_explains_its_earlier_consequences(tmp_path: Path) -> None:
     """GradientsNotCleared is certain only some samples after the spike and the climb that it causes."""
 
     async def scenario(run: Watched) -> None:
@@ -278,7 +278,7 @@ def test_what_follows_from_a_spike_is_not_given_as_its_cause(tmp_path: Path) -> 
     assert spike.diagnosis.confidence == "none"
 
 
-def test_what_was_not_known_for_want_of_a_reading_of_the_host_is_known_with_it(tmp_path: Path) -> None:
+def test_a_cause_that_lacked_a_reading_of_the_host_is_known_with_it(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         hello = wire.Hello(version="t", identity=run.rank.identity, facts={"loader": {"num_workers": 2}})
         run.rank = run.watch.ingest.hello(hello, 0.0)
@@ -327,7 +327,7 @@ def test_what_is_over_says_what_it_leaves_behind(tmp_path: Path) -> None:
     assert case["leaves"] == "no further jump; the rate is 0.05"
 
 
-def test_what_resolves_and_fires_again_soon_is_the_same_problem_and_nobody_is_paged_again(tmp_path: Path) -> None:
+def test_an_alert_that_fires_again_soon_is_the_same_problem_and_no_new_page(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         for _ in range(3):
             await run.steps(**values(130, severe=(20, 60)))
@@ -352,7 +352,7 @@ def test_a_pager_that_knows_the_critical_one_alone_is_not_paged_again_while_a_wa
     assert all(message.firing for message in run.pager.got)
 
 
-def test_a_critical_one_is_paged_though_a_warning_of_its_problem_never_ends(tmp_path: Path) -> None:
+def test_a_critical_alert_is_paged_though_a_warning_of_its_problem_never_ends(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         await run.steps(**values(60, mild=(0, 60), grave=(20, 40)))
         await run.steps(**values(400, mild=(0, 400), grave=(300, 320)))
@@ -362,7 +362,7 @@ def test_a_critical_one_is_paged_though_a_warning_of_its_problem_never_ends(tmp_
     assert len(pages(run.pager.got)) == 2
 
 
-def test_silencing_one_silences_no_other(tmp_path: Path) -> None:
+def test_silencing_one_alert_silences_no_other(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         silences.add(run.silences, alert="Severe", run="", seconds=3600, comment="")
         await run.steps(**values(5, severe=(1, 5)))
@@ -375,7 +375,7 @@ def test_silencing_one_silences_no_other(tmp_path: Path) -> None:
     assert alerts(run.hook.got) == alerts(run.bot.got) == ["Mild"]
 
 
-def test_one_that_is_silenced_after_it_was_told_makes_room_for_the_next(tmp_path: Path) -> None:
+def test_an_alert_that_is_silenced_after_it_was_sent_makes_room_for_the_next(tmp_path: Path) -> None:
     async def scenario(run: Watched) -> None:
         await run.steps(**values(5, severe=(1, 5)))
         silences.add(run.silences, alert="Severe", run="", seconds=3600, comment="")

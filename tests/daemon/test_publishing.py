@@ -60,7 +60,7 @@ class Ranks:
         return [self.publishing.add_part(rank, answer) for rank, answer in enumerate(answers)][-1]
 
 
-def test_a_good_one_and_then_every_so_often() -> None:
+def test_a_good_snapshot_is_ordered_and_then_one_from_time_to_time() -> None:
     ranks = Ranks()
     assert ranks.reach(9) == []  # the snapshot of step 0 is not good before step 10
     assert ranks.reach(10) == [0]
@@ -72,7 +72,7 @@ def test_a_good_one_and_then_every_so_often() -> None:
     assert ranks.reach(30) == [20]
 
 
-def test_none_while_something_asks_for_a_rollback() -> None:
+def test_no_snapshot_is_ordered_while_an_alert_asks_for_a_rollback() -> None:
     ranks = Ranks()
     ranks.healthy = False
     assert ranks.reach(10) == []
@@ -80,7 +80,7 @@ def test_none_while_something_asks_for_a_rollback() -> None:
     assert ranks.reach(20) == [10]
 
 
-def test_none_that_a_rank_lacks_or_without_a_rank() -> None:
+def test_no_snapshot_is_ordered_that_a_rank_lacks_or_without_a_rank() -> None:
     ranks = Ranks()
     ranks.run.attempt.ranks[1].snapshots = set()
     assert ranks.publishing.find_due(TERMS, 50) is None
@@ -89,13 +89,13 @@ def test_none_that_a_rank_lacks_or_without_a_rank() -> None:
 
 
 @pytest.mark.parametrize("terms", [None, wire.RollbackTerms(every=10, keep=2, margin=10, budget=3)])
-def test_none_where_none_is_wanted(terms: wire.RollbackTerms | None) -> None:
+def test_no_snapshot_is_ordered_where_none_is_wanted_on_disk(terms: wire.RollbackTerms | None) -> None:
     ranks = Ranks()
     ranks.run.attempt.ranks[0].snapshots = ranks.run.attempt.ranks[1].snapshots = {10}
     assert ranks.publishing.find_due(terms, 50) is None
 
 
-def test_a_failure_is_told_once_and_not_tried_at_every_step() -> None:
+def test_a_failure_is_reported_once_and_not_tried_at_every_step() -> None:
     ranks = Ranks()
     ranks.reach(10)
     assert ranks.answer(ok=False, reason="no space") is None

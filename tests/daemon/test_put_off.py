@@ -61,21 +61,21 @@ class LoudRun:
         return {case.alert for case in self.watch.incidents.log.cases.values()}
 
 
-def test_before_its_rank_is_let_go(tmp_path: Path) -> None:
+def test_put_off_work_is_done_before_the_rank_leaves(tmp_path: Path) -> None:
     run = LoudRun(tmp_path)
     assert not run.alerts, "it was put off, or this shows nothing"
     run.watch.ingest.message(run.rank, wire.Goodbye(next_seq=5), 5.0)
     assert run.alerts == {*LOUD}
 
 
-def test_at_the_end_of_a_run_that_said_nothing(tmp_path: Path) -> None:
+def test_put_off_work_is_done_when_a_run_ends_without_a_goodbye(tmp_path: Path) -> None:
     run = LoudRun(tmp_path)
     run.watch.ingest.drop_rank(run.rank, 5.0)
     assert run.alerts == {*LOUD}
 
 
 @pytest.mark.parametrize("alert", [True, False])
-def test_before_the_state_is_kept_that_has_it_as_done(tmp_path: Path, alert: bool) -> None:
+def test_put_off_work_is_done_before_the_state_is_kept(tmp_path: Path, alert: bool) -> None:
     """The state is kept for another rule's alert, or because it is due; a daemon after a kill would not report them."""
     run = LoudRun(tmp_path, math.nan if alert else 1.0)
     if not alert:

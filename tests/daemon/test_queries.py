@@ -54,7 +54,7 @@ def answered(cases: list[dict[str, Any]] | None) -> wire.Answer:
     return answer
 
 
-def test_of_more_incidents_than_a_frame_holds_the_newest_are_told() -> None:
+def test_the_newest_incidents_are_returned_where_a_frame_cannot_hold_all() -> None:
     """There was no answer before, and `sentinel incidents` said that there was no daemon."""
     cases = [case(number, 1 << 20) for number in range(40)]
     found = answered(cases[::-1]).content
@@ -62,7 +62,7 @@ def test_of_more_incidents_than_a_frame_holds_the_newest_are_told() -> None:
     assert [one["time"] for one in found] == [float(number) for number in range(40 - len(found), 40)]
 
 
-def test_all_of_them_where_they_fit() -> None:
+def test_all_incidents_are_returned_where_they_fit() -> None:
     assert fitting([case(1), case(2)]) == [case(1), case(2)]
     assert fitting([]) == []
 

@@ -50,7 +50,7 @@ def judged(*paths: Path) -> list[tuple[str, str, int]]:
 SPIKE = [*HEALTHY[:250], 8.0, 8.5, 9.0, *HEALTHY[250:] * 4]
 
 
-def test_the_incidents_that_would_have_been(tmp_path: Path) -> None:
+def test_a_replay_finds_the_incidents_that_would_have_been(tmp_path: Path) -> None:
     batches = [steps(at, SPIKE[at : at + 7]) for at in range(0, len(SPIKE), 7)]
     assert judged(record(tmp_path / "a", hello(), *batches, wire.Goodbye())) == [("LossSpike", "resolved", 250)]
     with History(places.histories()[0]) as history:
@@ -83,14 +83,14 @@ def test_a_last_frame_that_is_cut_is_passed_over(tmp_path: Path) -> None:
         (wire.frame(wire.Query(protocol=9, what="x")), "recorded with protocol 9, this version replays 1"),
     ],
 )
-def test_what_is_no_record_is_said(tmp_path: Path, content: bytes, words: str) -> None:
+def test_what_is_no_record_is_refused_with_a_reason(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "odd").write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         judged(tmp_path / "odd")
 
 
 @pytest.mark.processes
-def test_the_command(tmp_path: Path) -> None:
+def test_sentinel_replay_judges_a_record_and_replaces_no_live_history(tmp_path: Path) -> None:
     path = record(tmp_path / "run.rec", hello(), steps(0, HEALTHY[:20]), steps(20, [math.nan]))
     for _ in range(2):  # a replay replaces what an earlier replay wrote
         done = sentinel("replay", str(path), "--json")
@@ -106,5 +106,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert (missing.returncode, "Traceback" in missing.stderr) == (2, False)
 
 
-def test_a_healthy_run(tmp_path: Path) -> None:
+def test_a_healthy_run_has_no_incidents(tmp_path: Path) -> None:
     assert judged(record(tmp_path / "a", hello(), steps(0, HEALTHY), wire.Goodbye())) == []

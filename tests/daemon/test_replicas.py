@@ -22,11 +22,11 @@ def test_layers_that_differ_on_any_rank() -> None:
     assert differing([block(1, 2, 3), block(1, 9, 3), block(1, 2, 8)]) == ("b", "c")
 
 
-def test_a_rank_that_has_fewer_layers_is_held_against_those() -> None:
+def test_a_rank_that_has_fewer_layers_is_compared_by_those() -> None:
     assert differing([block(1, 2, 3), block(1, 3, layers=(0, 2))]) == ()
     assert differing([block(1, 2, 3), block(1, 4, layers=(0, 2))]) == ("c",)
 
 
-def test_who_sent_none_is_left_out() -> None:
+def test_a_rank_that_sent_no_checksums_is_left_out() -> None:
     assert differing([block(), block(1, 2, 3)]) == ()
     assert differing([]) == ()

@@ -80,7 +80,7 @@ def test_an_open_incident_stays_one_and_ends_later() -> None:
         assert len(history.attempts()) == 1
 
 
-def test_what_happened_in_the_gap_is_told_once() -> None:
+def test_what_happened_without_a_daemon_is_reported_once() -> None:
     """Steps that were not confirmed are sent again; those that were kept after all change nothing."""
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.hello()
@@ -98,7 +98,7 @@ def test_what_happened_in_the_gap_is_told_once() -> None:
         assert list(history.series("loss").seqs)[:20] == list(range(20))
 
 
-def test_windows_are_as_they_were() -> None:
+def test_windows_of_rules_survive_a_restart() -> None:
     """A rule whose window began before the kill fires where it would have fired without it."""
 
     def of_the_run() -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def test_windows_are_as_they_were() -> None:
         assert "LossSpike" in rank.expect(wire.Notice).text
 
 
-def test_other_rules_judge_the_last_steps_anew(tmp_path: object) -> None:
+def test_changed_rules_judge_the_last_steps_again(tmp_path: object) -> None:
     rules = paths.runtime_root().parent / "own.yaml"
     rules.write_text("group: mine\nrules:\n  - alert: High\n    expr: loss > 100\n    keep_firing: 50 steps\n")
     with daemon_process("--rules", str(rules)) as (path, process), SimulatedRank(path) as rank:
@@ -243,7 +243,7 @@ def test_a_rank_is_told_what_is_kept() -> None:
         assert not path.parent.exists(), "what is ours goes before the last rank is told"
 
 
-def test_damaged_state_does_not_stop_it() -> None:
+def test_damaged_state_does_not_stop_the_next_daemon() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, [1.0, math.nan])

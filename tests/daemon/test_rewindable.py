@@ -56,17 +56,17 @@ def ranks(tmp_path: Path) -> Ranks:
     return Ranks(tmp_path / "runs" / "r1.sqlite")
 
 
-def test_of_a_run_without_rollback_nothing_is_kept(ranks: Ranks) -> None:
+def test_no_state_is_kept_for_a_run_without_rollback(ranks: Ranks) -> None:
     ranks.steps(600, ranks.hello())
     assert not ranks.kept
 
 
-def test_of_one_with_rollback_it_is_kept_from_its_first_step(ranks: Ranks) -> None:
+def test_state_is_kept_from_the_first_step_of_a_run_with_rollback(ranks: Ranks) -> None:
     ranks.steps(600, ranks.hello(terms=TERMS))
     assert ranks.kept == [255, 511]
 
 
-def test_a_rank_that_offers_it_when_it_greets_again(ranks: Ranks) -> None:
+def test_state_is_kept_once_a_rank_offers_rollback_in_a_later_hello(ranks: Ranks) -> None:
     ranks.steps(300, ranks.hello())
     rank = ranks.hello(terms=TERMS)
     assert ranks.kept == [299]
@@ -76,7 +76,7 @@ def test_a_rank_that_offers_it_when_it_greets_again(ranks: Ranks) -> None:
     assert ranks.kept == [299, 555]
 
 
-def test_another_rank_that_offers_it(ranks: Ranks) -> None:
+def test_state_is_kept_once_another_rank_offers_rollback(ranks: Ranks) -> None:
     first = ranks.hello(world=2)
     ranks.steps(300, first, second := ranks.hello(1, world=2))
     assert not ranks.kept
@@ -87,7 +87,7 @@ def test_another_rank_that_offers_it(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("terms", [None, TERMS])
-def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.RollbackTerms | None) -> None:
+def test_the_next_daemon_keeps_state_as_the_former_did(ranks: Ranks, terms: wire.RollbackTerms | None) -> None:
     ranks.steps(600, ranks.hello(terms=terms))
     ranks.watch.incidents.preserve()
     store = ranks.watch.store
@@ -104,7 +104,7 @@ def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.Rollbac
     assert [seq for seq, _ in watch.incidents.evaluator.save_state()[1]] == ([255, 511] if terms else [599])
 
 
-def test_a_state_that_is_laid_out_otherwise_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_another_layout_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the state comes from a daemon of the same version with the same rules."""
     ours = saved_state.digest(())
     monkeypatch.setattr(saved_state, "LAYOUT", saved_state.LAYOUT + 1)
@@ -112,7 +112,7 @@ def test_a_state_that_is_laid_out_otherwise_is_none_of_ours(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("layout", [0, 1], ids=["of ours", "of an older one"])
-def test_a_state_of_an_older_layout_is_judged_anew(
+def test_steps_are_judged_again_where_the_state_has_an_older_layout(
     ranks: Ranks, layout: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks.steps(600, ranks.hello(terms=TERMS))

@@ -63,7 +63,7 @@ def test_ranks_that_have_not_arrived_are_waited_for_and_then_not(world: int) -> 
 
 
 @pytest.mark.parametrize("world", [4, 64])
-def test_a_lost_rank_stops_nobody_and_can_come_back(world: int) -> None:
+def test_a_lost_rank_stops_no_other_and_can_come_back(world: int) -> None:
     run = Run("train", "r1", now=0.0)
     for number in range(world):
         run.hello(hello(number, world), now=0.0)
@@ -117,7 +117,7 @@ def test_a_cell_that_runs_again_is_a_new_attempt_though_nothing_was_restarted() 
     assert run.attempt.number == 1
 
 
-def test_two_runs_are_two() -> None:
+def test_runs_are_told_apart_by_their_ids() -> None:
     runs = Runs()
     first = runs.find_run(wire.Identity(run="x", run_id="1"), now=0.0)
     second = runs.find_run(wire.Identity(run="x", run_id="2"), now=0.0)
@@ -139,7 +139,7 @@ def test_norms_of_shards_add_in_squares_and_replicas_count_once() -> None:
         assert combine_ranks(order)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0))
 
 
-def test_a_norm_of_some_shards_is_none() -> None:
+def test_no_norm_is_given_where_a_shard_is_missing() -> None:
     """A rank over its limit leaves a sample out: the norm of the others' shards alone would be too small."""
     sampled = {"loss": 1.0, "grad_norm": 5.0, "grad_norm_sharded": 3.0}
     for order in ([sampled, {"loss": 1.0}], [{"loss": 1.0}, sampled]):

@@ -133,7 +133,7 @@ def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
     assert (state / str(SOMEBODY) / "runs" / f"{apart}.sqlite").exists()
 
 
-def test_both_stay_what_they_are_over_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_ids_of_two_users_survive_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SENTINEL_STATE", str(tmp_path))
     identity = wire.Identity(run="train", run_id="job-7", rank=0, world_size=1, session="s")
     hello = wire.Hello(version="t", identity=identity)
@@ -177,7 +177,9 @@ def test_a_run_id_that_is_no_name_is_refused(service: Path) -> None:
             assert "expected 1 to 40 letters, digits, - or _" in rank.expect(wire.Refused).reason, run_id
 
 
-def test_only_root_can_start_one_and_only_in_a_place_of_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_root_can_start_a_service_and_only_in_a_directory_of_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine").mkdir()
     os.chown(tmp_path / "mine", NOBODY, NOBODY)
     with pytest.raises(ConfigError, match=r"no directory of root's"):
@@ -190,7 +192,7 @@ def test_only_root_can_start_one_and_only_in_a_place_of_roots(tmp_path: Path, mo
         service_directory(tmp_path / "new")
 
 
-def test_any_other_daemon_is_its_users_alone() -> None:
+def test_any_other_daemon_serves_its_own_user_only() -> None:
     def knock(path: Path) -> Callable[[], str]:
         def refused() -> str:
             with SimulatedRank(path) as rank:

@@ -57,7 +57,7 @@ def batch(first: int, count: int, *names: str, stream: int = 0) -> wire.Batch:
     )
 
 
-def test_a_batch_holds_so_many_steps_and_values() -> None:
+def test_steps_and_values_of_a_batch_are_limited() -> None:
     run, rank = greeted()
     run.attempt.take(rank, batch(0, MOST_STEPS), 0.0)
     with pytest.raises(ProtocolError, match=f"a batch of {MOST_STEPS + 1} steps, of which it may hold {MOST_STEPS}"):
@@ -100,7 +100,7 @@ def test_ranks_beyond_those_that_a_node_can_have_are_not_waited_for() -> None:
     assert [len(step.ranks) for step in run.attempt.take_closed(0.0)] == [AWAITED_RANKS]
 
 
-def test_a_rank_has_so_many_signals() -> None:
+def test_signals_of_a_rank_are_limited() -> None:
     run, rank = greeted()
     names = (f"signal {number}" for number in itertools.count())
     for seq in range(SIGNALS_OF_A_RANK // 1024):
@@ -109,7 +109,7 @@ def test_a_rank_has_so_many_signals() -> None:
         run.attempt.take(rank, batch(10, 1, next(names)), 0.0)
 
 
-def test_streams_that_nobody_has_cost_nothing() -> None:
+def test_batches_of_unknown_streams_cost_nothing() -> None:
     run, rank = greeted()
     for stream in range(1, 3000):
         run.attempt.take(rank, batch(0, 2, stream=stream), 0.0)
@@ -117,7 +117,7 @@ def test_streams_that_nobody_has_cost_nothing() -> None:
     assert [step.seq for step in run.attempt.take_closed(0.1)] == [0, 1]
 
 
-def test_what_has_no_fixed_type_is_small_and_a_first_message_smaller() -> None:
+def test_content_without_a_fixed_type_is_limited_and_a_first_message_more_so() -> None:
     large = {"text": "x" * (1 << 20)}
     with pytest.raises(ProtocolError, match="a Collected of"):
         wire.frame(wire.Collected(what="census", seq=0, content=large))
@@ -155,7 +155,7 @@ def test_steps_that_wait_for_others_are_only_so_many() -> None:
     assert alignment.silent == {1}
 
 
-def test_closed_steps_wait_for_whoever_stops_in_between() -> None:
+def test_closed_steps_wait_while_their_reader_pauses() -> None:
     run, rank = greeted()
     run.attempt.take(rank, batch(0, 5), 0.0)
     assert next(run.attempt.take_closed(0.0)).seq == 0
@@ -191,7 +191,7 @@ def test_steps_are_judged_in_portions_and_the_attempt_ends_after_the_last(tmp_pa
         assert (history.last_seq(0), history.attempts()[0][2] is not None) == (2, True)
 
 
-def test_of_each_user_one_piece_of_work_is_done_in_turn() -> None:
+def test_users_take_turns_with_one_piece_of_work_each() -> None:
     shares, done = Shares(several=True), list[int]()
 
     async def work(uid: int) -> None:
@@ -259,7 +259,7 @@ def test_the_process_of_a_peer_is_held_from_the_connection_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("uid", [os.getuid(), os.getuid() + 1])
-def test_where_the_kernel_hands_out_no_process_one_of_another_user_is_not_it(
+def test_without_a_pidfd_from_the_kernel_no_process_of_another_user_is_taken(
     uid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_PEER_PIDFD", 9999)
@@ -287,7 +287,7 @@ def test_no_signal_goes_to_a_process_that_is_known_by_its_number_alone() -> None
 
 
 @pytest.mark.processes
-def test_a_history_that_cannot_be_opened_for_want_of_descriptors_is_gone_on_from_later() -> None:
+def test_a_history_for_which_no_descriptor_is_free_is_continued_later() -> None:
     with daemon_process() as (path, process), SimulatedRank(path, session="s") as rank:
         rank.hello()
         rank.steps(0, [1.0, 2.0])
@@ -320,7 +320,7 @@ def test_a_history_that_cannot_be_opened_for_want_of_descriptors_is_gone_on_from
 
 @pytest.mark.processes
 @pytest.mark.root
-def test_one_user_has_so_many_runs_and_others_theirs(service: Path) -> None:
+def test_runs_of_one_user_are_limited_and_others_are_served(service: Path) -> None:
     def many() -> list[str]:
         ranks, told = [], list[str]()
         for number in range(RUNS + 1):

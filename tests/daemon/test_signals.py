@@ -31,7 +31,7 @@ def signalled(number: int, *options: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_is_told_to_go_while_it_starts_leaves_nothing(number: int) -> None:
+def test_a_daemon_that_is_terminated_while_it_starts_leaves_nothing(number: int) -> None:
     daemon = signalled(number)
     _, told = daemon.communicate(timeout=20)
     assert daemon.returncode == 0, told

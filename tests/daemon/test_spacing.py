@@ -81,7 +81,7 @@ def test_all_ranks_take_the_coarsest_at_the_same_step() -> None:
     assert ranks.orders <= 3, "now and then, and not at each look"
 
 
-def test_where_all_want_the_same_nobody_is_ordered() -> None:
+def test_no_spacing_is_ordered_where_all_ranks_want_the_same() -> None:
     ranks = Ranks(2)
     ranks.run(100, [0.02, 0.02])
     assert ranks.orders == 0
@@ -94,7 +94,7 @@ def test_a_single_rank_governs_itself() -> None:
     assert ranks.pacings[0].spacing[2] == 32
 
 
-def test_a_finer_spacing_waits_until_it_has_done_for_all_for_long() -> None:
+def test_a_finer_spacing_waits_until_it_has_sufficed_for_long() -> None:
     ranks = Ranks(2, step_seconds=0.05)
     ranks.run(300, [0.0001, 0.002])
     assert [governor.spacing[2] for governor in ranks.pacings] == [8, 8]
@@ -106,7 +106,7 @@ def test_a_finer_spacing_waits_until_it_has_done_for_all_for_long() -> None:
     assert ranks.now - at >= PATIENCE_SECONDS
 
 
-def test_a_rank_that_came_back_is_ordered_anew() -> None:
+def test_a_rank_that_came_back_is_ordered_again() -> None:
     ranks = Ranks(2)
     ranks.run(200, [0.0001, 0.09])
     ranks.pacings[0].clear_orders()

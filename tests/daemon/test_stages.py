@@ -52,7 +52,7 @@ def test_a_loss_that_jumps_with_a_stage_is_neither_told_nor_rolled_back() -> Non
         assert [(event.seq, event.detail) for event in history.events("stage")] == [(250, {"name": "harder"})]
 
 
-def test_no_rollback_goes_back_across_it() -> None:
+def test_no_rollback_crosses_the_start_of_a_stage() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello(rollback=TERMS)
         for start in range(0, 250, 50):
@@ -66,7 +66,7 @@ def test_no_rollback_goes_back_across_it() -> None:
         assert not [message for message in said(rank) if isinstance(message, wire.Prepare)]
 
 
-def test_what_was_open_is_over_and_says_why() -> None:
+def test_open_incidents_end_with_a_new_stage_and_say_why() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, HEALTHY[:200])
@@ -101,7 +101,7 @@ def test_of_several_ranks_the_first_that_says_it_counts_once() -> None:
         assert "LossSpike" in one.expect(wire.Notice).text, "the late one started nothing over"
 
 
-def test_a_stage_is_one_by_its_step_and_by_its_name() -> None:
+def test_a_stage_is_known_by_its_step_and_name() -> None:
     attempt = Attempt(0, 0.0)
     said = [(10, "a"), (10, "a"), (12, "a"), (20, "b"), (10, "a"), (20, "b"), (30, "a")]
     assert [attempt.announce_stage(Stage(*one)) for one in said] == [True, False, False, True, False, False, True]
@@ -109,7 +109,7 @@ def test_a_stage_is_one_by_its_step_and_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_daemon_that_takes_over_knows_of_it(begun: bool) -> None:
+def test_a_daemon_that_takes_over_knows_the_stage(begun: bool) -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.hello(rollback=TERMS)
         for start in range(0, 250, 50):

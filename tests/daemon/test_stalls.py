@@ -86,7 +86,7 @@ def node() -> Iterator[Node]:
     made.stalls.close()
 
 
-def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more(node: Node) -> None:
+def test_a_rank_that_issues_another_collective_is_reported_and_its_end_too(node: Node) -> None:
     node.stalls.tick(100.0)
     assert [(rank, ask.what) for rank, ask in node.asked] == [(0, "collectives"), (1, "collectives")]
     same = [entry(seq) for seq in range(1, 5)]
@@ -101,14 +101,14 @@ def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more(n
     assert node.differing(121.0) == {"1": 0.0}
 
 
-def test_nobody_is_accused_while_an_answer_is_missing(node: Node) -> None:
+def test_no_rank_is_accused_while_an_answer_is_missing(node: Node) -> None:
     node.stalls.tick(100.0)
     del node.asked[1]
     node.answer([entry(1)], [])
     assert node.differing(101.0) == {}
 
 
-def test_who_issues_something_else_while_another_stands_already_is_told_of(node: Node) -> None:
+def test_a_rank_that_issues_another_collective_while_others_stand_is_reported(node: Node) -> None:
     """Answers from a moment at which all was well do not decide: the ranks are asked again while they stand still.
 
     One of them may take long to answer.
@@ -145,7 +145,7 @@ def test_what_was_said_of_one_standstill_does_not_explain_the_next(node: Node) -
     assert [(rank.dump, rank.flight) for rank in ranks] == [("", None)] * 2
 
 
-def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was(node: Node) -> None:
+def test_a_rank_that_issued_another_collective_and_went_on_is_reported_with_it(node: Node) -> None:
     for second in range(3):
         node.beat(beat=100.0 + second, progressed=100.0 + second, progress=400 + second)
         told = node.differing(100.0 + second)
@@ -165,7 +165,7 @@ def test_an_answer_that_is_no_record_is_left_out(node: Node) -> None:
     assert node.attempt.ranks[0].flight is None
 
 
-def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress(node: Node) -> None:
+def test_the_wait_for_a_rank_that_left_the_loop_counts_from_that_ranks_progress(node: Node) -> None:
     beats = [BEAT._replace(progressed=progressed) for progressed in (100.0, 100.2)]
     pages = [os.memfd_create(PAGE) for _ in beats]
     for rank, page in enumerate(pages):
@@ -178,7 +178,7 @@ def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress(n
     assert node.attempt.ranks[0].stall.seconds == pytest.approx(102.3 - 100.2)
 
 
-def test_who_waits_for_a_rank_of_another_node_that_works_does_not_stand_still(node: Node) -> None:
+def test_a_rank_that_waits_for_a_working_rank_elsewhere_does_not_stand_still(node: Node) -> None:
     for now in range(101, 120):
         node.beat(beat=float(now))
         node.stalls.note_work_elsewhere(now - 0.5, 0.0)
@@ -192,7 +192,7 @@ def test_who_waits_for_a_rank_of_another_node_that_works_does_not_stand_still(no
     assert (stall.seconds, stall.limit) == (11.5, 900.0)
 
 
-def test_what_its_own_ranks_do_is_known_to_other_nodes(node: Node) -> None:
+def test_work_of_a_nodes_own_ranks_is_known_to_other_nodes(node: Node) -> None:
     node.beat(beat=100.4)
     node.stalls.tick(100.4)
     assert node.stalls.worked == pytest.approx(100.0)
@@ -219,7 +219,7 @@ def test_a_survey_keeps_what_a_rank_that_stands_has_said_until_it_says_more(node
     assert not node.stalls.surveyed
 
 
-def test_a_standstill_is_said_of_the_rank_that_does_something_while_others_wait(node: Node) -> None:
+def test_a_standstill_is_reported_of_the_rank_that_works_while_others_wait(node: Node) -> None:
     """Rank 0 came to the collective before rank 1 stood still, so it has stood for longer."""
     said = []
     for second in range(80):
@@ -402,7 +402,7 @@ def test_ranks_that_a_launcher_ends_after_an_exception_are_lost() -> None:
 
 
 @pytest.mark.parametrize(("supervisor", "known"), [("a mark", 3), ("", 2)], ids=["supervised", "part of it"])
-def test_ranks_of_which_more_is_to_be_known_are_lost_at_once(supervisor: str, known: int) -> None:
+def test_ranks_whose_end_is_explained_elsewhere_are_lost_at_once(supervisor: str, known: int) -> None:
     """`sentinel run` announces the signals that it passes on; ranks of other nodes are not seen."""
     job = DyingJob(supervisor, known)
     for number in range(known):

@@ -55,7 +55,7 @@ def rank() -> Iterator[Rank]:
 
 
 @pytest.mark.parametrize(("longest", "first"), [(0.1, 61), (7.0, 71)])
-def test_it_is_said_once_a_standstill(rank: Rank, longest: float, first: int) -> None:
+def test_each_standstill_is_reported_once(rank: Rank, longest: float, first: int) -> None:
     """It is reported after a minute and ten times the longest gap."""
     assert rank.look(200, longest=longest) == [first]
     assert rank.rank.standing
@@ -64,7 +64,7 @@ def test_it_is_said_once_a_standstill(rank: Rank, longest: float, first: int) ->
     assert rank.look(200, longest=longest, progress=402, progressed=500.0) == [first], "the next one"
 
 
-def test_its_length_is_known_once_the_rank_goes_on(rank: Rank) -> None:
+def test_the_length_of_a_standstill_is_known_once_the_rank_goes_on(rank: Rank) -> None:
     rank.look(200)
     assert rank.stalls.take_past_standstill(299.0) is None, "it goes on"
     rank.look(2, progress=401, progressed=400.0)
@@ -75,7 +75,7 @@ def test_its_length_is_known_once_the_rank_goes_on(rank: Rank) -> None:
 @pytest.mark.parametrize(
     "beat", [{"paused": 1}, {"place": Place.LEFT}, {"place": Place.LONG}, {"place": Place.DEBUGGER}]
 )
-def test_a_pause_that_has_its_reason_is_none(rank: Rank, beat: dict[str, Any]) -> None:
+def test_a_pause_with_a_known_reason_is_no_standstill(rank: Rank, beat: dict[str, Any]) -> None:
     """Such pauses are a declared phase, the end of the loop, a checkpoint or a debugger."""
     assert rank.look(300, **beat) == []
     assert not rank.rank.standing

@@ -265,7 +265,7 @@ def _await_notice(rank: SimulatedRank, words: str) -> str:
     return text
 
 
-def test_an_alert_that_the_user_named_stops_the_run_and_a_name_that_no_rule_has_is_said(
+def test_an_alert_that_the_user_named_stops_the_run_and_an_unknown_name_is_reported(
     daemon: tuple[Path, Any],
 ) -> None:
     with Stoppable(daemon[0]) as rank:
@@ -278,7 +278,7 @@ def test_an_alert_that_the_user_named_stops_the_run_and_a_name_that_no_rule_has_
         assert rank.expect(wire.Commit).reason == "Low: loss 0.5"
 
 
-def test_it_stops_also_where_its_rule_is_downgraded(daemon: tuple[Path, Any]) -> None:
+def test_a_named_alert_stops_the_run_even_where_its_rule_is_downgraded(daemon: tuple[Path, Any]) -> None:
     with Stoppable(daemon[0]) as rank:
         rank.greet(stop_on=("Lowest",))
         rank.steps(0, [-1.0], odd=[1.0])
@@ -287,7 +287,7 @@ def test_it_stops_also_where_its_rule_is_downgraded(daemon: tuple[Path, Any]) ->
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_without_it_the_same_alert_stops_nothing(number: int, daemon: tuple[Path, Any]) -> None:
+def test_without_stop_on_the_same_alert_stops_nothing(number: int, daemon: tuple[Path, Any]) -> None:
     """Nor does it in another run on the same daemon, or at the next start of a script without `stop_on`.
 
     The first rank of a node reports `stop_on`, which is rank 1 on the second of two nodes.

@@ -164,7 +164,7 @@ def make_room(store: Store) -> None:
     store._database.execute("PRAGMA max_page_count=1000000")
 
 
-def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path: Path) -> None:
+def test_a_full_disk_is_reported_and_what_waited_is_written_once_there_is_room(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     fill_disk(store)
     for seq in range(CHUNK_STEPS):
@@ -339,7 +339,7 @@ def test_what_is_told_twice_is_one_event(path: Path) -> None:
         assert [event.seq for event in history.events()] == [4, 5]
 
 
-def test_a_disk_that_does_not_answer_holds_nobody_up(
+def test_a_disk_that_does_not_answer_delays_no_alert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """An alert used to wait until the disk answered."""
@@ -372,7 +372,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
         assert [event.seq for event in history.events() if event.kind == "phase"] == [1, 2]
 
 
-def test_whoever_reads_slowly_does_not_make_the_log_grow(tmp_path: Path) -> None:
+def test_a_slow_reader_does_not_make_the_log_grow(tmp_path: Path) -> None:
     """An example is `sentinel history export RUN | less`, left open overnight."""
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
     for seq in range(20 * CHUNK_STEPS):

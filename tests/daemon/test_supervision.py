@@ -56,7 +56,7 @@ def test_a_fault_without_a_rollback_is_the_supervisors_and_the_daemon_stays_for_
         assert ended(process) == 0
 
 
-def test_nobody_is_asked_to_end_a_job_that_begins_anew() -> None:
+def test_a_job_that_would_start_from_the_beginning_is_not_ended() -> None:
     with daemon_process() as (path, process):
         with Supervisor(path) as supervisor:
             supervisor.ask(always=False)

@@ -113,7 +113,7 @@ def test_an_attempt_ends_what_is_open_in_it_and_says_how_it_failed(store: Store,
     assert (read_attributes(second.attributes)["sentinel.attempt"], second.status.code) == (1, 0)
 
 
-def test_what_was_not_taken_is_sent_again_and_what_was_is_not(store: Store, collector: Collector) -> None:
+def test_only_spans_that_were_not_accepted_are_sent_again(store: Store, collector: Collector) -> None:
     sender = Sender(store, collector)
     store.records.add_event(0, 1, "snapshot", rank=0, seconds=0.5)
     collector.answers += [(503, {}, b"")]
@@ -133,7 +133,7 @@ def test_a_collector_is_left_alone_for_as_long_as_it_asks(store: Store, collecto
     assert len(collector.headers) <= 1
 
 
-def test_spans_that_a_collector_does_not_want_are_not_sent_for_ever(store: Store, collector: Collector) -> None:
+def test_spans_that_a_collector_rejects_are_not_sent_again(store: Store, collector: Collector) -> None:
     sender = Sender(store, collector)
     store.records.add_event(0, 1, "snapshot", rank=0, seconds=0.5)
     collector.answers += [(400, {}, b"")]

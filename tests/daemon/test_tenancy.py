@@ -29,7 +29,7 @@ def test_a_leftover_is_swept(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [locks.DAEMON, locks.RUN, locks.START])
-def test_whoever_lives_there_is_left_alone(directory: Path, name: str) -> None:
+def test_a_directory_in_use_is_left_alone(directory: Path, name: str) -> None:
     lock = locks.hold(directory, name, shared=name == locks.RUN)
     assert lock is not None
     assert locks.sweep(paths.runtime_root()) == []
@@ -63,7 +63,7 @@ signal.pause()
     assert locks.clear(directory)
 
 
-def test_a_run_of_ten_days_keeps_what_it_lives_by(directory: Path, tmp_path: Path) -> None:
+def test_a_run_of_ten_days_keeps_its_directory(directory: Path, tmp_path: Path) -> None:
     """On many clusters systemd-tmpfiles deletes files in /tmp that were not written to for that long.
 
     Without its locks, a living daemon would lose its socket to the next one.
@@ -86,7 +86,7 @@ def test_a_run_of_ten_days_keeps_what_it_lives_by(directory: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("why", ["a file of somebody's", "empty", "open to others", "a link"])
-def test_what_may_be_somebodys_is_not_touched(directory: Path, why: str) -> None:
+def test_a_directory_that_may_be_a_users_is_not_touched(directory: Path, why: str) -> None:
     """SENTINEL_RUNTIME may name any directory."""
     root = paths.runtime_root()
     if why == "a file of somebody's":
@@ -112,7 +112,7 @@ def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: P
     assert locks.hold(directory, locks.START) is None
 
 
-def test_a_daemon_that_has_taken_its_own_away_leaves_its_successors(directory: Path) -> None:
+def test_a_daemon_that_removed_its_directory_leaves_that_of_its_successor(directory: Path) -> None:
     """It removes the directory before it tells the last rank that all is kept, and ends a moment later."""
     ending = Daemon(directory, lambda _: loader.load(), Settings(), Settings)
     ending._shutdown.vanish()

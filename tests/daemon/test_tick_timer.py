@@ -65,7 +65,9 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     return made
 
 
-def test_a_batch_that_comes_in_time_is_what_it_looks_beside(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_comes_in_time_takes_the_place_of_the_timer(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[float] = []
     monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: 0.0))
     timer = TickTimer(looked.append, lambda: False)
@@ -124,7 +126,7 @@ def test_a_look_that_fails_is_not_the_last(timers: Timers, monkeypatch: pytest.M
     assert len(timers.live) == 1
 
 
-def test_one_that_stays_and_serves_nobody_is_calm(private_places: Path) -> None:
+def test_a_daemon_that_stays_without_runs_is_calm(private_places: Path) -> None:
     assert not daemon(private_places)._restless()
     assert daemon(private_places, stay=False)._restless(), "it is to go soon"
 
@@ -156,7 +158,9 @@ def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path) -> No
     asyncio.run(train())
 
 
-def test_a_disk_that_does_not_answer_holds_no_look_up(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_delays_no_examination(
+    private_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served, began, ticks, answers = daemon(private_places), list[float](), list[float](), asyncio.Event()
 
     async def flush() -> None:
