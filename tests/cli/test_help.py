@@ -34,7 +34,7 @@ def test_a_group_alone_shows_its_help_once(
     ("words", "completed"), [("inc", "incidents"), ("rules b", "backtest"), ("top --int", "--interval")]
 )
 def test_commands_complete_in_a_shell(words: str, completed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/quickstart.md has it, for bash."""
+    """As docs/quickstart.md describes for bash."""
     monkeypatch.setenv("COMP_WORDS", f"sentinel {words}")
     monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
     result = CliRunner().invoke(cli, env={"_SENTINEL_COMPLETE": "bash_complete"}, prog_name="sentinel")

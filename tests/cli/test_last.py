@@ -44,7 +44,7 @@ def keep(
     parents: dict[int, str] | None = None,
     run_id: str = "",
 ) -> Store:
-    """A run of 20 steps, from step 100 on, of one rank."""
+    """Write the history of a run with one rank, of 20 steps from step 100 on."""
     run_id = run_id or f"{name}-1"
     store = Store(paths.state_directory() / "runs" / f"{run_id}.sqlite", run=name, run_id=run_id)
     store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
@@ -256,7 +256,7 @@ def test_a_damaged_history_is_said_and_the_others_are_listed() -> None:
 
 
 def damaged_run(run_id: str) -> Path:
-    """Of a run `train`, of which nothing can be read any more."""
+    """Write the history of a run `train`, and damage it so that nothing can be read of it."""
     path = keep("train", BYE, run_id=run_id).path
     path.write_bytes(b"junk" * 1000)
     return path
@@ -400,7 +400,7 @@ def test_a_beginning_that_several_ids_have_names_them(command: list[str]) -> Non
 
 @pytest.mark.parametrize("command", [["history", "export"], ["report"], ["last"]])
 def test_a_damaged_history_is_not_taken_for_another_whose_id_begins_with_its_own(command: list[str]) -> None:
-    """As ids of Slurm's jobs do."""
+    """Ids of Slurm jobs can begin with one another."""
     keep("train", BYE, run_id="12345")
     (paths.state_directory() / "runs" / "1234.sqlite").write_bytes(b"no database")
     result = CliRunner().invoke(cli, [*command, "1234"])

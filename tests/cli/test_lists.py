@@ -1,4 +1,4 @@
-"""Lists as they look in a terminal, and as another program gets them."""
+"""Lists as they look in a terminal, and as another program reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sentinel.cli import cli, history, incidents, status
 from sentinel.text import format_clock, format_moment
 
 RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
-"""As torchrun and a script's name make it."""
+"""A run id as made from torchrun's id and a script's name."""
 CASE: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
     "state": "rolled_back", "first_step": 123_456_789, "time": 1e9,

@@ -1,4 +1,4 @@
-"""`sentinel reload`, with daemons whose rule files have mistakes, and with others."""
+"""`sentinel reload`, with daemons whose rule files have mistakes, with others, and without a daemon."""
 
 from __future__ import annotations
 

@@ -81,13 +81,13 @@ COMMANDS = [
     ["rules", "export", "prometheus", "--rules", "{rules}"], ["rules", "schema", EVIL],
     ["history", "prune", "--dry-run", "--max-size", "1B"],
 ]  # fmt: skip
-"""What commands show of names in runs, histories and files. A command that is not here is called by `call_others`."""
+"""Commands that show names in runs, histories and files; `call_others` calls those that are not listed here."""
 ON_A_TERMINAL = [["incidents"], ["incidents", "show", "0.1"], ["last"], ["last", EVIL], ["history"]]
-"""Those that lay out their lines for one."""
+"""Commands that format their output differently for a terminal."""
 
 
 def call_others() -> list[list[str]]:
-    """The commands that are not among these, with an evil name as each argument."""
+    """Return calls of the commands that are not listed, with an evil name as each argument."""
     called = [" ".join(command) for command in COMMANDS]
     return [
         [*name.split(), *wrong.BASES.get(name, wrong.fill_arguments(command, EVIL))]
@@ -100,13 +100,13 @@ ALL_COMMANDS = [*COMMANDS, *call_others()]
 
 
 def answer(path: Path, what: str, *_: Any) -> Any:
-    """As a daemon answers."""
+    """Answer as a daemon does."""
     return ANSWERS[what]
 
 
 @pytest.fixture
 def files(private_places: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
-    """What commands are given: all names in it are evil."""
+    """Return inputs for the commands, in which all names are evil."""
     kept = history(paths.state_directory() / "runs" / "r1.sqlite", name=EVIL, cases=(KEPT,))
     folder = tmp_path / EVIL
     folder.mkdir()
@@ -126,7 +126,7 @@ def files(private_places: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "paths", SimpleNamespace(live_sockets=lambda: [folder / "sentinel.sock"]))
     monkeypatch.setattr(client, "ask_daemon", answer)
-    monkeypatch.setattr(http.HttpServer, "serve", lambda *_: asyncio.sleep(0))  # the page goes on to Ctrl-C
+    monkeypatch.setattr(http.HttpServer, "serve", lambda *_: asyncio.sleep(0))  # the real page would run until Ctrl-C
     answered = {"daemon": 7, "ok": False, "answer": EVIL}
     monkeypatch.setattr(importlib.import_module("sentinel.cli.reload"), "reload_daemons", lambda: [answered])
     monkeypatch.setattr(sys, "argv", [])
@@ -167,7 +167,7 @@ def test_nor_where_a_command_writes_to_a_terminal(
 def test_the_commands_that_were_found_to_let_it_through_show_the_name(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is spelled is still there to be read."""
+    """The spelled-out control characters are still readable."""
     for command in (["status", "--rules"], ["rules", "status"], ["incidents", "show", "0.1"]):
         assert r"a\x1b]0;owned\x07" in said(command, files, capsys)
 

@@ -1,4 +1,4 @@
-"""Each command, used wrongly in more than twenty ways, answers with a sentence and an exit code, never a traceback."""
+"""Each command, used wrongly in more than twenty ways, ends with a sentence and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sockets(folder: Path) -> Iterator[dict[str, str]]:
-    """Kind of daemon -> its socket."""
+    """Return the socket of each kind of daemon."""
     listening = []
     for number, answer in enumerate(ANSWERS.values()):
         one = socket.socket(socket.AF_UNIX)
@@ -68,7 +68,7 @@ def _answers(listening: socket.socket, answer: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """A process that calls commands."""
+    """A process that calls commands, each in a fork of its own."""
     home = tmp_path_factory.mktemp("h")
     (home / "config").mkdir()
     places = {"SENTINEL_STATE": "state", "SENTINEL_RUNTIME": "run", "XDG_CONFIG_HOME": "config", "HOME": "."}
@@ -84,7 +84,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen
 
 
 def complaint(case: Case, found: dict[str, Any]) -> str:
-    """What is wrong with how it ended; empty where nothing is."""
+    """Return what is wrong with the way a command ended; an empty string if nothing is."""
     said = found["stderr"]
     if "Traceback" in said:
         return said.strip().splitlines()[-1]

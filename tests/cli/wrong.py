@@ -15,7 +15,7 @@ import click
 from sentinel.cli import cli
 
 BASES: dict[str, list[str]] = {
-    "daemon": ["--directory", "{folder}/file"],  # without it the daemon would serve
+    "daemon": ["--directory", "{folder}/file"],  # without this the daemon would serve
     "demo": ["--out", "{folder}/file/below"],
     "doctor": ["make", "train"],
     "grafana push": ["--url", "http://127.0.0.1:1"],
@@ -26,7 +26,7 @@ BASES: dict[str, list[str]] = {
     "run": ["{folder}/no-such-program"],
     "silence": ["LossSpike", "--for", "1s"],
 }
-"""Arguments of commands in cases whose arguments are right; with them a command neither trains nor serves."""
+"""Arguments that are right, by command; with them a command neither trains nor serves."""
 
 
 class Case(NamedTuple):
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     env: dict[str, str]
     stdout: str = "kept"
     cwd: str = ""
-    """The working directory; empty: a folder of the test's own, to which a command may write."""
+    """The working directory; if empty, a folder of the test in which a command may write."""
     codes: tuple[int, ...] = (2,)
 
 
@@ -66,7 +66,7 @@ def leaves(group: click.Command = cli, path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Return kind of input -> a file or text of that kind."""
+    """Return a file or text of each kind of input."""
     (folder / "file").write_text("a file\n")
     (folder / "empty").touch()
     (folder / "junk").write_bytes(bytes(range(256)) * 40)
