@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 class Served(msgspec.Struct):
-    """A running daemon."""
+    """A running daemon, and the content of its state file."""
 
     socket: Path
     process: subprocess.Popen[bytes]
@@ -46,7 +46,7 @@ def settings(private_places: Path) -> Path:
 
 @pytest.fixture
 def served(settings: Path) -> Iterator[Served]:
-    """A daemon with `--stay`, and one rule."""
+    """A daemon with `--stay` and one rule."""
     with daemon_process("--stay", "--rules", str(_rules(settings.parent))) as (socket, process):
         file = paths.run_directory("r1") / paths.STATE
         until(file.exists, "the state file")

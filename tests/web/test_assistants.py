@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 
 async def ask(served: Served) -> list[str]:
-    """The incidents and a section of the runbook; answers the names of all tools."""
+    """Check incidents and a section of the runbook, and return the names of all tools."""
     http = httpx2.AsyncClient(headers=served.authorized(), timeout=60.0)
     transport = streamable_http_client(f"{served.url}/mcp", http_client=http)
     async with http, Client(transport, read_timeout_seconds=60.0) as client:

@@ -1,4 +1,4 @@
-"""The charts' library comes from a registry, and only as pinned. The registry here is a local fake."""
+"""The charts' library comes from a registry, and only the pinned version. The registry here is a local fake."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sentinel.web import fetch_charts
 from sentinel.web.fetch_charts import MEMBERS, VERSION, fetch_library
 
 DEAD = "http://127.0.0.1:9"
-"""Nothing listens on the port `discard`."""
+"""An address at which nothing listens: the port `discard`."""
 
 
 def package() -> bytes:
-    """What the registry has, with as much in it as we use."""
+    """Return a package as the registry has it, with the files that are used."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, member in {**MEMBERS, "other": "package/other"}.items():
@@ -34,7 +34,7 @@ def package() -> bytes:
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """The package, whose hash is the pinned one."""
+    """The package, with its hash as the pinned one."""
     content = package()
     monkeypatch.setattr(fetch_charts, "SHA512", base64.b64encode(hashlib.sha512(content).digest()).decode())
     return content
@@ -42,7 +42,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 @pytest.fixture
 def registry(published: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Paths that were asked for, on a machine without npm."""
+    """The paths that a registry is asked for, on a machine without npm."""
     asked: list[str] = []
 
     class Registry(BaseHTTPRequestHandler):

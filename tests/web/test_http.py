@@ -85,7 +85,7 @@ def reload(served: Served) -> httpx2.Response:
 
 
 def told(rank: SimulatedRank, notices: int) -> str:
-    """What the training terminal was told."""
+    """Return what the training terminal was told in this number of notices."""
     return "\n".join(rank.expect(wire.Notice).text for _ in range(notices))
 
 
@@ -275,7 +275,7 @@ def test_in_a_pod_other_hosts_are_answered(private_places: Path) -> None:
 
 
 def test_whoever_asks_nothing_takes_nobodys_place(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a login node everybody can connect, and each connection takes a descriptor that ranks need."""
+    """On a login node every user can connect, and each connection takes a file descriptor that ranks need."""
     monkeypatch.setattr(visit, "MOST", 2)
     monkeypatch.setattr(visit, "PATIENCE_SECONDS", 0.1)
 
@@ -290,7 +290,7 @@ def test_whoever_asks_nothing_takes_nobodys_place(private_places: Path, monkeypa
         for reader in (third, silent, drips):
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-        monkeypatch.setattr(visit, "PATIENCE_SECONDS", 30.0)  # who asks may be held up by the machine
+        monkeypatch.setattr(visit, "PATIENCE_SECONDS", 30.0)  # a request may be delayed on a busy machine
         answer = await asyncio.to_thread(httpx2.get, f"http://127.0.0.1:{port}/-/healthy")
         for writer in (held, other, over):
             writer.close()

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: linted, parsed, scraped by the real one."""
+"""What Prometheus scrapes: checked by its linter, parsed, and scraped by a real Prometheus."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tool(name: str) -> str:
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
-    """(name, label values in the order of the labels' names) -> value. No series comes twice."""
+    """Return the values by (name, label values in the order of the labels' names); no series may come twice."""
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -181,7 +181,7 @@ def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -
 
 
 def test_what_a_rule_for_prometheus_may_ask_of_a_rank_is_there(collector: LiveCollector) -> None:
-    """Alerts over RankLost, OutOfMemory and CollectiveDesync were written over series that no scrape had."""
+    """Alerts over RankLost, OutOfMemory and CollectiveDesync used to be written over series that no scrape had."""
     names = {family.name for family in collector.collect()}
     asked = {metric_names.name_series(name, "rank") for name in SIGNALS} - {""}
     assert asked - names == set()
@@ -268,7 +268,7 @@ def collector(watch: WatchedRun) -> LiveCollector:
 
 
 def watched(run: Run) -> WatchedRun:
-    """A watch over a run, whose one receiver has known better days."""
+    """Return a watched run with one receiver, which has failed several times."""
     counts = Counts(sent=3, failed=Counter({"rate limited": 2}), given_up=1)
     notifier: Any = SimpleNamespace(
         pipeline=SimpleNamespace(queues=[SimpleNamespace(name="w", counts=counts, pending=1)])
@@ -285,7 +285,7 @@ def test_what_receivers_took_and_did_not(collector: LiveCollector) -> None:
 
 
 def crowded(ranks: int) -> Run:
-    """A run of many ranks, each of which reported one step."""
+    """Return a run of many ranks, each of which has reported one step."""
     run = Run("train", "r1", 0.0)
     for number in range(ranks):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=ranks, session=f"s{number}")
@@ -322,7 +322,7 @@ def prometheus(settings: Path, private_places: Path) -> Iterator[str]:
 
 
 def asked(api: str, query: str) -> list[dict[str, Any]]:
-    """Answer of Prometheus to a query; empty as long as it is not up."""
+    """Return Prometheus's answer to a query; an empty list until it serves."""
     try:
         answer = httpx2.get(f"{api}/query", params={"query": query})
     except httpx2.TransportError:

@@ -1,4 +1,4 @@
-"""The live page: an empty shell without the token, the rest with it, and how a browser shows it."""
+"""The live page: an empty shell without the token, everything with it, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 
 WEB = Path(web.__file__).parent
 OF_THE_REPORT = {"__init__", "chart", "content", "heatmap", "markup", "outcomes", "page", "ranks"}
-"""Modules of `sentinel.report` that make a report, or rows of `sentinel last`, where no page is served."""
+"""Modules of `sentinel.report` that make a report, or rows of `sentinel last`, without serving a page."""
 
 
 def live(served: Served, run: str = "r1") -> str:
@@ -62,8 +62,10 @@ def test_without_the_library_the_page_has_still_charts_and_says_which_command_br
 
 
 def test_the_page_is_at_most_1500_lines_of_code() -> None:
-    """Scripts, styles, HTML, and the Python that makes it. Cards, tables and still charts are the report's, what serves
-    HTTP is no part of it, and neither is uPlot."""
+    """These are scripts, styles, HTML, and the Python that makes it.
+
+    Cards, tables and still charts belong to the report; the HTTP server does not count, and neither does uPlot.
+    """
     served = {*WEB.glob("*.js"), *WEB.glob("*.css"), WEB / "page.py", WEB / "charts.py"}
     report = {path for path in (WEB.parent / "report").glob("*.py") if path.stem not in OF_THE_REPORT}
     assert sum(len(path.read_text().splitlines()) for path in served | report) <= 1500
@@ -81,7 +83,7 @@ def test_the_live_part_wants_the_token(token: str, served: Served) -> None:
 def test_no_path_leads_to_files(path: str, served: Served) -> None:
     answer = served.get(path, headers=served.authorized())
     assert "root:" not in answer.text
-    assert answer.status_code in (200, 404)  # 200: the client made / of it
+    assert answer.status_code in (200, 404)  # 200 if the client shortened it to /
 
 
 def test_it_shows_curves_and_ranks(served: Served) -> None:
@@ -164,7 +166,7 @@ def test_the_command_prints_the_address(served: Served) -> None:
 
 @pytest.fixture
 def stored(tmp_path: Path, private_places: Path) -> Iterator[subprocess.Popen[str]]:
-    """`sentinel page` of a run that has ended."""
+    """`sentinel page` for a run that has ended."""
     file = history(tmp_path / "gpt.sqlite", ranks=2, gpus=1, cases=(case(1, 123) | {"state": "firing"},))
     command = [sys.executable, "-m", "sentinel", "page", str(file), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -173,7 +175,7 @@ def stored(tmp_path: Path, private_places: Path) -> Iterator[subprocess.Popen[st
 
 
 def address_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """(address, token) that it printed."""
+    """Return the (address, token) that it printed."""
     assert process.stdout is not None
     (row,) = json.loads("".join(iter(process.stdout.readline, "]\n")) + "]")
     assert row["runs"] == ["gpt"]
@@ -239,7 +241,7 @@ def test_of_a_run_that_is_watched_the_daemons_page_is_named(served: Served) -> N
 def test_a_browser_is_not_given_the_token_on_its_command_line(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All users of a machine can see that."""
+    """All users of a machine can see the command line."""
     program = tmp_path / "browser"
     program.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     program.chmod(0o700)

@@ -49,7 +49,7 @@ SEEN = {
     "rules": "td",
     "run": "table.summary td",
 }
-"""View -> what is to be seen in it."""
+"""For each view, what must be visible in it, as a CSS selector."""
 
 FIGURES = """Object.fromEntries(
     [...document.querySelectorAll('header dt')].map(name => [name.textContent, name.nextSibling.textContent])
@@ -57,10 +57,10 @@ FIGURES = """Object.fromEntries(
 
 
 class TrainedRank(SimulatedRank):
-    """Rank 2 is slow by itself, which all wait for; at a step the loss is NaN and a layer's gradient infinite."""
+    """Rank of a run in which rank 2 is slow, and at one step the loss is NaN and a layer's gradient infinite."""
 
     def train(self) -> Iterator[None]:
-        """Report one step after the other."""
+        """Report the steps, and yield after each."""
         names = (wire.Layer(name=name, shape=(8, 8), dtype="float32") for name in LAYERS)
         self.say(wire.LayerTable(digest="d", layers=tuple(names)))
         late = 0.05 * (self.identity.rank == 2)
@@ -90,13 +90,13 @@ class TrainedRank(SimulatedRank):
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons find a driver of our making, with two GPUs."""
+    """Let daemons find a fake driver with two GPUs."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "tests" / "collect" / "driver", ROOT))))
 
 
 @pytest.fixture
 def broken(served: Served) -> Iterator[Served]:
-    """A daemon that watches a run which has become NaN, and another one."""
+    """A daemon that watches a run that has become NaN, and another run."""
     with ExitStack() as stack:
         ranks = [stack.enter_context(TrainedRank(served.socket, n, RANKS)) for n in range(RANKS)]
         for rank in ranks:
@@ -110,7 +110,7 @@ def broken(served: Served) -> Iterator[Served]:
             )  # fmt: skip
             rank.expect(wire.Welcome)
         for _ in zip(*(rank.train() for rank in ranks), strict=True):
-            pass  # step by step: the daemon waits two seconds for the last rank of a step
+            pass  # step by step, as the daemon waits two seconds for the last rank of a step
         other = stack.enter_context(SimulatedRank(served.socket, run_id="r2"))
         other.hello()
         other.steps(0, [2.0, 1.0])
@@ -124,7 +124,7 @@ def broken(served: Served) -> Iterator[Served]:
 
 
 def kept(page: Browser, name: str, **manner: str) -> None:
-    """A picture for the docs."""
+    """Take a picture for the docs, if WRITE_PICTURES is set."""
     if os.environ.get("WRITE_PICTURES"):
         page.seen_with(**manner)
         page.picture(ROOT / "docs" / "images" / f"{name}.png")
@@ -180,7 +180,7 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
 
 @pytest.fixture
 def many(private_places: Path) -> Iterator[str]:
-    """The page without a daemon, of four runs that have ended, one whose name is an attack, and of a damaged file."""
+    """The page, without a daemon, of four runs that have ended (the name of one is an attack) and a damaged file."""
     folder = private_places / "state" / "runs"
     folder.mkdir(parents=True)
     for number, (name, speed) in enumerate((("gpt", 1.0), ("gpt", 0.5), ("vit", 2.0), (EVIL, 1.0))):
@@ -212,7 +212,7 @@ def test_all_runs_are_listed_each_with_an_address_of_its_own(many: str, chromium
         page.asked("history.forward()")
         page.until("document.querySelector('h1')?.textContent.startsWith('vit')")
         page.go("about:blank")
-        page.go(f"{many}&run=3-run")  # as a message links it
+        page.go(f"{many}&run=3-run")  # as a message links to it
         page.until("document.querySelector('[data-state=ended]')")
         assert page.asked("document.querySelector('main script')") is None
         assert page.complaints == []
@@ -223,9 +223,9 @@ def test_two_runs_are_compared_in_the_same_charts(many: str, chromium: str, tmp_
     with browser(chromium, tmp_path / "profile") as page:
         page.go(many)
         page.until("document.querySelector('[data-pick]')")
-        for run in ("2-run", "0-run", "1-run"):  # of three the last two
+        for run in ("2-run", "0-run", "1-run"):  # of three ticked runs the last two stay
             page.click(f"[data-pick='{run}']")
-        page.asked("refresh()")  # what is ticked stays
+        page.asked("refresh()")  # the ticks stay
         assert page.asked("[...document.querySelectorAll('[data-pick]:checked')].map(b => b.dataset.pick).sort()") == [
             "0-run", "1-run",
         ]  # fmt: skip
@@ -272,7 +272,7 @@ def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: P
         waits = [page.asked("refresh().then(() => wait)") for _ in range(8)]
         assert waits == sorted(waits)
         assert waits[-1] == 60_000
-        assert page.asked("document.getElementById('note').textContent") == said  # said once
+        assert page.asked("document.getElementById('note').textContent") == said  # it is shown once
         assert page.asked("document.querySelectorAll('figure canvas, figure path.curve, article').length") >= 2
 
 
@@ -308,14 +308,14 @@ def noted(served: Served) -> Iterator[Served]:
 
 
 def open_charts(page: Browser, served: Served, view: str = "") -> None:
-    """The page with its charts, as they are seen with `view` in the address."""
-    page.go("about:blank")  # else the same address would load nothing
+    """Open the page and wait for its charts; `view` is appended to the address."""
+    page.go("about:blank")  # otherwise the same address would load nothing
     page.go(f"{served.url}/#{served.state['token']}&run=r1{view}")
     page.until("document.querySelectorAll('.charts .uplot').length === 4")
 
 
 def read_legends(page: Browser) -> dict[str, str]:
-    """What is written below the charts; the step once for all of them."""
+    """Return the texts below the charts by name, with the step that all of them share."""
     rows = (
         "[...document.querySelectorAll('.u-series')].map(row => [...row.children].map(one => one.textContent.trim()))"
     )
@@ -325,7 +325,7 @@ def read_legends(page: Browser) -> dict[str, str]:
 
 
 def place_of(page: Browser, step: float, chart: int = 0) -> tuple[float, float]:
-    """Where a step is on a chart that shows 0 to 99."""
+    """Return the coordinates of a step on a chart that shows steps 0 to 99."""
     left, top, width = page.asked(f"""(() => {{
         const box = document.querySelectorAll('.u-over')[{chart}].getBoundingClientRect();
         return [box.left, box.top + box.height / 2, box.width];
@@ -337,7 +337,7 @@ def place_of(page: Browser, step: float, chart: int = 0) -> tuple[float, float]:
 def test_the_values_of_one_step_are_read_on_all_charts(noted: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         open_charts(page, noted)
-        assert read_legends(page)["step"] == "99"  # while nothing is pointed at, the newest
+        assert read_legends(page)["step"] == "99"  # the newest step while the mouse points at none
 
         def read(step: int, beside: float = 0.0, chart: int = 0) -> dict[str, str]:
             page.point(*place_of(page, step + beside, chart))
@@ -384,14 +384,14 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         assert page.asked("document.getElementById('smooth').value") == "10"
         assert page.asked("document.querySelector('[data-scale=loss]').textContent") == "log"
         page.asked("refresh()")
-        assert read_legends(page)["step"] == str(last)  # a live page stays where it was put
+        assert read_legends(page)["step"] == str(last)  # a live page keeps its zoom
         page.drag(place_of(page, 50), place_of(page, 70), shift=True)
         assert page.until("location.hash.match(/steps=(-?\\d+)/)[1]") != str(first)
         page.click("[data-way=all]")
         assert "steps" not in page.asked("location.hash")
         page.point(5, 5)
         page.until("document.querySelector('.u-series .u-value').textContent === '99'")
-        page.asked(f"location.hash = '#{noted.state['token']}&run=r1&steps=10..30'")  # as somebody types it
+        page.asked(f"location.hash = '#{noted.state['token']}&run=r1&steps=10..30'")  # as a person types it
         page.until("document.querySelector('.u-series .u-value')?.textContent === '30'")
         assert page.complaints == []
 
@@ -418,7 +418,7 @@ DRAWN = """new Promise(done => {
     requestAnimationFrame(() => requestAnimationFrame(
         () => done(Object.fromEntries(Object.entries(found).map(([name, drawn]) => [name, count(drawn)])))));
 })"""
-"""Chart -> the numbers at its vertical axis, and how many lines across it has."""
+"""A script that returns, for each chart, the numbers at its vertical axis and how many lines cross it."""
 
 
 @pytest.mark.charts
@@ -560,7 +560,7 @@ def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) ->
         page.press("Enter")
         while not page.asked("document.activeElement.matches('a.mark')"):
             page.press("Tab")
-        page.asked("refresh()")  # what is under the keyboard is made again
+        page.asked("refresh()")  # the element that has the focus is made again
         assert page.asked("document.activeElement.matches('a.mark')")
         page.press("Enter")
         assert page.asked("document.activeElement.id") == "case-1"
@@ -649,7 +649,7 @@ def test_still_charts_of_the_page_lead_to_its_incidents(chromium: str, tmp_path:
 
 @contextmanager
 def served_here(stored: StoredRuns) -> Iterator[str]:
-    """The address of a run's page that this process serves, with the token `token`."""
+    """Serve the page of stored runs from this process, with the token `token`; yield its address."""
     server = http.HttpServer(http.application(stored, "token"))
     listening = http.listener(0)
     loop = asyncio.new_event_loop()
@@ -687,7 +687,7 @@ def test_incidents_are_filtered_and_gone_through_by_keys(private_places: Path, c
         assert page.asked(shown) == ["case-2"]
         assert page.asked("document.getElementById('found').textContent") == "1 of 3"
         assert page.asked("location.hash") == "#token&run=4-run&find=warn"
-        page.asked("refresh()")  # what is typed stays
+        page.asked("refresh()")  # the filter text stays
         assert page.asked("[document.activeElement.value, document.activeElement.id]") == ["warn", "find"]
         page.press("Escape")
         page.press("j")
@@ -695,7 +695,7 @@ def test_incidents_are_filtered_and_gone_through_by_keys(private_places: Path, c
         page.go("about:blank")
         page.go(f"{many}&run=4-run&find=critical&open=1")
         page.until("document.querySelector('article.case')")
-        assert page.asked(shown) == []  # nothing of a run that has ended is open
+        assert page.asked(shown) == []  # nothing is open in a run that has ended
         page.click("#firing")
         assert page.asked(shown) == ["case-3", "case-1"]
         page.click("#home")
