@@ -1,10 +1,10 @@
-"""Makes an earlier version write what today's must read: histories, snapshots, a recording, an outbox, messages.
+"""Lets an earlier version write what the current one must read: histories, snapshots, a recording, an outbox, messages.
 
     git worktree add build/earlier 92762d0
     pip install --no-deps --target build/package build/earlier
     PYTHONPATH=build/package python tests/earlier/make.py tests/earlier/92762d0.tar.xz
 
-It runs with that version's code, and so imports no modules of today's tests. README.md describes the archive.
+It runs with that version's code, and so imports no modules of the current tests. README.md describes the archive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of an earlier version are read, and its wire messages understood; README.md lists what there is."""
+"""Files of an earlier version are read, and its wire messages understood; README.md lists the files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARCHIVES = sorted(Path(__file__).parent.glob("*.tar.xz"))
 
 @pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.partition(".")[0])
 def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """What an earlier version left, as if it had done so a moment ago: what is old is deleted."""
+    """Extract what an earlier version left, with new times, as old files would be deleted."""
     with tarfile.open(request.param) as archive:
         archive.extractall(tmp_path, filter="data")
     for path in tmp_path.rglob("*"):
@@ -46,7 +46,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def state(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Its histories and silences, where today's are looked for."""
+    """Let the earlier version's histories and silences be found where the current version looks for its own."""
     silences = json.loads((earlier / "state" / "silences.json").read_text())
     for silence in silences:
         silence["until"] += time.time() - silence["began"]
@@ -67,12 +67,12 @@ def pager(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def read_frames(path: Path) -> list[bytes]:
-    """The bodies of the messages that were recorded."""
+    """Return the bodies of the recorded messages."""
     return list(wire.Frames().feed(path.read_bytes()))
 
 
 def list_cases(run: str) -> dict[str, dict[str, Any]]:
-    """The incidents of a run, by alert."""
+    """Return the incidents of a run, by alert."""
     return {case["alert"]: case for case in json.loads(command("incidents", "--json", "--run", run).stdout)}
 
 
@@ -160,7 +160,7 @@ def test_a_daemon_goes_on_delivers_what_waited_and_honours_the_silence(
 
 @pytest.mark.processes
 def test_a_daemon_understands_earlier_hooks(earlier: Path) -> None:
-    """What a rank said from its start to its end, replayed to today's daemon."""
+    """All that a rank said from its start to its end is replayed to a current daemon."""
     with daemon_process(run_id="finished-1") as (path, process):
         with SimulatedRank(path) as rank:
             for body in read_frames(earlier / "finished.rank"):
@@ -174,7 +174,7 @@ def test_a_daemon_understands_earlier_hooks(earlier: Path) -> None:
 
 
 def test_hooks_understand_an_earlier_daemon(earlier: Path, daemon: FakeDaemon) -> None:
-    """It is welcomed in its words, and reads all that was said to another run."""
+    """They get an earlier daemon's Welcome, and can read all that it said to other runs."""
     bodies = [body for run in ("finished", "killed") for body in read_frames(earlier / f"{run}.daemon")]
     assert all(map(wire.is_known, bodies))
     said = [type(wire.to_rank(body)) for body in bodies]
@@ -190,7 +190,7 @@ def test_hooks_understand_an_earlier_daemon(earlier: Path, daemon: FakeDaemon) -
 
 
 def test_no_message_lacks_what_the_other_version_needs(earlier: Path) -> None:
-    """A field that one side demands is one that the other one sends, and both mean the same kind of thing by it."""
+    """A field that one version requires is sent by the other, and has the same type in both."""
     _, now = msgspec.json.schema_components([*get_args(wire.FromRank), *get_args(wire.ToRank)])
     then = json.loads((earlier / "messages.json").read_text())
     both = {name for name in now.keys() & then.keys() if "properties" in now[name]}
