@@ -1,4 +1,4 @@
-"""A job's processes: found wherever they are, and all ended, with what they leave in shared memory."""
+"""A job's processes are found wherever they are, and all ended, with what they leave in shared memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ print(job.status, len(members()), flush=True)
 
 
 def ended(script: str, ready: Path, grace: float = 30.0, supervisor: str = SUPERVISOR) -> str:
-    """What a supervisor prints that ends a job of `script`, once that has made `ready`. Who dies of SIGTERM is not
-    waited for; `grace` is for those that do not."""
+    """Return what a supervisor prints that ends a job of `script` once that has made `ready`.
+
+    A process that dies of SIGTERM is not waited for; `grace`, in seconds, is for those that do not.
+    """
     command = [sys.executable, "-c", supervisor, script, str(grace)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
@@ -37,7 +39,7 @@ def ended(script: str, ready: Path, grace: float = 30.0, supervisor: str = SUPER
 
 
 def test_sessions_of_their_own_and_orphans_are_ended(tmp_path: Path) -> None:
-    """As torchrun's ranks are, and as what a rank leaves behind that died."""
+    """torchrun's ranks have sessions of their own, and a rank that died may leave orphans behind."""
     ready = tmp_path / "ready"
     script = f"""
 import os, pathlib, subprocess, sys, time
@@ -73,7 +75,7 @@ print(job.status, len(jobs.members()), flush=True)
 
 
 def test_who_is_born_while_the_processes_are_read_is_ended(tmp_path: Path) -> None:
-    """Of a parent that is gone when it is its turn."""
+    """Its parent is gone by the time at which the parent's entry is read."""
     ready = tmp_path / "ready"
     script = f"""
 import os, pathlib, signal, time
@@ -101,7 +103,7 @@ time.sleep(1000)
 
 
 def test_shared_memory_of_the_killed_is_removed(tmp_path: Path) -> None:
-    """By multiprocessing's own resource tracker, which is given the time to."""
+    """multiprocessing's own resource tracker removes it, and is given the time to do so."""
     ready = tmp_path / "ready"
     script = f"""
 import pathlib, signal, time
@@ -118,7 +120,7 @@ time.sleep(1000)
 
 
 def test_sentinels_daemon_is_not_of_the_job(tmp_path: Path) -> None:
-    """It is started by the job, and is to tell how that died."""
+    """The job starts the daemon, which must be able to report how the job died."""
     ready, directory = tmp_path / "ready", tmp_path / "d"
     script = f"""
 import pathlib, subprocess, sys, time

@@ -1,4 +1,4 @@
-"""What follows the end of a job: pure decisions."""
+"""Decisions on what follows the end of a job, without processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_same_fault_at_the_same_step_ends_it_whatever_came_between() -> None
     [
         (crash(100), crash(121)),  # steps of 0.1 s: two seconds are 20 of them
         (crash(100), crash(100, "Hang")),
-        (crash(None), crash(None)),  # of which nothing is known
+        (crash(None), crash(None)),  # nothing is known of these
         (harm(sign=230, step=300), harm(sign=280, step=300)),
     ],
 )
@@ -61,9 +61,9 @@ def test_what_was_saved_since_the_first_sign_is_not_gone_back_to() -> None:
     policy = Policy(9)
     steps = [
         (harm(sign=230, step=300), 230),
-        (crash(260), 230),  # saved at 250 by the harmed start, and not written again yet
+        (crash(260), 230),  # saved at step 250 by the harmed start, and not written again yet
         (crash(290, "Hang"), 230),
-        (crash(420), None),  # past it: all that lies there is of healthy starts
+        (crash(420), None),  # past it: all that is saved comes from healthy starts
         (harm(sign=600, step=640), 600),
         (harm(sign=550, step=630), 550),
         (crash(635), 550),

@@ -1,4 +1,4 @@
-"""Which stalls end a job: not a single rank's in work that may end by itself."""
+"""A stall of a single rank in work that may end by itself does not end a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.run_parts import FakeIncidents, SentMessages
 
 
 class Supervisor:
-    """Ends any job that it is told to end."""
+    """Records the jobs that it is asked to end."""
 
     def __init__(self) -> None:
         self.ended: list[Case] = []
@@ -47,7 +47,7 @@ def test_a_single_rank_in_output_or_in_a_sleep_is_spared(place: Place) -> None:
     action.tick(LEAST_SECONDS)
     assert not supervisor.ended
     assert hang.done == (SPARED,)
-    other = case("NonFiniteLoss")  # what asks for a restart for another reason gets it
+    other = case("NonFiniteLoss")  # an alert that asks for a restart for another reason gets it
     action.fired(other, 10.0)
     action.tick(10.0 + LEAST_SECONDS)
     assert supervisor.ended == [other]

@@ -34,7 +34,7 @@ from sentinel.store import History
 from tests.waiting import until
 from tests.zygote import DAEMON, RANKS, TORCHRUN, ForkedProcess, run_fork, start_zygote
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a machine that others use
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a shared machine
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "breaking.py"
 RUN = [sys.executable, "-m", "sentinel", "run", "--pause", "0.1"]
@@ -49,7 +49,7 @@ LIMIT_SECONDS = 230.0
 
 
 class Done:
-    """A job that was supervised, and is over."""
+    """A supervised job that is over: its exit status, its output, and what is left of it."""
 
     def __init__(self, root: Path, *words: str, ranks: int = 0, options: tuple[str, ...] = ("--restarts", "3")) -> None:
         folder, rules = root / "saved", root / "soon.yaml"
@@ -63,7 +63,7 @@ class Done:
         self.status, self.output, self.stderr = done.returncode, done.stdout, done.stderr
         last = folder / f"starts.{max(ranks - 1, 0)}"
         self.starts = [tuple(map(int, line.split())) for line in last.read_text().splitlines()]
-        """(attempt, step) of each start."""
+        """The (attempt, step) of each start."""
         self.left = _left(str(folder), memory)
 
     @property
@@ -75,19 +75,19 @@ class Done:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The same with --json."""
+        """What the supervisor said with --json."""
         return [json.loads(line) for line in self.stderr.splitlines() if line.startswith('{"sentinel": ')]
 
 
 def _end_statuses() -> list[int]:
-    """How the command ended at each start, as the run's history has it."""
+    """Return how the command ended at each start, according to the run's history."""
     (path,) = paths.histories()
     with History(path) as history:
         return [event.detail["status"] for event in history.events("command ended")]
 
 
 def _left(folder: str, memory: set[str]) -> list[str]:
-    """Processes, sockets, directories and shared memory of the job: its daemon goes a moment after it."""
+    """Return the processes, sockets, directories and shared memory that the job left; its daemon ends after it."""
     deadline = time.monotonic() + GONE_SECONDS
     runtime = paths.runtime_root()
     while True:
@@ -102,12 +102,12 @@ def _left(folder: str, memory: set[str]) -> list[str]:
 
 
 def _shared_memory() -> set[str]:
-    """No file of Zenoh's is of a job on one node, but of tests beside this one."""
+    """Return the files of shared memory except Zenoh's, which belong to other tests: a job on one node has none."""
     return {name for name in os.listdir("/dev/shm") if not name.endswith(".zenoh")}
 
 
 def _abandoned(names: set[str]) -> list[str]:
-    """Those that no living process maps: what tests beside this one made meanwhile is theirs."""
+    """Return those that no living process maps: what other tests have made meanwhile is in use."""
     held: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(
     done = Done(private_places, "exit", *words, options=("--restarts", "3", *options))
     assert (done.status, done.output) == (0, "complete\n"), done.stderr
     assert done.starts == [(0, 0), (1, 200)]
-    # Steps are told twice a second: the last that is known may be that before the restart, or one of those since.
+    # Steps are reported twice a second: the last known one may be from before the restart or from after it.
     assert re.search(r"the job ended at step (1|2)\d\d: RankLost: .*\(exit status 3\)", done.said)
     assert "it starts again in 0.1 s (restart 1 of 3)" in done.said
     assert "the run is complete, after 1 restart(s)" in done.said
@@ -155,18 +155,18 @@ def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str, r
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("nan", 0)])
 def test_a_script_that_resumes_is_started_again_unasked(private_places: Path, fault: str, ranks: int) -> None:
-    """From a good snapshot on disk, also when a spent budget of rollbacks has stopped the run."""
+    """It starts from a good snapshot on disk, even if a spent rollback budget has stopped the run."""
     done = Done(private_places, fault, "ours", ranks=ranks, options=())
     assert (done.status, done.output) == (0, "complete\n" * max(ranks, 1)), done.stderr
     assert [attempt for attempt, _ in done.starts] == [0, 1]
-    # A snapshot on disk is a margin old, and from before the first sign; on busy cores the newest may be on its way.
+    # A snapshot on disk is a margin old and from before the first sign; on busy cores the newest may not be complete.
     assert 0 < done.starts[1][1] <= 230
     assert done.left == []
 
 
 @pytest.mark.slow
 def test_a_fixed_bad_batch_stops_the_job_from_before_its_first_sign(private_places: Path) -> None:
-    """No rollback is armed: what asks for one is the supervisor's."""
+    """No rollback is armed, so the supervisor acts for alerts that ask for one."""
     done = Done(private_places, "nan", "always")
     assert done.status == EXIT_STOPPED, done.stderr
     assert done.starts == [(0, 0), (1, 200)]
@@ -260,7 +260,7 @@ time.sleep(1000)
 
 
 def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
-    """On node 1 of three. The last word that the launcher gets is `310`."""
+    """Start a command on node 1 of three; the last argument of the launcher is `310`."""
     environment = {**os.environ, "SENTINEL_NODES": "3", "SENTINEL_NODE_RANK": "1"}
     command = [*RUN, "--allow-shrink", "2", "--", *launcher, "{nodes}{node_rank}0"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
@@ -274,7 +274,7 @@ def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
 def test_a_node_whose_torchrun_meets_a_job_that_goes_on_without_it_is_ended_and_says_so(
     ranks: int, wanted: int, seconds: int
 ) -> None:
-    """Its ranks wait for others in vain, long before one can attach."""
+    """Its ranks wait in vain for others, long before one can attach."""
     elastic = ("TORCHELASTIC_RUN_ID=job", f"GROUP_WORLD_SIZE={wanted}", "LOCAL_WORLD_SIZE=2", f"WORLD_SIZE={ranks}")
     done = start_shrinkable("env", *elastic, "timeout", str(seconds), "sleep")
     if ranks == 4:
@@ -311,7 +311,7 @@ sys.exit(9)
 
 
 def test_the_end_of_a_job_that_hangs_after_it_was_asked_to_end_was_asked_for(tmp_path: Path) -> None:
-    """A Hang that ended it for good was announced as the supervisor's own reason: the run had failed."""
+    """A Hang after the request used to be announced as the supervisor's own reason, so that the run had failed."""
     place = tmp_path / "daemon.sock"
     command = [*RUN, "--", sys.executable, "-c", UNHURRIED]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as daemon, contextlib.ExitStack() as stack:
@@ -346,7 +346,7 @@ ORDERS = [
 def test_a_node_that_is_left_out_says_so_by_whose_decision_and_what_the_job_goes_on_with(
     tmp_path: Path, order: wire.Order, decided: str
 ) -> None:
-    """It read `the job was ended at step 7: `, without a reason, and in `sentinel last` as a run that failed."""
+    """It used to read `the job was ended at step 7: `, without a reason, and the run had failed in `sentinel last`."""
     place, goes_on = (
         tmp_path / "daemon.sock",
         "the job goes on with nodes 0, 2 (2 of 3), as the coordinator ordered for ",
@@ -373,7 +373,7 @@ def test_a_node_that_is_left_out_says_so_by_whose_decision_and_what_the_job_goes
 
 
 def supervise_messages(connection: socket.socket) -> Iterator[wire.Supervise]:
-    """What the supervisor says on this connection, until it hangs up."""
+    """Yield what the supervisor says on this connection, until it hangs up."""
     frames = wire.Frames()
     while chunk := connection.recv(65536):
         for body in frames.feed(chunk):
@@ -385,7 +385,7 @@ def supervise_messages(connection: socket.socket) -> Iterator[wire.Supervise]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: Path, ranks: int) -> None:
-    """A scheduler's SIGTERM was passed on, and then somebody was paged for RankLost."""
+    """A scheduler's SIGTERM was passed on, and people used to be paged for RankLost."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [*RUN, "--", sys.executable, *torchrun, str(PROGRAM.with_name("lasting.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -414,8 +414,10 @@ def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: 
 def test_a_job_of_torchrun_alone_that_is_asked_to_end_has_lost_no_rank(
     private_places: Path, number: int, outcome: str, alerts: list[str]
 ) -> None:
-    """A scheduler's time limit paged for RankLost; one rank alone that is killed is lost, though torchrun then ends the
-    other one by SIGTERM."""
+    """A scheduler's time limit used to cause a page for RankLost.
+
+    A single rank that is killed is lost, though torchrun then ends the other one by SIGTERM.
+    """
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(PROGRAM.with_name("lasting.py"))]
     with ForkedProcess(command, zygote=start_zygote(RANKS), stdin=subprocess.PIPE, text=True) as torchrun:
 
