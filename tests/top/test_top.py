@@ -183,8 +183,8 @@ def test_in_a_real_terminal_it_shows_a_live_run_and_q_ends_it() -> None:
         os.write(terminal, b"q")
         shown += _rest(terminal)
         assert process.wait(20) == 0
-        assert "\x1b[?1049h" in shown  # a screen of its own,
-        assert "\x1b[?1049l" in shown  # and the one before it back
+        assert "\x1b[?1049h" in shown  # a screen of its own
+        assert "\x1b[?1049l" in shown  # and the former one back
         os.close(terminal)
 
 
