@@ -1,4 +1,4 @@
-"""Colours of the page and the report: readable for all, and no meaning is carried by colour alone."""
+"""Colours of the page and the report are readable for all, and no meaning is carried by colour alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SEEN_AS = {
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
     "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
 }
-"""Linear RGB as somebody sees it (Machado, Oliveira, Fernandes 2009, table 1, severity 1)."""
+"""Matrices to linear RGB as people with a deficiency see it (Machado, Oliveira, Fernandes 2009, table 1, severity 1)."""
 
 
 def linear(colour: str) -> tuple[float, ...]:
-    """sRGB as light."""
+    """Return an sRGB colour as linear light."""
     digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
     parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
     return tuple(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
@@ -31,7 +31,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG 2.2, 1.4.3."""
+    """Return the contrast ratio of two colours (WCAG 2.2, 1.4.3)."""
     bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
     return (bright + 0.05) / (dim + 0.05)
 

@@ -61,7 +61,7 @@ def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:
             values = {"step_seconds": 1.0}
             store.records.add_step(attempt, RunStep(seq, began + seq, {0: values}, values))
         store.records.end_attempt(attempt, ended)
-    for to, at in ((40, 50), (45, 60), (85, 90)):  # what is over step 80 was done again by the second attempt
+    for to, at in ((40, 50), (45, 60), (85, 90)):  # the second attempt did the steps from 80 on again
         store.records.add_event(0, at, "rollback", ok=True, alert="LossSpike", to=to, at=at)
     store.close()
     with History(tmp_path / "gpt.sqlite") as kept:
@@ -179,12 +179,12 @@ def test_what_a_run_says_is_no_script_of_an_interactive_report(tmp_path: Path) -
     held = [json.loads(unescape(attribute)) for attribute in re.findall(r'data-(?:plot|grid)="([^"]*)"', text)]
     assert spell_controls(EVIL) in held[0]["marks"][0]["title"]
     for text in (json.dumps(content, ensure_ascii=False) for content in held):
-        assert "\\u00" not in text  # as JSON writes control characters
+        assert "\\u00" not in text  # the form in which JSON writes control characters
         assert "\u202e" not in text
 
 
 def points(values: Sequence[float], steps: Sequence[float] | None = None) -> list[tuple[float, float | None]]:
-    """What a page gets to draw of a line; of all its parts, one after the other."""
+    """Return the points that a page draws of a line, of all its parts one after the other."""
     line = ChartLine("loss", range(len(values)) if steps is None else steps, values)
     text = figure(Plot("loss", "1", [Drawn(line, "loss", 0)], (0, len(values))))
     plot = json.loads(unescape(re.findall(r'data-plot="([^"]*)"', text)[0]))
@@ -212,12 +212,12 @@ def test_an_attempt_that_begins_again_earlier_is_a_line_of_its_own() -> None:
 def test_the_file_asks_the_network_for_nothing(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
     assert "default-src 'none'" in text
-    text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # of which no request is let through
+    text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # the policy blocks their requests
     assert not re.search(r"(src|href)=(?!\"(data:|#case-))|url\(|@import|https?://", text)
 
 
 def test_a_curve_is_no_larger_than_the_screen() -> None:
-    """100,000 steps are two points a pixel; a spike of one step is still there."""
+    """100,000 steps are drawn as two points for each pixel, and a spike of one step is still visible."""
     values = [1.0] * 100_000
     values[77_777] = 50.0
     drawn = chart(Plot("loss", "1", [Drawn(ChartLine("loss", range(100_000), values), "loss", 0)], (0, 99_999)))

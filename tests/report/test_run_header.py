@@ -70,7 +70,7 @@ def test_it_says_how_long_the_run_will_take() -> None:
     text = " ".join(said(run(total_steps=2000), rank(0, "live")).split())
     assert "step 1,234 " in text
     assert "done 1,235 of 2,000" in text
-    assert "left 6 min 22 s" in text  # 765 steps of half a second
+    assert "left 6 min 22 s" in text  # 765 steps of half a second each
     ended = " ".join(said(run(total_steps=2000), rank(0, "gone")).split())
     assert "done 1,235 of 2,000" in ended
     assert "left" not in ended
@@ -108,7 +108,7 @@ def test_incidents_come_newest_first_with_their_time_and_their_consequences_insi
     places = [text.index(f"id='case-{number}'") for number in (3, 1, 2)]
     assert places == sorted(places)
     assert text.index("1 consequence") < places[2]
-    assert text.count("</article>", 0, places[2]) == 1  # the second is within the first
+    assert text.count("</article>", 0, places[2]) == 1  # the second is inside the first
     assert f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, for 1 min 12 s" in text
     assert "open for 1" in text
 
