@@ -81,7 +81,7 @@ def test_an_interrupt_ends_both_children_and_leaves_nothing(tmp_path: Path, numb
         "demo",
         "--out",
         "out",
-    ]  # a job in the background ignores it
+    ]  # a background job would ignore SIGINT
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stderr is not None

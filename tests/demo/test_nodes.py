@@ -145,7 +145,7 @@ def test_a_service_that_would_serve_all_nodes_is_named(tmp_path: Path, monkeypat
 
 
 def show(fault: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """A whole demo over two nodes."""
+    """Run a whole demo over two nodes, and return its JSON output."""
     command = f"-m sentinel demo --nodes 2 --fault {fault} --json --out out"
     with subprocess.Popen(
         [sys.executable, *command.split()], cwd=folder, env=os.environ | environment,
@@ -162,7 +162,7 @@ def show(fault: str, folder: Path, **environment: str) -> dict[str, Any]:
 
 
 def list_left(folder: Path, pid: int) -> list[str]:
-    """Processes that know of a folder, and namespaces of the demo with this process id: others may run meanwhile."""
+    """Return the processes that name a folder, and the namespaces of this process's demo: others may run meanwhile."""
     left = [
         " ".join(process.info["cmdline"])
         for process in psutil.process_iter(["cmdline"])
@@ -188,7 +188,7 @@ def test_bad_data_of_one_node_rolls_back_both_in_their_namespaces(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_that_dies_starts_both_again_on_one_loopback(tmp_path: Path) -> None:
-    """Where there is no `ip`: as for who is not root."""
+    """Without `ip` it runs as for a user who is not root."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     shown = show("kill", tmp_path, PATH=str(tmp_path))
     assert shown["networks"] == "loopback"

@@ -15,7 +15,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def count_curves(path: Path, style: str) -> int:
-    """Paths drawn as curves of `style`, less the legend's key."""
+    """Return the number of paths drawn as curves of `style`, without the legend's key."""
     paths = ElementTree.parse(path).iter(f"{SVG}path")
     return sum({"curve", style} <= set(element.get("class", "").split()) for element in paths) - 1
 
