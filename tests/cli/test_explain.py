@@ -26,7 +26,7 @@ def test_a_link_is_the_command_or_the_page_that_it_leads_to(
 
 
 @pytest.mark.parametrize("to", ["a terminal", "a file"])
-def test_no_section_has_a_link_that_leads_nowhere(
+def test_no_section_has_a_dead_link(
     to: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: to == "a terminal")

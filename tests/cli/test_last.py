@@ -175,7 +175,7 @@ def test_how_a_run_ended(events: list[tuple[str, dict[str, Any]]], cause: str, s
     assert (row["step"], row["loss"], row["attempts"]) == (119, 1.0, 1)
 
 
-def test_the_worst_come_first() -> None:
+def test_the_worst_runs_come_first() -> None:
     for name, severities, state in (
         ("healthy", (), ""),
         ("noisy", ("warning", "info"), "resolved"),
@@ -229,7 +229,7 @@ def test_a_snapshot_that_a_rollback_made_void_is_not_named() -> None:
     assert listed()[0]["snapshot"] is None
 
 
-def test_runs_of_before_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_runs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     path = keep("train", BYE).path
     later = time.time() + 3 * DAY
     monkeypatch.setattr(command.time, "time", lambda: later)
@@ -246,7 +246,7 @@ def test_no_runs_are_a_sentence() -> None:
     assert (done.exit_code, done.output) == (0, "No run since yesterday.\n")
 
 
-def test_a_damaged_history_is_said_and_the_others_are_listed() -> None:
+def test_a_damaged_history_is_reported_and_the_others_are_listed() -> None:
     keep("train", BYE)
     (paths.state_directory() / "runs" / "junk.sqlite").write_bytes(b"junk" * 1000)
     done = invoked()
@@ -277,7 +277,7 @@ def test_of_a_run_whose_history_is_damaged_the_file_is_named_and_stays(run: str)
 
 
 @pytest.mark.parametrize("run", ["1234", "12", "train"])
-def test_what_can_be_read_of_a_damaged_history_is_said(run: str) -> None:
+def test_what_can_be_read_of_a_damaged_history_is_shown(run: str) -> None:
     path = keep("train", BYE, run_id="1234", severities=("warning",)).path
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE incidents SET body = x'81a2'")
@@ -314,7 +314,7 @@ def test_a_live_run_is_as_its_daemon_says(rank: str, words: str, monkeypatch: py
     assert f"run 'train' is {words}, at step 140, for " in invoked("train").output
 
 
-def test_a_live_run_lasts_since_it_began_though_its_history_has_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_run_lasts_since_it_began_though_its_history_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(paths.state_directory() / "runs" / "train-1.sqlite", run="train", run_id="train-1")
     said = {"run": "train", "run_id": "train-1", "step": 140, "values": {"loss": 0.5}, "began": time.time() - 65.0}
     said["ranks"] = [{"state": "live", "stall": {"seconds": 0.0}}]
@@ -325,14 +325,14 @@ def test_a_live_run_lasts_since_it_began_though_its_history_has_nothing_yet(monk
     store.close()
 
 
-def test_steps_that_the_history_lacks_are_said() -> None:
+def test_steps_that_the_history_lacks_are_counted() -> None:
     keep("train", ("history gap", {"seconds": 9.0, "dropped": {"steps": 1583, "layers": 40}}), BYE)
     lacks = "no incidents; its history lacks up to 1,583 steps"
     assert invoked().output.splitlines()[1].endswith(lacks)
     assert f": {lacks}; loss 1\n" in invoked("train").output
 
 
-def test_a_run_whose_daemon_has_yet_to_go_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_over_though_its_daemon_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     keep("train", BYE, severities=("warning",), state="firing")
     said = {"run": "train", "run_id": "train-1", "step": 119, "values": {}, "ranks": [{"state": "gone"}]}
     monkeypatch.setattr(command, "list_runs", lambda: [said])
@@ -379,7 +379,7 @@ def test_the_line_of_one_run_is_wrapped_between_words(
     ],
     ids=["of torchrun's", "of our own", "an id that another begins with", "a name"],
 )
-def test_the_beginning_of_an_id_names_a_run_where_nothing_is_called_so(named: str, found: list[str]) -> None:
+def test_the_beginning_of_an_id_names_a_run_unless_it_is_a_name_or_an_id(named: str, found: list[str]) -> None:
     for run_id in ("job7-train", "job81-train", "train-1a2b", "train-2b", "train-2"):
         keep("train", run_id=run_id)
     export = CliRunner().invoke(cli, ["history", "export", named])
@@ -390,7 +390,7 @@ def test_the_beginning_of_an_id_names_a_run_where_nothing_is_called_so(named: st
 @pytest.mark.parametrize(
     "command", [["last"], ["history", "export"], ["incidents", "--run"], ["rules", "status", "--run"]]
 )
-def test_a_beginning_that_several_ids_have_names_them(command: list[str]) -> None:
+def test_a_beginning_that_several_ids_share_is_an_error_that_names_them(command: list[str]) -> None:
     for run_id in ("job7-train", "job81-train"):
         keep("train", run_id=run_id)
     error = CliRunner().invoke(cli, [*command, "job"]).exception
@@ -408,7 +408,7 @@ def test_a_damaged_history_is_not_taken_for_another_whose_id_begins_with_its_own
     assert "1234.sqlite: not a history that can be read" in result.stderr + str(result.exception)
 
 
-def test_an_id_that_was_completed_is_said_on_stderr() -> None:
+def test_an_id_that_was_completed_is_printed_on_stderr() -> None:
     keep("train", BYE, run_id="12345")
     result = CliRunner().invoke(cli, ["last", "1234", "--json"])
     assert json.loads(result.stdout)[0]["run_id"] == "12345"

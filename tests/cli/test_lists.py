@@ -90,7 +90,7 @@ def test_the_status_says_that_the_first_steps_cost_more(monkeypatch: pytest.Monk
     assert words not in shown_status(monkeypatch, ranks=[RANK], values={"loss": 2.0})
 
 
-def test_one_element_is_one() -> None:
+def test_one_element_is_singular() -> None:
     layer = {"name": "bias", "nonfinite": 1}
     assert incidents._layer(layer) == "bias: 1 non-finite element in one gradient"
     assert incidents._layer(layer | {"nonfinite": 2}).endswith("2 non-finite elements in one gradient")
@@ -102,7 +102,7 @@ def test_runs_of_one_name_are_told_apart() -> None:
     assert [line for line in lines if line[0] != " "] == [f"train ({RUN_ID})", "train (train-2)"]
 
 
-def test_what_fires_is_silenced_as_long_as_it_fires() -> None:
+def test_a_silenced_alert_is_shown_as_silenced_while_it_fires() -> None:
     fired = CASE | {"state": "firing"}
     assert " firing " in incidents.format_incidents([fired], "none")
     assert " silenced " in incidents.format_incidents([fired | {"silenced": "me"}], "none")
@@ -123,5 +123,5 @@ def test_long_names_leave_room_for_the_rest() -> None:
     assert len(row) <= 80
 
 
-def test_ids_are_whole_where_no_terminal_is() -> None:
+def test_ids_are_whole_where_the_output_is_no_terminal() -> None:
     assert RUN_ID in "\n".join(history._format_rows([ROW | {"run": "x" * 300}]))

@@ -10,7 +10,7 @@ from sentinel.cli import log_format
 from sentinel.cli.log_format import PERIOD_SECONDS, Sparing
 
 
-def test_what_is_said_over_and_over_is_left_out_for_an_hour(
+def test_a_repeated_message_is_left_out_for_an_hour(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_format, "MOST", 3)

@@ -96,7 +96,7 @@ def check_incidents(incidents: list[dict[str, Any]]) -> None:
         assert one["command"] == f"sentinel incidents show 0.{number} --run train-1"
 
 
-def test_recorded_incidents_are_told_with_cause_step_rank_and_command() -> None:
+def test_recorded_incidents_have_their_cause_step_rank_and_command() -> None:
     keep("train")
 
     async def ask() -> None:
@@ -214,7 +214,7 @@ def test_any_text_stays_in_its_quotes_and_an_answer_is_bounded() -> None:
     assert json.loads(quote_data({"a": "b" * 10**6, "c": [0] * 10**6}))["data"]["c"][-1] == "... 999744 more"
 
 
-def test_what_changes_something_is_there_only_where_it_is_allowed() -> None:
+def test_tools_that_change_something_are_there_only_with_allow_write() -> None:
     keep("train", count=0)
 
     async def ask() -> None:

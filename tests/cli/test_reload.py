@@ -22,7 +22,7 @@ def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_fork([sys.executable, "-m", "sentinel", *arguments], DAEMON, cwd="/")
 
 
-def test_a_changed_rule_is_in_force_and_a_mistake_is_said(tmp_path: Path) -> None:
+def test_a_changed_rule_is_in_force_and_a_mistake_is_reported(tmp_path: Path) -> None:
     rules = tmp_path / "mine.yaml"
     rules.write_text(RULES.format(limit=3))
     with daemon_process("--rules", str(rules)) as (path, _), SimulatedRank(path) as rank:
@@ -41,7 +41,7 @@ def test_a_changed_rule_is_in_force_and_a_mistake_is_said(tmp_path: Path) -> Non
         assert "High" in rank.expect(wire.Notice).text
 
 
-def test_where_nothing_runs_there_is_nothing_to_do() -> None:
+def test_without_a_daemon_there_is_nothing_to_do() -> None:
     done = sentinel("reload")
     assert done.returncode == 0
     assert "No daemon of yours" in done.stdout

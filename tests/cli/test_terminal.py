@@ -155,7 +155,7 @@ def test_nothing_that_a_terminal_obeys_gets_out(
 
 
 @pytest.mark.parametrize("command", ON_A_TERMINAL, ids=[spell_controls(" ".join(each)) for each in ON_A_TERMINAL])
-def test_nor_where_a_command_writes_to_a_terminal(
+def test_nothing_that_a_terminal_obeys_is_written_to_a_terminal(
     command: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -164,7 +164,7 @@ def test_nor_where_a_command_writes_to_a_terminal(
     assert not OBEYED.search(words), words
 
 
-def test_the_commands_that_were_found_to_let_it_through_show_the_name(
+def test_commands_that_once_let_control_characters_through_show_the_name(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The spelled-out control characters are still readable."""
@@ -173,7 +173,7 @@ def test_the_commands_that_were_found_to_let_it_through_show_the_name(
 
 
 @pytest.mark.parametrize("formatter", [LineFormatter(), JsonLines()], ids=["people", "programs"])
-def test_the_daemons_log_is_a_line_a_record_without_them(formatter: logging.Formatter) -> None:
+def test_a_record_of_the_daemons_log_has_no_control_characters(formatter: logging.Formatter) -> None:
     try:
         raise ValueError(EVIL)
     except ValueError:

@@ -10,7 +10,7 @@ import sys
 import torch
 
 
-def test_it_names_torch_python_the_platform_and_the_kernel() -> None:
+def test_the_version_names_torch_python_the_platform_and_the_kernel() -> None:
     program = (
         "import sys; from sentinel.cli import cli; cli.main(['--version'], standalone_mode=False);"
         "assert 'torch' not in sys.modules"
