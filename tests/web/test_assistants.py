@@ -54,7 +54,7 @@ def test_the_daemon_serves_the_reading_tools(served: Served) -> None:
     assert served.process.wait(60) == 0
 
 
-def test_who_lacks_the_token_or_comes_by_another_name_gets_nothing(served: Served) -> None:
+def test_without_the_token_or_by_another_host_name_nothing_is_served(served: Served) -> None:
     assert served.get("/mcp").status_code == 401
     wrong = {"Authorization": "Bearer wrong"}
     assert httpx2.post(f"{served.url}/mcp", json={}, headers=wrong).status_code == 401

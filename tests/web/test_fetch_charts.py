@@ -70,7 +70,7 @@ def have_npm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_it_is_fetched_once(registry: list[str], tmp_path: Path) -> None:
+def test_the_library_is_fetched_once(registry: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "library"
     for _ in range(2):
         fetch_library(folder)
@@ -87,7 +87,7 @@ def test_another_package_is_refused(registry: list[str], tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("registry", [DEAD, "no address"])
-def test_without_a_registry_it_says_why(registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_registry_the_error_says_why(registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("npm_config_registry", registry)
     with pytest.raises(OSError, match=r"refused|no address"):

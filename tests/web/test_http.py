@@ -43,14 +43,14 @@ def test_ready_once_samples_flow(served: Served) -> None:
 
 @pytest.mark.parametrize("path", ["/api/status", "/api/incidents"])
 @pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \u00e4"])
-def test_the_api_wants_the_token(served: Served, path: str, token: str) -> None:
+def test_the_api_requires_the_token(served: Served, path: str, token: str) -> None:
     answer = served.get(path, headers={"Authorization": token.encode()})
     assert answer.status_code == 401
     assert served.state["token"] not in answer.text
     assert served.get(path, headers=served.authorized()).status_code == 200
 
 
-def test_the_api_spells_what_json_has_not(served: Served) -> None:
+def test_the_api_writes_nan_as_text(served: Served) -> None:
     with SimulatedRank(served.socket) as rank:
         rank.hello()
         rank.steps(0, [float("nan")])
@@ -65,12 +65,12 @@ def test_the_api_spells_what_json_has_not(served: Served) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", ""])
-def test_a_page_of_another_name_gets_nothing(served: Served, host: str) -> None:
+def test_a_request_for_another_host_name_gets_nothing(served: Served, host: str) -> None:
     assert served.get("/metrics", headers={"Host": host}).status_code == 400
     assert served.get("/metrics", headers={"Host": "localhost:9477"}).status_code == 200
 
 
-def test_wrong_places_and_methods_are_told_in_words(served: Served) -> None:
+def test_wrong_paths_and_methods_are_answered_in_words(served: Served) -> None:
     absent = served.get("/nowhere")
     assert (absent.status_code, "/metrics" in absent.text) == (404, True)
     assert served.get("/api/secrets", headers=served.authorized()).status_code == 404
@@ -94,7 +94,7 @@ def metric(served: Served, name: str) -> str:
 
 
 @pytest.mark.parametrize("token", ["", "Bearer wrong"])
-def test_nobody_reads_the_rules_again_without_the_token(served: Served, settings: Path, token: str) -> None:
+def test_the_rules_are_not_read_again_without_the_token(served: Served, settings: Path, token: str) -> None:
     (settings.parent / "rules" / "mine.yaml").write_text("no rules at all")
     answer = httpx2.post(served.url + "/-/reload", headers={"Authorization": token})
     assert answer.status_code == 401
@@ -213,7 +213,7 @@ def test_a_daemon_takes_away_its_own_files_and_not_those_of_the_next(private_pla
         (RuntimeError("a fault"), "HTTP failed; the daemon's log says why"),
     ],
 )
-def test_without_http_the_rest_goes_on(
+def test_without_http_the_daemon_goes_on(
     private_places: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     def fails(*_: object) -> None:
@@ -234,7 +234,7 @@ def test_without_http_the_rest_goes_on(
     assert list(private_places.iterdir()) == []
 
 
-def test_it_sleeps_until_it_is_told_to_end(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_sleeps_until_it_is_told_to_end(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ticks(*_: object) -> bool:
         raise AssertionError("ten times a second, in a processor that somebody trains on")
 
@@ -274,7 +274,9 @@ def test_in_a_pod_other_hosts_are_answered(private_places: Path) -> None:
         assert httpx2.get(f"{url}/api/status", headers=elsewhere).status_code == 401
 
 
-def test_whoever_asks_nothing_takes_nobodys_place(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_a_request_are_closed_to_make_room(
+    private_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a login node every user can connect, and each connection takes a file descriptor that ranks need."""
     monkeypatch.setattr(visit, "MOST", 2)
     monkeypatch.setattr(visit, "PATIENCE_SECONDS", 0.1)

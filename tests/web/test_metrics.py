@@ -180,7 +180,7 @@ def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -
             assert name.endswith(f"_{unit}") == (signal.unit == unit), name
 
 
-def test_what_a_rule_for_prometheus_may_ask_of_a_rank_is_there(collector: LiveCollector) -> None:
+def test_each_series_that_a_rule_for_prometheus_may_use_exists(collector: LiveCollector) -> None:
     """Alerts over RankLost, OutOfMemory and CollectiveDesync used to be written over series that no scrape had."""
     names = {family.name for family in collector.collect()}
     asked = {metric_names.name_series(name, "rank") for name in SIGNALS} - {""}

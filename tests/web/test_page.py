@@ -72,7 +72,7 @@ def test_the_page_is_at_most_1500_lines_of_code() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "Bearer wrong"])
-def test_the_live_part_wants_the_token(token: str, served: Served) -> None:
+def test_the_live_part_requires_the_token(token: str, served: Served) -> None:
     answer = served.get("/live", headers={"Authorization": token} if token else {})
     assert answer.status_code == 401
 
@@ -86,7 +86,7 @@ def test_no_path_leads_to_files(path: str, served: Served) -> None:
     assert answer.status_code in (200, 404)  # 200 if the client shortened it to /
 
 
-def test_it_shows_curves_and_ranks(served: Served) -> None:
+def test_the_page_shows_curves_and_ranks(served: Served) -> None:
     with SimulatedRank(served.socket, 0, 2) as first, SimulatedRank(served.socket, 1, 2) as second:
         first.hello()
         second.hello()
@@ -99,13 +99,13 @@ def test_it_shows_curves_and_ranks(served: Served) -> None:
 
 
 @pytest.mark.parametrize("path", ["/live?run=../../x", "/live", "/whole?run=../../x", "/whole"])
-def test_a_run_that_is_not_there_is_said_so(path: str, served: Served) -> None:
+def test_an_unknown_run_is_reported(path: str, served: Served) -> None:
     answer = served.get(path, headers=served.authorized())
     assert answer.status_code == 200
     assert "is watched or kept on this node" in answer.text
 
 
-def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
+def test_layers_in_the_same_state_are_one_row_of_the_rules() -> None:
     def row(name: str, state: str, share: float) -> dict[str, object]:
         values = {"layer_grad_zero_share": share}
         return {"rule": "DeadLayer", "entity": ("layer", name), "state": state, "lacking": [], "values": values}
@@ -142,7 +142,7 @@ def test_a_node_of_a_job_is_a_row_with_its_ranks_and_the_incidents_that_it_was_i
     assert cells[6:12] == ["1", "host1", "alive", "1,234", "ranks 8 to 10", "4 of 6"]
 
 
-def test_what_a_run_says_is_text() -> None:
+def test_what_a_run_reports_is_shown_as_text() -> None:
     evil = "<img src=x onerror=alert(1)>\"'"
     panel = ReportPanel("loss", "1", (ChartLine("loss", [0, 1], [1.0, 2.0]),))
     content = Report(
@@ -230,7 +230,7 @@ def test_a_run_that_is_not_there_is_one_sentence(private_places: Path) -> None:
     assert done.stderr == "sentinel: no history of nope; no run is kept on this node\n"
 
 
-def test_of_a_run_that_is_watched_the_daemons_page_is_named(served: Served) -> None:
+def test_for_a_watched_run_the_daemons_page_is_named(served: Served) -> None:
     with SimulatedRank(served.socket) as rank:
         rank.hello()
         until(lambda: "train" in live(served), "the run")
@@ -256,7 +256,7 @@ def test_a_browser_is_not_given_the_token_on_its_command_line(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_of_several_addresses_each_says_whose_it_is() -> None:
+def test_each_of_several_addresses_names_its_runs() -> None:
     row = {"pid": 1, "page": "http://127.0.0.1:9477/#t", "runs": ["gpt", "vit"]}
     assert page_command._line(row, alone=True) == row["page"]
     assert page_command._line(row, alone=False) == f"{row['page']}  gpt, vit"

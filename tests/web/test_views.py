@@ -131,7 +131,7 @@ def kept(page: Browser, name: str, **manner: str) -> None:
         page.seen_with()
 
 
-def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path: Path) -> None:
+def test_a_user_goes_through_the_page(broken: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.go(f"{broken.url}/#{broken.state['token']}")
         page.until("document.querySelectorAll('.runs [data-run]').length === 2")
@@ -276,7 +276,7 @@ def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: P
         assert page.asked("document.querySelectorAll('figure canvas, figure path.curve, article').length") >= 2
 
 
-def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, chromium: str, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_is_marked_and_fetched_seldom(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
         rank.steps(0, [3.0, 2.0])
@@ -512,7 +512,7 @@ def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: 
         )
 
 
-def test_512_ranks_stand_by_their_nodes(served: Served, chromium: str, tmp_path: Path) -> None:
+def test_512_ranks_are_shown_by_node(served: Served, chromium: str, tmp_path: Path) -> None:
     slow, lost = 300, 17
     with ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(served.socket, n, 512, on_a_node=8)) for n in range(512)]
@@ -544,7 +544,7 @@ def test_512_ranks_stand_by_their_nodes(served: Served, chromium: str, tmp_path:
         assert page.complaints == []
 
 
-def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) -> None:
+def test_the_whole_page_can_be_used_by_keyboard(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
         rank.steps(0, [3.0, 2.0, math.nan])
@@ -577,7 +577,7 @@ def test_a_page_without_its_token_says_so(served: Served, chromium: str, tmp_pat
         assert all("401" in complaint for complaint in page.complaints)
 
 
-def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
+def test_a_user_reads_a_report(chromium: str, tmp_path: Path) -> None:
     stacks = {"0": "File train.py, line 7"}
     one = history(tmp_path / "one.sqlite", name="gpt", ranks=4, gpus=2, cases=(case(1, 123, stacks=stacks),))
     two = history(tmp_path / "two.sqlite", name="gpt_lower_lr", ranks=4, speed=0.5)
@@ -663,7 +663,7 @@ def served_here(stored: StoredRuns) -> Iterator[str]:
         loop.close()
 
 
-def test_incidents_are_filtered_and_gone_through_by_keys(private_places: Path, chromium: str, tmp_path: Path) -> None:
+def test_incidents_are_filtered_and_selected_by_keys(private_places: Path, chromium: str, tmp_path: Path) -> None:
     cases = case(1, 20), case(2, 60, alert="SlowStep", severity="warning"), case(3, 150, state="firing")
     runs = private_places / "state" / "runs"
     runs.mkdir(parents=True)
