@@ -74,7 +74,7 @@ print(job.status, len(jobs.members()), flush=True)
 """
 
 
-def test_who_is_born_while_the_processes_are_read_is_ended(tmp_path: Path) -> None:
+def test_a_process_that_starts_while_the_processes_are_read_is_ended(tmp_path: Path) -> None:
     """Its parent is gone by the time at which the parent's entry is read."""
     ready = tmp_path / "ready"
     script = f"""
@@ -87,7 +87,7 @@ while True:
     assert ended(script, ready, supervisor=READING) == "0 0"
 
 
-def test_who_does_not_hear_sigterm_is_killed_and_who_is_stopped_hears_it(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed_and_a_stopped_one_receives_it(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     script = f"""
 import os, pathlib, signal, sys, time
@@ -119,7 +119,7 @@ time.sleep(1000)
     assert not (Path("/dev/shm") / ready.read_text()).exists()
 
 
-def test_sentinels_daemon_is_not_of_the_job(tmp_path: Path) -> None:
+def test_sentinels_daemon_is_not_part_of_the_job(tmp_path: Path) -> None:
     """The job starts the daemon, which must be able to report how the job died."""
     ready, directory = tmp_path / "ready", tmp_path / "d"
     script = f"""

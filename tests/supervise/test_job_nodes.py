@@ -27,7 +27,7 @@ def test_the_launcher_gets_numbers_without_gaps_and_sentinels_number_of_a_node_s
     assert (members.start, members.nodes, members.left_out) == (1, (0, 1, 3), (2,))
 
 
-def test_a_rank_says_sentinels_number_of_its_node_and_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_sentinels_number_of_its_node_and_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = find_job_nodes(2, PLACE, COMMAND)
     nodes.begin(wire.Order(start=0, does="begin", nodes=(0, 1, 3)))
     launcher = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "2"}
@@ -39,7 +39,7 @@ def test_a_rank_says_sentinels_number_of_its_node_and_not_the_launchers(monkeypa
     assert (said.node, said.members) == (3, nodes.members)
 
 
-def test_slurm_says_which_node_it_is() -> None:
+def test_the_number_of_the_node_comes_from_slurm() -> None:
     nodes = find_job_nodes(1, {"SLURM_NNODES": "3", "SLURM_NODEID": "1"}, COMMAND)
     assert (nodes.node, nodes.members.nodes) == (1, (0, 1, 2))
 
@@ -56,7 +56,7 @@ def test_slurm_says_which_node_it_is() -> None:
         (5, PLACE, COMMAND, "--allow-shrink 5: the job has 4 nodes"),
     ],
 )
-def test_what_is_missing_is_said_at_the_start(
+def test_a_missing_setting_is_an_error_at_the_start(
     least: int, given: dict[str, str], command: tuple[str, ...], why: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -43,11 +43,11 @@ def test_the_same_fault_at_the_same_step_ends_it_whatever_came_between() -> None
         (harm(sign=230, step=300), harm(sign=280, step=300)),
     ],
 )
-def test_what_is_not_the_same_fault(first: JobFault, second: JobFault) -> None:
+def test_different_faults_are_told_apart(first: JobFault, second: JobFault) -> None:
     assert not is_same_fault(second, first)
 
 
-def test_a_fault_with_a_first_sign_is_where_that_is() -> None:
+def test_faults_with_a_first_sign_are_compared_by_it() -> None:
     assert is_same_fault(harm(sign=230, step=300), harm(sign=230, step=400))
 
 
@@ -57,7 +57,7 @@ def test_short_steps_may_be_reported_further_apart() -> None:
     assert not is_same_fault(fault, JobFault(kind="Hang", words="", step=3100, step_seconds=0.001))
 
 
-def test_what_was_saved_since_the_first_sign_is_not_gone_back_to() -> None:
+def test_the_run_does_not_resume_from_what_was_saved_since_the_first_sign() -> None:
     policy = Policy(9)
     steps = [
         (harm(sign=230, step=300), 230),

@@ -54,5 +54,5 @@ def test_a_single_rank_in_output_or_in_a_sleep_is_spared(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("place", "world"), [(Place.LOOP, 1), (Place.UNKNOWN, 1), (Place.LONG, 2), (Place.AWAITS, 2)])
-def test_a_deadlock_is_not_nor_one_of_several_ranks(place: Place, world: int) -> None:
+def test_a_deadlock_is_not_spared_nor_a_stall_of_several_ranks(place: Place, world: int) -> None:
     assert not may_end(*stalled(place, world))

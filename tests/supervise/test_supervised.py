@@ -231,7 +231,7 @@ def test_a_hung_job_that_does_not_resume_is_left_with_a_line_on_what_ends_it(pri
     assert re.search(r"run 'breaking' ended after at least \d+ steps in .*, killed by SIGKILL: \d critical ", said)
 
 
-def test_how_a_command_ended_is_the_last_json_line() -> None:
+def test_the_last_json_line_says_how_a_command_ended() -> None:
     command = [*RUN, "--json", "--", "sh", "-c", "echo own words >&2; kill -KILL $$"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
@@ -243,7 +243,7 @@ def test_how_a_command_ended_is_the_last_json_line() -> None:
 
 
 @pytest.mark.parametrize("whole", [1, 2, 3])
-def test_of_fewer_than_three_nodes_none_can_be_left_out_which_is_said_at_the_start(whole: int) -> None:
+def test_the_start_says_that_of_fewer_than_three_nodes_none_can_be_left_out(whole: int) -> None:
     place = {"SENTINEL_NODES": str(whole), "SENTINEL_NODE_RANK": "0"}
     command = [*RUN, "--allow-shrink", "1", "--", "sh", "-c", 'echo "$SENTINEL_NODES $@"', "{nodes}", "of {nodes}"]
     done = subprocess.run([*command, "{node_rank}"], capture_output=True, text=True, env={**os.environ, **place})
@@ -288,7 +288,7 @@ def test_a_node_whose_torchrun_meets_a_job_that_goes_on_without_it_is_ended_and_
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 9), (signal.SIGUSR1, -signal.SIGUSR1)])
-def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> None:
+def test_a_job_that_is_told_to_end_is_not_started_again(number: int, status: int) -> None:
     command = [*RUN, "--restarts", "3", "--", sys.executable, "-c", SLEEPING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -310,7 +310,7 @@ sys.exit(9)
 """
 
 
-def test_the_end_of_a_job_that_hangs_after_it_was_asked_to_end_was_asked_for(tmp_path: Path) -> None:
+def test_a_job_that_hangs_after_it_was_asked_to_end_was_ended_by_request(tmp_path: Path) -> None:
     """A Hang after the request used to be announced as the supervisor's own reason, so that the run had failed."""
     place = tmp_path / "daemon.sock"
     command = [*RUN, "--", sys.executable, "-c", UNHURRIED]
