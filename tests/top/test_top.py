@@ -57,7 +57,7 @@ def test_a_run_shows_what_matters() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 3)])
-def test_it_fits_any_terminal(width: int, height: int) -> None:
+def test_the_picture_fits_any_terminal(width: int, height: int) -> None:
     ranks = [rank(number, "silent" if number == 700 else "live") for number in range(1024)]
     runs = [run(ranks=ranks, run="x" * 300), run(run_id="other")]
     lines = text(runs, [case() for _ in range(50)], width, height).splitlines()
@@ -72,7 +72,7 @@ def test_a_rank_that_is_not_live_is_named() -> None:
     assert "rank 3 is silent at step 120, no progress for 42 s" in said
 
 
-def test_nodes_of_a_job_are_shown_with_their_ranks_first_those_that_are_not_heard() -> None:
+def test_nodes_of_a_job_are_shown_with_their_ranks_silent_ones_first() -> None:
     nodes = [
         {"node": n, "hostname": f"host{n}", "state": "silent" if n == 40 else "alive", "silent_seconds": 12.0,
          "step": 90 if n == 7 else 120, "ranks": {str(rank): 120 for rank in range(8 * n, 8 * n + 8)}}
@@ -122,7 +122,7 @@ def test_a_gpu_is_shown_by_its_readings() -> None:
     assert "gpu 0      97% busy, 61.0 of 80 GB" in text([run(gpus={"devices": [{"gpu": 0, "values": values}]})], [])
 
 
-def test_names_from_runs_are_no_orders_to_the_terminal() -> None:
+def test_names_from_runs_cannot_control_the_terminal() -> None:
     said = text([run(run="a\x1b[2Jb")], [case(summary="x\r\n\x1b]0;y\x07")])
     assert "\x1b" not in said
     assert "\r" not in said
@@ -221,7 +221,7 @@ def _rest(terminal: int) -> str:
         said += chunk.decode(errors="replace")
 
 
-def test_where_nothing_is_watched_it_says_so_and_ends_with_1() -> None:
+def test_without_a_watched_run_top_says_so_and_ends_with_1() -> None:
     done = run_fork([sys.executable, "-m", "sentinel", "top"], DAEMON)
     assert done.returncode == 1
     assert "No run is watched" in done.stdout
