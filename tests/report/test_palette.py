@@ -55,7 +55,7 @@ def test_curves_stand_out_from_the_paper(theme: dict[str, str]) -> None:
 
 @THEMES
 @pytest.mark.parametrize("deficiency", list(SEEN_AS))
-def test_no_two_curves_look_the_same_to_whoever_sees_fewer_colours(theme: dict[str, str], deficiency: str) -> None:
+def test_no_two_curves_look_the_same_with_a_colour_deficiency(theme: dict[str, str], deficiency: str) -> None:
     shades = [seen(theme[f"s{n}"], deficiency) for n in range(5)]
     for one, other in itertools.combinations(shades, 2):
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.1
@@ -72,5 +72,5 @@ def test_the_heat_map_rises_in_lightness() -> None:
     assert shades[-1] > 10 * shades[0]
 
 
-def test_what_has_the_focus_is_outlined() -> None:
+def test_the_focused_element_is_outlined() -> None:
     assert "a.mark:focus-visible, button:focus-visible { outline:" in STYLE

@@ -102,7 +102,9 @@ def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> N
     assert 'class="band"' in text
 
 
-def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alert_that_fires_until_the_end_of_its_run_is_shown_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "firing"},))
     assert "critical, until the end, step 123" in written(tmp_path / "r.html", kept)
     (one,) = json.loads(called(kept, "--json").stdout)
@@ -113,14 +115,14 @@ def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypat
     assert "critical, firing, step 123" in written(tmp_path / "r.html", kept)
 
 
-def test_states_as_they_were_called_before_are_read(tmp_path: Path) -> None:
+def test_former_names_of_states_are_read(tmp_path: Path) -> None:
     kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "rolled back"},))
     with History(kept) as found:
         assert [case["state"] for case in found.incidents()] == ["rolled_back"]
     assert "critical, rolled back, step 123" in written(tmp_path / "r.html", kept)
 
 
-def test_gpus_are_told_by_their_highest_readings_with_units(tmp_path: Path) -> None:
+def test_gpus_are_described_by_their_highest_readings_with_units(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", gpus=2))
     rows = {row.partition("</td>")[0]: re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr><td>")[1:]}
     assert "GPUs of gpt" in text
@@ -147,7 +149,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("still_charts")
-def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_run_reports_is_text_and_nothing_else(tmp_path: Path) -> None:
     evil = case(1, 123, summary=EVIL, alert=EVIL, severity=EVIL, state=EVIL, done=[EVIL], stacks={EVIL: EVIL},
                 layers=[{"name": EVIL}], diagnosis={"cause": EVIL, "confidence": EVIL, "remedy": EVIL})  # fmt: skip
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", name=EVIL, ranks=2, cases=(evil,)))
@@ -168,7 +170,7 @@ def test_without_the_library_a_report_has_still_charts_and_says_which_command_br
 
 
 @pytest.mark.charts
-def test_what_a_run_says_is_no_script_of_an_interactive_report(tmp_path: Path) -> None:
+def test_what_a_run_reports_is_no_script_in_an_interactive_report(tmp_path: Path) -> None:
     evil = case(1, 123, summary=EVIL, alert=EVIL, severity=EVIL)
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", name=EVIL, cases=(evil,)))
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -191,7 +193,7 @@ def points(values: Sequence[float], steps: Sequence[float] | None = None) -> lis
     return [point for part in plot["lines"] for point in zip(accumulate(part["steps"]), part["values"], strict=True)]
 
 
-def test_a_long_run_is_drawn_by_the_ends_of_its_stretches() -> None:
+def test_a_long_run_is_drawn_by_the_extremes_of_its_parts() -> None:
     values = [1.0] * 100_000
     values[77_777], values[5] = 50.0, math.nan
     drawn = points(values)
@@ -209,7 +211,7 @@ def test_an_attempt_that_begins_again_earlier_is_a_line_of_its_own() -> None:
     assert points([1.0, 2.0, 3.0, 4.0], [0, 1, 1, 2]) == [(0, 1.0), (1, 2.0), (1, 3.0), (2, 4.0)]
 
 
-def test_the_file_asks_the_network_for_nothing(tmp_path: Path) -> None:
+def test_the_file_loads_nothing_from_the_network(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
     assert "default-src 'none'" in text
     text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # the policy blocks their requests
@@ -256,7 +258,7 @@ def test_numbers_of_incidents_lie_neither_on_the_title_nor_on_each_other() -> No
         (64.0, "celsius", "64 °C"),
     ],
 )
-def test_ticks_are_what_they_stand_at(value: float, unit: str, words: str) -> None:
+def test_ticks_are_labelled_with_value_and_unit(value: float, unit: str, words: str) -> None:
     assert readable(value, unit) == words
 
 

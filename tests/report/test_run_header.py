@@ -45,18 +45,18 @@ def said(report: Report, *ranks: dict[str, Any], **more: Any) -> str:
         ((), "ended at"),
     ],
 )
-def test_it_says_whether_the_run_goes_on(ranks: tuple[dict[str, Any], ...], words: str) -> None:
+def test_the_header_says_whether_the_run_goes_on(ranks: tuple[dict[str, Any], ...], words: str) -> None:
     assert words in said(run(), *ranks)
 
 
-def test_it_has_the_figures_of_now() -> None:
+def test_the_header_has_the_current_figures() -> None:
     text = " ".join(said(run(), rank(0, "live")).split())
     for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 1 min 5 s", "No incident is open."):
         assert words in text
     assert "steps/s 0 " in " ".join(said(run(), rank(0, "stalled", 72.0)).split())
 
 
-def test_the_goodput_is_there_where_it_is_known_and_says_what_it_counts() -> None:
+def test_the_goodput_is_shown_where_it_is_known_with_what_it_counts() -> None:
     status = {"step": 1, "ranks": [rank(0, "live")], "rollback": {"armed": False}}
     assert "that count" not in run_header(run(), status)
     assert "that count" not in summary([run()])
@@ -66,7 +66,7 @@ def test_the_goodput_is_there_where_it_is_known_and_says_what_it_counts() -> Non
         assert "The rest: start, evaluations, checkpoints, stalls, restarts" in text
 
 
-def test_it_says_how_long_the_run_will_take() -> None:
+def test_the_header_says_how_long_the_run_will_take() -> None:
     text = " ".join(said(run(total_steps=2000), rank(0, "live")).split())
     assert "step 1,234 " in text
     assert "done 1,235 of 2,000" in text
@@ -113,7 +113,7 @@ def test_incidents_come_newest_first_with_their_time_and_their_consequences_insi
     assert "open for 1" in text
 
 
-def test_of_many_incidents_the_newest_are_shown() -> None:
+def test_only_the_newest_of_many_incidents_are_shown() -> None:
     text = incidents(run(*(case(number, number) for number in range(1, 61))), False)
     assert "id='case-60'" in text
     assert "id='case-11'" in text
