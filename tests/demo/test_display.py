@@ -22,7 +22,7 @@ def row(name: str, record: DemoRecord, curve: LossCurve, step: int | None = None
     return Row(name, "#000000", curve, state(curve, record.damage), loss(curve))
 
 
-def test_plain_lines_tell_the_states_once(nan: DemoRecord) -> None:
+def test_plain_lines_print_each_state_once(nan: DemoRecord) -> None:
     console = Console(file=io.StringIO(), width=80)
     lines = PlainDisplay(console, nan.steps)
     for step in range(0, nan.steps + 1, 4):

@@ -71,7 +71,7 @@ def test_what_must_be_shown(job: JobRecord) -> None:
     assert "the page was OutOfMemory" in find_failure(job)
 
 
-def test_a_node_that_went_its_own_way_is_named(job: JobRecord) -> None:
+def test_a_node_that_differs_from_the_other_is_named(job: JobRecord) -> None:
     job.curves[1].weights = "cd34"
     assert "weights of node 1" in find_failure(job)
     job.curves[1].starts, job.curves[1].rollbacks = [0], []
@@ -99,7 +99,7 @@ def test_picture_and_page(job: JobRecord, tmp_path: Path) -> None:
     assert "SENTINEL_STATE=/out/node-0 sentinel incidents show" in text
 
 
-def test_the_first_message_of_a_problem_is_a_page_and_what_was_over_before_is_none(tmp_path: Path) -> None:
+def test_the_first_firing_message_of_a_problem_is_a_page(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "pages")
     with (tmp_path / "pages").open("a") as file:
         for key, status in [("a", "firing"), ("a", "firing"), ("b", "resolved"), ("a", "resolved")]:

@@ -74,7 +74,7 @@ def test_summary_is_strict_json(nan: DemoRecord) -> None:
     assert json.loads(text)["runs"]["without"]["loss_at_end"] is None
 
 
-def test_what_sentinel_did_not_do_is_said(spike: DemoRecord) -> None:
+def test_the_failure_says_what_sentinel_did_not_do(spike: DemoRecord) -> None:
     spike.watched.losses = spike.alone.losses
     assert "did not part" in failing(spike)
     spike.watched.rollbacks.clear()

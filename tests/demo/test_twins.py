@@ -106,7 +106,7 @@ def test_page(twins: Twins, chromium: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "blank"), [("scaler", [15, 19]), ("hang", [12, 13, 14, 15]), ("leak", [])])
-def test_rows_that_are_blank(fault: Fault, blank: list[int], tmp_path: Path) -> None:
+def test_only_the_chosen_rows_are_blank(fault: Fault, blank: list[int], tmp_path: Path) -> None:
     write_blanked(tmp_path / "shard", batches=5, seed=0, blank=blanks(fault, 3, 5))
     data, row = (tmp_path / "shard").read_bytes(), ROW_BYTES
     rows = [data[at : at + row] for at in range(0, len(data), row)]
