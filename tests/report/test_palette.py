@@ -16,7 +16,7 @@ SEEN_AS = {
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
     "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
 }
-"""Matrices to linear RGB as people with a deficiency see it (Machado, Oliveira, Fernandes 2009, table 1, severity 1)."""
+"""Matrices to linear RGB as seen with a deficiency (Machado, Oliveira, Fernandes 2009, table 1, severity 1)."""
 
 
 def linear(colour: str) -> tuple[float, ...]:
