@@ -56,7 +56,7 @@ class NodeDaemon:
         return "loss" in self.run()["values"]
 
     def states(self) -> dict[int, str]:
-        """Return node -> its state, as this node knows it."""
+        """Return the state of each node, as this node knows it."""
         return {node["node"]: node["state"] for node in self.job()["nodes"]}
 
 

@@ -53,7 +53,7 @@ class ShrinkSimulation(Simulation):
         self.supervisors = list(self.machines)
         self.lost_at = self.random.uniform(20.0, 60.0)
         self.decisions: dict[int, tuple[int, ...]] = {0: tuple(range(nodes))}
-        """Start -> the nodes that began it."""
+        """By start: the nodes that began it."""
         self.falls: list[tuple[float, int]] = []
         """(time, node) of coming deaths of daemons that have just proposed or decided something."""
         self._former = random.Random(f"former {seed}")

@@ -120,14 +120,14 @@ class LeadMachine:
         self.coordinator = coordinator
         self.order: wire.Order | None = None
         self.heard: dict[int, float] = {}
-        """Node -> when its last heartbeat came."""
+        """Time of each node's last heartbeat, by node."""
         self.steps = JobSteps(coordinator.node, range(nodes))
         self.judged: list[RunStep] = []
         self.inquests: list[Inquest] = []
         self.acts_since = 0.0
-        """Since when it acts."""
+        """Time since which it acts."""
         self.untold: dict[str, float] = {}
-        """Firing incident without a page -> since when the page is due."""
+        """By firing incident without a page: the time since which its page is due."""
         self.rollbacks: JobRollbacks | None = None
         """Set if there are ranks that can be stopped (tests/cluster/stop_simulation.py)."""
 
@@ -181,7 +181,8 @@ class Simulation:
         self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True,
         leaves: bool = False,
     ) -> None:  # fmt: skip
-        """`leaves`: daemons are also ended in order, and come back; their last messages may be lost."""
+        """Build the job; with `leaves`, daemons are also ended in order and come back; their last messages may be lost.
+        """
         self.random, self._verdicts = random.Random(seed), random.Random(f"verdicts {seed}")
         self._leaves, self._leaving, self._back_at = leaves, list[NodeMachine](), 0.0
         self.deaths, self.cuts = deaths, cuts
@@ -205,9 +206,9 @@ class Simulation:
         self.told: set[tuple[int, str]] = set()
         """(node, id) of the cases that a coordinator paged."""
         self.ids: dict[tuple[str, int], set[str]] = {}
-        """Fault -> the ids under which it was paged as firing."""
+        """By fault: the ids under which it was paged as firing."""
         self.faults: dict[tuple[int, str], tuple[str, int]] = {}
-        """Node and case -> the fault that the case is about."""
+        """By node and case: the fault that the case is about."""
         self._fault: tuple[str, int] | None = None
         for node in self.nodes:
             node.start(0.0)

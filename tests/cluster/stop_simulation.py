@@ -30,7 +30,7 @@ class RankMachine:
     """A rank that promises to stop at a step, waits there for the verdict, and leaves if all ranks are ready."""
 
     def __init__(self, number: int, ballot: dict[int, str], said: dict[int, set[int]]) -> None:
-        """`ballot`: promise -> the decision, written once; `said`: promise -> the ranks that are ready."""
+        """Add a rank; by promise, `ballot` has the decision, written once, and `said` the ranks that are ready."""
         self.number, self._ballot, self._said = number, ballot, said
         self.exited = -1
         self.bound: wire.Prepare | None = None

@@ -51,8 +51,11 @@ class Job:
     """A job to which everything possible happens, in random order."""
 
     def __init__(self, seed: int, nodes: int, talk: float, longest: float = math.inf) -> None:
-        """`talk`: how often nodes hear of each other for every ten times that they write. `longest`: the most snapshots
-        that a node writes between two moments at which all hear of all."""
+        """Build the job.
+
+        `talk` is how often nodes hear of each other for every ten times that they write, `longest` the most snapshots
+        that a node writes between two moments at which all hear of all.
+        """
         self.random = random.Random(seed)
         self.nodes = [Node() for _ in range(nodes)]
         self.talk, self.longest = talk, longest

@@ -26,7 +26,7 @@ class Job:
     """`sentinel run -- torchrun` on two nodes, until both are done."""
 
     def __init__(self, root: Path, way: str, ranks: int, *places: Path) -> None:
-        """`ranks`: number on each node. `places`: the directory of each node."""
+        """Run the job with `ranks` ranks on each node, whose directories for snapshots are `places`."""
         port, meeting = free_address().rpartition(":")[2], free_address()
         nodes = []
         for node in range(NODES):

@@ -104,7 +104,7 @@ def test_a_coordinator_that_is_killed_and_started_again_gives_no_second_id(
             until(lambda: coordinator.job()["incidents"], "the coordinator to know the incident again")
             node.rank.steps(2, [LOW])
             pages = [fired, ops.next()]
-            if pages[-1]["status"] == "firing":  # killed before its outbox had it as delivered: told twice
+            if pages[-1]["status"] == "firing":  # killed before its outbox had it as delivered: sent twice
                 pages.append(ops.next())
     assert [page["status"] for page in pages] == ["firing"] * (len(pages) - 1) + ["resolved"]
     assert len({page["alerts"][0]["annotations"]["incident"] for page in pages}) == 1

@@ -48,9 +48,13 @@ class Job:
         program: str = "rolling_nodes",
         text: str = rolling.RULES,
     ) -> None:
-        """`ranks`: number on each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's
-        store; without `meeting` the daemons find each other. `settings`: text of the daemons' settings. `within`: words
-        before each node's command. `program`: one of tests/programs; `way`: its first argument. `text`: the rules."""
+        """Start torchrun on all nodes.
+
+        `ranks` is the number on each node. `meeting` and `master` are the addresses of the daemons' coordinator and of
+        torch's store; without `meeting` the daemons find each other. `settings` is the text of the daemons' settings,
+        `within` has words before each node's command, `program` is one of tests/programs, `way` its first argument, and
+        `text` the rules.
+        """
         self.root, self.world = root, nodes * ranks
         rules = root / "rules.yaml"
         rules.write_text(text)

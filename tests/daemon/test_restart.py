@@ -61,7 +61,7 @@ def test_an_open_incident_stays_one_and_ends_later() -> None:
         rank.steps(20, [math.nan])
         fired = rank.expect(wire.Notice)
         assert fired.id == "r1/0.1/fired"
-        kill(process)  # the rank was told of the alert, so the alert must be known
+        kill(process)  # the rank has the notice, so the alert must be known
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello(next_seq=21, step_offset=1000)
         assert notices(rank) == [fired.id], "told again under its id: the rank knows"

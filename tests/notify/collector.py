@@ -67,7 +67,7 @@ def list_metrics(request: Any) -> list[Any]:
 
 
 def read_attributes(pairs: Any) -> dict[str, Any]:
-    """Return attributes as name -> value."""
+    """Return the values of attributes by name."""
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
 
 

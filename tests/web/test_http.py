@@ -85,7 +85,7 @@ def reload(served: Served) -> httpx2.Response:
 
 
 def told(rank: SimulatedRank, notices: int) -> str:
-    """Return what the training terminal was told in this number of notices."""
+    """Return the texts of the next notices for the training terminal."""
     return "\n".join(rank.expect(wire.Notice).text for _ in range(notices))
 
 
