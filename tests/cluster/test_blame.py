@@ -66,7 +66,7 @@ def test_a_node_counts_once_for_each_incident_and_not_for_consequences() -> None
     assert job.count() == ({"3": 1, "1": 1, "2": 1}, 2)
 
 
-def test_of_a_hang_of_all_nodes_the_node_counts_whose_ranks_its_cause_names() -> None:
+def test_in_a_hang_of_all_nodes_only_the_node_that_its_cause_names_counts() -> None:
     job = CountedJob()
     for node in range(NODES):
         job.hand_in(node, hang(1))
@@ -114,7 +114,7 @@ def test_the_node_of_most_incidents_is_named_where_an_attempt_ends_and_in_status
     assert job_status.describe_node({"view": "joined", "node": 0}, node) == "host1, alive, step 7"
 
 
-def test_no_node_is_named_that_is_not_apart_from_the_others() -> None:
+def test_no_node_is_named_that_does_not_stand_out() -> None:
     for incidents in ([(1,)], [(1, 2), (1, 2)], [(1,), (1,), (2,), (3,)]):
         ledger = BlameLedger()
         for number, nodes in enumerate(incidents):

@@ -98,7 +98,7 @@ def test_an_address_of_the_settings_is_tried_again() -> None:
     assert [line.partition(":")[0] for line in node.said] == ["cannot listen on 10.0.0.2"]
 
 
-def test_that_an_address_can_be_listened_on_after_all_is_said() -> None:
+def test_it_is_reported_that_an_address_can_be_listened_on_after_all() -> None:
     faults = [OSError("address in use")]
 
     def open_session(_: Meeting) -> Opened:

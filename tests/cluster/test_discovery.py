@@ -122,7 +122,7 @@ def test_with_a_secret_of_their_own_nodes_take_orders_and_none_is_in_the_store(t
         ({"reason": "there is no process group, in 300 s"}, "no process group, in 300 s; set SENTINEL_CLUSTER"),
     ],
 )
-def test_what_is_in_the_way_is_said_and_the_node_is_watched_alone(
+def test_an_obstacle_is_reported_and_the_node_is_watched_alone(
     found: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
@@ -154,7 +154,7 @@ def test_node_0_says_that_rollback_is_not_armed_whichever_of_its_ranks_came_firs
         say(first, f"rollback is not armed: {NO_ORDERS}")
 
 
-def test_it_can_be_turned_off(tmp_path: Path) -> None:
+def test_discovery_can_be_turned_off(tmp_path: Path) -> None:
     (tmp_path / "sentinel.toml").write_text("[daemon]\nhttp = 'off'\n[cluster]\nenabled = false\n")
     with waiting_daemon(0, tmp_path) as rank:
         say(rank, "rollback is not armed: the nodes of this job do not meet")
@@ -171,7 +171,7 @@ def test_without_zenoh_one_line_says_what_is_missing(tmp_path: Path) -> None:
         assert describe_job(rank) is None
 
 
-def test_a_port_that_is_taken_is_said_and_the_node_goes_on(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_reported_and_the_node_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     with socket.create_server(("127.0.0.1", 0)) as taken, waiting_daemon(0, tmp_path) as rank:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -205,7 +205,7 @@ def _expect_monitoring(rank: SimulatedRank) -> None:
 
 
 @pytest.mark.parametrize("own", ["", SECRET], ids=["of the store", "of the environment"])
-def test_only_who_has_a_secret_of_the_users_gives_orders(own: str, tmp_path: Path) -> None:
+def test_only_with_a_secret_of_the_users_can_orders_be_given(own: str, tmp_path: Path) -> None:
     """A stranger acts as the coordinator, with the secret from the store or with the users' own."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     address, public = free_address(), "" if own else "what a stranger read in the store"
@@ -360,7 +360,7 @@ def test_two_nodes_with_one_address_have_it_once(stores: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("offer", ["of another program", '{"type":"meeting-found","address":"a:1,b:2"}', "{}"])
-def test_what_is_no_offer_is_none(offer: str, stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_offers_are_ignored(offer: str, stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_finder, "OFFER_SECONDS", 0.1)
     stores.append(open_store())
     stores[-1].set(f"sentinel/meeting/{RUN}/offer", offer)
@@ -385,7 +385,7 @@ def _find_no_route(*_: object) -> str:
     raise OSError("no route")
 
 
-def test_why_it_is_not_found_is_said(stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_says_why_no_meeting_was_found(stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_finder, "FIND_SECONDS", 0.0)
     assert Found(1).find() == wire.MeetingFound(reason="there is no process group, in 0 s")
     stores.append(open_store())
@@ -400,7 +400,7 @@ def test_why_it_is_not_found_is_said(stores: list[Any], monkeypatch: pytest.Monk
     )
 
 
-def test_a_store_that_is_gone_is_said(stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_is_reported(stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_finder, "FIND_SECONDS", 0.0)
     server = open_store()
     port = server.port

@@ -170,7 +170,7 @@ def test_a_node_keeps_no_more_than_it_must() -> None:
 
 @pytest.mark.parametrize("spacing", [1, 10, 1000])
 @pytest.mark.parametrize("duration", range(9))
-def test_a_slow_node_always_shares_one_with_the_others_without_a_word(duration: int, spacing: int) -> None:
+def test_a_slow_node_shares_a_snapshot_with_the_others_even_without_messages(duration: int, spacing: int) -> None:
     """The slow node takes `duration` times the time between two snapshots to write one."""
     fast, slow = Node(), Node()
     stride = 1 << duration.bit_length()
@@ -186,7 +186,9 @@ def test_a_slow_node_always_shares_one_with_the_others_without_a_word(duration: 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 @pytest.mark.parametrize("began", [0, 371])
-def test_a_node_that_stopped_writing_shares_one_with_the_others_however_long_ago(stride: int, began: int) -> None:
+def test_a_node_that_stopped_writing_shares_a_snapshot_with_the_others_however_long_ago(
+    stride: int, began: int
+) -> None:
     for last in range(0, 80, stride):
         fast, stopped = Node(), Node()
         for node in (fast, stopped):

@@ -45,7 +45,7 @@ def state(node: int) -> NodeState:
     )
 
 
-def test_a_daemon_that_was_started_follows_nobody_until_what_it_may_have_promised_is_over() -> None:
+def test_a_new_daemon_follows_no_coordinator_until_earlier_promises_have_expired() -> None:
     election = Election(0, 3, STARTED)
     assert not election.follow(beat(E1), FREE - 0.1)
     assert election.follow(beat(E1), FREE)
@@ -144,7 +144,7 @@ def test_a_coordinator_goes_on_when_the_job_of_the_others_has_ended_and_not_when
         assert coordinator.has_failed(61.0) == (not leaves)
 
 
-def test_a_daemon_that_is_restarted_in_order_is_counted_on_by_no_former_coordinator() -> None:
+def test_no_former_coordinator_relies_on_a_daemon_that_was_restarted_in_order() -> None:
     """The next daemon of its node may follow another coordinator, five seconds after its start."""
     former, epoch = Coordinator(0, 4, next_epoch(0, 0), 0.0), next_epoch(0, 0)
     for node in range(4):
@@ -156,7 +156,7 @@ def test_a_daemon_that_is_restarted_in_order_is_counted_on_by_no_former_coordina
     assert not former.is_acting(20.0)
 
 
-def test_nodes_that_are_made_up_are_none_of_the_job() -> None:
+def test_made_up_nodes_are_not_part_of_the_job() -> None:
     coordinator = Coordinator(0, 2, next_epoch(0, 0), 0.0)
     for node in range(64):
         coordinator.take_pulse(pulse(node, coordinator.epoch, 1.0), 2.0)
@@ -200,7 +200,7 @@ def test_a_stamp_that_a_coordinator_has_not_reached_keeps_no_node_from_following
     assert coordinator.epoch == raised, "a pulse that was delayed"
 
 
-def test_who_hands_in_more_than_a_message_holds_is_asked_for_the_rest_at_once() -> None:
+def test_a_node_that_hands_in_more_than_a_message_holds_is_asked_for_the_rest() -> None:
     coordinator, node = Coordinator(0, 2, next_epoch(0, 0), 0.0), Node(1, 1, 0.0)
     for number in range(1, 11):
         node.record(make_case(number, "Hang", number))
@@ -223,7 +223,7 @@ def test_cases_that_are_too_many_to_wait_are_counted() -> None:
     assert (node.unapplied, node.dropped) == (KEPT, 3)
 
 
-def test_how_long_a_node_was_not_heard_of_goes_on_where_this_one_takes_the_role_and_hears_none() -> None:
+def test_the_silence_of_a_node_lasts_on_for_a_new_coordinator_that_hears_none() -> None:
     node = Node(1, 1, STARTED)
     assert node.recall_beat(FREE) is None
     node.take_beat(beat(E1, nodes=(state(0), state(1)), acting=True), FREE)

@@ -137,7 +137,7 @@ def test_an_alert_that_ends_after_the_role_moved_is_told_as_firing_first(job: Jo
     assert job.deliver(pipeline) == BOTH
 
 
-def test_so_it_is_of_which_no_coordinator_heard_before_it_was_over(job: Job) -> None:
+def test_an_alert_that_no_coordinator_heard_of_in_time_is_told_as_firing_first(job: Job) -> None:
     fired = fire()
     job.nodes[1].record(fired)
     job.nodes[1].record(end(fired))
@@ -146,7 +146,7 @@ def test_so_it_is_of_which_no_coordinator_heard_before_it_was_over(job: Job) -> 
     assert job.deliver(pipeline) == BOTH
 
 
-def test_so_it_is_of_a_hang_that_is_over_before_its_cause_is_known(job: Job) -> None:
+def test_a_hang_that_is_over_before_its_cause_is_known_is_told_as_firing_first(job: Job) -> None:
     pipeline = job.make_pipeline()
     lead = job.begin_lead(0, pipeline)
     job.play(lead, [0, 1, 2])
@@ -160,7 +160,7 @@ def test_so_it_is_of_a_hang_that_is_over_before_its_cause_is_known(job: Job) -> 
     assert [state for _, _, state in job.deliver(pipeline)] == ["firing", "resolved"]
 
 
-def test_so_it_is_of_a_node_that_was_by_itself_for_the_time_being(job: Job) -> None:
+def test_an_alert_of_a_node_that_was_alone_meanwhile_is_told_as_firing_first(job: Job) -> None:
     fired, node, pipeline = fire(), job.nodes[1], job.make_pipeline()
     node.record(fired)
     node.record(over := end(fired))
@@ -170,7 +170,7 @@ def test_so_it_is_of_a_node_that_was_by_itself_for_the_time_being(job: Job) -> N
     assert job.deliver(pipeline) == [(key, "0.1", "firing"), (key, "0.1", "resolved")]
 
 
-def test_an_old_alert_that_a_restarted_daemon_hands_in_as_over_does_not_wake_again(job: Job) -> None:
+def test_an_old_alert_that_a_restarted_daemon_hands_in_as_over_is_not_sent_again(job: Job) -> None:
     """An earlier coordinator told people of it, and another one has taken over since."""
     fired = fire()
     fired.time -= 300

@@ -134,7 +134,7 @@ def test_digests_that_no_node_sends_harm_no_rule(ops: Consumer, options: tuple[s
         still_works(node, ops)
 
 
-def test_nodes_that_are_made_up_are_limited(ops: Consumer, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_number_of_made_up_nodes_is_limited(ops: Consumer, options: tuple[str, ...], tmp_path: Path) -> None:
     with attacked_job(tmp_path, options) as (coordinator, node, attacker):
         for number in (5000, 99_999_999, 10**15):
             attacker.put(f"pulse/{number}", encode(Pulse(node=number, incarnation=1, hostname="h", attempt=0, step=0)))

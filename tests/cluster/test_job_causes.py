@@ -90,7 +90,7 @@ def test_a_rank_that_died_on_another_node_is_the_cause() -> None:
     assert found.confidence == "high"
 
 
-def test_a_node_that_is_silent_while_the_others_wait_for_its_ranks_is_said_to_be() -> None:
+def test_the_cause_names_a_silent_node_whose_ranks_the_others_wait_for() -> None:
     silence = "node 1 (host1): silent for 12 s"
     found = explain(*(stand(n, world(WAITS)) for n in range(2)), unasked=dict.fromkeys((2, 3), silence))
     assert found.cause == f"ranks 0, 1 wait in all_reduce of 5, number 9, for ranks 2, 3: rank 2 is on {silence}"
@@ -98,7 +98,7 @@ def test_a_node_that_is_silent_while_the_others_wait_for_its_ranks_is_said_to_be
     assert f"what ranks 2, 3 did: {silence}" in found.missing
 
 
-def test_who_issued_another_collective_is_judged_by_the_majority_of_all_nodes() -> None:
+def test_which_rank_issued_another_collective_is_judged_by_the_majority_of_all_nodes() -> None:
     """On its own node rank 2 would be one of two, and the first."""
     other = upto(8, entry(9, "broadcast"))
     same = upto(8, entry(9))
@@ -109,7 +109,7 @@ def test_who_issued_another_collective_is_judged_by_the_majority_of_all_nodes() 
     )
 
 
-def test_nothing_is_said_over_nodes_where_ranks_have_gone_on() -> None:
+def test_no_cause_is_given_where_ranks_have_gone_on() -> None:
     positions = Positions({n: stand(n, None) for n in range(4)}, {}, [])
     assert explain_over_nodes("CollectiveDesync", [], positions) is None
 
@@ -224,7 +224,7 @@ def test_what_comes_long_after_on_another_node_is_a_problem_of_its_own() -> None
     assert [case.problem_id for case in incidents.take_changes()] == ["n1-0.1", "n0-0.1"]
 
 
-def test_who_works_is_known_of_other_nodes_of_the_same_attempt() -> None:
+def test_work_on_other_nodes_of_the_same_attempt_is_known() -> None:
     def state(node: int, seconds: float | None, silent: float = 0.0, attempt: int = 2) -> NodeState:
         return NodeState(
             node=node, hostname="h", incarnation=1, applied=0, state="silent" if silent else "alive",

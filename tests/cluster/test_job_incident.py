@@ -24,7 +24,7 @@ def test_a_consequence_on_a_node_is_one_in_the_job() -> None:
     assert (consequence.id, consequence.parent, consequence.problem_id) == ("n3-0.2", "n3-0.1", "n3-0.1")
 
 
-def test_a_problem_that_the_job_does_not_know_is_none() -> None:
+def test_a_problem_that_the_job_does_not_know_is_dropped_from_the_case() -> None:
     incidents = JobIncidents()
     incidents.add(3, NodeCase(number=1, case=msgspec.structs.replace(make_case(2, "Divergence", 130), parent="0.1")))
     (case,) = incidents.take_changes()
@@ -49,7 +49,7 @@ def test_a_page_of_an_earlier_coordinator_that_a_new_fault_goes_on_with_is_not_c
     [(0, {"n0-0.1": "resolved", "n0-0.2": "firing"}), (3, {"n0-0.1": "firing"})],
     ids=["a case that it had not heard comes first", "a case that it had heard comes first"],
 )
-def test_of_a_fault_that_an_earlier_coordinator_put_into_a_former_incident_one_page_is_open(
+def test_a_fault_that_an_earlier_coordinator_put_into_a_former_incident_has_one_open_page(
     first: int, told: dict[str, str]
 ) -> None:
     over = msgspec.structs.replace(make_case(1, "Hang", 100), state="resolved", resolved_step=105)
@@ -65,7 +65,7 @@ def test_of_a_fault_that_an_earlier_coordinator_put_into_a_former_incident_one_p
     assert sum(len(incident.cases) for incident in incidents) == 3
 
 
-def test_a_case_that_names_what_is_over_joins_what_fires_and_opens_no_third() -> None:
+def test_a_case_that_names_an_incident_that_is_over_joins_the_one_that_fires() -> None:
     incidents = JobIncidents([Page(msgspec.structs.replace(make_case(1, "Hang", 100), id="n0-0.1"), (1, 3))])
     for number, (first, last) in enumerate([(100, 105), (107, 110)], start=1):
         over = msgspec.structs.replace(make_case(number, "Hang", first), state="resolved", resolved_step=last)
@@ -95,7 +95,7 @@ def test_a_rank_that_a_former_coordinator_and_the_next_one_name_is_one_member() 
     assert told.summary == "Straggler (node 2)"
 
 
-def test_a_case_of_a_node_that_was_cut_off_joins_the_fault_that_it_is_of() -> None:
+def test_a_case_of_a_node_that_was_cut_off_joins_its_own_fault() -> None:
     """It does not join a newer fault, though it still fires in the first event that the node hands in."""
     first, late, second = make_case(1, "Spike", 190), make_case(1, "Spike", 190), make_case(2, "Spike", 205)
     over = msgspec.structs.replace(first, state="resolved", resolved_step=195)
@@ -118,7 +118,7 @@ def test_an_incident_leaves_behind_what_the_case_that_ended_last_says() -> None:
     assert told[2:] == [("firing", None, ""), ("resolved", 201, "resident set 2 MB")]
 
 
-def test_an_alert_that_always_fires_somewhere_takes_no_more_and_no_more_memory() -> None:
+def test_an_alert_that_always_fires_somewhere_takes_bounded_memory() -> None:
     incidents, before = JobIncidents(), None
     for number in range(1, 1000):
         case = msgspec.structs.replace(make_case(number, "GpuThrottled", 10 * number), done=(f"stacks {number}",))

@@ -196,7 +196,7 @@ def test_any_split_into_nodes_and_any_order_of_arrival_finds_the_same(
     [("faulty/deepobs_F_cifar100_allcnnc_Momentum_lr4_earlyNaN", "NonFiniteLoss"),
      ("healthy/mlperf_flux1_Nebius_n4", "")],
 )  # fmt: skip
-def test_a_recorded_run_in_any_split_where_it_is_there(name: str, alert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_split_of_a_recorded_run_finds_the_same(name: str, alert: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real logs, from the folder that SENTINEL_RECORDED_RUNS names; nothing is checked where there is none."""
     path = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs" / f"{name}.jsonl.gz"
     if path.exists():
@@ -208,7 +208,7 @@ def test_a_recorded_run_in_any_split_where_it_is_there(name: str, alert: str, mo
             assert alert in {"", *(found[1] for found in judged)}
 
 
-def test_the_made_runs_fire_what_compares_ranks_and_what_is_judged_over_their_mean() -> None:
+def test_the_made_runs_fire_rules_that_compare_ranks_and_rules_over_their_mean() -> None:
     fired = {found[1] for seed in range(24) for found in judge_on_one_node(MadeRun(seed)) if found[0] == "fired"}
     assert fired >= {"Straggler", "ReplicaDivergence", "UnevenBatches", "LossSpike", "NonFiniteLoss"}
 

@@ -50,7 +50,7 @@ def received(ops: Consumer) -> list[dict[str, Any]]:
     return found
 
 
-def test_an_incident_on_two_nodes_is_one_page_and_a_killed_daemon_is_said(
+def test_an_incident_on_two_nodes_is_one_page_and_a_killed_daemon_is_reported(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     with job(tmp_path, options) as (coordinator, first, second):
@@ -135,7 +135,7 @@ def add_slack(options: tuple[str, ...], team: Consumer, monkeypatch: pytest.Monk
     return (options[0], str(told), *options[2:])
 
 
-def test_a_coordinator_that_leaves_lets_the_node_tell_and_its_page_is_its_own(
+def test_a_node_whose_coordinator_leaves_sends_pages_of_its_own(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = free_address()
@@ -257,7 +257,7 @@ def test_a_run_on_one_node_opens_no_port_and_imports_no_zenoh(
     assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0
 
 
-def test_a_missing_secret_is_said_in_words(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_missing_secret_is_reported(options: tuple[str, ...], tmp_path: Path) -> None:
     with node_daemon(0, 2, free_address(), tmp_path, *options, secret="short") as daemon:
         notice = daemon.rank.expect(wire.Notice).text
         assert "16 or more" in notice

@@ -76,7 +76,7 @@ def test_what_is_gone_from_the_table_before_the_next_look_is_counted() -> None:
     assert looks.rejected.count == 1
 
 
-def test_what_is_in_the_table_when_a_node_begins_to_listen_is_of_the_daemon_before() -> None:
+def test_connections_from_before_the_node_listened_are_not_counted() -> None:
     rejected = RejectedConnections("train")
     for now in range(5):
         rejected.take({STRANGER: FIN_WAIT1 if now < 2 else TIME_WAIT}, LATER + now * LOOK_SECONDS)
@@ -172,7 +172,7 @@ def test_after_a_look_that_fails_comes_the_next_one(error: Exception, monkeypatc
     assert rejected.count == 0
 
 
-def test_of_two_tables_one_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tcp").write_text(HEADER)
     (tmp_path / "tcp6").mkdir()
     with pytest.raises(IsADirectoryError):

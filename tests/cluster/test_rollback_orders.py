@@ -217,7 +217,7 @@ def test_a_node_that_does_not_answer_in_time_means_none() -> None:
         assert {abort.id for abort in node.told(wire.Abort)} == asked
 
 
-def test_a_refusal_means_none_and_is_said() -> None:
+def test_a_refusal_means_no_rollback_and_is_reported() -> None:
     job = Job()
     broken = job.nodes[0].break_down()
     job.exchange()

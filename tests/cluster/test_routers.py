@@ -81,7 +81,7 @@ def test_nodes_meet_at_a_router_and_go_on_when_the_coordinator_or_the_router_die
     assert received(ops) == []
 
 
-def test_what_a_router_passes_on_of_a_stranger_is_refused() -> None:
+def test_messages_of_a_stranger_through_a_router_are_refused() -> None:
     from sentinel.cluster.session import Session
 
     address, heard, refused = free_address(), threading.Event(), threading.Event()

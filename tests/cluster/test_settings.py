@@ -40,7 +40,7 @@ def read(text: str) -> ClusterSettings:
         ("[cluster]\nsecret = 'x'", "a secret is never written here"),
     ],
 )
-def test_a_mistake_is_refused_in_words(text: str, words: str) -> None:
+def test_a_mistake_is_refused_with_a_reason(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(text)
     assert words in str(error.value)
@@ -82,13 +82,13 @@ def test_routers_of_a_site_need_a_secret_and_the_environment_goes_before_them() 
         ({"SENTINEL_CLUSTER": "a:1", "SENTINEL_CLUSTER_SECRET": "short"}, "a secret of 5 characters; use 16 or more"),
     ],
 )
-def test_what_the_environment_lacks_is_said(environment: dict[str, str], words: str) -> None:
+def test_a_variable_that_the_environment_lacks_is_reported(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         ClusterSettings().find_meeting(environment)
     assert words in str(error.value)
 
 
-def test_a_secret_file_that_is_not_there_is_said() -> None:
+def test_a_secret_file_that_is_not_there_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"secret_file: /nowhere/secret: cannot be read \(No such file"):
         ClusterSettings(address="a:1", secret_file=Path("/nowhere/secret")).find_meeting({})
 

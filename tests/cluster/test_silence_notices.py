@@ -16,7 +16,7 @@ def make_states(silent: set[int], *, left: int = -1, steps: int = 1) -> list[Nod
     ]  # fmt: skip
 
 
-def test_nodes_that_fall_silent_together_are_one_line_and_are_said_once() -> None:
+def test_nodes_that_fall_silent_together_are_one_line_and_reported_once() -> None:
     notices = SilenceNotices()
     assert notices.describe_changes(make_states(set())) == []
     first = notices.describe_changes(make_states({5}))

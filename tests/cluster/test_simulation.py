@@ -56,9 +56,7 @@ def test_alerts_that_stop_the_run_end_all_ranks_at_one_step_or_none(seed: int) -
 
 
 @pytest.mark.parametrize(("nodes", "seed"), [(3, 177), (3, 382), (3, 8088), (3, 8280), (4, 151), (4, 248), (4, 8226)])
-def test_in_jobs_that_once_ended_with_a_page_that_nothing_resolves_or_two_or_none_for_what_fires_all_is_told(
-    nodes: int, seed: int
-) -> None:
+def test_all_is_told_in_jobs_that_once_ended_with_wrong_pages(nodes: int, seed: int) -> None:
     simulation = Simulation(seed, nodes=nodes)
     simulation.play()
     check_all(simulation)

@@ -64,7 +64,7 @@ def test_nodes_of_one_authority_meet_without_a_secret_and_one_of_another_gets_no
         assert b"TLSv1.3" in shown.stderr
 
 
-def test_a_file_that_is_missing_or_of_something_else_is_said_with_its_setting(tmp_path: Path) -> None:
+def test_a_missing_or_wrong_file_is_reported_with_its_setting(tmp_path: Path) -> None:
     settings = make_authority(tmp_path / "ours")
     assert settings.tls_ca is not None
     assert settings.tls_key is not None
