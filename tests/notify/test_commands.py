@@ -103,7 +103,7 @@ def test_a_receiver_can_be_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, SystemExit, asyncio.CancelledError])
-def test_one_that_raises_is_told_without_its_words_and_the_others_are_tried(
+def test_a_receiver_that_raises_is_reported_without_its_words_and_others_are_tried(
     fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Fake):

@@ -30,7 +30,9 @@ def settings(interval: float) -> HeartbeatSettings:
     return HeartbeatSettings(url_env="HEARTBEAT_URL", interval=Duration(interval), timeout=Duration(5))
 
 
-def test_it_is_told_at_each_interval_and_not_while_blind(switch: Consumer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_switch_is_told_at_each_interval_and_not_while_the_daemon_is_blind(
+    switch: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     reason = [""]
 
@@ -75,7 +77,7 @@ def test_other_settings_are_in_force_at_once(switch: Consumer) -> None:
     asyncio.run(scenario())
 
 
-def test_a_missing_url_is_said_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_url_is_reported_and_no_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> str:
         deadman = Deadman(settings(3600.0), lambda: "")
         task = asyncio.create_task(deadman.serve())
@@ -108,6 +110,6 @@ def watch(**more: Any) -> Any:
         (watch(live=False, store=None), ""),
     ],
 )
-def test_what_is_blind(one: Any, said: str) -> None:
+def test_when_a_daemon_is_blind(one: Any, said: str) -> None:
     found = health.reason([one], 1000.0)
     assert (said in found) if said else (found == "")

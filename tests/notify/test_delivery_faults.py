@@ -197,7 +197,7 @@ def test_receivers_that_are_away_for_an_hour_are_told_what_is_true_when_they_are
         loop.close()
 
 
-def test_a_clock_that_was_set_back_a_day_delays_nobody(tmp_path: Path) -> None:
+def test_a_clock_that_was_set_back_a_day_delays_no_message(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     now = [1e9]
 
@@ -240,7 +240,7 @@ def test_a_clock_that_was_set_back_a_day_delays_nobody(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_states_as_they_were_called_before_are_read(tmp_path: Path) -> None:
+def test_former_names_of_states_in_the_outbox_are_read(tmp_path: Path) -> None:
     box = Outbox(tmp_path / "r1.sqlite")
     box.write([row(Entry(receiver="ops", alert="LossSpike", cases={"0.1": case(state="rolled back")}), 0.0)])
     box.close()

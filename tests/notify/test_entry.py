@@ -71,7 +71,7 @@ def test_what_still_fires_is_told_again_after_repeat_and_what_ended_is_not() -> 
     assert made.due == math.inf
 
 
-def test_the_end_of_what_was_told_is_told_and_so_is_what_was_over_before_anybody_knew() -> None:
+def test_ends_are_told_and_so_is_what_was_over_before_it_was_sent() -> None:
     made = entry(case())
     made.put(case(state="rolled_back"), NOW + 2, GROUPING)
     assert [one.state for one in told(made, NOW + 5)] == ["rolled_back"]
@@ -105,7 +105,7 @@ def test_what_is_critical_and_soon_over_is_told_as_firing_first(wait: int, sever
     assert tell_all(made) == states
 
 
-def test_so_it_is_after_a_restart_or_a_failure() -> None:
+def test_an_alert_is_told_as_firing_first_after_a_restart_or_a_failure_too() -> None:
     fired, over = fired_and_over()
     made = entry(fired)
     made.put(over, NOW + 2, GROUPING)
@@ -137,7 +137,7 @@ def test_a_consequence_that_is_soon_over_and_no_news_ends_with_its_problem(sendi
     assert [(one.id, one.state) for one in told(made, NOW + 105)] == [("0.1", "resolved"), ("0.2", "resolved")]
 
 
-def test_after_ten_minutes_without_an_answer_it_is_told_as_it_is() -> None:
+def test_after_ten_minutes_without_an_answer_only_the_present_state_is_told() -> None:
     fired, over = fired_and_over()
     made = entry(fired)
     made.put(over, NOW + 2, GROUPING)

@@ -25,7 +25,7 @@ def test_what_an_earlier_daemon_knew_of_is_not_told_before_the_nodes_have_found_
     assert [one.id for message in people.got() for one in message.cases] == [known.id]
 
 
-def test_what_fires_meanwhile_is(tmp_path: Path) -> None:
+def test_what_fires_meanwhile_is_told(tmp_path: Path) -> None:
     people = People(tmp_path)
     people.notifier.begin_joining()
     one = fired(people)

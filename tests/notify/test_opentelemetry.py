@@ -133,7 +133,7 @@ def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector) -> None
     ]
 
 
-def test_where_it_goes_is_the_settings_or_what_opentelemetry_has_variables_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_comes_from_the_settings_or_opentelemetrys_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_export(OtlpSettings(), "metrics") == ("http://localhost:4318/v1/metrics", {}, False, None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://otel:4318/")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=a%2Cb, tenant=7")
@@ -163,7 +163,7 @@ def test_where_it_goes_is_the_settings_or_what_opentelemetry_has_variables_for(m
         ("HEADERS", "authorization=s3cr3t%0Ax", "OTEL_EXPORTER_OTLP_HEADERS holds a line end"),
     ],
 )
-def test_a_variable_that_cannot_be_followed_is_said_and_tried_again(
+def test_a_variable_that_cannot_be_followed_is_reported_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{variable}", value)
@@ -240,12 +240,12 @@ def test_metrics_have_megatrons_names_and_nemo_lens_ranks(
     assert 0 < point.start_time_unix_nano <= point.time_unix_nano <= time.time_ns()
 
 
-def test_megatrons_names_are_of_series_that_there_are() -> None:
+def test_megatrons_names_belong_to_series_that_exist() -> None:
     assert len(MEGATRON) == 3
     assert all(MEGATRON)
 
 
-def test_a_collector_that_fails_is_said_once_and_pushed_to_again(
+def test_a_collector_that_fails_is_reported_once_and_pushed_to_again(
     collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sentinel.notify.entry.FIRST_PAUSE", 0.01)

@@ -55,7 +55,7 @@ def test_a_message_ends_with_host_user_and_links() -> None:
     )
 
 
-def test_apprise_is_told_what_and_how_bad_and_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apprise_gets_the_alert_its_severity_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service()
     with serving(service):
         monkeypatch.setenv("MAIL_URL", service.url.replace("http", "json") + f"/{SECRET}")
@@ -85,7 +85,7 @@ def test_what_fails_is_tried_again_and_says_no_secret(
     assert SECRET not in repr(found) + caplog.text
 
 
-def test_one_that_hangs_is_left_and_the_next_is_not_begun_before_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_delivery_is_abandoned_and_the_next_waits_for_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, release = threading.Semaphore(0), threading.Event()
 
     def hang(*_: object) -> Delivery:

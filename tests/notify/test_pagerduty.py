@@ -124,7 +124,7 @@ def test_what_an_answer_means(server: PagerDuty, answer: Reply, fault: str, retr
     assert told(server, message()) == [Delivery()]
 
 
-def test_a_wrong_key_is_refused_and_a_missing_one_said(server: PagerDuty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_is_refused_and_a_missing_one_reported(server: PagerDuty, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PD_KEY", "r" * 32)
     (found,) = told(server, message())
     assert (found.fault, found.detail) == ("rejected", "it answers 400")

@@ -168,7 +168,7 @@ def test_what_was_delivered_is_kept_whatever_the_code_calls_it(tmp_path: Path) -
     assert asyncio.run(told()).got == []
 
 
-def test_only_the_severities_that_were_asked_for() -> None:
+def test_a_receiver_gets_only_the_severities_of_its_settings() -> None:
     async def scenario() -> None:
         fake = Fake()
         made = pipeline(Outbox(None), severities=["critical"], ops=fake)
@@ -182,7 +182,7 @@ def test_only_the_severities_that_were_asked_for() -> None:
     asyncio.run(scenario())
 
 
-def test_it_is_in_the_file_before_it_is_sent_and_marked_after(tmp_path: Path) -> None:
+def test_a_message_is_in_the_outbox_before_it_is_sent_and_marked_after(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
 
     def rows() -> list[Any]:
@@ -209,7 +209,7 @@ def test_it_is_in_the_file_before_it_is_sent_and_marked_after(tmp_path: Path) ->
     assert [entry.pending for entry in Outbox(path).entries()] == [False]
 
 
-def test_after_a_restart_what_was_not_delivered_is_and_what_was_is_not(tmp_path: Path) -> None:
+def test_after_a_restart_only_what_was_not_delivered_is_sent(tmp_path: Path) -> None:
     """The first daemon ends as by kill -9: nothing is closed."""
     path = tmp_path / "r1.sqlite"
 
@@ -252,7 +252,7 @@ def test_the_end_of_a_run_does_not_wait_and_a_stop_waits_for_the_answer_only_so_
     asyncio.run(scenario())
 
 
-def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_receivers_are_told_all_the_same(tmp_path: Path) -> None:
     async def scenario() -> None:
         outbox, fake = Outbox(tmp_path / "r1.sqlite"), Fake()
         outbox.write([])
@@ -384,7 +384,7 @@ def test_an_end_that_comes_again_is_not_told_again_and_does_not_fire_first() -> 
     asyncio.run(scenario())
 
 
-def test_so_it_is_of_a_daemon_that_was_restarted_as_long_as_the_end_may_come_again(tmp_path: Path) -> None:
+def test_an_end_that_comes_again_to_a_restarted_daemon_is_not_told_again(tmp_path: Path) -> None:
     """A restarted daemon hands in what ended a short time ago."""
     path, began = tmp_path / "r1.sqlite", pipelines.steady()
     fired = msgspec.structs.replace(case(), problem_id="0.1", time=began)

@@ -59,7 +59,7 @@ BY_RUN = "[[routes]]\nruns=['{}']\nreceivers=['oncall']\n[[routes]]\nruns=['tr?i
         (BY_RUN.format("prod-*").replace("tr?in", "x"), "critical", set()),
     ],
 )
-def test_the_first_route_that_matches_says_who_is_told(routes: str, severity: str, names: set[str]) -> None:
+def test_the_first_route_that_matches_decides_who_is_told(routes: str, severity: str, names: set[str]) -> None:
     assert told(routes, severity) == names
 
 
@@ -96,7 +96,9 @@ def test_what_is_over_the_rate_limit_waits_critical_ones_first_is_counted_and_na
         pipeline.put(case("0.9", "resolved", alert="Rule9", severity="critical"))
         for hour in range(1, 4):
             now[0] += 3600
-            pipeline.put(case("0.0", alert="Rule0", severity="warning"))  # already known, so that the pipeline only looks at the clock
+            pipeline.put(
+                case("0.0", alert="Rule0", severity="warning")
+            )  # already known, so that the pipeline only looks at the clock
             await until(lambda hour=hour: len(fake.got) >= 3 + 3 * hour or not pipeline.pending)  # type: ignore[misc]
         assert pipeline.pending == 0
         assert {message.alert for message in fake.got} == {f"Rule{number}" for number in range(10)}
@@ -124,7 +126,7 @@ def test_a_receiver_that_asks_for_fewer_is_left_alone_for_all_of_them() -> None:
     asyncio.run(scenario())
 
 
-def test_what_was_given_up_is_said_in_the_next_message_that_is_taken_over_a_restart_too(tmp_path: Path) -> None:
+def test_the_next_accepted_message_says_what_was_given_up_also_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
 
     async def first() -> None:
@@ -146,7 +148,7 @@ def test_what_was_given_up_is_said_in_the_next_message_that_is_taken_over_a_rest
     assert [message.lost for message in asyncio.run(second())] == [("LossSpike (it answers 400)",), ()]
 
 
-def test_other_receivers_take_over_and_who_is_new_is_told_what_fires(tmp_path: Path) -> None:
+def test_other_receivers_take_over_and_a_new_one_is_told_what_fires(tmp_path: Path) -> None:
     async def scenario() -> None:
         old, both, new = Fake(), Fake(), Fake()
         routes = {
@@ -170,7 +172,7 @@ def test_other_receivers_take_over_and_who_is_new_is_told_what_fires(tmp_path: P
     asyncio.run(scenario())
 
 
-def test_who_was_told_is_told_of_the_end_where_the_route_is_another_by_then() -> None:
+def test_a_receiver_that_was_told_gets_the_end_though_the_route_has_changed() -> None:
     async def scenario() -> None:
         fake = Fake()
         pipeline = made(Limiter(), fake)

@@ -45,7 +45,7 @@ def test_a_silence_that_does_not_end_is_refused(duration: str) -> None:
 
 
 @pytest.mark.parametrize("until", [math.inf, math.nan, 1e300])
-def test_nor_can_another_program_put_one_there(until: float, tmp_path: Path) -> None:
+def test_another_program_cannot_write_a_silence_that_does_not_end(until: float, tmp_path: Path) -> None:
     """JSON has no infinity: the file would become unreadable, and that of a system service belongs to root."""
     silence = silences.Silence(id="a", alert="*", began=0.0, until=until)
     with pytest.raises(ConfigError, match="ends within 366 days"):
@@ -87,13 +87,13 @@ def test_wrong_use_is_a_sentence(arguments: tuple[str, ...], said: str) -> None:
     assert said in result.output
 
 
-def test_a_name_that_no_rule_has_is_told_and_written() -> None:
+def test_a_silence_of_an_unknown_rule_is_reported_and_written() -> None:
     result = sentinel("silence", "LosSpike", "--for", "1h")
     assert result.exit_code == 0
     assert "no rule is called LosSpike; there are" in result.output
 
 
-def test_a_run_that_nobody_knows_is_told_and_written() -> None:
+def test_a_silence_of_an_unknown_run_is_reported_and_written() -> None:
     paths.state_directory().joinpath("runs").mkdir(parents=True, exist_ok=True)
     Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
     result = sentinel("silence", "LossSpike", "--run", "trainer", "--for", "1h")
@@ -198,7 +198,7 @@ def silence(people: People) -> silences.Silence:
     return made
 
 
-def test_nobody_is_told_of_a_silenced_incident_nor_of_its_end(tmp_path: Path) -> None:
+def test_no_message_is_sent_of_a_silenced_incident_nor_of_its_end(tmp_path: Path) -> None:
     people = People(tmp_path)
     held = silence(people)
     one = fired(people)
@@ -222,7 +222,7 @@ def test_what_still_fires_when_the_silence_ends_is_told_then_and_once(tmp_path: 
     assert len(people.got()) == 1
 
 
-def test_who_was_told_before_the_silence_is_told_of_the_end_and_of_nothing_between(tmp_path: Path) -> None:
+def test_receivers_told_before_a_silence_get_the_end_and_nothing_between(tmp_path: Path) -> None:
     people = People(tmp_path)
     one = fired(people)
     held = silence(people)

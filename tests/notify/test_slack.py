@@ -116,7 +116,7 @@ def test_a_bot_says_so_in_the_channel_when_it_goes_on_for_long(server: Slack) ->
     assert reply["reply_broadcast"] is True
 
 
-def test_a_message_that_somebody_deleted_is_posted_anew(server: Slack) -> None:
+def test_a_deleted_message_is_posted_again(server: Slack) -> None:
     (first,) = told(bot(server), message())
     server.messages.clear()
     (posted,) = told(bot(server), message(reference=first.reference))
@@ -203,7 +203,7 @@ def test_a_200_that_is_not_slacks_is_no_delivery(server: Slack, body: bytes) -> 
     assert (found.fault, found.retry) == ("server error", True)
 
 
-def test_an_unknown_channel_and_a_missing_token_are_said_and_tried_again(
+def test_an_unknown_channel_and_a_missing_token_are_reported_and_tried_again(
     server: Slack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (unknown,) = told(bot(server, "#elsewhere"), message())

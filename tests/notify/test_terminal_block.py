@@ -28,7 +28,7 @@ def test_paths_hyphens_and_commands_stay_whole() -> None:
     assert sum(f"sentinel incidents show {made.id} --run {made.run_id}" in line for line in lines) == 1
 
 
-def test_it_has_at_most_sixteen_lines() -> None:
+def test_a_block_has_at_most_sixteen_lines() -> None:
     made = msgspec.structs.replace(case(), summary="many words of a summary " * 40)
     made.done = ("one thing was done " * 20, "another thing was done " * 20, *(f"thing {n}" for n in range(12)))
     lines = block(made).splitlines()
@@ -39,7 +39,7 @@ def test_it_has_at_most_sixteen_lines() -> None:
     assert any(line.endswith(" ...") for line in lines)
 
 
-def test_a_short_one_is_not_cut() -> None:
+def test_a_short_block_is_not_cut() -> None:
     assert " ..." not in block(case())
 
 
@@ -90,7 +90,7 @@ def test_no_call_is_broken_that_fits_into_a_line(alert: str) -> None:
             assert len(call) > 69 or any(call in line for line in advice), call
 
 
-def test_what_gets_the_missing_is_a_row_of_its_own() -> None:
+def test_how_to_get_what_is_missing_is_a_row_of_its_own() -> None:
     command = "sentinel history export RUN --rank RANK"
     missing = ("many words of what is missing",) * 40
     unknown = Finding(cause="not known", confidence="none", missing=missing, command=command)
@@ -99,7 +99,7 @@ def test_what_gets_the_missing_is_a_row_of_its_own() -> None:
     assert lines_of("why", lines)[-1].endswith(" ...")
 
 
-def test_who_keeps_the_memory_is_a_line_once_it_is_known() -> None:
+def test_what_keeps_the_memory_is_a_line_once_it_is_known() -> None:
     notices: list[wire.Notice] = []
     terminal = Terminal(notices.append, frozenset(SEVERITIES))
     made = msgspec.structs.replace(case(), alert="MemoryCreep", diagnosis=LEAK, told=True)

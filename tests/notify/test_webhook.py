@@ -150,13 +150,13 @@ def test_a_token_is_the_authorization_header(monkeypatch: pytest.MonkeyPatch) ->
     assert (missing.fault, missing.retry) == ("settings", True)
 
 
-def test_a_consumer_that_hangs_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_consumer_that_hangs_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
     with consumer(HANG) as ops:
         found = delivered(ops.url, timeout=0.2)
     assert (found.fault, found.retry) == ("timeout", True)
 
 
-def test_nobody_there() -> None:
+def test_no_server_at_the_address() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         found = delivered(f"http://127.0.0.1:{taken.getsockname()[1]}/")

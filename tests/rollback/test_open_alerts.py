@@ -194,7 +194,7 @@ def test_status_top_and_page_show_the_newest_good_snapshot_and_its_age() -> None
         assert "newest good snapshot: step 20, 25 steps ago; none is taken because of LossSpike" in text, place
 
 
-def test_where_no_rollback_is_armed_nothing_is_said_of_it() -> None:
+def test_without_an_armed_rollback_no_snapshots_are_mentioned() -> None:
     watched = Watched([RULES["SnapshotStale"]], Rollback(every=10, keep=2, margin=5))
     watched.rank.hello = wire.Hello(version="t", identity=watched.rank.identity)
     watched.train(40)

@@ -101,7 +101,7 @@ def test_whatever_becomes_of_a_function_the_job_is_stopped_and_not_started_again
         assert "on_stop took over 1 s on rank 0" in done.said
 
 
-def test_alerts_that_the_script_names_stop_it_too_and_a_wrong_name_is_said(private_places: Path) -> None:
+def test_alerts_that_the_script_names_stop_it_too_and_a_wrong_name_is_reported(private_places: Path) -> None:
     done = Stopped(private_places, "none", "stop_on", ranks=2)
     assert "exitcode : 87" in done.said, done.stderr
     assert len({rank["steps"] for rank in done.ranks}) == 1
