@@ -181,7 +181,7 @@ class Simulation:
         self, seed: int, *, nodes: int = 4, candidates: int = 3, deaths: bool = True, cuts: bool = True,
         leaves: bool = False,
     ) -> None:  # fmt: skip
-        """Build the job; with `leaves`, daemons are also ended in order and come back; their last messages may be lost."""
+        """Build the job. With `leaves`, daemons are also ended in order and return; their last messages may be lost."""
         self.random, self._verdicts = random.Random(seed), random.Random(f"verdicts {seed}")
         self._leaves, self._leaving, self._back_at = leaves, list[NodeMachine](), 0.0
         self.deaths, self.cuts = deaths, cuts

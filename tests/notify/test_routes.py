@@ -96,9 +96,8 @@ def test_what_is_over_the_rate_limit_waits_critical_ones_first_is_counted_and_na
         pipeline.put(case("0.9", "resolved", alert="Rule9", severity="critical"))
         for hour in range(1, 4):
             now[0] += 3600
-            pipeline.put(
-                case("0.0", alert="Rule0", severity="warning")
-            )  # already known, so that the pipeline only looks at the clock
+            # This case is known already: the pipeline only looks at the clock.
+            pipeline.put(case("0.0", alert="Rule0", severity="warning"))
             await until(lambda hour=hour: len(fake.got) >= 3 + 3 * hour or not pipeline.pending)  # type: ignore[misc]
         assert pipeline.pending == 0
         assert {message.alert for message in fake.got} == {f"Rule{number}" for number in range(10)}
