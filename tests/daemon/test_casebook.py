@@ -54,7 +54,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
 
 
 def test_ranks_are_asked_for_what_the_rule_names() -> None:
-    """Neither an action nor a certain name of the rule is needed for that."""
+    """Evidence that a rule names is asked for whatever the rule is called, and without any action."""
     text = (
         "group: t\nrules: [{alert: Mine, expr: loss > 5, evidence: [moments, census]}, {alert: Other, expr: loss > 5}]"
     )

@@ -21,7 +21,7 @@ FILES = [
 def test_a_paused_container_does_not_hang(
     controller: str, name: str, text: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its watchdog stands still, too, which looked as if the GIL were held. Slurm pauses jobs in favour of others."""
+    """A paused process's watchdog stands still, too, as if the GIL were held. Slurm pauses jobs in favour of others."""
     process = tmp_path / str(os.getpid())
     process.mkdir()
     (process / "cgroup").write_text(f"7:pids:/\n0:{controller}:/job_1\n")

@@ -291,7 +291,7 @@ def test_a_commit_for_which_a_rank_came_too_late_is_tried_again() -> None:
 
 
 def test_a_restore_that_went_half_way_stops_the_run_and_is_kept() -> None:
-    """Otherwise a daemon that starts after a kill would take the rollback for an interrupted one and begin it again."""
+    """Without this entry, a daemon after a kill would take the rollback for an interrupted one and begin it again."""
     said = "rank 0 is not in the state that was agreed on: fault"
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         commit = spiked(rank)
@@ -411,7 +411,7 @@ def test_a_rule_of_the_users_fires() -> None:
 
 
 def test_all_threads_of_the_daemon_yield_to_the_training() -> None:
-    """A thread that was started before its process became nice would not."""
+    """A thread that was started before its process became nice would keep its priority."""
     with daemon_process("--nice", "7") as (path, process), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, HEALTHY[:20])

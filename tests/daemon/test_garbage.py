@@ -73,7 +73,7 @@ TABLE = wire.LayerTable(
 
 @pytest.mark.parametrize("block", ODD.values(), ids=ODD)
 def test_only_the_rank_whose_layers_do_not_fit_is_refused(block: wire.LayerBlock) -> None:
-    """They were found only when the step closed, and the rank that closed it was refused instead of theirs."""
+    """Layers that do not fit used to be found only when the step closed, and the rank that closed it was refused."""
     run = Run("train", "r1", 0.0)
     ranks = []
     for number in (0, 1):
@@ -112,7 +112,7 @@ def test_a_connection_serves_one_rank() -> None:
 
 @pytest.mark.processes
 def test_a_process_that_learns_its_rank_later_is_not_counted_twice() -> None:
-    """It attached before its process group was there; otherwise rank 0 would be awaited, and lost with the process."""
+    """It attached before its process group was there; its former rank 0 must not be awaited, or lost when it ends."""
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:
             rank.hello()

@@ -37,7 +37,7 @@ def begin_without_file(opened: Opened | None) -> Store:
 
 
 def test_the_run_is_asked_to_come_back_and_no_history_is_moved(tmp_path: Path) -> None:
-    """It used to be moved aside as damaged, and attempt 0 of a new file would have replaced the attempt 0 in it."""
+    """A locked history used to be moved aside as damaged; a run that began again in it would replace its attempt 0."""
     path = tmp_path / "runs" / "r1.sqlite"
     before = Store(path, run="train", run_id="r1")
     before.records.begin_attempt(0, msgspec.msgpack.encode({}))

@@ -40,7 +40,7 @@ def test_evidence_that_is_due_at_the_goodbye_is_waited_for(private_places: Path)
 def test_people_are_told_the_cause_that_came_with_the_goodbye(
     tmp_path: Path, private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is within the time in which changes are grouped, which the end of the run cuts short."""
+    """The cause comes within the time in which changes are grouped, which the end of the run cuts short."""
     with consumer() as ops:
         monkeypatch.setenv("OPS", ops.url)
         with daemon_process("--config", write(tmp_path, "60s")) as (path, process), SimulatedRank(path) as rank:

@@ -76,7 +76,7 @@ def test_put_off_work_is_done_when_a_run_ends_without_a_goodbye(tmp_path: Path) 
 
 @pytest.mark.parametrize("alert", [True, False])
 def test_put_off_work_is_done_before_the_state_is_kept(tmp_path: Path, alert: bool) -> None:
-    """The state is kept for another rule's alert, or because it is due; a daemon after a kill would not report them."""
+    """A daemon that starts after a kill from a state that has the work as done would never report its alerts."""
     run = LoudRun(tmp_path, math.nan if alert else 1.0)
     if not alert:
         run.watch.incidents.preserve()

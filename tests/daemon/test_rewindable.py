@@ -105,7 +105,7 @@ def test_the_next_daemon_keeps_state_as_the_former_did(ranks: Ranks, terms: wire
 
 
 def test_a_state_of_another_layout_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the state comes from a daemon of the same version with the same rules."""
+    """The digest differs even if the version of the daemon and the rules are the same."""
     ours = saved_state.digest(())
     monkeypatch.setattr(saved_state, "LAYOUT", saved_state.LAYOUT + 1)
     assert saved_state.digest(()) != ours

@@ -240,7 +240,7 @@ os._exit(0)
 
 
 def test_the_process_of_a_peer_is_held_from_the_connection_on(tmp_path: Path) -> None:
-    """By the time at which it says hello, its pid may belong to another process."""
+    """By the time at which a peer says hello, its pid may belong to another process."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)

@@ -51,7 +51,7 @@ def test_a_reload_that_is_asked_for_while_it_starts_is_made() -> None:
 
 
 def test_signals_are_held_back_before_the_long_part_of_the_start() -> None:
-    """The daemon does this by itself, where a person or systemd starts it."""
+    """A daemon that is started by a person or systemd holds its signals back by itself."""
     code = """
 import signal, sys
 from sentinel.cli.daemon import daemon

@@ -207,7 +207,7 @@ def test_work_of_a_nodes_own_ranks_is_known_to_other_nodes(node: Node) -> None:
 
 
 def test_a_survey_keeps_what_a_rank_that_stands_has_said_until_it_says_more(node: Node) -> None:
-    """On a busy machine it may not answer again in time, and the place at which it stands would be lost."""
+    """On a busy machine a rank may not answer again in time, and the place at which it stands would be lost."""
     for now in (101.5, 102.6, 104.0):
         node.beat(beat=now)
         node.stalls.tick(now)

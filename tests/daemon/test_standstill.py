@@ -56,7 +56,7 @@ def rank() -> Iterator[Rank]:
 
 @pytest.mark.parametrize(("longest", "first"), [(0.1, 61), (7.0, 71)])
 def test_each_standstill_is_reported_once(rank: Rank, longest: float, first: int) -> None:
-    """It is reported after a minute and ten times the longest gap."""
+    """A standstill is reported after a minute and ten times the longest gap."""
     assert rank.look(200, longest=longest) == [first]
     assert rank.rank.standing
     assert rank.look(2, longest=longest, progress=401, progressed=400.0) == []

@@ -149,7 +149,7 @@ def test_ranks_that_did_not_all_come_are_asked_again_and_not_without_end(daemon:
 
 
 def test_a_rank_that_cannot_leave_keeps_all_of_them(daemon: tuple[Path, Any]) -> None:
-    """Its optimizer steps inside the backward pass, or its version is older and would misread the message."""
+    """The rank's optimizer steps inside the backward pass, or the rank is older and would misread the order."""
     with make_ranks(daemon[0]) as ranks:
         ranks[0].greet()
         ranks[1].greet(takes_stop=False, version="0.1")
@@ -243,7 +243,7 @@ def test_a_rollback_that_fails_is_followed_by_the_stop(daemon: tuple[Path, Any])
 
 
 def test_a_rollback_waits_for_a_stop_that_is_under_way(daemon: tuple[Path, Any]) -> None:
-    """It is made if the stop fails, but not if all ranks have left."""
+    """The rollback is made if the stop fails, but not if all ranks have left."""
     with Stoppable(daemon[0]) as rank:
         rank.greet(rollback=TERMS)  # there is no snapshot yet, so the run is stopped
         rank.train(0, 101.0)
@@ -288,7 +288,7 @@ def test_a_named_alert_stops_the_run_even_where_its_rule_is_downgraded(daemon: t
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_without_stop_on_the_same_alert_stops_nothing(number: int, daemon: tuple[Path, Any]) -> None:
-    """Nor does it in another run on the same daemon, or at the next start of a script without `stop_on`.
+    """The alert stops neither another run on the same daemon nor the next start of a script without `stop_on`.
 
     The first rank of a node reports `stop_on`, which is rank 1 on the second of two nodes.
     """

@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks
 def test_a_locked_history_of_which_nothing_waits_is_closed_without_a_write(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is a run that is put off: otherwise the daemon's loop would wait for the lock, and record a false gap."""
+    """A run that is put off has such a history: the daemon's loop must not wait for the lock, or record a false gap."""
     Store(path, run="train", run_id="r1").close()
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -373,7 +373,7 @@ def test_a_disk_that_does_not_answer_delays_no_alert(
 
 
 def test_a_slow_reader_does_not_make_the_log_grow(tmp_path: Path) -> None:
-    """An example is `sentinel history export RUN | less`, left open overnight."""
+    """Such a reader is `sentinel history export RUN | less`, left open overnight."""
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
     for seq in range(20 * CHUNK_STEPS):
         store.records.add_step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))

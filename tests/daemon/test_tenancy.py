@@ -113,7 +113,7 @@ def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: P
 
 
 def test_a_daemon_that_removed_its_directory_leaves_that_of_its_successor(directory: Path) -> None:
-    """It removes the directory before it tells the last rank that all is kept, and ends a moment later."""
+    """A daemon removes its directory before it tells the last rank that all is kept, and ends a moment later."""
     ending = Daemon(directory, lambda _: loader.load(), Settings(), Settings)
     ending._shutdown.vanish()
     assert not directory.exists()

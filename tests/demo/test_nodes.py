@@ -188,7 +188,7 @@ def test_bad_data_of_one_node_rolls_back_both_in_their_namespaces(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_that_dies_starts_both_again_on_one_loopback(tmp_path: Path) -> None:
-    """Without `ip` it runs as for a user who is not root."""
+    """Without `ip` the demo runs as for a user who is not root."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     shown = show("kill", tmp_path, PATH=str(tmp_path))
     assert shown["networks"] == "loopback"

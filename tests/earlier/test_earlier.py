@@ -174,7 +174,7 @@ def test_a_daemon_understands_earlier_hooks(earlier: Path) -> None:
 
 
 def test_hooks_understand_an_earlier_daemon(earlier: Path, daemon: FakeDaemon) -> None:
-    """They get an earlier daemon's Welcome, and can read all that it said to other runs."""
+    """Hooks accept an earlier daemon's Welcome, and can read all that it said to other runs."""
     bodies = [body for run in ("finished", "killed") for body in read_frames(earlier / f"{run}.daemon")]
     assert all(map(wire.is_known, bodies))
     said = [type(wire.to_rank(body)) for body in bodies]

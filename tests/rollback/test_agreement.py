@@ -245,7 +245,7 @@ def test_a_daemon_that_dies_before_its_verdict(caplog: pytest.LogCaptureFixture)
 
 
 def test_refused_when_the_step_is_over() -> None:
-    """The refusal gives no reason: the daemon asks again for a later step."""
+    """A refusal without a reason makes the daemon ask again for a later step."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=6, to=5))
     assert sent == [wire.Prepared(id=1, ok=False, seq=6)]
@@ -261,7 +261,7 @@ def test_refused_when_the_snapshot_is_not_held(to: int) -> None:
 
 
 def test_a_rank_that_is_bound_answers_no_other_order_until_that_one_is_over() -> None:
-    """Another coordinator may send it, as it asks again after a time-out; a refusal would be final."""
+    """Another coordinator may send one when it asks again after a time-out; a refusal would be final."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=8, to=5))
     restorer.receive(wire.Prepare(id=2, at=9, to=0))
@@ -287,7 +287,7 @@ def test_an_abort_before_the_step_and_one_while_it_waits() -> None:
 
 
 def test_a_promised_snapshot_is_not_given_up() -> None:
-    """A step that is a multiple of `every` comes before the promised step, and takes no snapshot in its place."""
+    """At a multiple of `every` before the promised step no snapshot is taken, as it would replace the promised one."""
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=12, to=0))
     for seq in range(7, 12):

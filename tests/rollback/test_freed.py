@@ -55,7 +55,7 @@ def begun(line: str, weight: str) -> set[str]:
 @pytest.mark.parametrize("line", ["net.weight.untyped_storage().resize_(0)", "net.share_memory()"])
 @pytest.mark.parametrize("weight", ["net.weight.data", "torch.randn(4096, 8192)[:, ::2]"], ids=["dense", "with gaps"])
 def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str, weight: str) -> None:
-    """The second line is what the first torch.multiprocessing queue does to a tensor that is put into it."""
+    """The first torch.multiprocessing queue that weights are put into moves them as `share_memory()` does."""
     gone = "a snapshot could not be copied: the memory of weight was taken away between two steps"
     assert begun(line, weight) <= {gone, "torn"}
 

@@ -154,7 +154,7 @@ def test_an_odd_loss_costs_no_snapshot_but_a_second_one_within_half_a_second(mon
 
 
 def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) -> None:
-    """It is neither restored nor written to disk, even after the trouble has passed without a rollback."""
+    """Such a snapshot is neither restored nor written to disk, even after the trouble has passed without a rollback."""
     terms = Rollback(every=10, keep=3, margin=5, directory=tmp_path / "disk", disk_every=1, disk_keep=9)
     watched = Watched([held_open("Divergence", "loss > 5")], terms)
     watched.late = True

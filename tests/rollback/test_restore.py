@@ -151,7 +151,7 @@ def test_buffers_that_the_forward_pass_makes_again() -> None:
 
 @pytest.mark.parametrize("scaler", [None, "ready", "unscaled"])
 def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> None:
-    """In the same iteration it has gradients of the step that was undone, and must not apply them."""
+    """In the same iteration the second optimizer has gradients of the undone step, and must not apply them."""
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     first, second = (torch.optim.SGD(module.parameters(), lr=1.0) for module in model)
     scale = torch.amp.GradScaler("cpu", init_scale=4.0) if scaler else None

@@ -230,7 +230,7 @@ def test_a_run_that_does_not_fit_costs_no_snapshot(place: Path) -> None:
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04half a pickle", zlib.compress(bytes(1 << 20)), b"\xff" * 4000])
 def test_files_with_right_checksums_that_hold_no_snapshot_are_an_error(place: Path, name: str, content: bytes) -> None:
-    """Since no checksum is wrong, it is not passed over, and the error is not a traceback from pickle."""
+    """Since no checksum is wrong, such a snapshot is not passed over, and the error is not a traceback from pickle."""
     path = place / "step-00000010"
     (path / name).write_bytes(content)
     files = json.loads((path / "manifest.json").read_bytes())["manifest"]["files"]

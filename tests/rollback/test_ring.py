@@ -36,7 +36,7 @@ DATA = batches(24)
 )
 @settings(max_examples=200, deadline=None)
 def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: float, events: list[str]) -> None:
-    """It is kept whatever snapshots are missed, taken a step late (torn), or voided."""
+    """The newest good snapshot is kept whatever others are missed, taken a step late (torn), or voided."""
     margin = int(fraction * every * (keep - 1))
     ring = Ring(Parts(), keep=keep, margin=margin, afford=lambda nbytes: None)
     ring.overlap = False
@@ -241,7 +241,7 @@ ring.settle()
 
 
 def test_a_process_may_end_while_a_checksum_is_made() -> None:
-    """Also if the ring is not closed: a thread that returns from torch after the interpreter ended would abort it."""
+    """The ring need not be closed: a thread that returned from torch after the interpreter's end would abort it."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -145,7 +145,7 @@ def test_weights_that_share_a_storage_but_not_a_parameter() -> None:
 
 @pytest.mark.parametrize("view_first", [True, False])
 def test_a_parameter_that_is_the_beginning_of_another(view_first: bool) -> None:
-    """Both begin at one address, and the longer one has more to restore."""
+    """Of two parameters that begin at one address, the longer one has more to restore."""
     whole = nn.Parameter(torch.arange(6.0))
     model = nn.ParameterList([nn.Parameter(whole.data[:2]), whole] if view_first else [whole])
     if not view_first:

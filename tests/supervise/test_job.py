@@ -75,7 +75,7 @@ print(job.status, len(jobs.members()), flush=True)
 
 
 def test_a_process_that_starts_while_the_processes_are_read_is_ended(tmp_path: Path) -> None:
-    """Its parent is gone by the time at which the parent's entry is read."""
+    """The parent of the new process is gone by the time its own entry is read."""
     ready = tmp_path / "ready"
     script = f"""
 import os, pathlib, signal, time
@@ -103,7 +103,7 @@ time.sleep(1000)
 
 
 def test_shared_memory_of_the_killed_is_removed(tmp_path: Path) -> None:
-    """multiprocessing's own resource tracker removes it, and is given the time to do so."""
+    """multiprocessing's own resource tracker removes the memory, and is given the time to do so."""
     ready = tmp_path / "ready"
     script = f"""
 import pathlib, signal, time

@@ -155,7 +155,7 @@ def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str, r
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("nan", 0)])
 def test_a_script_that_resumes_is_started_again_unasked(private_places: Path, fault: str, ranks: int) -> None:
-    """It starts from a good snapshot on disk, even if a spent rollback budget has stopped the run."""
+    """The script starts from a good snapshot on disk, even if a spent rollback budget has stopped the run."""
     done = Done(private_places, fault, "ours", ranks=ranks, options=())
     assert (done.status, done.output) == (0, "complete\n" * max(ranks, 1)), done.stderr
     assert [attempt for attempt, _ in done.starts] == [0, 1]
@@ -274,7 +274,7 @@ def start_shrinkable(*launcher: str) -> subprocess.CompletedProcess[str]:
 def test_a_node_whose_torchrun_meets_a_job_that_goes_on_without_it_is_ended_and_says_so(
     ranks: int, wanted: int, seconds: int
 ) -> None:
-    """Its ranks wait in vain for others, long before one can attach."""
+    """The ranks of that node wait in vain for others, long before one can attach."""
     elastic = ("TORCHELASTIC_RUN_ID=job", f"GROUP_WORLD_SIZE={wanted}", "LOCAL_WORLD_SIZE=2", f"WORLD_SIZE={ranks}")
     done = start_shrinkable("env", *elastic, "timeout", str(seconds), "sleep")
     if ranks == 4:
@@ -346,7 +346,7 @@ ORDERS = [
 def test_a_node_that_is_left_out_says_so_by_whose_decision_and_what_the_job_goes_on_with(
     tmp_path: Path, order: wire.Order, decided: str
 ) -> None:
-    """It used to read `the job was ended at step 7: `, without a reason, and the run had failed in `sentinel last`."""
+    """The line was `the job was ended at step 7: ` without a reason, and `sentinel last` called the run failed."""
     place, goes_on = (
         tmp_path / "daemon.sock",
         "the job goes on with nodes 0, 2 (2 of 3), as the coordinator ordered for ",
