@@ -119,7 +119,7 @@ def test_a_silent_rank_is_waited_for_again_once_it_has_caught_up() -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 64])
-def test_a_lost_rank_is_waited_for_no_more(ranks: int) -> None:
+def test_a_lost_rank_is_no_longer_waited_for(ranks: int) -> None:
     alignment: Alignment[int] = Alignment()
     for rank in range(ranks):
         alignment.join(rank)

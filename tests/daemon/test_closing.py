@@ -53,7 +53,7 @@ def test_memory_of_a_replay_buffer_that_fills_is_not_mentioned(tmp_path: Path) -
     assert summed_up(tmp_path, lambda step: 1e9 + 1e7 * step, reinforcement_learning=1.0) == "no incidents"
 
 
-def test_a_leak_that_is_an_alert_is_not_said_twice(tmp_path: Path) -> None:
+def test_a_leak_with_an_alert_is_not_reported_twice(tmp_path: Path) -> None:
     assert summed_up(tmp_path, lambda step: 1e9 + 1e8 * step).startswith("1 warning (MemoryCreep at step ")
 
 

@@ -133,7 +133,7 @@ def done(rank: SimulatedRank, alert: str) -> list[str]:
     return found
 
 
-def test_an_alert_that_fired_during_a_rollback_that_fails_gets_one_of_its_own() -> None:
+def test_an_alert_that_fired_during_a_failed_rollback_gets_a_rollback_of_its_own() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         first = spiked_and_not_finite(rank)
         assert done(rank, "NonFiniteLoss")[-1] == WAITS

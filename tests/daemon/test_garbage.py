@@ -196,7 +196,7 @@ def test_layers_that_come_before_their_table_are_left_out() -> None:
     assert step.layers is None
 
 
-def test_the_time_of_a_step_is_a_number() -> None:
+def test_the_time_of_a_step_must_be_a_number() -> None:
     run = Run("train", "r1", 0.0)
     rank, _ = run.hello(msgspec.structs.replace(HELLO, identity=wire.Identity(run="train", run_id="r1")), 0.0)
     seconds = array("d", [float("nan"), float("inf"), 0.0, 0.25, -1.0])

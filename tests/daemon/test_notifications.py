@@ -144,9 +144,7 @@ def test_a_receiver_that_hangs_holds_nothing_up(ops: Consumer, options: tuple[st
         assert "notifies  ops: 0 sent, 1 waiting" in shown
 
 
-def test_a_silence_keeps_people_from_being_told_and_the_incident_is_kept(
-    ops: Consumer, options: tuple[str, ...]
-) -> None:
+def test_a_silenced_incident_is_kept_and_not_sent(ops: Consumer, options: tuple[str, ...]) -> None:
     with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
         rank.hello()
         assert sentinel("silence", "Too*", "--for", "1h", "--comment", "new data").returncode == 0

@@ -205,7 +205,7 @@ def test_a_promise_without_a_verdict_is_aborted_and_asked_for_again() -> None:
         assert case["done"] == ["rolled back to step 200 at the exit of step 260"]
 
 
-def test_several_ranks_are_waited_for() -> None:
+def test_a_new_daemon_waits_for_all_ranks_of_a_run() -> None:
     with daemon_process() as (path, process), contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(path, number, 2)) for number in range(2)]
         for rank in ranks:

@@ -81,7 +81,7 @@ def test_the_steps_of_a_large_batch_have_their_own_values() -> None:
     assert run.attempt.closed_to == 499
 
 
-def test_the_rows_of_a_column_rise() -> None:
+def test_the_rows_of_a_column_must_rise() -> None:
     run, rank = greeted()
     column = wire.Column(array("d", [1.0, 2.0]).tobytes(), array("H", [4, 2]).tobytes())
     with pytest.raises(ProtocolError, match="column loss has rows that do not rise"):
@@ -146,7 +146,7 @@ def test_recent_steps_of_many_signals_are_fewer() -> None:
     assert not run.attempt.recent
 
 
-def test_steps_that_wait_for_others_are_only_so_many() -> None:
+def test_the_number_of_steps_that_wait_for_others_is_limited() -> None:
     alignment = Alignment[int]()
     alignment.join_all(range(2))
     alignment.report_all(0, [(seq, 0) for seq in range(OPEN_STEPS + 10)], 0.0)

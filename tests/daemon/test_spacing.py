@@ -114,7 +114,7 @@ def test_a_rank_that_came_back_is_ordered_again() -> None:
     assert [governor.spacing[2] for governor in ranks.pacings] == [32, 32]
 
 
-def test_an_order_is_ahead_of_all() -> None:
+def test_an_order_takes_effect_ahead_of_all_ranks() -> None:
     ranks = Ranks(2)
     ranks.run(12, [0.0001, 0.09])
     assert ranks.post or ranks.spacings.ordered is not None

@@ -36,7 +36,7 @@ def said(rank: SimulatedRank) -> list[wire.Message]:
     return [message for message in rank._arrived if isinstance(message, wire.Notice | wire.Prepare | wire.Stop)]
 
 
-def test_a_loss_that_jumps_with_a_stage_is_neither_told_nor_rolled_back() -> None:
+def test_a_loss_that_jumps_with_a_stage_is_neither_reported_nor_rolled_back() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello(rollback=TERMS)
         for start in range(0, 250, 50):

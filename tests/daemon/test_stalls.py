@@ -235,7 +235,7 @@ def test_a_standstill_is_reported_of_the_rank_that_works_while_others_wait(node:
 @pytest.mark.parametrize(
     ("goodbye", "resolves"), [(None, False), ("exception", False), ("exit", True)], ids=["killed", "raised", "left"]
 )
-def test_a_rank_that_stood_until_its_end_is_not_said_to_have_gone_on(
+def test_a_rank_that_stood_until_its_end_is_not_reported_to_have_gone_on(
     node: Node, goodbye: str | None, resolves: bool
 ) -> None:
     for now in (101.5, 103.0):
@@ -368,7 +368,7 @@ def test_a_rank_whose_goodbye_another_daemon_took_is_not_one_of_the_job() -> Non
     assert (job.lost(), job.stalls.take_request()) == (["rank 2"], 0)
 
 
-def test_ranks_that_end_too_far_apart_are_lost_though_no_look_came_between() -> None:
+def test_ranks_that_end_too_far_apart_are_lost_though_no_tick_came_between() -> None:
     job = DyingJob()
     job.die(0, -15)
     job.die(1, -15)

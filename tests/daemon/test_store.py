@@ -330,7 +330,7 @@ def test_states_and_checkpoints_are_replaced(path: Path) -> None:
         assert history.checkpoints(0) == []
 
 
-def test_what_is_told_twice_is_one_event(path: Path) -> None:
+def test_an_event_that_is_reported_twice_is_kept_once(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     for seq in (4, 4, 5):
         store.records.add_event(0, seq, "snapshot", rank=0, bytes=7)

@@ -85,7 +85,7 @@ def test_a_batch_that_comes_in_time_takes_the_place_of_the_timer(
     assert timers.live == []
 
 
-def test_the_timer_looks_where_nothing_comes(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_examines_runs_where_no_batch_comes(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     looked, open_ = list[float](), False
     monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: float(len(looked))))
     timer = TickTimer(looked.append, lambda: open_)
@@ -116,7 +116,7 @@ def test_after_a_stop_what_came_meanwhile_is_read_first(timers: Timers, monkeypa
     assert len(timers.live) == 1
 
 
-def test_a_look_that_fails_is_not_the_last(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_examination_that_fails_is_not_the_last(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: float) -> None:
         raise RuntimeError
 
@@ -131,7 +131,7 @@ def test_a_daemon_that_stays_without_runs_is_calm(private_places: Path) -> None:
     assert daemon(private_places, stay=False)._restless(), "it is to go soon"
 
 
-def test_an_alert_that_is_open_is_looked_at_more_often(private_places: Path) -> None:
+def test_runs_are_examined_more_often_while_an_alert_is_open(private_places: Path) -> None:
     async def train() -> None:
         await served.handle_message(peer, hello(0, 1))
         await served.handle_message(peer, batch(list(range(5)), loss=[1.0] * 5))
@@ -145,7 +145,7 @@ def test_an_alert_that_is_open_is_looked_at_more_often(private_places: Path) -> 
     asyncio.run(train())
 
 
-def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path) -> None:
+def test_runs_are_examined_more_often_while_stacks_are_awaited(private_places: Path) -> None:
     async def train() -> None:
         await served.handle_message(peer, hello(0, 1))
         (watch,) = served._watches.values()

@@ -11,7 +11,7 @@ from tests.run_parts import EndedRollbacks, FakeIncidents, SentMessages
 TERMS = wire.RollbackTerms(every=50, keep=3, margin=0, budget=3)
 
 
-def test_the_first_that_left_is_named_though_its_end_is_known_last() -> None:
+def test_the_first_rank_that_left_is_named_though_its_end_is_known_last() -> None:
     attempt, link, ended = Attempt(0, 0.0), SentMessages(), EndedRollbacks()
     for number in range(3):
         identity = wire.Identity(run="r", run_id="r", rank=number, world_size=3, pid=1, session=f"s{number}")

@@ -61,11 +61,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     return made
 
 
-def test_all_of_them(ranks: Ranks) -> None:
+def test_all_ranks_restore_where_all_are_ready(ranks: Ranks) -> None:
     assert ranks.each(lambda _: ranks.consensus(10.0).ask_ranks(PROMISE, True, 0.0)) == [""] * WORLD
 
 
-def test_none_where_one_got_no_verdict(ranks: Ranks) -> None:
+def test_no_rank_restores_where_one_got_no_verdict(ranks: Ranks) -> None:
     """The daemon died between two commits. The other ranks do not wait for their time-out of a minute."""
 
     def act(rank: int) -> str:
@@ -79,7 +79,7 @@ def test_none_where_one_got_no_verdict(ranks: Ranks) -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_none_restores_where_one_comes_too_late(ranks: Ranks) -> None:
+def test_no_rank_restores_where_one_comes_too_late(ranks: Ranks) -> None:
     others = threading.Barrier(WORLD)
 
     def act(rank: int) -> str:
@@ -96,19 +96,19 @@ def test_none_restores_where_one_comes_too_late(ranks: Ranks) -> None:
     )
 
 
-def test_none_where_one_snapshot_is_not_sound(ranks: Ranks) -> None:
+def test_no_rank_restores_where_one_snapshot_is_not_sound(ranks: Ranks) -> None:
     words = ranks.each(lambda rank: ranks.consensus(10.0).ask_ranks(PROMISE, rank != 3, 0.0))
     assert words == ["the snapshot of step 10 is not sound on every rank"] * WORLD
 
 
-def test_none_where_they_mean_different_steps(ranks: Ranks) -> None:
+def test_no_rank_restores_where_they_mean_different_steps(ranks: Ranks) -> None:
     def act(rank: int) -> str:
         return ranks.consensus(10.0).ask_ranks(wire.Prepare(id=7, at=20, to=5 if rank else 10), True, 0.0)
 
     assert ranks.each(act) == ["the ranks mean different snapshots or steps: [5, 20] to [10, 20]"] * WORLD
 
 
-def test_all_where_one_ends_once_all_have_said_that_they_are_ready(ranks: Ranks) -> None:
+def test_the_others_restore_where_one_ends_after_all_were_ready(ranks: Ranks) -> None:
     """The rank that ends may host the store, or be about to write the decision: the others know its readiness."""
 
     def act(rank: int) -> str:
@@ -121,7 +121,7 @@ def test_all_where_one_ends_once_all_have_said_that_they_are_ready(ranks: Ranks)
     assert ranks.each(act) == ["killed", "", "", ""]
 
 
-def test_none_where_one_ends_before_it_said_that_it_is_ready(ranks: Ranks) -> None:
+def test_no_rank_restores_where_one_ends_before_it_was_ready(ranks: Ranks) -> None:
     words = ranks.each(lambda rank: "killed" if rank == 0 else ranks.consensus(0.3).ask_ranks(PROMISE, True, 0.0))
     (others,) = {word for word in words if word != "killed"}
     assert re.fullmatch(r"only [123] of 4 ranks came to step 20 within 0.3 s", others)
@@ -228,7 +228,7 @@ def test_no_descriptor_is_needed_once_the_rank_has_promised(ranks: Ranks) -> Non
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_directory_is_a_runs_own_and_is_left_with_the_run(ranks: Ranks) -> None:
+def test_a_run_has_a_directory_of_its_own_until_it_closes(ranks: Ranks) -> None:
     ranks.here.rank = 0
     consensus = ranks.consensus(0.0)
     consensus.ask_ranks(PROMISE, True, 0.0)

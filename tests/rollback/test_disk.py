@@ -129,7 +129,7 @@ def test_only_the_bytes_of_the_tensors_are_written(tmp_path: Path) -> None:
     restorer.close()
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_snapshots_on_disk_are_kept(tmp_path: Path) -> None:
     training = Training()
     restorer, sent = armed(training, tmp_path, disk_keep=2)
     for seq in range(17):

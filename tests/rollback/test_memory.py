@@ -40,7 +40,7 @@ def unified(path: str, limit: str, current: int, inactive: int = 0) -> dict[str,
 MEMINFO = {"proc/meminfo": f"MemTotal: 9999999 kB\nMemAvailable: {4096 * 1024} kB"}
 
 
-def test_without_cgroups_it_is_what_the_machine_has(tmp_path: Path) -> None:
+def test_without_cgroups_the_memory_left_is_the_machines(tmp_path: Path) -> None:
     assert memory_left(write(tmp_path, MEMINFO)) == (4096 * MB, "MemAvailable")
 
 

@@ -199,7 +199,7 @@ def test_a_damaged_part_is_passed_over_on_all(disks: list[Path], ranks: Ranks) -
     assert ranks.damaged == {10}
 
 
-def test_as_many_ranks_must_resume(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
+def test_a_job_must_resume_with_as_many_ranks(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
     shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
     failures = resume(ranks, [disks[0]] * 3)
     words = (
@@ -351,7 +351,7 @@ def test_fewer_ranks_go_on_only_where_the_job_went_on_without_a_node(
     assert all("was written by 3 ranks on several nodes, and this job has 2" in str(one) for one in failures)
 
 
-def test_a_run_does_not_begin_where_parts_are(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_begin_in_a_directory_with_parts(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_writer, "_line", "another start")
     with pytest.raises(RollbackError, match="holds a snapshot of step 10, and this run begins at step 0"):
         Writer(disks[1], 1, 2, monkeypatch)
@@ -369,9 +369,7 @@ def test_a_node_deletes_what_all_know_to_be_superfluous(tmp_path: Path, monkeypa
     writer.close()
 
 
-def test_of_the_snapshots_of_all_nodes_the_newest_alone_are_read(
-    disks: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_newest_snapshots_of_all_nodes_are_read(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     shared, read = disks[0], list[Path]()
     shutil.copytree(disks[1], shared, dirs_exist_ok=True)
     for rank in range(2):

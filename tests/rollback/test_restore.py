@@ -472,7 +472,7 @@ def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkey
     assert not restorer._promise.bound
 
 
-def test_what_was_loaded_is_put_back_where_the_next_cannot_be() -> None:
+def test_state_that_was_loaded_is_put_back_where_other_state_cannot_be_loaded() -> None:
     """All or nothing: an average that went back while the weights did not would belong to another run."""
 
     class Broken:
@@ -508,7 +508,7 @@ def test_what_was_loaded_is_put_back_where_the_next_cannot_be() -> None:
     assert "state['later'] could not be loaded: ValueError('broken')" in answer.reason
 
 
-def test_all_is_taken_back_where_there_is_no_memory_for_what_must_be_made_again(
+def test_a_restore_is_undone_where_there_is_no_memory_for_new_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Optimizer state that is gone gets new tensors, on a GPU that is nearly full."""

@@ -154,7 +154,7 @@ def test_a_read_is_tried_again_for_a_minute(place: Path, monkeypatch: pytest.Mon
     assert 1060 < clock.now < 1065
 
 
-def test_what_is_damaged_is_passed_over_and_set_aside(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_snapshot_is_passed_over_and_set_aside(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(place / "step-00000010" / "__0_0.distcp")
     assert again(Training(), place) == 6
     assert directory.steps(place) == [5]
@@ -164,7 +164,7 @@ def test_what_is_damaged_is_passed_over_and_set_aside(place: Path, capsys: pytes
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
-def test_what_is_cut_is_passed_over_once_it_stays_so(place: Path, name: str) -> None:
+def test_a_snapshot_that_stays_cut_short_is_passed_over(place: Path, name: str) -> None:
     path = place / "step-00000010" / name
     os.truncate(path, path.stat().st_size // 2)
     training = Training()
@@ -186,7 +186,7 @@ def test_a_size_that_is_old_for_a_moment(place: Path, monkeypatch: pytest.Monkey
     assert looks == [10, 10, 10]
 
 
-def test_where_none_can_be_used_nothing_is_touched(place: Path) -> None:
+def test_nothing_is_touched_where_no_snapshot_can_be_used(place: Path) -> None:
     for step in (5, 10):
         flip(place / f"step-{step:08d}" / "__0_0.distcp")
     before, training = files_of(place), Training()

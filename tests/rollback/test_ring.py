@@ -56,7 +56,7 @@ def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: 
         assert list(ring.held) == sorted(set(ring.held))
 
 
-def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
+def test_ranks_that_took_different_snapshots_keep_one_in_common() -> None:
     """The first rank took none at step 8, since its own loss looked odd then."""
     rings = [Ring(Parts(), keep=2, margin=4, afford=lambda nbytes: None) for _ in range(2)]
     for ring in rings:
@@ -81,7 +81,7 @@ def test_a_late_snapshot_does_not_push_out_the_only_good_one() -> None:
     assert ring.held == (0, 8)
 
 
-def test_held_in_a_healthy_run() -> None:
+def test_which_snapshots_a_healthy_run_holds() -> None:
     training = Training()
     restorer, sent = training.arm(Rollback(every=4, keep=2, margin=4))
     held = []
@@ -195,7 +195,7 @@ def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytes
     assert "its checksum has changed" in complete.flaw()
 
 
-def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes a snapshot to disk waits for it, and so does the loop that restores it."""
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)

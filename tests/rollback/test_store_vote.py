@@ -79,11 +79,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return made
 
 
-def test_all_of_them(ranks: Ranks) -> None:
+def test_all_ranks_restore_where_all_are_ready(ranks: Ranks) -> None:
     assert ranks.each(lambda _: ranks.consensus(10.0).ask_ranks(PROMISE, True, 0.0)) == [""] * WORLD
 
 
-def test_none_where_one_got_no_verdict_or_does_not_come(ranks: Ranks) -> None:
+def test_no_rank_restores_where_one_got_no_verdict_or_does_not_come(ranks: Ranks) -> None:
     def act(rank: int) -> str:
         if rank == 2:
             ranks.consensus(10.0).withhold(PROMISE)
