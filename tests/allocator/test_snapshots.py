@@ -124,7 +124,7 @@ def entries(*changes: tuple[str, int, int]) -> list[dict[str, Any]]:
 
 
 def test_what_is_torn_between_two_steps_and_full_at_the_peak_is_not_fragmentation(tmp_path: Path) -> None:
-    """The advice was expandable segments; the history in the same file has every piece in use at the peak."""
+    """Expandable segments were advised although the history in the file shows every piece in use at the peak."""
     content = synthetic.torn()
     free = [
         (one["address"] + at * 8 * MiB, 8 * MiB - 100) for one in content["segments"] for at in range(1, 8, 2)
@@ -159,7 +159,7 @@ def test_what_is_torn_at_the_peak_is_though_all_is_free_by_now(tmp_path: Path) -
 
 
 def test_memory_that_came_and_went_since_the_peak_is_undone(tmp_path: Path) -> None:
-    """Segments of cudaMalloc, and pages of an expandable one."""
+    """The peak is computed backwards, over segments of cudaMalloc and over mapped pages of an expandable segment."""
     content = snapshot([segment([(10 * MiB, "active_allocated", []), (10 * MiB, "inactive", [])], is_expandable=True)])
     start = content["segments"][0]["address"]
     content["device_traces"] = [
@@ -204,7 +204,7 @@ NATIVE = [
     ],
 )  # fmt: skip
 def test_a_stack_of_c_alone_is_named_by_what_it_does(outer: list[str], place: str, tmp_path: Path) -> None:
-    """13.5 GB of gradients were held by `torch::unwind::unwind`."""
+    """The innermost frame says nothing: 13.5 GB of gradients were once reported as held by `torch::unwind::unwind`."""
     stack = [*NATIVE, *({"filename": "??", "line": 0, "name": name} for name in outer)]
     file = written(tmp_path / "s", snapshot([segment([(64 * MiB, "active_allocated", stack)])]))
     (holder,) = holders(read(file))
