@@ -36,7 +36,7 @@ def saved(path: Path, weights: dict[str, torch.Tensor], optimizer: Any = None) -
 
 
 def trained(scale: float = 1.0, rate: float = 1e-3, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """A linear layer whose gradients are about `scale`, after ten steps of AdamW, and its optimizer's state."""
+    """Return a linear layer after ten steps of AdamW on gradients of about `scale`, and the optimizer's state."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=0.0, weight_decay=0.0)
@@ -163,8 +163,12 @@ def test_what_is_hostile_or_broken_is_a_sentence(fault: str, tmp_path: Path, mon
 
 
 def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) -> Path:
-    """`more`: `tiny`, the share of layer a's gradient that is subnormal; `largest`, its largest element; `scale`, the
-    loss scale, and `skips`, the share of steps that were withheld with it."""
+    """Write the history of a run of 20 steps with layers a and b, and return its path.
+
+    `share`: share of gradient elements under 2^-24. `lost`: share of layer a's elements that a step does not change.
+    `more`: `tiny`, the share of layer a's gradient that is subnormal; `largest`, its largest element; `scale`, the
+    loss scale, and `skips`, the share of steps that were withheld with it.
+    """
     store = Store(path, run="gpt", run_id="gpt-1")
     store.records.begin_attempt(0, b"\x80")
     largest = more.get("largest", 1.0)
@@ -185,7 +189,7 @@ def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) ->
 
 
 def said_of(path: Path) -> tuple[int, dict[str, Any], str]:
-    """Exit code, what --json has, and all findings in one."""
+    """Return the exit code, the output of --json, and the text of all findings."""
     done = called(path, "--json")
     content = json.loads(done.output)
     return done.exit_code, content, " ".join(f"{one['what']} -> {one['do']}." for one in content["findings"])
@@ -211,7 +215,7 @@ def test_a_run_whose_gradients_overflow_is_told_by_layer_and_scale(tmp_path: Pat
 
 
 def test_layers_that_no_scale_saves_belong_in_float32(tmp_path: Path) -> None:
-    """With a scale that would save the small ones, the large ones would overflow."""
+    """A loss scale that would save a layer's small gradients would make its large ones overflow."""
     _, content, said = said_of(live(tmp_path / "gpt.sqlite", share=0.3, tiny=0.9, largest=1000.0, scale=1.0))
     assert content["tiny"][0] == ["a", pytest.approx(0.9)]
     assert "GradScaler(init_scale=2.0**0); keep in float32: a; or bfloat16." in said
