@@ -119,7 +119,7 @@ def test_a_gpu_that_does_not_answer_holds_nobody_up(
     readings, faults = read(gpus, 0.2)
     assert [reading.name for reading in readings] == [other.uuid]
     assert [(fault.name, fault.kind) for fault in faults] == [(stuck.uuid, "silent")]
-    readings, faults = read(gpus, 0.2)  # not asked again, and not told again
+    readings, faults = read(gpus, 0.2)  # neither asked nor reported again
     assert [reading.name for reading in readings] == [other.uuid]
     assert faults == []
     assert len(stuck.calls) == asked + 1
