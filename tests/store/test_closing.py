@@ -11,7 +11,7 @@ from sentinel.store import History, Store
 
 
 class Watched:
-    """The connection, and whether another thread could have come to it at each call."""
+    """A connection that records the calls during which another thread could have used it."""
 
     def __init__(self, store: Store) -> None:
         self._database, self._lock = store._database, store._transaction

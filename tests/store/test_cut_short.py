@@ -81,7 +81,7 @@ def test_a_folder_that_was_removed_and_cannot_be_made_again_is_said(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["run#1", "50%41", "a?mode=memory", "with space"])
 def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
-    """In a URI `#`, `?` and `%` mean something else: another file was looked at, and one in use was taken for free."""
+    """`#`, `?` and `%` are special in a URI: another file was looked at, and a history in use was taken for unused."""
     path = tmp_path / name / "r1.sqlite"
     made = Store(path, run="train", run_id="r1")
     fill(made, 0, 10)

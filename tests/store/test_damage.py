@@ -44,7 +44,7 @@ def truncated(path: Path) -> None:
 
 
 def scribbled(path: Path) -> None:
-    """All but the first page, which holds the header and the schema."""
+    """Overwrite all but the first page, which holds the header and the schema."""
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(os.urandom(path.stat().st_size - 4096))
@@ -165,7 +165,7 @@ def test_many_rows_that_each_unpack_to_little_are_counted_together(tmp_path: Pat
 
 
 def test_a_view_in_place_of_a_table_is_not_asked(tmp_path: Path) -> None:
-    """It may have any number of rows."""
+    """A view is not read in place of a table, as it may have any number of rows."""
     path = tmp_path / "r1.sqlite"
     filled(path, 10).close()
     endless = (
@@ -181,7 +181,7 @@ def test_a_view_in_place_of_a_table_is_not_asked(tmp_path: Path) -> None:
 def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thinning asks where there were incidents, in a transaction of its own: it must not stay open."""
+    """Thinning reads where incidents were, in a transaction of its own, which must not stay open when that fails."""
     monkeypatch.setattr(thinning, "LEVELS", ((512, 16),))
     monkeypatch.setattr(thinning, "GROUP", 1)
     path = tmp_path / "r1.sqlite"

@@ -30,7 +30,7 @@ def invoked(*arguments: str) -> Result:
 
 @pytest.fixture
 def run() -> Path:
-    """Two attempts of a run, of two ranks, the first with layers and a NaN."""
+    """The history of a run with two attempts, of which the first has two ranks, layers and a NaN."""
     path = paths.state_directory() / "runs" / "t1.sqlite"
     store = Store(path, run="train", run_id="t1")
     store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 100}))

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """As a tool has it that makes a copy of the file."""
+    """Hold the file locked, as a tool does that copies it."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
@@ -53,7 +53,7 @@ def train(store: Store, first: int, last: int) -> None:
 def test_samples_go_before_what_happened_and_that_is_counted_told_and_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest went, whatever it was: attempts, ranks and incidents, and 4,096 rows of layers stayed."""
+    """The oldest rows were dropped, whatever they were: attempts, ranks, incidents; 4,096 rows of layers stayed."""
     monkeypatch.setattr(pending_writes, "HELD_BYTES", 400_000)
     store = Store(path, run="train", run_id="r1")
     with locked(path):
@@ -112,7 +112,7 @@ def test_what_happened_fits_where_samples_do_not(path: Path) -> None:
 
 
 def test_one_that_waits_does_not_make_the_others_wait(tmp_path: Path) -> None:
-    """Each flush of a locked file took 5 s, and the histories of all other runs waited for it."""
+    """A locked file delays no other: each flush of it took 5 s, and the histories of all other runs waited."""
     stores = [Store(tmp_path / f"r{number}.sqlite", run="train", run_id=f"r{number}") for number in range(8)]
     for store in stores:
         store.records.add_event(0, 1, "phase")
@@ -183,7 +183,7 @@ def test_too_few_descriptors_are_no_damage(path: Path) -> None:
 
 
 def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
-    """The loop waited 5 s, and what an earlier daemon had left there was forgotten."""
+    """The daemon's loop waited 5 s for it, and then forgot what an earlier daemon had left in the outbox."""
     Store(path, run="train", run_id="r1").close()
     before = Outbox(path)
     before.write([row(Entry(receiver="ops", alert="LossSpike"), 0.0)])
@@ -195,8 +195,8 @@ def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
 
 
 def test_whoever_looks_into_a_live_history_does_not_take_its_log_away(path: Path) -> None:
-    """Before each flush the head of the file was read, and closing it gave up the locks of the process. The next tool
-    that closed the file took itself for the last one and deleted the log: what came then was in no file."""
+    """Each flush read the head of the file first, and closing it gave up the locks of the process. The next tool that
+    closed the file took itself for its last user and deleted the log: what was written then was in no file."""
     store = Store(path, run="train", run_id="r1")
     look = f"import sqlite3; d = sqlite3.connect({str(path)!r}); d.execute('SELECT * FROM meta').fetchall(); d.close()"
     for seq in range(3):

@@ -27,7 +27,7 @@ def test_of_a_bucket_the_first_and_the_loudest_stay() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels that a test can fill."""
+    """Make the levels small enough for a test to fill."""
     monkeypatch.setattr(thinning, "LEVELS", ((1024, 16), (4096, 128)))
     monkeypatch.setattr(thinning, "GROUP", 2)
 
@@ -46,7 +46,7 @@ def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path
         store.records.add_step(0, RunStep(seq, float(seq), ranks, {"loss": loss}, layers if seq % 8 == 0 else None))
         if seq % 200 == 0:
             store.write()
-    for seq in range(8192, 8192 + 40):  # what is due is done a stretch at each flush
+    for seq in range(8192, 8192 + 40):  # each flush thins one stretch of what is due
         store.records.add_step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.0}))
         store.write()
     store.close()
@@ -67,7 +67,7 @@ def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path
     assert all(value == losses[seq] for seq, value in kept_losses.items() if seq < 8192)
     both = {seq: value for seq, value in zip(other.seqs, other.values, strict=True) if seq < 8192 and seq != 2000}
     assert all(value == 2 * losses[seq] for seq, value in both.items())
-    # A chunk of a rank that reaches beyond a stretch waits for the next one: one at each level.
+    # At each level, one chunk of a rank that reaches beyond a stretch waits for the next stretch.
     assert len(set(other.seqs) - set(seqs)) <= 2 * CHUNK_STEPS
     assert len(other.seqs) > 0.9 * len(seqs)
     assert [seq for seq in sampled if seq > newest - 1024]
