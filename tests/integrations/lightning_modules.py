@@ -9,7 +9,7 @@ import torch
 
 
 class Net(lightning.LightningModule):
-    """A regression, with clipping and a schedule."""
+    """A regression with a learning rate schedule. `fail_at`: the training step that raises."""
 
     def __init__(self, fail_at: int = -1) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(lightning.LightningModule):
 
 
 class Logging(Net):
-    """Logs as the module of a policy may."""
+    """Logs a reward and an entropy, as a module that trains a policy may."""
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         loss = super().training_step(batch, index)

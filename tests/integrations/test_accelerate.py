@@ -9,11 +9,11 @@ from tests.hooks.conftest import FakeDaemon
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the library
 
 
 def trained(*, watched: bool, accumulation: int = 1) -> tuple[list[torch.Tensor], list[float], list[float]]:
-    """(weights, losses of the micro-batches, norms before clipping)."""
+    """Train; return (weights, losses of the micro-batches, norms before clipping)."""
     from sentinel.hooks.accelerate import attach
 
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from tests.programs.combined import WORLD, combined, hellos, layers_of, referenc
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the library's own
+    warnings.simplefilter("ignore")  # warnings of the library
     deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed", exc_type=ImportError)
 
 WAYS = ("0", "0-clip", "1", "2-clip-twice", "3-clip", "3-bf16")
@@ -78,7 +78,7 @@ def test_the_model_is_told_as_the_user_knows_it(way: str, folder: Path) -> None:
 
 
 def test_an_engine_is_found_at_its_first_step(folder: Path) -> None:
-    """The step in which it is found is over by then."""
+    """It is watched from the second step on: the first, in which it is found, is over by then."""
     steps = combined(folder, UNASKED)
     assert [step.seq for step in steps] == list(range(ranks.STEPS - 1))
     for step, whole in zip(steps, reference(clip=False)[1:], strict=True):
@@ -87,7 +87,7 @@ def test_an_engine_is_found_at_its_first_step(folder: Path) -> None:
 
 
 class Engine:
-    """As much of an engine as the integration uses, in fp16, which DeepSpeed has on no CPU."""
+    """The part of an engine that the integration uses, in fp16, which DeepSpeed does not support on CPUs."""
 
     def __init__(self, optimizer: Any) -> None:
         self.module, self.optimizer, self.global_steps = ranks.model(), optimizer, 0

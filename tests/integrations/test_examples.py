@@ -28,7 +28,7 @@ RUNS: list[Any] = [
     ("accelerate_loop", "accelerate", 64, []),
     ("deepspeed_loop", "deepspeed", 256, UNCOMPILED),
 ]
-"""Example, library, its steps, what launches it."""
+"""(example, its library, its number of steps, Python's arguments that launch it)."""
 OPTIONS = {"train_gpt": ["--steps", "40"]}
 
 

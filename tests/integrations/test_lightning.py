@@ -18,12 +18,12 @@ STEPS = 12
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed"),
-    pytest.mark.filterwarnings("ignore"),  # Lightning's own, of few workers and short epochs
+    pytest.mark.filterwarnings("ignore"),  # Lightning warns of few workers and short epochs
 ]
 
 
 def fitted(tmp_path: Path, *callbacks: Any, fail_at: int = -1, logs: bool = False, **options: Any) -> Any:
-    """The module, trained for a few steps."""
+    """Return the module after at most `STEPS` training steps."""
     import lightning.pytorch as lightning
 
     from tests.integrations.lightning_modules import Logging, Net

@@ -1,4 +1,4 @@
-"""Frameworks under `sentinel run` resume from their own checkpoint, which Sentinel chooses: the examples, broken."""
+"""Frameworks under `sentinel run` resume from a checkpoint of their own that Sentinel chooses; the examples fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sentinel.hooks.rollback import framework_checkpoints
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
 Integration = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], None]]
-"""(checkpoint, what makes one, what cuts one short)."""
+"""(the function that chooses a checkpoint, a function that makes one, a function that truncates one)."""
 
 
 @pytest.mark.sampled(1)
@@ -95,7 +95,7 @@ def integration(request: pytest.FixtureRequest) -> Integration:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute of looking again."""
+    """Shorten the minute in which what fails is tried again."""
     monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.2)
 
 
@@ -183,7 +183,7 @@ def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
 def test_what_is_cut_or_missing_for_a_moment_is_not_passed_over(
     integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system shows an old size, or no file yet."""
+    """A network file system may show an old size, or no file yet."""
     checkpoint, make, cut_short = integration
     folder, whole = tmp_path / "saved", tmp_path / "whole"
     folder.mkdir()
@@ -221,7 +221,7 @@ def test_a_listing_that_fails_for_a_moment_costs_nothing(
 def test_ranks_that_see_other_files_do_not_part(
     integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is a process group they compare what they see: a directory may not be mounted on one of them yet."""
+    """Ranks of a process group compare the checkpoints they see: one of them may not have mounted the folder yet."""
     checkpoint, make, _ = integration
     (tmp_path / "saved").mkdir()
     newest = make(tmp_path / "saved", 100)

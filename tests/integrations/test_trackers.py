@@ -39,7 +39,7 @@ def run_script(folder: Path, *arguments: str, **environment: str) -> str:
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Run -> metric -> steps and values."""
+    """Return run -> metric -> [(step, value)]."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for log in logs.find_logs([str(folder)]):
         for recording in logs.read(log.path):
@@ -50,14 +50,14 @@ def read_runs(folder: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
 
 
 def split(series: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the script logged, and what is ours."""
+    """Return the metrics that the script logged, and Sentinel's."""
     ours = {name: rows for name, rows in series.items() if name.startswith("sentinel/")}
     return {name: rows for name, rows in series.items() if name not in ours}, ours
 
 
 class MarkingDaemon(FakeDaemon):
-    """Its settings switch on each tracker for the run `on`. Once it has steps of a run it tells of one incident, twice,
-    as after a restart."""
+    """A daemon that switches on every tracker for the run `on`. When it has steps of a run it reports one incident,
+    twice, as after a restart."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -87,7 +87,7 @@ def marking(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["wandb", "wandb with steps"])
 def test_wandb(marking: MarkingDaemon, tmp_path: Path, way: str) -> None:
-    """Marks are in the rows that the script commits, on an axis of their own; none is in another one's place."""
+    """Marks are in the rows that the script commits, on an axis of their own; no mark replaces another."""
     run_script(tmp_path, way, "off", "on")
     files = [path for path in tmp_path.rglob("run-*.wandb") if path.is_file()]
     runs = {recording.run: recording for path in files for recording in logs.read(path)}
@@ -139,7 +139,7 @@ def test_trackio(marking: MarkingDaemon, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_tensorboard(marking: MarkingDaemon, tmp_path: Path) -> None:
-    """In a folder of our own: the script's file is not touched, and stays the newest of its folder."""
+    """Marks are in a folder of Sentinel's own: the script's file is not touched, and stays the newest of its folder."""
     run_script(tmp_path, "tensorboard", "off", "on")
     runs = read_runs(tmp_path)
     assert sorted(runs) == ["off", "on", "on/sentinel"]
@@ -150,7 +150,7 @@ def test_tensorboard(marking: MarkingDaemon, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_setting_switches_it_on(tmp_path: Path) -> None:
-    """With a daemon of its own: the incident that its rules find, and what the run came to."""
+    """With a real daemon, the tracker shows the incident that its rules find, and the summary of the run."""
     (tmp_path / "sentinel.toml").write_text("[daemon]\nhttp = 'off'\n[trackers]\ntensorboard = true\n")
     run_script(tmp_path, "tensorboard", "on", SENTINEL_CONFIG=str(tmp_path / "sentinel.toml"))
     runs = read_runs(tmp_path)

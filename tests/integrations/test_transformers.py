@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 STEPS = 10
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the library
 
 
 def trained(tmp_path: Path, *callbacks: Any, trainer: Any = None, **options: Any) -> Any:
@@ -74,7 +74,7 @@ def test_the_trainers_own_numbers_are_handed_on(daemon: FakeDaemon, tmp_path: Pa
 
     trainer = trained(tmp_path, callback(), trainer=Rewarded, eval_strategy="steps", eval_steps=5, logging_steps=2)
     daemon.ended()
-    # The Trainer's step counts those that are done; what it logs after the last one is with that.
+    # The Trainer's step counts the steps done; what it logs after the last one belongs to that one.
     assert daemon.series("reward") == {2: 1.0, 4: 2.0, 5: 2.5, 6: 3.0, 8: 4.0, 9: 5.0}
     evaluated = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     assert daemon.series("eval_loss") == {5: evaluated[5], 9: evaluated[10]}
