@@ -80,7 +80,7 @@ def test_what_is_not_seen_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixt
     assert daemon.of(wire.LayerTable)[0].layers[-1].name == "param_groups[0].params[2]"
 
 
-# What it is given.
+# The arguments.
 
 
 def frozen() -> nn.Module:
@@ -167,7 +167,7 @@ def test_snapshots_that_do_not_fit(daemon: FakeDaemon, monkeypatch: pytest.Monke
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: an Optimizer by class that never called its __init__."""
+    """An Optimizer by class that never called its __init__, as Accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -196,7 +196,7 @@ def test_wrappers_are_taken_off(daemon: FakeDaemon) -> None:
     assert daemon.of(wire.Hello)[0].facts["wrappers"] == ["DataParallel"]
 
 
-# Notebooks, and watches that nobody means any more.
+# Notebooks, and runs that are no longer wanted.
 
 
 def test_a_cell_that_runs_again_detaches_its_predecessor(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     assert len(patches.list_installed()) == len(set(patches.list_installed())), "once, and not once a run"
 
 
-# What is wrong with the machine is said once, and training goes on.
+# A fault of the machine is reported once, and training goes on.
 
 
 def unmonitored(capsys: pytest.CaptureFixture[str], net: nn.Module, **options: Any) -> str:
@@ -344,7 +344,7 @@ loop.run(30)
     ],
 )
 def test_goodbye(end: str, status: int, goodbye: dict[str, str] | None, daemon: FakeDaemon) -> None:
-    """All that was queued arrives, and how the process ended; a process that is cut off says nothing."""
+    """All that was queued arrives, and how the process ended; a process that is cut off sends no goodbye."""
     done = run_fork([sys.executable, "-c", SCRIPT.format(end=end)], TRAINING)
     assert done.returncode == status, done.stderr
     daemon.wait(lambda: daemon.hung_up)
@@ -381,7 +381,7 @@ def test_the_loss_scale_is_named_where_there_is_a_scaler(
 
 def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class DeepSpeedEngine:
-        """As DeepSpeed's, to `attach`: recognised by the class that the module loaded has."""
+        """Taken by `attach` for DeepSpeed's, which it recognises by the class in the loaded module."""
 
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
     with pytest.raises(AttachError, match="the third argument is of type str, without a name; write run="):
@@ -392,7 +392,7 @@ def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.Mo
 def test_an_argument_that_attach_does_not_have_is_refused_by_the_integrations_too(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A TypeError about an inner function was what they raised."""
+    """The integrations raised a TypeError about an inner function."""
     net = model()
 
     class DeepSpeedEngine:

@@ -43,7 +43,7 @@ def directory(private_places: Path) -> Iterator[Path]:
 
 
 def kill(directory: Path, which: int = 1) -> None:
-    """The daemon of the `which`th start, once it has said its pid."""
+    """Kill the daemon of the `which`th start, once it has logged its pid."""
     pid = pids(directory, which)[which - 1]
     os.kill(pid, signal.SIGKILL)
     gone(pid)
@@ -54,7 +54,7 @@ def pids(directory: Path, starts: int = 1) -> list[int]:
 
 
 def gone(pid: int) -> None:
-    """It is not ours to wait for."""
+    """Wait for the end of a process that is not our child."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         select.select([descriptor], [], [], 10)
@@ -62,18 +62,18 @@ def gone(pid: int) -> None:
 
 
 def launch_of(starter: DaemonLauncher) -> Any:
-    """The start that is under way, or was the last; None: there was none."""
+    """Return the start that is under way, or else the last one; None: there was none."""
     return starter._launch
 
 
 def ended(starter: DaemonLauncher) -> None:
-    """The last start has come to nothing."""
+    """Wait until the daemon of the last start has ended."""
     assert launch_of(starter) is not None
     select.select([launch_of(starter)._words], [], [], 10)
     for _ in range(2000):
         if not launch_of(starter).running:
             return
-        time.sleep(0.005)  # its descriptors go before it
+        time.sleep(0.005)  # its descriptors close before it ends
     raise AssertionError("it runs on")
 
 
@@ -86,7 +86,7 @@ def until(path: Path, lines: int) -> str:
 
 
 def test_it_stands_on_its_own(directory: Path) -> None:
-    """A session of its own, stdin empty, output in its own log: it must not hold the trainer's pipe open."""
+    """It has its own session, an empty stdin, and its own log: it must not hold the trainer's pipe open."""
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     _, session, terminal, empty = until(directory / paths.LOG, 1).split()
@@ -97,7 +97,7 @@ def test_it_stands_on_its_own(directory: Path) -> None:
 
 
 def test_it_is_nobodys_child(directory: Path) -> None:
-    """A script that waits for all its children waits for its own, and a harness that counts them counts those."""
+    """A script that waits for all its children, or a harness that counts them, meets only the script's own."""
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     (pid,) = pids(directory)
@@ -116,7 +116,7 @@ def parent(pid: int) -> int:
 
 
 def test_children_that_somebody_else_reaps(directory: Path) -> None:
-    """A handler of SIGCHLD that takes whoever ends, or SIG_IGN, with which the kernel does."""
+    """A handler of SIGCHLD may reap every child that ends; with SIG_IGN the kernel reaps them."""
     starter = DaemonLauncher(directory, ["/bin/sh", "-c", "echo port is taken; exit 4"])
     taken = []
     for handler in (lambda *_: taken.append(os.waitpid(-1, os.WNOHANG)), signal.SIG_IGN, signal.SIG_DFL):
@@ -157,7 +157,7 @@ def test_signals_wait_until_they_can_be_served(directory: Path) -> None:
 
 
 def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which it would become in any case, and must then be reaped."""
+    """Process 1 inherits every orphan in any case, and must then reap it."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
@@ -186,7 +186,7 @@ def test_ranks_start_only_one(directory: Path) -> None:
     assert launch_of(first) is not None
     assert launch_of(second) is None
     assert second.failure() is None
-    # Once the first is known to serve, the next one, when it is gone, may be started by any rank.
+    # Once the first daemon has served and is gone, any rank may start the next one.
     first.record_service()
     second.start()
     assert launch_of(second) is not None
@@ -219,7 +219,7 @@ def test_a_directory_of_somebody_else_is_not_used(directory: Path, monkeypatch: 
 
 
 def died(starter: DaemonLauncher, directory: Path, which: int = 1) -> None:
-    """That of the `which`th start had served, and is killed."""
+    """Record that the daemon of the `which`th start served, kill it, and record its loss."""
     starter.record_service()
     kill(directory, which)
     starter.record_loss()

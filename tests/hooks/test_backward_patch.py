@@ -1,4 +1,4 @@
-"""What is recorded of a backward pass, and what is reported of it."""
+"""Which backward passes are recorded by the patch itself, and which are reported to listeners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.hooks.loops import model
 
 
 def of_pass(root: torch.Tensor, accumulator: StepAccumulator, *weights: torch.Tensor) -> list[str]:
-    """What is told of a backward pass from `root` to those who listen."""
+    """Run a backward pass from `root`, and return the events that listeners get of it."""
     told: list[str] = []
 
     class Noting(Listeners):
@@ -40,7 +40,7 @@ def of_pass(root: torch.Tensor, accumulator: StepAccumulator, *weights: torch.Te
 
 
 def scalars() -> dict[str, torch.Tensor]:
-    """Roots of a backward pass, of which each is 2."""
+    """Return roots of backward passes, each with the value 2."""
     one = torch.ones((), requires_grad=True)
     conjugate = torch.complex(torch.zeros(()), -2.0 * one).conj()
     return {
@@ -83,7 +83,7 @@ def test_of_a_loss_that_is_weighted_or_scaled_those_who_listen_are_told() -> Non
 
 @pytest.mark.parametrize("calm_to", [10.0, -math.inf])
 def test_a_pass_under_a_default_device_is_one(calm_to: float) -> None:
-    """Which is a mode: torch asks it first, and it calls the function again."""
+    """A default device is a mode: torch calls the mode first, which calls the function again."""
     accumulator, root = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
     accumulator.calm_to = calm_to
     with torch.device("cpu"):
@@ -101,7 +101,7 @@ def test_a_loss_that_a_hook_put_something_else_into_is_not_read() -> None:
 
 
 class Nested(torch.autograd.Function):
-    """Has a backward pass in its own."""
+    """Runs another backward pass within its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyP
 
 
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of which torch knows nothing when it is built, as some accelerators."""
+    """It may be one that torch does not know when it is built, as some accelerators."""
     accumulator, loss, read = StepAccumulator(), torch.ones(3, device="meta", requires_grad=True).sum(), []
     accumulator.calm_to = 10.0
     monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)

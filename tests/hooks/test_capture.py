@@ -23,7 +23,7 @@ from tests.hooks.sessions import find_session
 
 
 class Launches:
-    """Copies of scalars, each of which is a kernel on a device."""
+    """Counts the scalars that are copied during a capture; on a device each copy is a kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.during_capture = 0
@@ -44,7 +44,7 @@ class Launches:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scalers of other tests' runs, which may be alive still, are none of this run's."""
+    """Hide the scalers of other tests' runs, which may still be alive."""
     monkeypatch.setattr(discovery, "bystanders", lambda _: ([], []))
 
 
@@ -113,12 +113,12 @@ def test_optimizers_in_the_backward_pass_of_a_graph_are_not_measured(daemon: Fak
 def test_autograds_nodes_are_let_go_before_a_graph_is_captured(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One belongs to the stream on which it was made; a capture is on another."""
+    """A node belongs to the stream on which it was made; a capture is on another."""
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: None)
     net = model().bfloat16()
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
     with sentinel.attach(net, optimizer):
-        for _ in range(4):  # after the fourth, sums are looked at
+        for _ in range(4):  # after the fourth, sums are examined
             for batch in batches(4):
                 loss_of(net, batch.bfloat16()).backward()
             optimizer.step()
@@ -133,7 +133,7 @@ def test_autograds_nodes_are_let_go_before_a_graph_is_captured(
 
 
 def _is_held(parameter: torch.nn.Parameter) -> bool:
-    """Whether somebody holds the node that adds up its gradient: a mark that is left on it is still there then."""
+    """Whether the node that adds up its gradient is held: a mark that is set on the node is still there then."""
     torch.autograd.graph.get_gradient_edge(parameter).node.metadata["mark"] = True
     return "mark" in torch.autograd.graph.get_gradient_edge(parameter).node.metadata
 
@@ -179,7 +179,7 @@ def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
 def test_what_goes_to_disk_is_copied_before_a_graph_is_captured(
     daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its copies wait for the next forward pass, which would record them."""
+    """Copies for the disk wait for the next forward pass, whose capture would record them."""
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: None)
     finished: list[int] = []
     finish = Snapshot.finish

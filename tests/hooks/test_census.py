@@ -1,4 +1,4 @@
-"""What holds objects that grow: every way in which loops keep tensors, by its name and place."""
+"""Object growth: in every way in which loops keep tensors, the holder is found, by its name and place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ mean: Any = 0.0
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
-    """Not here: this module, and a class in it, hold what grows, which is seen by the references that objects have."""
+    """Undo the fixture of this name: a module and a class here hold what grows, and are found by their references."""
     gc.unfreeze()
 
 
@@ -39,7 +39,7 @@ class Trainer:
 
 
 class Outputs:
-    """A hook that is an object."""
+    """A forward hook that is an object."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -53,7 +53,7 @@ def model() -> nn.Sequential:
 
 
 def counted(step: Callable[[int, nn.Module], object], net: nn.Module | None = None) -> Census:
-    """Of a loop that calls `step` once a step, the second count after `STEPS` of them."""
+    """Return the census of a loop that calls `step` once a step; it begins at step 10."""
     net = net or model()
     at = [0]
     run: Generator[int, None, Census] = census(lambda: at[0], lambda: [net])
@@ -81,7 +81,7 @@ def loss_of(net: nn.Module) -> Tensor:
 
 
 def only(found: Census) -> Holder:
-    """The holder of tensors; there is one."""
+    """Return the holder of tensors, which must be the only one."""
     names = [holder.name for holder in found.holders if holder.tensors]
     assert len(names) == 1, names
     return found.holders[0]

@@ -1,4 +1,4 @@
-"""The line at the end of a run: once, from the first rank, about no more than was judged."""
+"""The line at the end of a run: printed once, by the first rank, and about no more than was judged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ kept = []
 
 
 TIMED = ("InputBound", "SlowStep", "LowUtilization")
-"""Alerts that a busy machine may earn."""
+"""Alerts that may fire because the machine is busy."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def _untimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(end: str, **environment: str) -> list[str]:
-    """The lines on how the run ended."""
+    """Return the lines on how the run ended."""
     return said_by("-c", SCRIPT + end, **environment)
 
 

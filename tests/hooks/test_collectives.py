@@ -30,7 +30,7 @@ def entry(group: str, seq: int, op: str) -> dict[str, Any]:
 
 
 def dump(*entries: dict[str, Any], **status: int) -> bytes:
-    """As JSON, an empty ring has no `entries`: seen with NCCL on a GPU, and in torch's FlightRecorderDetail.hpp."""
+    """Return a ring as JSON; an empty one has no `entries`: seen with NCCL on a GPU, and in FlightRecorderDetail.hpp."""
     said = {group: {"last_completed_collective": seq} for group, seq in status.items()}
     ring = {"entries": entries} if entries else {}
     return json.dumps({"version": "2.10", "pg_status": said, **ring}).encode()
@@ -38,7 +38,7 @@ def dump(*entries: dict[str, Any], **status: int) -> bytes:
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Name -> what it dumps."""
+    """Name of torch's function that dumps a ring -> what it returns."""
     found: dict[str, bytes] = {}
     module = torch._C._distributed_c10d
     monkeypatch.setattr(dist, "is_initialized", lambda: True)  # with no group in it

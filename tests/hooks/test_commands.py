@@ -36,7 +36,7 @@ def internals(monitor: Monitor) -> tuple[RunSession, OptimizerMonitor]:
 
 
 def received(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once the rank has acted on a message other than the welcome."""
+    """Return an event that is set once the rank has acted on a message other than the welcome."""
     done, original = threading.Event(), CommandHandler.receive
 
     def receive(self: CommandHandler, message: wire.ToRank) -> None:
@@ -163,7 +163,7 @@ def test_stages(daemon: FakeDaemon) -> None:
 def test_a_stage_is_told_between_the_steps_before_it_and_its_first(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the sender comes to both of them late, as beside a fast loop."""
+    """The order also holds where the sender gets to both late, as beside a fast loop."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
@@ -199,11 +199,11 @@ def test_notes_are_said_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[s
     assert said.count("no history") == 1
 
 
-# Rollback: what acts, and when it is called.
+# Rollback: the restorer, and when it is called.
 
 
 class Recorder:
-    """In the restorer's place."""
+    """Records the calls that the restorer would get."""
 
     def __init__(self, watched: Loop) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -281,7 +281,7 @@ def test_a_restorer_that_fails_is_disarmed(daemon: FakeDaemon, swallowed: list[s
 
 
 def test_a_rollback_over_the_wire(daemon: FakeDaemon) -> None:
-    """Prepared, committed, restored, told: with the real restorer, and the loop none the wiser."""
+    """A rollback is prepared, committed, restored and reported: by the real restorer, unnoticed by the loop."""
     watched, told = loop(), []
     with sentinel.attach(watched.net, watched.optimizer, step=100, rollback=sentinel.Rollback(every=4, margin=2)) as m:
         m.on_rollback(lambda to, at: told.append((to, at)))
@@ -310,7 +310,7 @@ def test_a_rollback_over_the_wire(daemon: FakeDaemon) -> None:
 
 
 def test_detaching_inside_a_step(daemon: FakeDaemon) -> None:
-    """PyTorch is iterating over the hooks then: taking them away would raise into the loop."""
+    """PyTorch is iterating over the hooks then: removing them would raise into the loop."""
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
 
@@ -323,7 +323,7 @@ def test_detaching_inside_a_step(daemon: FakeDaemon) -> None:
     watched.run(3)
     assert daemon.ended().reason == "detach"
     assert daemon.seqs() == [0]
-    # Attaching again sweeps up what was left.
+    # Attaching again removes what was left.
     sentinel.attach(watched.net, watched.optimizer).detach()
     assert len(watched.optimizer._optimizer_step_post_hooks) == 1  # type: ignore[attr-defined]
     assert not watched.net._forward_hooks
@@ -374,7 +374,7 @@ def test_skipping_needs_a_loader(daemon: FakeDaemon) -> None:
         assert numbers(loader()) == [0, 1, 2, 3, 4, 5]
 
 
-# What rollback needs and was not given.
+# What rollback needs and `attach` was not given.
 
 
 def test_scaler_and_schedulers_are_found() -> None:

@@ -50,7 +50,7 @@ def compiled_model(
 
 
 def compiled_copy(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
-    """An EMA that is compiled: the hooks on it are copies."""
+    """Return a step that also runs a compiled EMA of the model, whose hooks are copies."""
     _, step = compiled_model(net, optimizer)
     copies: list[Any] = []
 
@@ -66,7 +66,7 @@ def compiled_copy(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.
 def compiled_later(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
-    """The hooks are on the module inside: what torch.compile traces."""
+    """Return the module inside, so that the hooks are on what torch.compile traces."""
     return net, compiled_model(net, optimizer)[1]
 
 
@@ -98,7 +98,7 @@ def compiled_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.
 
 
 def traced() -> tuple[int, int]:
-    """(graph breaks, graphs) so far."""
+    """Return (graph breaks, graphs) so far."""
     return sum(Counter(counters["graph_break"]).values()), counters["stats"]["unique_graphs"]
 
 
@@ -119,7 +119,7 @@ def test_no_more_graph_breaks(build: Any, daemon: FakeDaemon) -> None:
         weights.append([p.detach().clone() for p in net.parameters()])
         graphs.append(traced())
     assert graphs[1][0] <= graphs[0][0]
-    # A model and its copy share one graph as long as both have the same hooks, which they have not.
+    # A model and its copy share one graph only while both have the same hooks, which is not the case here.
     assert graphs[1][1] <= graphs[0][1] + (build is compiled_copy)
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
     daemon.ended()
@@ -129,7 +129,7 @@ def test_no_more_graph_breaks(build: Any, daemon: FakeDaemon) -> None:
 
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process of `sentinel run`."""
+    """Attach at the first step, as in a process of `sentinel run`."""
     from sentinel.hooks import auto_attach
     from sentinel.hooks.torch_interop import discovery
     from sentinel.launch import sitecustomize

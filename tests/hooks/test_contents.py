@@ -23,7 +23,7 @@ from tests.hooks.loops import loss_of, model
 
 
 class Loader:
-    """As much of one as a batch comes from."""
+    """Stands in for the loader that a batch comes from."""
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -68,7 +68,7 @@ def test_the_batches_of_another_epoch_are_no_repeats(daemon: FakeDaemon) -> None
 
 
 class EveryWorkerAllOfIt(IterableDataset[torch.Tensor]):
-    """A stream that forgets to share itself out among the workers."""
+    """A stream that is not divided among the workers: each yields all of it."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -185,7 +185,7 @@ def test_a_model_that_trains_in_evaluation_mode(daemon: FakeDaemon) -> None:
             net.train(step != 2)
             with torch.no_grad():
                 net.eval() if step == 3 else None
-                net(torch.randn(2, 6))  # an evaluation between two steps is none
+                net(torch.randn(2, 6))  # an evaluation between two steps does not count
                 net.train(step != 2)
             optimizer.zero_grad()
             loss_of(net, torch.randn(8, 6)).backward()

@@ -99,7 +99,7 @@ def encoder(*, norm_first: bool, layers: int = 3) -> nn.TransformerEncoder:
 
 
 class Residual(nn.Module):
-    """As people write it by hand."""
+    """A residual network as people write it by hand."""
 
     def __init__(self, *, after: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
-        (encoder(norm_first=False), 5),  # of six: what is added to in the first block is no normalisation
+        (encoder(norm_first=False), 5),  # of six: the first block adds to what is not normalised
         (encoder(norm_first=True), 0),
         (Residual(after=True), 4),
         (Residual(after=False), 1),

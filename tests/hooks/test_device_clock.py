@@ -1,4 +1,4 @@
-"""What Sentinel costs a GPU's time, on a simulated device that runs a loop's launches behind the host."""
+"""How much of a GPU's time Sentinel costs, on a simulated device that runs a loop's launches behind the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.hooks.loops import model
 
 
 class Device:
-    """Works through what was launched, in order. Seconds."""
+    """A device that works through what was launched, in order; times are in seconds."""
 
     def __init__(self) -> None:
         self.host = self.busy_until = 0.0
         self.fails = False
 
     def launch(self, seconds: float) -> float:
-        """When it is over."""
+        """Launch work of some seconds, and return when it is over."""
         self.busy_until = max(self.busy_until, self.host) + seconds
         return self.busy_until
 
@@ -49,14 +49,14 @@ class Event:
 
 
 class SimulatedLoop:
-    """Forward and backward pass, our hooks, the optimizer, what the host does until the next step. Seconds."""
+    """A step: forward and backward pass, our hooks, optimizer, and the host's work until the next. In seconds."""
 
     def __init__(self, device: Device, *, launching: float, work: float, optimizer: float = 0.0, loading: float = 0.0):
         self.device, self.clock = device, device.make_clock()
         self.launching, self.work, self.optimizer, self.loading = launching, work, optimizer, loading
 
     def step(self, *, host: float, ours: float, tier: int = 2) -> float:
-        """One step, in which our hooks take `host` and have the device do `ours`; the share that the clock says."""
+        """Run a step in which our hooks take `host` and give the device `ours`; return the share on the clock."""
         device, clock = self.device, self.clock
         device.host = max(device.host, device.busy_until - 2 * self.work)  # the queue has room for two steps
         device.host += self.launching / 2
@@ -89,7 +89,7 @@ def test_a_device_that_is_behind_feels_only_what_it_has_to_do() -> None:
     ids=["a slow loader", "a small model", "a slow optimizer"],
 )  # fmt: skip
 def test_where_the_device_waits_for_the_host_all_of_it_is_felt(loop: dict[str, float]) -> None:
-    """Though the device is behind while our hooks run: the loop's own launches were right before them."""
+    """The device is behind while our hooks run only because the loop's own launches were right before them."""
     slow = SimulatedLoop(Device(), **loop)
     assert {slow.step(host=0.005, ours=0.0001) for _ in range(40)} == {1.0}
 
@@ -192,7 +192,7 @@ def test_a_first_step_that_is_withheld_leaves_the_clock_to_the_next(
 
 
 def test_the_governor_counts_what_the_device_feels() -> None:
-    """Costs and spacings are of the part that the device feels; of each optimizer by its own share."""
+    """Costs and spacings count the part that the device feels, by each optimizer's own share."""
 
     def run(first: float, second: float) -> Governor:
         governor = Governor(0.01)

@@ -19,7 +19,7 @@ from sentinel.hooks.snapshot.snapshot import Snapshot
 
 
 class Stream:
-    """One of a device, which notes whom it waits for."""
+    """A device's stream that records the streams it waits for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,7 +35,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Stream]:
-    """The stream that is current on each device."""
+    """Device -> its current stream."""
     current: dict[torch.device, Stream] = {}
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.setdefault(device, Stream(device)))
@@ -44,7 +44,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Stream]:
 
 
 def on(*devices: str) -> list[Any]:
-    """Cells that say that they are of these."""
+    """Return cells that say that they are on these devices."""
     return [SimpleNamespace(device=torch.device(device), kept=torch.zeros(100), source=None) for device in devices]
 
 
@@ -109,7 +109,7 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_finite_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device is not asked which tensors are worth a look, and may have little memory left."""
+    """A device is not asked which tensors to examine, and it may have little memory left."""
     pieces: list[int] = []
     isfinite = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda part: pieces.append(part.numel()) or isfinite(part))

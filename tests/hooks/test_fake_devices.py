@@ -34,16 +34,16 @@ from tests.hooks.sessions import find_session
 
 STEPS = 6
 PARTS = 12
-"""Of which depth leaves out the first and the last, and asks for eight at least."""
+"""Parts of a model: the gradients' depth ratio leaves out the first and the last, and needs eight at least."""
 
 
 UNDETERMINED = {"bincount", "histc", "kthvalue", "median", "nanmedian", "put_"}
-"""Without a deterministic kernel on CUDA: they raise in a run that asked for deterministic algorithms (the docs of
-`torch.use_deterministic_algorithms`)."""
+"""Operations without a deterministic kernel on CUDA, which raise in a run that asked for deterministic algorithms (docs
+of `torch.use_deterministic_algorithms`)."""
 
 
 class Faults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies from a device to the host but those into buffers of ours, and operations that not every run may use."""
+    """Records copies from a device to the host, except into our buffers, and operations not every run may use."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Faults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Part(nn.Module):
-    """One that is made of nothing: to fill parameters takes a device."""
+    """A layer whose parameters are not filled, as that takes a device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Part(nn.Module):
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """What was measured on a device, by its signal. All is due at every step, by torch's own operations."""
+    """Signal -> its values as measured on a device. All is due at every step, by torch's own operations."""
     found: dict[str, Tensor] = {}
     begin: Callable[..., Any] = Transfers.begin
 
@@ -85,7 +85,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
 
     monkeypatch.setattr(Transfers, "begin", begun)
     monkeypatch.setattr(records._Transfer, "has_arrived", lambda self: False)
-    monkeypatch.setattr(losses.scaled, "by", type(losses.scaled.by)())  # of losses that no pass follows
+    monkeypatch.setattr(losses.scaled, "by", type(losses.scaled.by)())  # no pass follows these losses
     monkeypatch.setattr(governor, "FIRST", dict.fromkeys(range(4), 1))
     monkeypatch.setattr(kernels, "measure_in_one_pass", lambda *_: None)
     monkeypatch.setattr(kernels, "measure_tensors", TorchStatistics)
@@ -120,12 +120,12 @@ def test_all_is_measured_and_nobody_waits(
         scaler = GradScaler("cpu", 8.0)
         with sentinel.attach(net, optimizer) as monitor:
             for _ in range(STEPS):
-                for place in (places[-1], places[-2:][0]):  # two losses, of which autograd would tell
+                for place in (places[-1], places[-2:][0]):  # two losses, which autograd would report
                     loss = torch.empty((), device=place)
                     if scaled:
                         scaler.scale(loss)
                     find_session(monitor).accumulator.backward_ended(loss, 0.01)
-                if places[0] != "cpu":  # where torch itself would bring the norm
+                if places[0] != "cpu":  # else torch itself would copy the norm to the host
                     nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 if scaled:
                     scaler.step(optimizer)
@@ -148,8 +148,8 @@ def test_what_is_on_a_device_is_not_brought_to_the_host_for_arithmetic() -> None
 
 
 def test_gradients_in_host_memory_and_a_scale_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 with CPU offload, in fp16."""
-    monkeypatch.setattr(weights, "scalar", lambda tensor: tensor)  # to read a fake one is no wait in host memory
+    """FSDP2 with CPU offload, in fp16, has both."""
+    monkeypatch.setattr(weights, "scalar", lambda tensor: tensor)  # reading a fake tensor in host memory is no wait
     probe = weights.WeightUpdates()
     with faked() as faults:
         gradients = SimpleNamespace(tensors=[torch.empty(4, 4)], scale=None, one_pass=False, rows=[0])
