@@ -30,7 +30,7 @@ def entry(group: str, seq: int, op: str) -> dict[str, Any]:
 
 
 def dump(*entries: dict[str, Any], **status: int) -> bytes:
-    """Return a ring as JSON; an empty one has no `entries`: seen with NCCL on a GPU, and in FlightRecorderDetail.hpp."""
+    """Return a ring as JSON; an empty one has no `entries`: seen with NCCL on a GPU and in FlightRecorderDetail.hpp."""
     said = {group: {"last_completed_collective": seq} for group, seq in status.items()}
     ring = {"entries": entries} if entries else {}
     return json.dumps({"version": "2.10", "pg_status": said, **ring}).encode()
