@@ -36,7 +36,7 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 from tests.hooks.sessions import find_session
 
 WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
-"""Of 24 steps."""
+"""The steps, of 24, that are examined in full."""
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +206,7 @@ def test_of_two_optimizers_each_takes_its_part_at_once(daemon: FakeDaemon) -> No
 
 
 def test_gradients_that_are_never_cleared_are_found_later_too(daemon: FakeDaemon) -> None:
-    """And confirmed by the steps that follow at once, as many as the rule asks for."""
+    """They are confirmed by the steps that follow at once, as many as the rule asks for."""
     looks = 1 + probe.CONFIRMING
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer):
@@ -223,7 +223,7 @@ def test_gradients_that_are_never_cleared_are_found_later_too(daemon: FakeDaemon
 
 
 def of_a_linear(steps: int, before_step: dict[int, Any], after_backward: Any = None) -> None:
-    """A loop whose loss is told, step by step: that of `before_step` where it has one."""
+    """Train with the loss 2; a number in `before_step` is its step's loss, a function is called before the step."""
     net = model()
     optimizer = adamw(net)
     with sentinel.attach(net, optimizer) as monitor:
@@ -273,7 +273,7 @@ def asked_for_moments(monitor: sentinel.Monitor) -> None:
 
 
 def scaled(monitor: sentinel.Monitor) -> None:
-    """A loss of another model's, say."""
+    """Scale a loss, as of another model."""
     GradScaler("cpu").scale(torch.ones((), requires_grad=True))
 
 
@@ -398,7 +398,7 @@ class Eventful(torch.optim.SGD):
 
 
 def of_an_eventful_step(happens: Any, *, late: bool = False) -> list[float]:
-    """Losses of a loop in whose step 6, which is on the fast path, this happens. `late`: at its end."""
+    """Return the losses of a loop whose step 6, on the fast path, calls `happens`. `late`: at the step's end."""
     net, losses = model(), []
     optimizer = Eventful(net.parameters(), lr=1e-2)
     optimizer.late = late
@@ -410,7 +410,7 @@ def of_an_eventful_step(happens: Any, *, late: bool = False) -> list[float]:
             losses.append(float(loss.detach()))
             optimizer.happens = functools.partial(happens, monitor) if seq == 6 else None
             optimizer.step()
-            scaled_losses.by.clear()  # by `scaled`, which has no backward pass
+            scaled_losses.by.clear()  # from `scaled`, which has no backward pass
     return losses
 
 
@@ -441,7 +441,7 @@ def test_a_loss_inside_a_step_that_is_not_finite_is_noticed(daemon: FakeDaemon, 
 
 
 def test_a_closure_that_is_none_is_none(daemon: FakeDaemon, entered: list[int]) -> None:
-    """As Accelerate hands it on."""
+    """Accelerate passes None on as the closure."""
     net = model()
     optimizer = adamw(net)
     with sentinel.attach(net, optimizer):
@@ -455,7 +455,7 @@ def test_a_closure_that_is_none_is_none(daemon: FakeDaemon, entered: list[int]) 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_step_with_a_closure_is_looked_at_whole(named: bool, daemon: FakeDaemon, entered: list[int]) -> None:
-    """Its backward pass may come inside the step, even where there was one before it."""
+    """The closure's backward pass may come inside the step, even where there was one before it."""
     net = model()
     optimizer = adamw(net)
     with sentinel.attach(net, optimizer):
@@ -499,14 +499,14 @@ def test_a_device_that_cannot_be_asked_does_not_break_the_forward_pass(
 
 
 class Overflowing(nn.Linear):
-    """In the backward pass, where the gradient that comes back is not 0."""
+    """A layer that overflows in the backward pass if the gradient that comes back is not 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).mul(0.0).mul(1e30).mul(1e30)
 
 
 def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a fast loop no gradient is held. The second call is none of its, and slow."""
+    """In a fast loop no gradient is held; the call that runs the batch again is slow, and not the loop's."""
     net, accumulator = Overflowing(6, 1), StepAccumulator()
     sent: list[Any] = []
     slot = CallSlot(net)

@@ -1,4 +1,4 @@
-"""How far the training loader has come."""
+"""How far the training loader is in its pass: the batches it has given, and its length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
 
 
 class Drawing(RandomSampler):
-    """Draws numbers to say how long it is."""
+    """A sampler that draws numbers to compute its length."""
 
     def __len__(self) -> int:
         raise AssertionError("asked")

@@ -23,7 +23,7 @@ from tests.hooks.sessions import list_sessions
 
 @pytest.fixture(autouse=True)
 def armed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process of `sentinel run`; other tests' leftovers are not of the run."""
+    """Attach at the first step, as in a process of `sentinel run`; pass over optimizers that other tests left."""
     monkeypatch.setenv("SENTINEL_RUN_ID", "job")
     monkeypatch.setattr(registry, "_made", 0)
     auto_attach._seen.update(discovery.trainers()[0])
@@ -147,7 +147,7 @@ def test_an_attach_before_the_first_step_is_left_alone(daemon: FakeDaemon) -> No
     with sentinel.attach(net, loop.optimizer, run="mine"):
         loop.run(2)
     daemon.ended()
-    loop.run(1)  # after detach nobody wants to be watched
+    loop.run(1)  # after detach nothing is to be watched
     assert [hello.identity.run for hello in daemon.of(wire.Hello)] == ["mine"]
     assert registry.find_session([loop.optimizer]) is None
 

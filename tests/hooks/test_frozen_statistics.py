@@ -12,7 +12,7 @@ from tests.hooks.loops import Loop
 
 
 def streamed(daemon: FakeDaemon, body: nn.Module) -> tuple[dict[int, float], dict[int, float]]:
-    """(count, row) by step, of a step at which tier 3 is taken."""
+    """Train one step, at which tier 3 is sampled; return (step -> count, step -> row)."""
     net = nn.Sequential(nn.Linear(6, 8), body, nn.Linear(8, 1))
     loop = Loop(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01))
     with sentinel.attach(net, loop.optimizer, overhead=1.0):

@@ -23,7 +23,7 @@ from tests.hooks.test_onepass import gradients, shown
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
-)  # the interpreter computes with numpy, which tells of NaN
+)  # the interpreter computes with numpy, which warns of NaN
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +126,14 @@ def test_plans_do_not_pile_up(fused: ModuleType) -> None:
 
 
 def make_kernel() -> DeviceKernel:
-    """As `attach` makes it ready, for tensors of the CPU."""
+    """Return a kernel for tensors on the CPU, loaded as by `attach`."""
     kernel = DeviceKernel(usable=True, device_type="cpu")
     kernel.load()
     return kernel
 
 
 def wait_until_ready(kernel: DeviceKernel, tensors: list[torch.Tensor]) -> Statistics:
-    """As a loop does that samples again and again."""
+    """Measure again and again, as a loop does, until the kernel does it; return what it found."""
     until = time.monotonic() + 60
     while (found := kernel.measure(tensors, None)) is None:
         assert time.monotonic() < until
@@ -142,7 +142,7 @@ def wait_until_ready(kernel: DeviceKernel, tensors: list[torch.Tensor]) -> Stati
 
 
 class Compiler:
-    """Compiles once it may."""
+    """Replaces the compiler, and compiles once it may."""
 
     def __init__(self, fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.may_go_on = threading.Event(), threading.Event()
@@ -189,7 +189,7 @@ def test_tensors_on_several_devices_are_left_to_torch(fused: ModuleType) -> None
 
 @pytest.mark.parametrize("variable", ["TRITON_INTERPRET=1", "SENTINEL_TRITON=0"])
 def test_it_is_turned_off(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its interpreter Triton reads addresses of the device in host memory, and the process dies of it."""
+    """Triton's interpreter reads addresses of the device in host memory, and the process dies of it."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert is_usable()

@@ -14,7 +14,7 @@ from tests.hooks.conftest import FakeDaemon
 
 
 class Placed(torch.nn.Module):
-    """Its parameters are where it says."""
+    """A module whose parameters are on the given GPUs."""
 
     def __init__(self, *indices: int, device_ids: list[int] | None = None) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ HOOKS = str(Path(optimizer_monitor.__file__).parents[1])
 
 
 class TimeUp(Exception):
-    """What a handler of the user's raises."""
+    """Raised by a signal handler of the user's."""
 
 
 def time_up(number: int, frame: FrameType | None) -> None:
@@ -59,19 +59,19 @@ def handler() -> Iterator[None]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is tried again at the next step."""
+    """Try what failed again at the next step."""
     monkeypatch.setattr(unseen, "FIRST_PAUSE", 0.0)
 
 
 @contextmanager
 def signalled(at: int) -> Iterator[list[bool]]:
-    """The signal comes at the beginning of the function of ours that is called as the `at`th from now on."""
+    """Raise the signal at the beginning of the `at`th call, from now on and from 0, of a function of ours."""
     calls, came = 0, [False]
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
         function = frame.f_code
-        # A generator is "called" by whoever lets go of it, too, where nothing can be raised.
+        # A generator is also "called" where it is freed, and nothing can be raised there.
         if event == "call" and function.co_filename.startswith(HOOKS) and not function.co_flags & CO_GENERATOR:
             calls += 1
             if calls > at and not came[0]:
@@ -87,7 +87,7 @@ def signalled(at: int) -> Iterator[list[bool]]:
 
 @contextmanager
 def signalled_in(function: str) -> Iterator[None]:
-    """The signal comes at the beginning of the first function of ours of that name that is called."""
+    """Raise the signal at the beginning of the first call of a function of ours of that name."""
     came = False
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -141,7 +141,7 @@ def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
 
 
 def test_a_signal_while_a_snapshot_is_copied(handler: None, daemon: FakeDaemon) -> None:
-    """What fails there is raised again as a RollbackError."""
+    """What fails in the copy is raised again as a RollbackError, but what a signal handler raises is not."""
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
@@ -155,7 +155,7 @@ def test_a_signal_while_a_snapshot_is_copied(handler: None, daemon: FakeDaemon) 
 
 
 def test_a_signal_while_gradients_are_added_up(handler: None) -> None:
-    """The sum lacks one from then on, and the next step's is a new one: as after an error that passes."""
+    """The sum lacks a gradient from then on, and the next step begins a new one, as after a passing error."""
 
     def alone() -> bool:
         signal.raise_signal(signal.SIGUSR1)
@@ -181,7 +181,7 @@ def test_a_handler_that_gives_its_arguments_other_values() -> None:
         signal.signal(signal.SIGUSR1, former)
 
 
-@pytest.mark.faults  # a rollback that comes to nothing is logged
+@pytest.mark.faults  # a rollback that fails is logged
 def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: FakeDaemon) -> None:
     net = loops.model()
     optimizer = sgd(net)
@@ -226,7 +226,7 @@ def test_no_signal_comes_in_the_midst_of_a_restore(handler: None) -> None:
 
 
 class Saved:
-    """State of the user's, as `Rollback(state=)` takes it."""
+    """An object of the user's with state, as `Rollback(state=)` takes it."""
 
     def __init__(self, save: Callable[[], None]) -> None:
         self.save = save
@@ -372,7 +372,7 @@ def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
 
 
 def test_what_failed_for_long_is_tried_again_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is seen again within 30 s of the end of the trouble."""
+    """It must be seen again within 30 s of the end of the trouble."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(unseen, "time", clock)
     kept, tries = unseen.Unseen(), [0.0]
@@ -389,7 +389,7 @@ def test_what_failed_for_long_is_tried_again_every_few_seconds(monkeypatch: pyte
 
 
 class Lacking:
-    """In the place of a function that finds no memory as long as it is lacking."""
+    """Replaces a function, and raises an out-of-memory error while `lacking` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         self.lacking, function = True, getattr(owner, name)
@@ -417,7 +417,7 @@ class Lacking:
 def test_an_error_that_passes_is_counted_wherever_it_hits(
     owner: Any, name: str, what: str, daemon: FakeDaemon, fast: None, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no fault of ours, which would be logged; and what was not seen is named until it is seen again."""
+    """A passing error is not logged as a fault of ours; what was not seen is named until it is seen again."""
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=4, margin=0))

@@ -49,7 +49,7 @@ def test_ids_that_the_environment_gives(
 
 
 def test_a_fresh_id_for_a_script_that_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's id is `none` unless somebody chose one: it would be shared by all runs there are."""
+    """torchrun's id is `none` unless one was chosen: all other runs would share it."""
     one, other = (resolved({"TORCHELASTIC_RUN_ID": "none"}, monkeypatch) for _ in range(2))
     assert one.run_id != other.run_id
     assert one.run_id.startswith("train-gpt-")
@@ -80,7 +80,7 @@ def test_attempts_rise_over_requeues() -> None:
 
 
 def test_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 leaves the id there; the others look, and never wait."""
+    """Rank 0 puts the id into the store; the others look it up, and never wait."""
     store: list[Any] = [None]
     monkeypatch.setattr(identity, "group_store", lambda: store[0])
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -92,7 +92,7 @@ def test_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = RunIdentity("r", 0), RunIdentity("r", 0)
     assert of(0, first) is of(1, second) is None  # no process group yet
     store[0] = HashStore()
-    assert of(1, second) is None  # rank 0 has not spoken
+    assert of(1, second) is None  # rank 0 has not put it there
     one, other = of(0, first), of(1, second)
     assert one is not None
     assert other is not None

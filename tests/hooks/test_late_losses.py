@@ -1,4 +1,4 @@
-"""The batch to which a loss belongs that is known only some steps after its update.
+"""A loss that is known only some steps after its update is traced to its batch.
 
 The CPU stands in for the device: a value has arrived once its marker word is there.
 """
@@ -27,7 +27,7 @@ from tests.hooks.faulty import WIDTH, Net
 
 
 class Loop:
-    """A loop whose losses arrive when it is said so, and whose weights break with the first bad one."""
+    """A loop whose losses arrive at `arrive`, and whose weights break at `ask`."""
 
     def __init__(self) -> None:
         self.net = Net(nn.GELU())
@@ -53,14 +53,14 @@ class Loop:
         self._on_the_way.append(record)
 
     def arrive(self) -> None:
-        """All that was on the way is there."""
+        """Let all values that are under way arrive."""
         for record in self._on_the_way:
             assert record.transfer is not None
             record.transfer._buffer[0] = 1.0
         self._on_the_way.clear()
 
     def ask(self) -> Provenance:
-        """What the next step answers, at which the weights are broken."""
+        """Break the weights, ask for the origin, and return the answer of the next step."""
         with torch.no_grad():
             next(self.net.parameters()).fill_(math.nan)
         self.collector.ask()
@@ -77,7 +77,7 @@ def healthy() -> Tensor:
 
 
 def watched_memory() -> tuple[Tensor, weakref.ref[Any]]:
-    """A healthy batch, and a reference that is dead once its memory is free."""
+    """Return a healthy batch, and a reference that is dead once its memory is free."""
     array = numpy.ones((4, WIDTH), numpy.float32)
     return torch.from_numpy(array), weakref.ref(array)
 
@@ -89,7 +89,7 @@ def bad(value: float = math.nan) -> Tensor:
 
 
 def run(*batches: Any, lag: int = 2) -> Provenance:
-    """Of a loop over these, whose losses are known `lag` steps later; from the first bad value on they are NaN."""
+    """Return the answer of a loop whose losses arrive every `lag` steps, and are NaN from the first bad value on."""
     loop, broken = Loop(), False
     for place, batch in enumerate(batches):
         broken = broken or not bool(batch[0].isfinite().all())
@@ -132,7 +132,7 @@ def test_nan_that_marks_missing_values_is_not_blamed() -> None:
 
 
 def test_a_bad_loss_that_broke_nothing_is_not_blamed_for_weights_that_break_later() -> None:
-    """As of a step that a GradScaler withheld."""
+    """A step that a GradScaler withheld has such a loss."""
     loop = Loop()
     for seq in range(6):
         loop.step(bad() if seq == 2 else healthy(), loss=math.nan if seq == 2 else 1.0)

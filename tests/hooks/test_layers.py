@@ -94,7 +94,7 @@ class Placement:
 
 
 def spread(shape: tuple[int, ...], part: torch.Tensor, dim: int | None) -> Any:
-    """A parameter as FSDP2 leaves it, with nothing behind it: any operation on the whole would show."""
+    """Return a parameter as FSDP2 leaves it, without memory for the whole: any operation on that would fail."""
     parameter: Any = nn.Parameter(torch.empty(shape, device="meta"))
     parameter._local_tensor = part
     parameter.device_mesh, parameter.placements = Mesh(), (Placement(dim),)

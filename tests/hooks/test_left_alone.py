@@ -1,4 +1,4 @@
-"""What must be unchanged by Sentinel: variables, generators, parameters, batches, copies; and weights to the bit."""
+"""What Sentinel must not change: variables, generators, parameters, batches, copies; and weights to the bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.hooks.loops import fit, sgd
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_of_what_holds_a_monitor(copied: Callable[[Any], Any], daemon: FakeDaemon) -> None:
-    """A trainer's, say, with its loader. It watches nothing."""
+    """A copy, as of a trainer with its monitor and loader, watches nothing."""
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer, run="the run") as monitor:
@@ -51,7 +51,7 @@ def test_the_users_locals_stay_his() -> None:
 
 
 def test_the_variables_of_a_function_are_let_go_of() -> None:
-    """Before Python 3.13 the frame's dictionary would else hold them."""
+    """Before Python 3.13 the frame's dictionary would hold them otherwise."""
 
     class Big:
         pass
@@ -83,7 +83,7 @@ def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon)
 
 
 def test_a_batch_that_is_run_again_leaves_the_generator_as_it_was(daemon: FakeDaemon) -> None:
-    """Also where a buffer cannot be written to."""
+    """This also holds where a buffer cannot be written to."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -130,7 +130,7 @@ Body = Callable[[int, torch.Tensor], None]
 
 
 def _raises_halfway() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
-    """In the forward pass, the backward pass and the step; and goes on."""
+    """Return a loop that raises in the forward pass, the backward pass and the step, and goes on."""
     net = loops.model()
     optimizer = torch.optim.Adam(net.parameters())
 
@@ -165,7 +165,7 @@ def _functional() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
 
 
 def _traced_back() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
-    """The batch of a NaN is run again; the user mends the gradients, and has drawn numbers since the forward pass."""
+    """Return a loop in which the batch of a NaN is run again, after numbers were drawn; it mends the gradients."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(net.parameters())
 
@@ -181,7 +181,7 @@ def _traced_back() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
 
 
 def _odd_parameters() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
-    """Complex, empty, in one storage, and without a gradient now and then."""
+    """Return a loop whose parameters are complex, empty, in one storage, or now and then without a gradient."""
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
     net[1].weight.data = net[0].weight.data
     net.complex, net.empty = nn.Parameter(torch.randn(3, dtype=torch.cfloat)), nn.Parameter(torch.zeros(0))

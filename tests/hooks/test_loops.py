@@ -28,7 +28,7 @@ from tests.hooks.sessions import find_heartbeat_writer
 STEPS = 6
 Attach = Callable[..., object]
 Losses = dict[int, list[float]]
-"""By stream, one a step."""
+"""Stream -> the loss of each of its steps."""
 
 
 def adamw(*parameters: torch.Tensor, **options: Any) -> torch.optim.Optimizer:
@@ -114,7 +114,7 @@ def gan_one_scaler(attach: Attach) -> tuple[nn.Module, Losses]:
 
 
 def lbfgs(attach: Attach) -> tuple[nn.Module, Losses]:
-    """Its closure runs several times a step."""
+    """Train with LBFGS, whose closure runs several times a step."""
     net = model()
     optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
     attach(net, optimizer)
@@ -195,7 +195,7 @@ def data_parallel(attach: Attach) -> tuple[nn.Module, Losses]:
 
 
 def ema(attach: Attach) -> tuple[nn.Module, Losses]:
-    """An average by deepcopy, and one that is swapped in for an evaluation between two steps."""
+    """Keep two averages: torch's, and one by deepcopy that is swapped in for an evaluation between two steps."""
     net = model()
     optimizer = adamw(*net.parameters())
     attach(net, optimizer)
@@ -225,7 +225,7 @@ def ema(attach: Attach) -> tuple[nn.Module, Losses]:
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Augmented at random in the worker."""
+    """Rows that are augmented at random in the worker."""
 
     def __len__(self) -> int:
         return 8 * STEPS
@@ -249,14 +249,14 @@ def forked_workers(attach: Attach) -> tuple[nn.Module, Losses]:
 
 
 def lora(attach: Attach) -> tuple[nn.Module, Losses]:
-    """PEFT's: the base is frozen, the adapters are in the optimizer."""
+    """Train with PEFT's LoRA: the base is frozen, the adapters are in the optimizer."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     net = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0", "3"]), model())
     return net, plain(net, adamw(*(p for p in net.parameters() if p.requires_grad)), attach)
 
 
 def in_backward(attach: Attach) -> tuple[nn.Module, Losses]:
-    """One optimizer for each parameter, which steps and lets go of the gradient as soon as that is there."""
+    """Train with an optimizer for each parameter, which steps and clears the gradient as soon as that is there."""
     net = model()
     net[2].bias.requires_grad_(False)
     optimizers = {p: adamw(p) for p in net.parameters() if p.requires_grad}
@@ -272,7 +272,7 @@ def in_backward(attach: Attach) -> tuple[nn.Module, Losses]:
         loss = loss_of(net, batch)
         loss.backward()
         losses.append(loss.item())
-    for handle in handles:  # what hangs on a tensor the collector cannot see
+    for handle in handles:  # the garbage collector cannot see what hangs on a tensor
         handle.remove()
     return net, {0: losses}
 
@@ -293,7 +293,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # peft's own, and of forks in a process with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of peft, and of forks in a process with threads
 def test_signals_are_right_and_weights_the_same_to_the_bit(
     name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,7 +358,7 @@ def test_optimizers_in_the_backward_pass_are_not_kept_alive(daemon: FakeDaemon) 
 def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU: that the stream is capturing is pretended."""
+    """There is no GPU: the stream's capture is simulated."""
     net = model()
     optimizer = adamw(*net.parameters())
     with sentinel.attach(net, optimizer) as monitor:

@@ -400,7 +400,7 @@ def test_detach_takes_everything_away(daemon: FakeDaemon) -> None:
 
 
 def test_another_patcher_that_came_after(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours cannot be taken from under theirs: it stays, does nothing, and a later attach does not count twice."""
+    """Our patch cannot be removed from under another: it stays, does nothing, and a later attach counts once."""
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
     inner, calls = torch.autograd.backward, []
@@ -425,7 +425,7 @@ def test_another_patcher_that_came_after(daemon: FakeDaemon, monkeypatch: pytest
 def test_wherever_another_patcher_came_after(
     owner: Any, name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Theirs stays, the rest is taken away, and what of ours is left under theirs tells nobody."""
+    """The other patch stays, the rest is removed, and what of ours is left under it reports nothing."""
     before = {place: getattr(*place) for place in PLACES}
     watched = loop(clip=1.0, scaler=GradScaler("cpu", 64.0))
     monitor = sentinel.attach(watched.net, watched.optimizer)

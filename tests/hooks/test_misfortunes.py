@@ -144,7 +144,7 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
 
 @pytest.mark.faults
 def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that becomes a daemon itself. What can be closed still is: the signal's handler first of all."""
+    """A program does that to become a daemon itself. What can still be closed is: the signal's handler above all."""
 
     def closed(_: object) -> None:
         raise OSError("Bad file descriptor")
@@ -192,7 +192,7 @@ MESSAGES = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], messages: list[wire.ToRank]) -> None:
-    """Steps, snapshots, ids that there are not, and numbers without sense: the loop goes on, with finite weights."""
+    """With steps, snapshots and ids that do not exist, and senseless numbers, the loop goes on with finite weights."""
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))

@@ -22,7 +22,7 @@ from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
 from tests.hooks.sessions import list_sessions
 
-# What the hello has of the user's.
+# What the hello takes from the user.
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_hyperparameters_that_no_message_can_hold(option: dict[str, Any], shown:
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_an_optimizer_without_a_learning_rate(missing: bool, daemon: FakeDaemon) -> None:
-    """Some Adafactors have None there and find their own."""
+    """Some Adafactors have None as their rate, and find their own."""
 
     class Own(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
@@ -192,7 +192,7 @@ def test_hooks_go_after_a_step_that_raised(daemon: FakeDaemon) -> None:
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_detaching_from_a_hook_of_the_users_own(when: str, daemon: FakeDaemon) -> None:
-    """torch iterates over the hooks then, ours among them."""
+    """torch is iterating over the hooks then, ours among them."""
     net = loops.model()
     optimizer = sgd(net)
     monitors: list[sentinel.Monitor] = []
@@ -210,7 +210,7 @@ def test_detaching_from_a_hook_of_the_users_own(when: str, daemon: FakeDaemon) -
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_parameters_that_are_on_the_meta_device(frozen: bool, daemon: FakeDaemon) -> None:
-    """The stages of other ranks, of a model that is made whole on each."""
+    """They are the stages of other ranks, where each rank makes the whole model."""
     net = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(6, 1)).requires_grad_(not frozen)
     net[1].requires_grad_()
     optimizer = sgd(net)
@@ -238,7 +238,7 @@ def test_a_backward_pass_from_a_complex_number_has_no_loss(several: bool, daemon
 
 
 def test_a_batch_that_was_made_in_inference_mode_is_not_held(daemon: FakeDaemon, swallowed: list[str]) -> None:
-    """Nobody counts the writes into it, so that nothing could be said of it; the next batch is held again."""
+    """torch does not count the writes into it, so that nothing could be said of it; the next batch is held again."""
 
     class Shift(nn.Module):
         def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_a_batch_that_was_made_in_inference_mode_is_not_held(daemon: FakeDaemon,
 
 
 def test_a_loop_in_a_module_of_no_name(daemon: FakeDaemon) -> None:
-    """What is run by `exec` has the globals that it is given."""
+    """Code that `exec` runs has the globals that it is given."""
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):
@@ -314,7 +314,7 @@ def test_a_property_that_is_not_ready(daemon: FakeDaemon) -> None:
 
 
 def test_the_loss_under_fsdps_scaler(daemon: FakeDaemon) -> None:
-    """Its `scale` is one of its own."""
+    """FSDP's scaler has a `scale` method of its own."""
     net = loops.model()
     optimizer = sgd(net)
     scaler = ShardedGradScaler("cpu", process_group=None)
@@ -355,7 +355,7 @@ def test_a_step_of_the_scalers_that_raised_leaves_no_scale(daemon: FakeDaemon) -
 
 
 def test_one_optimizer_of_two_is_scaled(daemon: FakeDaemon) -> None:
-    """What the other one's gradients are clipped to is what it says."""
+    """The norms of the other one's gradients are those that its clipping returned, and not scaled."""
     one, other = loops.model(0), loops.model(1)
     optimizers = [sgd(one), sgd(other)]
     scaler = torch.amp.GradScaler("cpu", 1024.0)
@@ -448,7 +448,7 @@ def test_a_gradient_that_holds_other_tensors_is_left_out(daemon: FakeDaemon) -> 
 
 @pytest.fixture
 def elsewhere() -> Iterator[None]:
-    """Scripts set these to `cuda` and bfloat16."""
+    """Change the default device and type, which scripts set to `cuda` and bfloat16."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     yield

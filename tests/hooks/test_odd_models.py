@@ -32,7 +32,7 @@ from tests.hooks.loops import fit, loss_of, sgd
 
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is sampled at every step."""
+    """Sample all tiers at every step."""
     monkeypatch.setattr(governor, "FIRST", dict.fromkeys(governor.FIRST, 1))
 
 
@@ -102,7 +102,7 @@ def test_a_batch_that_is_nested(daemon: FakeDaemon, swallowed: list[str]) -> Non
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_gradients_that_have_graphs_hold_none_of_them() -> None:
-    """A graph leads back to the hook of the output that holds the gradient, and nobody would find that circle."""
+    """A graph leads back to the hook of the output that holds the gradient: a cycle that would never be freed."""
     net = loops.model()
     batch = torch.ones(2, 6)
     kept = keep((batch,), {})
@@ -115,7 +115,7 @@ def test_gradients_that_have_graphs_hold_none_of_them() -> None:
 
 
 class Drawing(nn.Module):
-    """Has generators of its own."""
+    """A model with random generators of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Drawing(nn.Module):
 
 
 def test_generators_of_the_models_own_are_put_back(daemon: FakeDaemon) -> None:
-    """A batch that is run once more draws nothing."""
+    """A batch that is run again leaves the generators as they were."""
     weights = []
     for watched in (False, True):
         torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_groups_that_are_added_count_in_the_norm_at_once(daemon: FakeDaemon, mon
 
 
 def test_a_gradient_that_ranks_have_yet_to_add_up_is_left_out() -> None:
-    """As under tensor parallelism with `SequenceParallel`. Its local part is no norm, and adding up is a collective."""
+    """`SequenceParallel` of tensor parallelism leaves such: a part has no norm, and adding up is a collective."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -204,7 +204,7 @@ def test_a_model_of_fsdp1_is_not_rolled_back() -> None:
 def test_the_ddp_around_a_model_that_is_wrapped_itself(
     wrap: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `attach(model.module)` has it: without that, nothing sees replicas that drift apart."""
+    """It is found from `attach(model.module)` too: without it, nothing sees replicas that drift apart."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         around = nn.parallel.DistributedDataParallel(wrap(loops.model()))
@@ -257,7 +257,7 @@ def test_a_watched_model_and_its_copy_can_be_scripted(daemon: FakeDaemon) -> Non
 
 
 class Sharpness(torch.optim.Optimizer):
-    """As the common implementation of SAM has it: nobody calls its own `step`."""
+    """An optimizer as in the common implementation of SAM: its own `step` is never called."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})

@@ -47,7 +47,7 @@ def shown(found: Statistics) -> dict[str, list[float]]:
 
 
 def exact(tensor: torch.Tensor) -> dict[str, float]:
-    """What must come out for one tensor, by the definitions and in double."""
+    """Return what must come out for one tensor, by the definitions and in double precision."""
     wide = tensor.detach().double().flatten()
     magnitudes = wide.abs()
     finite = magnitudes[(magnitudes > 0) & magnitudes.isfinite()]
@@ -77,13 +77,13 @@ def check(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Non
 
 
 def read(tensors: list[Any]) -> list[int]:
-    """Which of these the kernel leaves."""
+    """Return the places of the tensors that the kernel does not read."""
     return kernels.onepass.measure(kernels.EXCHANGE, tensors, 1.0, bytearray(ROWS * 4 * len(tensors)), False)[1]
 
 
 @st.composite
 def gradients(draw: st.DrawFn) -> torch.Tensor:
-    """Some thousand elements at most, normally distributed, some of them odd; in many shapes and orders of memory."""
+    """Draw some thousand normal elements at most, some of them odd, in many shapes and orders of memory."""
     shape = draw(st.sampled_from([(), (1,), (7,), (64, 33), (3, 5, 7), (2, 3, 4, 5), (4096,), (4097,), (130, 100)]))
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
@@ -100,7 +100,7 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
 
 
 def sets_of_instructions() -> list[str]:
-    """That this processor has, the one in use last."""
+    """Return the instruction sets that this processor has, the one in use last."""
     if kernels.kernel_missing:
         return []
     there = kernels.onepass.use("plain")
@@ -110,7 +110,7 @@ def sets_of_instructions() -> list[str]:
 
 @pytest.fixture(params=sets_of_instructions())
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The kernel reads with one of them."""
+    """Make the kernel read with one instruction set."""
     kernels.onepass.use(request.param)
     yield
     kernels.onepass.use(sets_of_instructions()[-1])

@@ -31,13 +31,15 @@ pytestmark = pytest.mark.governed
 
 @pytest.fixture(autouse=True)
 def own_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other process has a turn in the times that are made up here."""
+    """No other process has the processor during the times that are made up here."""
     monkeypatch.setattr(opening, "thread_time", itertools.count(1e6, 1e6).__next__)
 
 
 def look(governor: Governor, seqs: range, *, step: float, sample: float) -> tuple[dict[int, list[int]], list[float]]:
-    """Steps of `step` seconds, of which a sample of a tier takes `sample`. Answers (the steps of each tier, seconds of
-    each step that were ours)."""
+    """Simulate steps of `step` seconds, and `sample` more for each tier that is sampled.
+
+    Returns (tier -> its sampled steps, our seconds of each step).
+    """
     taken: dict[int, list[int]] = {1: [], 2: [], 3: []}
     spent = []
     for seq in seqs:
@@ -77,7 +79,7 @@ def test_its_steps_are_marked_and_those_after_it_are_not() -> None:
 @pytest.mark.parametrize("sample", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
 def test_the_limit_wins(sample: float) -> None:
     governor = Governor(0.01, Opening())
-    look(governor, range(4), step=0.01, sample=sample)  # what it costs has to be seen
+    look(governor, range(4), step=0.01, sample=sample)  # its cost must be seen first
     _, spent = look(governor, range(4, END), step=0.01, sample=sample)
     for first in range(0, END - 4 - WINDOW):
         ours = sum(spent[first : first + WINDOW])
@@ -101,7 +103,7 @@ def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at(mon
 
 
 def list_taken(sample: float, step: Callable[[int], float]) -> list[int]:
-    """Steps that are looked at; a sample takes `sample` seconds, and step `seq` without it `step(seq)`."""
+    """Return the steps that are sampled; a sample takes `sample` seconds, and step `seq` without it `step(seq)`."""
     examination, taken = Opening(), []
     for seq in range(END):
         own = sample if examination.wants(2, seq, expected=sample) else 0.0
@@ -129,7 +131,7 @@ def test_slow_steps_that_come_regularly_give_their_time(sample: float, every: in
 
 
 def test_turns_of_the_processes_that_compile_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on it is known what of our time the thread had the processor for."""
+    """From the second step on it is known for how much of our time the thread had the processor."""
     monkeypatch.setattr(opening, "thread_time", itertools.count(60.0, 0.02).__next__)
     examination = Opening()
     examination.record_first_step(0.01)
@@ -138,7 +140,7 @@ def test_turns_of_the_processes_that_compile_are_not_ours(monkeypatch: pytest.Mo
 
 
 def test_another_thread_that_trains_gives_no_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its clock begins at 0: what the examination may spend in all stays the same."""
+    """The other thread's clock begins at 0: what the examination may spend in all stays the same."""
     monkeypatch.setattr(opening, "thread_time", iter([60.0, 1.0]).__next__)
     examination = Opening()
     for seq in (1, 2):
@@ -147,7 +149,7 @@ def test_another_thread_that_trains_gives_no_time_back(monkeypatch: pytest.Monke
 
 
 def test_samples_that_grow_count_as_what_they_are() -> None:
-    """As where an optimizer begins with a part of the model, or gradients come late."""
+    """Samples grow where an optimizer begins with a part of the model, or gradients come late."""
     examination, spent = Opening(), 0.0
     for seq in range(STEPS):
         own = 0.0

@@ -90,7 +90,7 @@ def test_the_figures_of_a_recorded_message_of_cuda() -> None:
 
 
 def test_a_share_of_the_card_is_a_limit_too() -> None:
-    """As after torch.cuda.set_per_process_memory_fraction."""
+    """torch.cuda.set_per_process_memory_fraction sets such a limit."""
     said = RECORDED.replace("Of the allocated memory", "2.00 GiB allowed; Of the allocated memory")
     assert oom_report._on_device(said)["limit"] == 2 * 1024**3
 

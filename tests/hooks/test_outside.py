@@ -18,7 +18,7 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 
 @pytest.fixture(autouse=True)
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tier 3 is taken at every step."""
+    """Sample all tiers, thus tier 3, at every step."""
     monkeypatch.setattr(governor, "FIRST", dict.fromkeys(governor.FIRST, 1))
 
 

@@ -12,7 +12,7 @@ from tests.hooks.conftest import FakeDaemon
 
 
 class Small:
-    """Of the bench's loops as much as its switch knows."""
+    """The part of the bench's loops that its switch uses."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(4, 1)

@@ -35,7 +35,7 @@ def due(governor: Governor, tier: int, seqs: range) -> list[int]:
 def loop(
     governor: Governor, seqs: range, *, step: float, tiers: dict[int, float], fixed: float = 0.0
 ) -> dict[int, int]:
-    """Steps of `step` seconds and what our samples take. Answers how many of each tier there were."""
+    """Simulate steps of `step` seconds and what our samples take; return the number of samples of each tier."""
     taken = dict.fromkeys(tiers, 0)
     for seq in seqs:
         own = fixed
@@ -49,7 +49,7 @@ def loop(
 
 
 def sender(governor: Governor, share: float, seconds: int = 10) -> None:
-    """The sender's thread runs for so many seconds, and uses this share of them."""
+    """Let the sender's thread run for some seconds, and use `share` of them."""
     for second in range(seconds):
         governor.record_sender_time(second * share, float(second))
 
@@ -139,7 +139,7 @@ def test_the_senders_start_is_forgotten() -> None:
 
 
 def test_the_first_sample_is_forgotten() -> None:
-    """It pays for lazy imports and cold caches."""
+    """The first sample pays for lazy imports and cold caches."""
     governor = Governor(0.01)
     loop(governor, range(1), step=1.0, tiers={1: 5.0, 2: 5.0})
     loop(governor, range(1, DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.001})
@@ -287,7 +287,7 @@ def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
 
 @pytest.mark.parametrize(("whole", "apart"), [(3e-5, 16), (3e-4, 32)])
 def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole: float, apart: int) -> None:
-    """`whole`: seconds of such a step without its samples, where one on the fast path takes 30 us."""
+    """`whole`: our seconds of a step off the fast path, without its samples; a step on it takes 30 us."""
     governor = Governor(0.02, norm_first=True)
     for seq in range(0, 800, 8):
         governor.account(7, 7 * 0.003, 7 * 3e-5)
@@ -298,7 +298,7 @@ def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole
 
 
 def test_what_the_daemon_says_is_bounded() -> None:
-    """A mistake of its must not make a run slow for good, nor sample at every step for nothing."""
+    """A mistake of the daemon must neither make a run slow for good nor sample at every step for nothing."""
     governor = Governor(0.01)
     governor.attend(0, 10**18)
     assert governor._attend_until < LONGEST_ATTENTION
@@ -311,7 +311,7 @@ def test_what_the_daemon_says_is_bounded() -> None:
     ("step", "sample", "apart"),
     [
         (0.001, 5e-4, RARE_STEPS),  # 0.05 % of the loop at 1,024 steps
-        (0.001, 1e-2, 2048),  # where 1,024 are too dear: 0.5 % at most
+        (0.001, 1e-2, 2048),  # where 1,024 are too costly: 0.5 % at most
         (0.001, 1.0, RARE[-1]),
         (0.1, 1e-2, 256),
         (2.0, 1e-2, 16),  # 32 s apart

@@ -75,7 +75,7 @@ def test_gradients_that_are_0_have_nothing_to_be_cleared(daemon: FakeDaemon) -> 
 
 
 def test_the_pass_of_another_model_is_no_sign(daemon: FakeDaemon) -> None:
-    """As in a GAN: each optimizer clears before its own passes, and the other one's pass goes through both."""
+    """In a GAN each optimizer clears before its own passes, and the other one's pass goes through both."""
     first, second = nn.Linear(6, 6), nn.Linear(6, 1)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (first, second)]
     with sentinel.attach([first, second], optimizers):
@@ -261,7 +261,7 @@ def sharded(mesh: Any, reduce_dtype: torch.dtype | None) -> tuple[Any, torch.opt
 
 
 def gradients(net: Any, optimizer: torch.optim.Optimizer, reduced: str) -> list[torch.Tensor]:
-    """Of a step of 16 passes, which ranks reduce after each or after the last."""
+    """Return the gradients of a step of 16 passes, which ranks reduce after each or after the last."""
     for i, batch in enumerate(batches(16)):
         net.set_requires_gradient_sync(reduced == "each" or i == 15)
         loss_of(net, batch).backward()

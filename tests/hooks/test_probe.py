@@ -28,7 +28,7 @@ class Sparsity(Probe):
 
 
 class Weights(Probe):
-    """Says whether a sum of weights would hold on to autograd's graph."""
+    """Reports whether a sum of weights would keep autograd's graph."""
 
     signals: ClassVar[Any] = {"recorded_before": "rank", "recorded_after": "rank"}
 

@@ -1,4 +1,4 @@
-"""Where the first non-finite value came from, and that the run is the same with and without the question."""
+"""Where the first non-finite value came from; looking for it leaves the run as it would be without."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.hooks.sessions import find_session
 
 CASES = list(cases())
 COMPILED = [case for case in CASES if case.model.checkpointed is None][::4]
-"""Dynamo's `eager` backend cannot run a batch norm in a checkpoint backward."""
+"""Cases without checkpoints: Dynamo's `eager` backend cannot run a batch norm in a checkpoint's backward pass."""
 
 
 def provenance(case: Case, model: Any = None) -> Provenance:
-    """Of one step of a loop, which asks after its backward pass."""
+    """Return the origin for one step of a loop, which asks after its backward pass."""
     model = case.model if model is None else model
     torch.manual_seed(5)
     kept = keep((case.batch,), {})
@@ -224,7 +224,7 @@ class Loop:
                 self._clipped()
 
     def _clipped(self) -> None:
-        """As some loops do: what is not finite is set to 0, when the optimizer has seen it."""
+        """Set what is not finite to 0 after the optimizer has seen it, as some loops do."""
         for parameter in self.net.parameters():
             assert parameter.grad is not None
         self.optimizer.step()
@@ -274,7 +274,7 @@ def test_a_withheld_step_is_looked_into_when_asked(daemon: FakeDaemon) -> None:
 
 
 def test_what_a_device_holds_is_waited_for_once_when_asked() -> None:
-    """A tensor stands in for a loss that is on a device: it is not asked unless the daemon is."""
+    """A tensor stands in for a loss on a device, which is not read unless the daemon asks."""
     sent: list[wire.Message] = []
     net = Net(nn.GELU())
     slot = CallSlot(net)

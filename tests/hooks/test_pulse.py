@@ -21,24 +21,24 @@ from tests.hooks.sessions import find_heartbeat_writer, find_session
 
 
 def caught() -> bool:
-    """Whether this process handles the signal, be it in C."""
+    """Whether this process handles the signal, in Python or in C."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
 
 
 def files_in_memory() -> list[str]:
-    """Of ours, that are open."""
+    """Return the names of our open files in memory."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found.append(os.readlink(entry))
-        except OSError:  # that of this listing itself
+        except OSError:  # the descriptor of this listing itself
             continue
     return sorted(name.split()[0].removeprefix("/memfd:") for name in found if name.startswith("/memfd:sentinel"))
 
 
 _trains: list[object] = []
-"""What was trained last: the run ends by itself, within half a second, once nobody has it any more."""
+"""What was trained last: without a reference to it the run would end by itself within half a second."""
 
 
 def trained(monitor_of: FakeDaemon, steps: int = 5) -> sentinel.Monitor:
@@ -161,7 +161,7 @@ def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon)
 
 
 def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon: FakeDaemon) -> None:
-    """At its end an interpreter waits for the timer's thread, which a fork leaves behind."""
+    """At its end an interpreter waits for the timer's thread, which a forked child does not have."""
     monitor = trained(daemon)
     heartbeat_writer = find_heartbeat_writer(monitor)
     heartbeat_writer.stacks.wind()

@@ -63,8 +63,8 @@ sys.modules["the_users_own"] = types.ModuleType("the_users_own")
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_is_watched_and_none_the_wiser(daemon: FakeDaemon, tmp_path: Path) -> None:
-    """Same weights, same exit code; the user's own sitecustomize runs; loader workers (spawned processes) and
-    other processes are no runs, and load neither torch nor Sentinel."""
+    """Its weights and exit code are the same, and the user's own sitecustomize runs; loader workers (spawned processes)
+    and other processes are no runs, and load neither torch nor Sentinel."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "sitecustomize.py").write_text(OWN)
     command = [sys.executable, str(tmp_path / "train.py")]
@@ -113,11 +113,11 @@ while "SIGINT" not in got:
 
 
 def test_signals_pass_through_once() -> None:
-    """Slurm signals the process that it started; a terminal signals all of the foreground's."""
+    """Slurm signals the process that it started; a terminal signals all processes in its foreground."""
     command = [*RUN, "--", sys.executable, "-c", LISTENING]
 
     def heed_interrupts() -> None:
-        """Also where the tests run in the background of a shell, which ignores SIGINT for them."""
+        """Handle SIGINT by default, though a shell that runs the tests in its background ignores it for them."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(

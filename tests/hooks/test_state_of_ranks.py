@@ -29,7 +29,7 @@ COLLECTIVES: dict[str, Callable[[], object]] = {
 
 @pytest.fixture
 def count_collectives() -> Iterator[Callable[[], int]]:
-    """How many a group of one rank has issued, by the number that it gives to each."""
+    """The number of collectives that a group of one rank has issued, by the number that it gives to each."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group: Any = dist.group.WORLD
     yield group._get_sequence_number_for_group
@@ -58,7 +58,7 @@ class GatheringSGD(torch.optim.SGD):
 
 
 class GatheringAverage:
-    """Of the user's own, as `Rollback(state=)` takes it."""
+    """An object of the user's with state, as `Rollback(state=)` takes it."""
 
     def __init__(self, gather: Callable[[], object]) -> None:
         self.gather = gather
@@ -109,7 +109,7 @@ def test_state_that_needs_a_collective_from_the_first_step_on_is_refused(
 
 
 def check_named(daemon: FakeDaemon, owner: str, collective: str, shown: str) -> None:
-    """By name, in the terminal and to the daemon, whose status shows it."""
+    """Check that the state is named, in the terminal and to the daemon, whose status shows it."""
     hello = daemon.of(wire.Hello)[-1]
     assert hello.rollback is None
     (unseen,) = [text for text in hello.unseen if text.startswith("rollback (disarmed: ")]

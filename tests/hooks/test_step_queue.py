@@ -1,4 +1,4 @@
-"""The queue between the training thread and the sender's thread, without either."""
+"""The queue between the training thread and the sender's thread, without these threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_no_more_are_taken_than_one_batch_holds() -> None:
 
 
 def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first optimizer, the records of which are the oldest."""
+    """All records of the first optimizer are dropped, as the oldest."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 20)
     queue = StepQueue()
     queue.put(step(0, 1))
@@ -51,7 +51,7 @@ def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.Monkey
 
 
 def test_the_first_steps_stay_until_some_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the daemon starts: rules look back on a run's start."""
+    """They wait while the daemon starts, as rules look back on a run's start."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 20)
     monkeypatch.setattr(records, "FIRST_STEPS", 5)
     queue = StepQueue()
@@ -89,14 +89,14 @@ def test_layers_are_left_out_as_long_as_too_many_bytes_wait(monkeypatch: pytest.
 
 
 def measure_rise(records: Iterable[Record]) -> float:
-    """The largest that MemoryCreep would see, in bytes."""
+    """Return the largest rise that MemoryCreep would see, in bytes."""
     line = Steady("rise")
     held = [(record.seq, record.values.get("memory_held_bytes")) for record in records]
     return max(line.push(seq, value) or 0.0 for seq, value in held if value is not None)
 
 
 class Clock:
-    """In place of the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now = 1e9

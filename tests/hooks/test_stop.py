@@ -26,7 +26,7 @@ def loop() -> Loop:
 
 
 def agree(daemon: FakeDaemon, at: int) -> None:
-    """Have it promise to leave at the exit of step `at`, and commit."""
+    """Have the rank promise to leave at the exit of step `at`, and commit."""
     daemon.wait(lambda: daemon.of(wire.Hello))
     daemon.send(wire.Prepare(id=1, at=at, to=-1, stops=True))
     daemon.wait(lambda: daemon.of(wire.Prepared))
@@ -47,7 +47,7 @@ def test_it_leaves_at_the_step_and_the_users_function_is_called(
         for step in range(9):
             try:
                 watched.run(1)
-            except Exception:  # as a loop that skips whatever goes wrong in a batch
+            except Exception:  # as in a loop that skips whatever fails in a batch
                 called.append(step)
 
     with (
@@ -118,11 +118,11 @@ def test_a_run_that_is_detached_does_not_leave(daemon: FakeDaemon) -> None:
     watched.run(9)
     assert daemon.ended().reason == "detach"
     assert called == []
-    monitor.on_stop(called.append)  # and nothing is wrong with saying so afterwards
+    monitor.on_stop(called.append)  # and a call afterwards is no error
 
 
 def test_what_was_agreed_outlives_the_daemon(daemon: FakeDaemon) -> None:
-    """It has committed, and all ranks know."""
+    """The daemon has committed, and all ranks know."""
     watched = loop()
 
     def train() -> None:
@@ -216,7 +216,7 @@ def test_a_limit_that_is_none_is_refused(seconds: Any, daemon: FakeDaemon) -> No
 def test_alerts_are_named_to_the_daemon_and_one_that_does_not_know_them_is_told_of(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    daemon.answer = lambda _: wire.frame(wire.Welcome(version="0.1"))  # it passes over what it does not know
+    daemon.answer = lambda _: wire.frame(wire.Welcome(version="0.1"))  # it ignores what it does not know
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer, stop_on=["NonFiniteLoss"]):
         assert daemon_hello(daemon).stop_on == ("NonFiniteLoss",)

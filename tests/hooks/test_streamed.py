@@ -190,7 +190,7 @@ def test_a_norm_that_is_not_the_total_is_not_taken_for_it(clipping: str, daemon:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scaled_run_is_streamed_unscaled(fused: bool, unscale: bool, daemon: FakeDaemon) -> None:
-    """Loss and gradients are those of the run without a scaler, whoever divides by the scale, and when."""
+    """Loss and gradients are those of the run without a scaler, whatever divides by the scale, and when."""
     plain, norms = model(), []
     losses = Loop(plain, adamw(plain), half=True).run(6, lambda _: norms.append(norm(plain)))
     net = model()
@@ -219,7 +219,7 @@ def test_steps_that_the_scaler_withholds(fused: bool, unscale: bool, daemon: Fak
     assert daemon.seqs() == list(range(8))
     assert daemon.series("step_skipped") == {seq: float(seq in (1, 4, 5)) for seq in range(8)}
     assert daemon.series("loss_scale") == dict(enumerate([256.0, 256.0, 128.0, 128.0, 128.0, 64.0, 32.0, 32.0]))
-    # Withheld steps are looked at whole: which layer overflowed is what one wants to know.
+    # Withheld steps are examined in full, to see which layer overflowed.
     nonfinite = daemon.layers("layer_nonfinite")
     for seq in (1, 4, 5):
         assert nonfinite[seq]["0.weight"] == 6  # one row of six was made infinite
@@ -244,7 +244,7 @@ def test_a_scaled_loss_that_is_divided_afterwards(daemon: FakeDaemon) -> None:
 
 
 def test_clipping_gradients_that_are_still_scaled(daemon: FakeDaemon) -> None:
-    """A fault of the loop, and no reason to report a norm that is 1024 times too high."""
+    """This is a fault of the loop, but no reason to report a norm that is 1024 times too high."""
     net, scaler = model(), GradScaler("cpu", 1024.0)
     optimizer, norms = adamw(net), []
     with sentinel.attach(net, optimizer):

@@ -18,7 +18,7 @@ from tests.hooks.sessions import find_session, list_sessions
 
 
 def test_an_optimizer_that_takes_the_place_of_one_that_is_held_is_watched(daemon: FakeDaemon) -> None:
-    """Its scheduler holds the first one: fine-tuning in two phases looks like this."""
+    """A scheduler holds the first optimizer: fine-tuning in two phases looks like this."""
     net = loops.model()
     first = sgd(net)
     scheduler = torch.optim.lr_scheduler.StepLR(first, 10)
@@ -58,7 +58,7 @@ def test_an_optimizer_with_an_attach_of_its_own_is_watched_once(daemon: FakeDaem
 
 
 def test_optimizers_that_take_turns_keep_their_watch(daemon: FakeDaemon) -> None:
-    """Accumulated passes, and a second optimizer of the same parameters in between: ours steps, too."""
+    """Passes accumulate, and another optimizer of the same parameters steps in between, but ours steps too."""
     net = loops.model()
     ours, other = sgd(net), sgd(net)
     monitor = sentinel.attach(net, ours)

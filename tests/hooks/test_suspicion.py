@@ -1,4 +1,4 @@
-"""The check on the training thread for loss outliers: which losses are, and which are not."""
+"""The check on the training thread for loss outliers: which losses are outliers, and which are not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_new_level_is_odd_for_a_while_and_then_usual() -> None:
 
 
 def late(transfers: Transfers, **values: float) -> Record:
-    """A step whose values were on a device, and have not come yet."""
+    """Return a step whose values are on a device and have not arrived yet."""
     record = Record(0, 0, 0.0, wire.LayerTable(digest="", layers=()))
     record.transfer = transfers.begin([(name, False, torch.tensor(value)) for name, value in values.items()])
     arrive(record, 0.0)
@@ -81,7 +81,7 @@ def late(transfers: Transfers, **values: float) -> Record:
 
 
 def arrive(record: Record, word: float = 1.0) -> None:
-    """The word is there that is copied after the values; 0: it is not."""
+    """Set the word that is copied after the values: 1, it has arrived; 0, it has not."""
     assert record.transfer is not None
     record.transfer._buffer[0] = word
 
@@ -150,7 +150,7 @@ def test_norms_that_leap_all_the_time_are_not_followed_up_for_ever() -> None:
 
 
 def test_attention_is_measured_in_steps_of_the_first_optimizer() -> None:
-    """A critic makes five steps in one of the generator's; what is odd in it concerns the step at hand."""
+    """A critic makes five steps for one of the generator's; its outlier concerns the generator's present step."""
     governor = Governor(0.02)
     critic = LossOutlierResponse(governor, weakref.WeakMethod(governor.clear_orders), first=False)
     governor.spacing.update({1: 1000, 2: 1000})

@@ -153,7 +153,7 @@ print(registry._sessions[0].restorer.held)
     ids=["a start", "snapshots"],
 )
 def test_no_memory_for_a_new_thread(script: str, last: str) -> None:
-    """Under `ulimit -v` Python may fail to run the first line of a thread, and Thread.start() waits for it for ever."""
+    """Under `ulimit -v` Python may fail to run a thread's first line, for which Thread.start() waits without end."""
     done = subprocess.run([sys.executable, "-c", PRELUDE + script], capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     assert last in done.stdout

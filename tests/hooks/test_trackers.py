@@ -1,4 +1,4 @@
-"""Marks on their way into a tracker: which, when, how many; neither the loop nor its end waits for one.
+"""Marks on their way into a tracker: which, when, how many; neither the loop nor its end waits for a tracker.
 
 What real trackers keep is tested in `tests/integrations/test_trackers.py`. Here Trackio is replaced.
 """
@@ -72,7 +72,7 @@ def switch_on(daemon: FakeDaemon, *names: str) -> None:
 
 
 def watched(daemon: FakeDaemon, alerts: list[dict[str, Any]], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Train, and get these alerts in the middle."""
+    """Train, and receive these alerts in the middle."""
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     got = threading.Semaphore(0)
@@ -117,7 +117,7 @@ def test_a_tracker_of_another_version_is_passed_over(daemon: FakeDaemon, run: Fa
 
 
 def test_only_one_write_a_second(daemon: FakeDaemon, run: FakeRun) -> None:
-    """The second mark waits, though the first is there."""
+    """The second mark waits although the first one is written."""
     switch_on(daemon, "trackio")
     watched(daemon, [ALERT, {**ALERT, "alert": "GradientSpike"}], lambda: run.entered.wait(WAIT))
     first, *_, last = run.times
@@ -127,7 +127,7 @@ def test_only_one_write_a_second(daemon: FakeDaemon, run: FakeRun) -> None:
 def test_nobody_waits_for_a_tracker_that_stands_still(
     daemon: FakeDaemon, run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What waits for it is bounded; what was dropped is counted and said, once at first and once at the end."""
+    """The marks that wait are bounded; dropped ones are counted and reported, once at first and once at the end."""
     monkeypatch.setattr(tracker_threads, "END_SECONDS", 0.1)
     switch_on(daemon, "trackio")
     run.release.clear()
@@ -156,7 +156,7 @@ def test_what_a_tracker_raises_is_counted_and_its_text_is_not_shown(
 def test_a_script_without_a_run_there_hears_what_was_not_marked(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of them, where none is imported."""
+    """All trackers are reported, as none is imported."""
     switch_on(daemon, *KINDS)
     watched(daemon, [ALERT])
     said = capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_a_script_without_a_run_there_hears_what_was_not_marked(
 def test_under_a_supervisor_the_first_rank_asks_for_what_its_run_came_to(
     daemon: FakeDaemon, run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line at the end is the supervisor's; the trackers' summary is not."""
+    """The supervisor prints the line at the end; the trackers' summary comes from the rank."""
     monkeypatch.setenv("SENTINEL_SUPERVISOR", "mark")
     switch_on(daemon, "trackio")
     watched(daemon, [ALERT], lambda: daemon.wait(lambda: len(daemon.of(wire.Hello)) == 2))

@@ -17,7 +17,7 @@ STEPS = 8
 
 @pytest.fixture
 def daemons(private_places: Path) -> Iterator[list[FakeDaemon]]:
-    """One for each run."""
+    """Two fake daemons, one for each run."""
     made = [FakeDaemon(private_places / f"{name}.sock") for name in "ab"]
     yield made
     for daemon in made:

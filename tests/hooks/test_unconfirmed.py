@@ -20,7 +20,7 @@ TEXT = "x" * LETTERS
 
 
 class Reader:
-    """Takes what comes, and keeps the ids of the replies alone."""
+    """Takes all that comes, and keeps only the ids of the replies."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.ids = path, list[int]()
@@ -65,7 +65,7 @@ def flushed(connection: DaemonConnection) -> None:
 
 
 def handed_over(connection: DaemonConnection, frames: int) -> list[bytes]:
-    """Sends so many. What is returned lies between them in the heap, as a training loop's own small objects do."""
+    """Send frames, and return objects that lie between them in the heap, as a training loop's own small ones do."""
     between: list[bytes] = []
     for number in range(frames):
         connection.send(wire.Reply(id=number, ok=True, content={"text": TEXT}))

@@ -95,7 +95,7 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
     with sentinel.attach(net, loop.optimizer):
         loop.run(2)
     daemon.ended()
-    # Of DDP, of nn.DataParallel, of transformers and of frozen batch norms alone.
+    # Signals of DDP, nn.DataParallel, transformers, adapters, schedulers and frozen batch norms alone.
     wrapped = {"replica_checksum", "layer_checksum", "data_parallel_devices", "post_norm_layers", "adapter_ratio"}
     wrapped |= {"adapter_rank_used", "scheduler_first", "scheduler_steps"}
     wrapped |= {"frozen_statistics", "frozen_statistics_row"}
@@ -109,7 +109,7 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
 
 
 def test_a_weight_at_its_minimum_is_no_optimizer_without_effect(daemon: FakeDaemon) -> None:
-    """Some last digits before it an update is less than half of one, and the gradient is not 0 yet."""
+    """Close to it an update is less than half of the weight's last digit, and the gradient is not 0 yet."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     optimizer = sgd(net, 0.2)
@@ -131,7 +131,7 @@ def test_a_weight_at_its_minimum_is_no_optimizer_without_effect(daemon: FakeDaem
 
 
 def test_updates_that_are_rounded_away(daemon: FakeDaemon) -> None:
-    """bfloat16 has 8 digits: |update| < |weight| 2^-9 leaves no trace. The share of FACTS: 61.7 % measured."""
+    """bfloat16 has 8 binary digits: |update| < |weight| 2^-9 leaves no trace. A share of 61.7 % was measured."""
     torch.manual_seed(0)
     net = nn.Linear(64, 64).to(torch.bfloat16)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_withheld_step_has_no_update(daemon: FakeDaemon) -> None:
 
 
 def test_a_closure_is_measured_around_it(daemon: FakeDaemon) -> None:
-    """Lightning's optimizers, LBFGS: the backward pass runs inside the step."""
+    """With Lightning's optimizers and LBFGS the backward pass runs inside the step."""
     net, data = model(), next(batches(1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -235,7 +235,7 @@ def test_a_teacher_that_follows_is_told_from_what_the_optimizer_moves(daemon: Fa
     def follow(step: int) -> None:
         for mean, parameter in zip(net["teacher"].parameters(), net["student"].parameters(), strict=True):
             mean.data.lerp_(parameter.data, 0.1)
-        if step == 3:  # what is frozen becomes another: nothing to compare with
+        if step == 3:  # what is frozen changes: nothing to compare with
             next(net["teacher"].parameters()).requires_grad_(True)
 
     with sentinel.attach(net, loop.optimizer):
@@ -247,7 +247,7 @@ def test_a_teacher_that_follows_is_told_from_what_the_optimizer_moves(daemon: Fa
 
 
 def checksums(tensors: list[torch.Tensor], each: int = 64, turn: int = 0) -> list[int]:
-    """Of all, and of each."""
+    """Return the checksum of all tensors, and that of each."""
     sums = Sample(tensors, each, turn).checksums()
     return [int(checksum(sums)), *map(int, short(sums).tolist())]
 
@@ -268,7 +268,7 @@ def test_one_element_that_differs_is_come_by_in_turn() -> None:
     other = [one[0].clone()]
     other[0][777] += 1e-3
     turns = [turn for turn in range(0, 256 * 300, 256) if checksums(one, 64, turn) != checksums(other, 64, turn)]
-    assert 0 < len(turns) < 300 / 4  # of each 16 elements one is looked at
+    assert 0 < len(turns) < 300 / 4  # of each 16 elements one is read
     assert all(checksums(one, 2000, turn) != checksums(other, 2000, turn) for turn in turns[:3])
 
 

@@ -22,7 +22,7 @@ from sentinel.wire.heartbeat_page import Place
 
 
 class Watched:
-    """A loop's step, and looks at the thread that takes it."""
+    """Takes the steps of a loop, and looks at the thread that takes them."""
 
     def __init__(self) -> None:
         self.loop_locator = LoopLocator()
@@ -33,7 +33,7 @@ class Watched:
         self.loop_locator.note(sys._getframe(1))
 
     def look(self) -> None:
-        """From another thread, as the watchdog does."""
+        """Look from another thread, as the watchdog does."""
         ident, native, looked = threading.get_ident(), threading.get_native_id(), threading.Event()
 
         def look() -> None:
@@ -187,7 +187,7 @@ def test_a_notebook_that_is_idle_is_beyond_though_a_loop_runs_its_cells(watched:
 
 
 def test_a_prompt_that_waits_for_the_next_line_is_beyond(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ps1", "ps2"):  # it leaves them behind, and whoever has them is taken for a person's prompt
+    for name in ("ps1", "ps2"):  # the console leaves them behind, and they are taken for a person's prompt
         monkeypatch.setattr(sys, name, "", raising=False)
 
     class Prompt(code.InteractiveConsole):
@@ -277,7 +277,7 @@ def test_nobody_knows_before_the_first_step(watched: Watched) -> None:
         ("google.protobuf", Place.LOOP),
         ("concurrent.futures._base", Place.AWAITS),
         ("asyncio.runners", Place.AWAITS),
-        ("queue", Place.LOOP),  # whoever fills it may have died
+        ("queue", Place.LOOP),  # what fills it may have died
         ("torch.utils.data.dataloader", Place.LOOP),  # a loader that hangs is a hang
     ],
 )
@@ -311,7 +311,7 @@ def test_what_runs_the_loop_is_not_within_it(watched: Watched) -> None:
 def looked_at(
     watched: Watched, wait: Callable[[], object], release: Callable[[], object], times: int = 3
 ) -> set[Place]:
-    """What is seen of this thread in a loop in which it waits, by another thread that then releases it."""
+    """Return what another thread, which then releases it, sees of this thread while it waits in a loop."""
     ident, native = threading.get_ident(), threading.get_native_id()
     places: list[Place] = []
 

@@ -26,7 +26,7 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, list[float]], N
 
 @pytest.fixture(autouse=True, params=["whole steps", "fast path"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """That most steps take."""
+    """The path that most steps take."""
     if request.param == "fast path":
         monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
         monkeypatch.setattr(governor, "WHOLE", 4)
@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def trained(step: Step, daemon: FakeDaemon, steps: int = 24) -> list[float]:
-    """The losses as the loop has them, of a run that `step` was called in again and again."""
+    """Train by calling `step` again and again; return the losses as the loop has them."""
     net = model()
     optimizer, losses = sgd(net), list[float]()
     with sentinel.attach(net, optimizer):
@@ -96,7 +96,7 @@ def test_a_step_that_is_taken_again_after_an_exception(daemon: FakeDaemon) -> No
 
 
 def test_losses_of_a_loop_that_always_clears_between_its_passes_all_count(daemon: FakeDaemon) -> None:
-    """Gradients of several tasks, say, that it puts together by itself."""
+    """Such a loop may combine the gradients of several tasks by itself."""
 
     def step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, losses: list[float]) -> None:
         taken, total = [], 0.0
@@ -131,7 +131,7 @@ def test_micro_batches_count_together(daemon: FakeDaemon) -> None:
 
 
 def test_a_loss_of_another_model_is_not_this_ones(daemon: FakeDaemon) -> None:
-    """It trains in the same process, and is not watched."""
+    """The other model trains in the same process, and is not watched."""
     other = nn.Linear(6, 1)
     beside = sgd(other)
 
@@ -150,7 +150,7 @@ def test_a_loss_of_another_model_is_not_this_ones(daemon: FakeDaemon) -> None:
 
 
 def test_several_steps_from_one_forward_pass(daemon: FakeDaemon) -> None:
-    """A pass that no forward pass came before since the last step is the model's all the same."""
+    """A backward pass is the model's even if no forward pass came before it since the last step."""
 
     def step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, losses: list[float]) -> None:
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
@@ -209,7 +209,7 @@ def test_a_scaled_loss_that_is_divided_in_place(daemon: FakeDaemon) -> None:
 
 
 def test_a_forward_pass_of_another_thread_is_no_part_of_this_ones(daemon: FakeDaemon) -> None:
-    """One that evaluates while the loop trains: it begins within a pass of the loop's, and would make it shorter."""
+    """Another thread evaluates while the loop trains, begins within the loop's pass, and would make that shorter."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Waiting(nn.Module):
@@ -247,7 +247,7 @@ def test_a_forward_pass_of_another_thread_is_no_part_of_this_ones(daemon: FakeDa
 
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are looked at."""
+    """Examine every batch."""
     monkeypatch.setattr("sentinel.hooks.loop.batches.SPACING_SECONDS", 0.0)
 
 
@@ -255,7 +255,7 @@ def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_of_an_evaluation_is_not_the_next_steps(
     fetched_first: bool, averaged: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the watched model is evaluated, or an average of it."""
+    """This holds for an evaluation of the watched model, and for one of an average of it."""
     monkeypatch.setattr("sentinel.hooks.loop.batches.SPACING_SECONDS", 1e9)
     monkeypatch.setattr("sentinel.hooks.loop.batches.BURST", 0)
     net = model()
@@ -265,7 +265,7 @@ def test_a_batch_of_an_evaluation_is_not_the_next_steps(
     valid = DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=4)
 
     def evaluate(contents_of_run: BatchFingerprints) -> None:
-        contents_of_run._again_at = 0.0  # the next is looked at, and no other after it
+        contents_of_run._again_at = 0.0  # the next is examined, and no other after it
         with torch.no_grad():
             for (batch,) in valid:
                 evaluated(batch)

@@ -25,7 +25,7 @@ from tests.hooks.loops import loss_of, model
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """Draws from its generator at each sample."""
+    """A data set that draws from its generator for each sample."""
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -38,7 +38,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 class Quiet(Noisy):
-    """Has one, and draws nothing after it is made."""
+    """Has a generator, and draws nothing once it is made."""
 
     def __init__(self, generator: Any) -> None:
         super().__init__(generator)
@@ -49,7 +49,7 @@ class Quiet(Noisy):
 
 
 class Seeded(Noisy):
-    """Makes one for each sample."""
+    """Makes a generator for each sample."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.generator = numpy.random.default_rng(index)
@@ -57,7 +57,7 @@ class Seeded(Noisy):
 
 
 class SeededByHand(Noisy):
-    """Sets its state for each sample."""
+    """Seeds its generator for each sample."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.generator.manual_seed(index)
@@ -65,7 +65,7 @@ class SeededByHand(Noisy):
 
 
 class StateByHand(Noisy):
-    """Sets it where numpy's new generators have it."""
+    """Sets the state for each sample, where numpy's new generators have it."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.generator.bit_generator.state = numpy.random.PCG64(index).state
@@ -73,7 +73,7 @@ class StateByHand(Noisy):
 
 
 class SeededByOwner(Dataset[torch.Tensor]):
-    """Wraps one, which it seeds for each sample."""
+    """Wraps a data set, whose generator it seeds for each sample."""
 
     def __init__(self, dataset: Noisy) -> None:
         self.dataset = dataset
@@ -84,7 +84,7 @@ class SeededByOwner(Dataset[torch.Tensor]):
 
 
 class Reshuffled(Quiet):
-    """Draws between epochs, in the process that trains; and says in what state it is."""
+    """Draws between epochs, in the training process, and shows the state of its generator."""
 
     def reshuffle(self) -> None:
         self.shift = self.generator.normal()
@@ -111,7 +111,7 @@ class Built(Noisy):
 
 
 class Borrowed(Noisy):
-    """Draws from that of another object."""
+    """Draws from the generator of another object."""
 
     def __init__(self, generator: Any) -> None:
         super().__init__(generator)
@@ -134,7 +134,7 @@ class Shuffled(IterableDataset[int]):
 
 
 class Sharded(IterableDataset[torch.Tensor]):
-    """Each worker takes its share of that."""
+    """Each worker takes its share of the same order."""
 
     def __init__(self) -> None:
         self.dataset = Shuffled()
@@ -167,7 +167,7 @@ class Overridden(Indirect):
 
 
 class Jitter:
-    """A transform."""
+    """A transform that draws from its generator."""
 
     def __init__(self) -> None:
         self.source = torch.Generator()
@@ -188,7 +188,7 @@ class JitterModule(nn.Module):
 
 
 class Steps:
-    """Some, one after another; and an attribute that would answer to its name."""
+    """Transforms, one after another; reading an attribute by its name would run code."""
 
     def __init__(self, *transforms: object) -> None:
         self.transforms = list(transforms)
@@ -262,7 +262,7 @@ def test_a_loader_without_copies_or_with_a_function_that_may_seed_them(options: 
 
 
 class Computed(DataLoader[Any]):
-    """One whose data set is not to be had."""
+    """A loader whose data set cannot be read."""
 
     loaded = False
 
@@ -316,12 +316,12 @@ def test_a_loop_says_so_at_its_batches(daemon: FakeDaemon, given: bool) -> None:
 
 
 class Louder(Noisy):
-    """Of another name."""
+    """The same under another name."""
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_loaders_that_take_turns_are_told_of_once_each() -> None:
-    """What is told is the whole hello, with all layers."""
+    """Each report is a whole hello, with all layers."""
     batches, told = Batches(StepAccumulator()), list[tuple[list[str], int]]()
     batches.announce = lambda: told.append((batches.facts["copied_generators"], batches.facts["copying_workers"]))
     for _ in range(3):
