@@ -25,7 +25,7 @@ HEAD = "group: test\nrules:\n  - alert: Test\n"
 
 
 def fault(text: str) -> str:
-    """The error of a rule file, as a person sees it."""
+    """Return the error of a rule file, as a person sees it."""
     with pytest.raises(RuleError) as caught:
         load_rules(text, "my.yaml")
     return str(caught.value)
@@ -250,14 +250,14 @@ EXPRESSIONS = {
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_bad_expression(expression: str) -> None:
-    """On one line in double quotes, so that the place is the offset behind the quote."""
+    """The expression is on one line in double quotes, so that the place is the offset behind the quote."""
     said = fault(HEAD + f'    expr: "{expression}"\n')
     column, _, message = EXPRESSIONS[expression].partition(": ")
     assert said == f"my.yaml:4:{int(column) + 11}: {message}"
 
 
 def test_every_operator_of_pythons_is_told_by_its_sign() -> None:
-    """`>>` is no "rshift" to whoever wrote it."""
+    """The author of `>>` does not know it as "rshift"."""
     ours = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd, ast.Not}
     ours |= {ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq}
     theirs = {kind for base in (ast.operator, ast.cmpop, ast.unaryop) for kind in base.__subclasses__()}
@@ -298,14 +298,14 @@ def test_a_let_that_doubles_itself_is_refused() -> None:
 @pytest.mark.parametrize("deeper", ["-" * 45 + "{}", "{}" + " + 1" * 45, "abs(" * 45 + "{}" + ")" * 45])
 @pytest.mark.parametrize("lets", [5, 9])
 def test_lets_that_nest_too_deep_together_are_refused(deeper: str, lets: int) -> None:
-    """Where each of them is well. Python would read no source of so many parentheses, nor could we go down so far."""
+    """Each let alone is fine. Python would not read a source of so many parentheses, nor could we recurse so deep."""
     written = "".join(f"      x{i}: {deeper.format(f'x{i - 1}' if i else 'loss')!r}\n" for i in range(lets))
     text = HEAD + f"    let:\n{written}    expr: x{lets - 1} > 1\n"
     assert "nested over 150 deep, its lets with it" in fault(text)
 
 
 def test_lets_that_nest_as_deep_as_they_may_are_judged() -> None:
-    """Conditions and numbers, one in the other: what is written for Python has a pair of parentheses for each."""
+    """Conditions and numbers nest in each other; the source for Python has a pair of parentheses for each."""
     lets = {"x0": "-" * 46 + "where(loss / 2 + grad_norm, loss > 1)", "x1": "-" * 48 + "x0", "x2": "-x1"}
     written = "".join(f"      {name}: {text}\n" for name, text in lets.items())
     text = HEAD + f"    let:\n{written}    expr: {'not ' * 42}({'-' * 4}x2 / 2 < -1)\n"

@@ -24,7 +24,7 @@ WINDOWED = [name for name, function in FUNCTIONS.items() if function.state is no
 
 
 def count_lines(work: Callable[[], None]) -> int:
-    """Lines of Python that run in it."""
+    """Return the number of lines of Python that `work` runs."""
     ran = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -42,7 +42,7 @@ def count_lines(work: Callable[[], None]) -> int:
 
 
 def lines_a_sample(make: Callable[[Window], WindowState], count: int) -> float:
-    """Over as many samples as the large window has, after the window is full."""
+    """Return the lines run for a sample of a full window, over as many samples as the large window has."""
     generator = random.Random(1)
     values = [generator.random() for _ in range(2 * LARGE)]
     state = make(Window(count=count))
@@ -57,7 +57,7 @@ def lines_a_sample(make: Callable[[Window], WindowState], count: int) -> float:
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_a_hundred_times_as_long_costs_no_more(name: str) -> None:
-    """`mad` looks by halves, which is 7 times more over a hundred times as many samples, of 6 then and 13 now."""
+    """`mad` searches by halving, which takes 13 halvings instead of 6 for a hundred times as many samples."""
     make = FUNCTIONS[name].state
     assert make is not None
     assert lines_a_sample(make, LARGE) < (2.5 if name == "mad" else 1.3) * lines_a_sample(make, SMALL)
@@ -65,7 +65,7 @@ def test_a_window_a_hundred_times_as_long_costs_no_more(name: str) -> None:
 
 @pytest.mark.parametrize("layers", [50, 500])
 def test_a_layer_for_which_no_rule_holds_costs_next_to_nothing(layers: int) -> None:
-    """A fast loop of which all is sampled has 200 layers at each step: one by one they took 15 % of its time."""
+    """A fast loop that samples all has 200 layers at each step: judged one by one they took 15 % of its time."""
     entities = tuple(Entity("layer", f"l{number}") for number in range(layers))
     norms, nonfinite = array("f", [1.0] * layers), array("f", [0.0] * layers)
     table = Table(entities, {"layer_grad_norm": norms, "layer_nonfinite": nonfinite})

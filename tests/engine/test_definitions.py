@@ -1,4 +1,4 @@
-"""Functions that are defined by others: what each gives, and that a call equals its definition written out."""
+"""Functions that are defined by other ones: what each gives, and that a call equals its definition written out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AROUND = [SOURCE.gauss(0, 0.5) for _ in range(300)]
 
 
 def read_lets(lets: dict[str, str], **series: Sequence[float | None]) -> list[dict[str, float]]:
-    """What each let says after each step; a condition is counted, so that it is a number."""
+    """Return the value of each let after each step; a condition must be in count(), to be a number."""
     written = "".join(f"      {name}: '{text}'\n" for name, text in lets.items())
     text = f"group: t\nrules:\n  - alert: T\n    min_samples: 25\n    let:\n{written}    expr: loss > 1e9\n"
     evaluator, said = Evaluator(load_rules(text, "t").rules, run="t"), list[dict[str, float]]()
@@ -109,7 +109,7 @@ def test_stuck_at() -> None:
     [
         ([3.0, 3.0, 3.0], True),
         ([3.0, 1.0, 1.0], False),  # one row
-        ([1.15, 1.15, 1.15], False),  # a tenth of the progress, of which there was 3: 0.3
+        ([1.15, 1.15, 1.15], False),  # a tenth of the progress, which is 3, is 0.3
         ([1.4, 1.4, 1.4], True),
     ],
 )

@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def evaluator(*rules: str, signals: str = "") -> Evaluator:
-    """Of rules in YAML's flow style: `alert: A, expr: loss > 1`."""
+    """Return an evaluator of rules in YAML's flow style: `alert: A, expr: loss > 1`."""
     body = "\n".join(f"  - {{{rule}}}" for rule in rules)
     return Evaluator(rules_of([load_rules(f"group: t\n{signals}\nrules:\n{body}\n", "t.yaml")]), run="t")
 
@@ -33,7 +33,7 @@ def step(target: Evaluator, seq: int, values: Mapping[Entity, Mapping[str, float
 
 
 def played(target: Evaluator, losses: Iterable[float | None], start: int = 0) -> list[str]:
-    """The state after each step of a loss."""
+    """Return the rule's state after each step of a loss."""
     states = []
     for seq, loss in enumerate(losses, start):
         step(target, seq, {RUN: {} if loss is None else {"loss": loss}})
@@ -221,10 +221,10 @@ def test_baselines_freeze_while_firing_and_thaw_after_rebase() -> None:
     states = played(target, [1.0] * 10 + [9.0] * 40)
     fired = states.index("firing")
     assert fired == 11
-    assert target.status()[0].values["now"] == 9.0  # what is not over past() goes on
+    assert target.status()[0].values["now"] == 9.0  # a window that is not over past() goes on
     assert "inactive" in states[fired:]
     resolved = fired + states[fired:].index("inactive")
-    # Frozen for 20 steps; the window of 5 turns with the third sample of the new level, and had one when it froze.
+    # It is frozen for 20 steps. The median of 5 follows at the third sample of the new level; it froze with one.
     assert resolved == fired + 20 + 2
 
 
@@ -322,7 +322,7 @@ def test_where_samples_with_its_number_and_not_with_its_condition() -> None:
     assert states == ["warming"] * 8 + ["firing"]
 
 
-# Other rules.
+# Rules that are replaced.
 
 
 def test_an_unchanged_rule_keeps_what_it_has_seen_and_the_others_begin_anew() -> None:
@@ -436,7 +436,7 @@ def test_a_rule_looks_where_any_of_the_metrics_of_its_list_has_a_sample() -> Non
         )
         fired += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: values}))]
         pending += [seq] * bool(evaluator.pending)
-    assert fired == [("fired", 15)]  # looked at 0, 10 and 15
+    assert fired == [("fired", 15)]  # judged at 0, 10 and 15
     assert pending == list(range(15))
 
 

@@ -26,7 +26,7 @@ LOCALS = {"s", "v", "states", "seq", "time", "values", "fresh", "frozen"}
 
 
 def expression_is_plain(source: str) -> bool:
-    """Slots, numbers, and calls of what `operators` knows: no attribute, no text, nobody else's name."""
+    """Whether a source has only slots, numbers and calls of what `operators` knows: no attribute, text, other name."""
     nodes = list(ast.walk(ast.parse(source, mode="eval")))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]

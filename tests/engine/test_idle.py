@@ -35,7 +35,7 @@ LOADED = rules_of([load_rules(RULES, "t.yaml")])
 
 
 def sparse_run(seed: int, steps: int) -> list[Observation]:
-    """Each metric at some steps only, some never; ranks come and go; steps that have nothing at all."""
+    """Return a run with each metric at some steps or never, ranks that come and go, and steps without samples."""
     rng = random.Random(seed)
     share = {name: rng.choice([0.0, 0.1, 0.5, 1.0]) for name in ("loss", "grad_norm", "step_skipped", "loss_scale")}
 

@@ -58,7 +58,7 @@ def test_only_what_is_written_becomes_another() -> None:
     assert (new.evidence, new.layers) == (("moments",), True)
     assert new.annotations == {**old.annotations, "remedy": "wait, {extra}"}
     assert (new.file, new.line) == ("mine.yaml", 3)
-    assert new.text != old.text  # whoever kept a state of the old one must not go on with it
+    assert new.text != old.text  # a state that was kept of the old one must not be taken for this
 
     evaluator = Evaluator([new], run="x")
     transitions = [evaluator.observe(Observation(seq, 0.0, {RUN: {"reward": 2.5}})) for seq in range(6)]

@@ -58,12 +58,12 @@ LOADED = load_rules(RULES, "test.yaml").rules
 
 @pytest.fixture(autouse=True)
 def small_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints every 8 steps, so that a short run meets all that a long one would; exact over 3 of them."""
+    """Make checkpoints every 8 steps, so that a short run meets all that a long one would; exact over 3 of them."""
     monkeypatch.setattr(history, "SPACING", 8)
 
 
 def run_of(seed: int, length: int) -> list[Observation]:
-    """Noise with spikes, gaps, NaN, a sparse layer and a rank that comes and goes."""
+    """Return noise with spikes, gaps, NaN, sparse layers and ranks that come and go."""
     source, observations, level = random.Random(seed), [], 3.0
     for seq in range(length):
         level += source.choice([0, 0, 0, 0, 0, 0, 4, -2]) if seq % 5 == 0 else 0
@@ -81,7 +81,7 @@ def run_of(seed: int, length: int) -> list[Observation]:
 
 
 def told(transitions: Iterator[Transition]) -> list[tuple[object, ...]]:
-    """What matters of transitions: ids rise, and so differ."""
+    """Return transitions without the ids of incidents, which differ, as they rise."""
     return [
         (kind, incident.rule, incident.first_seq, incident.seq, incident.summary, sorted(incident.members))
         for incident, kind in transitions
@@ -118,7 +118,7 @@ def test_from_the_moment_on_at_which_it_is_told_that_one_may_come(seed: int, bef
     rewound.be_rewindable()
     for observation in observations[before:]:
         rewound.observe(observation)
-    rewound.be_rewindable()  # as every hello says: what is kept stays
+    rewound.be_rewindable()  # as at every hello: what is kept stays
     rewound.rewound(before + to - 1, before + to + lost - 1)
     firing = {incident.rule for incident in clean.incidents if incident.state == "firing"}
     settled = [row for row in clean.status() if row.rule not in firing]
@@ -179,7 +179,7 @@ def test_open_incidents_end_as_rolled_back_and_what_held_already_is_pending() ->
 
 
 def test_further_back_than_the_samples_reach_an_older_state_serves() -> None:
-    """Never a sample from after `to`: what is since the start stays, and windows are those of the checkpoint."""
+    """No sample from after `to` counts: values since the start stay, and windows are those of the checkpoint."""
     rules = load_rules(
         "{group: t, rules: [{alert: A, let: {a: first(loss), b: highest(loss), c: 'max(loss, 4)'}, expr: loss > 1e9}]}",
         "t",
@@ -218,7 +218,7 @@ def test_in_a_fast_loop_the_state_is_copied_every_four_seconds(seconds: float, g
 
 
 def test_what_no_rollback_takes_back_goes_on_firing() -> None:
-    """Slow steps are as slow after it, and memory as full: no end is told, and no new alert."""
+    """After a rollback steps are as slow and memory is as full: no end is reported, and no new alert."""
     text = """
 group: test
 rules:

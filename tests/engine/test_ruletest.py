@@ -76,7 +76,7 @@ def test_a_piece_that_is_none(written: str, column: int) -> None:
 
 
 def failures(expectation: str) -> list[str]:
-    """What a test with this expectation finds wrong."""
+    """Return what a test with this expectation finds wrong."""
     (test,) = load_tests(HEAD + expectation, "mine_test.yaml", lambda name: RULES)
     return [f"{failure.line}: {failure.message}" for failure in test.run()]
 

@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 def valid(value: Any, against: dict[str, Any]) -> bool:
-    """The keywords that the schema uses, as draft 2020-12 defines them."""
+    """Whether a value is valid by the keywords that the schema uses, as draft 2020-12 defines them."""
     kinds: dict[str, Any] = {
         "object": dict,
         "array": list,

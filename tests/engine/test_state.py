@@ -38,7 +38,7 @@ def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, b
         mine, other = first.observe(observation), second.observe(observation)
         assert told(iter(other)) == told(iter(mine))
         assert [transition.incident.id for transition in other] == [transition.incident.id for transition in mine]
-    # Incidents and what a rollback needs are part of it.
+    # The state includes incidents, and what a rollback needs.
     to = max(before + after - 1 - back, -1)
     assert told(iter(second.rewound(to, before + after))) == told(iter(first.rewound(to, before + after)))
     assert repr(second.status()) == repr(first.status())

@@ -36,7 +36,7 @@ ENTITIES = tuple(Entity("layer", name) for name in LAYERS)
 
 
 def both(seed: int, length: int) -> tuple[list[Observation], list[Observation]]:
-    """A run whose layers come in columns, and the same one by one."""
+    """Return a run whose layers come in columns, and the same run with its layers one by one."""
     rng = random.Random(seed)
     tabled, single = [], []
     for seq in range(length):
@@ -63,7 +63,7 @@ def both(seed: int, length: int) -> tuple[list[Observation], list[Observation]]:
 
 
 def judge_and_look(evaluator: Evaluator, sample: Observation) -> list[object]:
-    """What comes of a step, and at some steps where the rules stand."""
+    """Judge a step; return its transitions, and at some steps also the states of the rules."""
     seen: list[object] = [*told(evaluator.observe(sample)), evaluator.suspicions]
     if sample.seq % 5 == 0:
         seen.append(evaluator.states())

@@ -1,4 +1,4 @@
-"""Rules over very many entities are worked off in portions, with the results as if each step had waited for them."""
+"""Rules over very many entities are judged in portions, with results as if each step had waited for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANKS = 7
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven ranks are many."""
+    """Make seven ranks count as very many."""
     monkeypatch.setattr(observation, "WIDE", 3)
     monkeypatch.setattr(rule_state, "PIECE", 2)
     monkeypatch.setattr(evaluation, "PORTION", 1)
@@ -59,7 +59,7 @@ def by_rule(transitions: list[Transition]) -> dict[str, list[tuple[object, ...]]
 
 
 def judged(observations: list[Observation], *, rests: bool) -> tuple[Evaluator, dict[str, list[tuple[object, ...]]]]:
-    """`rests`: somebody goes on between the steps, now and then."""
+    """Judge a run; return the evaluator and its transitions by rule. `rests`: work goes on between some steps."""
     evaluator, transitions = Evaluator(LOADED, run="t"), []
     for one in observations:
         transitions += evaluator.observe(one)
@@ -121,7 +121,7 @@ def test_a_rewind_forgets_what_is_left(wide: None) -> None:
     clean.finish_pending()
     rewound.rewound(10, 19)
     clean.rewound(10, 10)
-    # The others read times and bytes alone, which no rollback takes back.
+    # The other rules read only times and bytes, which no rollback undoes.
     states = [[(r.entity, r.state, r.values) for r in e.status() if r.rule == "Held"] for e in (rewound, clean)]
     assert states[0]
     assert states[0] == states[1]

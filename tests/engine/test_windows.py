@@ -24,7 +24,7 @@ SAMPLES = st.lists(st.one_of(NUMBERS, NUMBERS, st.sampled_from([math.nan, math.i
 
 
 def played(function: str, samples: Samples, *, interval: float = 1.0, keys: str = "") -> list[float | None]:
-    """What `function` says after each step; None where it says nothing yet."""
+    """Return the value of `function` after each step; None: it has none yet."""
     text = f"{{group: t, rules: [{{alert: T, let: {{v: '{function}'}}, expr: loss > 1e9{keys}}}]}}"
     evaluator, said = Evaluator(load_rules(text, "t").rules, run="t"), list[float | None]()
     for seq, sample in enumerate(samples):
@@ -34,7 +34,7 @@ def played(function: str, samples: Samples, *, interval: float = 1.0, keys: str 
 
 
 def finite(samples: Samples) -> list[list[float]]:
-    """The finite samples so far, after each step."""
+    """Return the finite samples so far, after each step."""
     kept, history = list[float](), list[list[float]]()
     for sample in samples:
         kept += [sample] if sample is not None and math.isfinite(sample) else []
@@ -43,12 +43,12 @@ def finite(samples: Samples) -> list[list[float]]:
 
 
 def expected(samples: Samples, window: int, compute: Callable[[list[float]], float]) -> list[float | None]:
-    """`compute` of the last `window` finite samples, once there are so many."""
+    """Return `compute` of the last `window` finite samples after each step, once there are so many."""
     return [compute(kept[-window:]) if len(kept) >= window else None for kept in finite(samples)]
 
 
 def close(values: Sequence[float | None]) -> list[object]:
-    """Equal but for rounding: the values are up to 1e6, and sums of 40 of them up to 4e7."""
+    """Return values that are equal but for rounding: values are up to 1e6, and sums of 40 of them up to 4e7."""
     return [None if value is None else pytest.approx(value, rel=1e-9, abs=1e-6) for value in values]
 
 
@@ -80,7 +80,7 @@ def test_a_window_of_samples(name: str, samples: Samples, window: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 20, 33])
 @pytest.mark.parametrize("name", ["min", "max", "median", "quantile", "count", "past"])
 def test_a_window_of_samples_after_very_many(name: str, window: int) -> None:
-    """Rising, falling and level in turn, many of them the same: what is kept is dropped, and packed again."""
+    """Samples rise, fall and stay level in turn, many of them equal: what is kept is dropped, and packed again."""
     source, values, level = random.Random(window), list[float](), 0
     for place in range(2000):
         level += source.choice([(-1, 0, 1), (0, 1), (-1, 0), (0,), (-40, 40)][place // 100 % 5])
@@ -135,7 +135,7 @@ def test_a_window_of_time_is_full_once_it_was_lived_through(samples: Samples, se
 @settings(max_examples=30)
 @given(samples=SAMPLES, seconds=st.integers(2, 30))
 def test_windows_of_time_hold_what_those_of_samples_would(name: str, samples: Samples, seconds: int) -> None:
-    """At a sample a second, or none: of the last seconds, those that there are."""
+    """With one sample a second or none, a window holds the samples that there are of the last seconds."""
     least = 1 if name not in ("std", "slope", "delta") else 2
     reference: list[float | None] = []
     said, begun = None, None
@@ -251,7 +251,7 @@ def test_mean_does_not_drift() -> None:
 
 
 def test_mad_of_a_large_window_takes_no_pass_over_it() -> None:
-    """A binary search: of 20,001 samples it reads about 60."""
+    """`mad` is a binary search: of 20,001 samples it reads about 60."""
 
     class Counting(list[float]):
         reads = 0
