@@ -124,7 +124,7 @@ def entries(*changes: tuple[str, int, int]) -> list[dict[str, Any]]:
 
 
 def test_what_is_torn_between_two_steps_and_full_at_the_peak_is_not_fragmentation(tmp_path: Path) -> None:
-    """Expandable segments were advised although the history in the file shows every piece in use at the peak."""
+    """Expandable segments are not advised where the history in the file shows every piece in use at the peak."""
     content = synthetic.torn()
     free = [
         (one["address"] + at * 8 * MiB, 8 * MiB - 100) for one in content["segments"] for at in range(1, 8, 2)

@@ -392,7 +392,7 @@ def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.Mo
 def test_an_argument_that_attach_does_not_have_is_refused_by_the_integrations_too(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The integrations raised a TypeError about an inner function."""
+    """Once the integrations raised a TypeError about an inner function."""
     net = model()
 
     class DeepSpeedEngine:

@@ -86,7 +86,7 @@ def until(path: Path, lines: int) -> str:
 
 
 def test_it_stands_on_its_own(directory: Path) -> None:
-    """It has its own session, an empty stdin, and its own log: it must not hold the trainer's pipe open."""
+    """The daemon has its own session, empty stdin and its own log: it must not hold the trainer's pipe open."""
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     _, session, terminal, empty = until(directory / paths.LOG, 1).split()
@@ -97,7 +97,7 @@ def test_it_stands_on_its_own(directory: Path) -> None:
 
 
 def test_it_is_nobodys_child(directory: Path) -> None:
-    """A script that waits for all its children, or a harness that counts them, meets only the script's own."""
+    """A script that waits for all its children, or a harness that counts them, does not meet the daemon."""
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     (pid,) = pids(directory)
@@ -116,7 +116,7 @@ def parent(pid: int) -> int:
 
 
 def test_children_that_somebody_else_reaps(directory: Path) -> None:
-    """A handler of SIGCHLD may reap every child that ends; with SIG_IGN the kernel reaps them."""
+    """A failed start is noticed though a handler of SIGCHLD, or with SIG_IGN the kernel, reaps every child."""
     starter = DaemonLauncher(directory, ["/bin/sh", "-c", "echo port is taken; exit 4"])
     taken = []
     for handler in (lambda *_: taken.append(os.waitpid(-1, os.WNOHANG)), signal.SIG_IGN, signal.SIG_DFL):

@@ -181,7 +181,7 @@ def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyP
 
 
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be one that torch does not know when it is built, as some accelerators."""
+    """The device may be one that torch does not know when torch is built, as some accelerators."""
     accumulator, loss, read = StepAccumulator(), torch.ones(3, device="meta", requires_grad=True).sum(), []
     accumulator.calm_to = 10.0
     monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)

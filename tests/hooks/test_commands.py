@@ -163,7 +163,7 @@ def test_stages(daemon: FakeDaemon) -> None:
 def test_a_stage_is_told_between_the_steps_before_it_and_its_first(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order also holds where the sender gets to both late, as beside a fast loop."""
+    """A stage keeps its place among the steps also where the sender gets to both late, as beside a fast loop."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
@@ -310,7 +310,7 @@ def test_a_rollback_over_the_wire(daemon: FakeDaemon) -> None:
 
 
 def test_detaching_inside_a_step(daemon: FakeDaemon) -> None:
-    """PyTorch is iterating over the hooks then: removing them would raise into the loop."""
+    """PyTorch is iterating over the hooks during a step: removing them then would raise into the loop."""
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
 

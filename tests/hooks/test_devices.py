@@ -109,7 +109,7 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_finite_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device is not asked which tensors to examine, and it may have little memory left."""
+    """All elements are counted, as a device is not asked which to examine, and in pieces, as it may lack memory."""
     pieces: list[int] = []
     isfinite = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda part: pieces.append(part.numel()) or isfinite(part))

@@ -51,7 +51,7 @@ LOOPS: dict[str, Callable[[nn.Module], Loop]] = {
 
 
 def state(loop: Loop) -> list[torch.Tensor]:
-    """Everything that training changes."""
+    """Return everything that training changes."""
     optimizer_state = [t for s in loop.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     scaler = [torch.tensor(loop.scaler.get_scale())] if loop.scaler is not None else []
     grads = [p.grad for p in loop.net.parameters() if p.grad is not None]

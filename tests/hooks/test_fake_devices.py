@@ -148,7 +148,7 @@ def test_what_is_on_a_device_is_not_brought_to_the_host_for_arithmetic() -> None
 
 
 def test_gradients_in_host_memory_and_a_scale_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 with CPU offload, in fp16, has both."""
+    """FSDP2 with CPU offload has, in fp16, gradients in host memory and a loss scale on a device."""
     monkeypatch.setattr(weights, "scalar", lambda tensor: tensor)  # reading a fake tensor in host memory is no wait
     probe = weights.WeightUpdates()
     with faked() as faults:

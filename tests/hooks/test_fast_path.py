@@ -206,7 +206,7 @@ def test_of_two_optimizers_each_takes_its_part_at_once(daemon: FakeDaemon) -> No
 
 
 def test_gradients_that_are_never_cleared_are_found_later_too(daemon: FakeDaemon) -> None:
-    """They are confirmed by the steps that follow at once, as many as the rule asks for."""
+    """A suspicion is confirmed by the steps that follow at once, as many as the rule asks for."""
     looks = 1 + probe.CONFIRMING
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer):

@@ -65,7 +65,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def signalled(at: int) -> Iterator[list[bool]]:
-    """Raise the signal at the beginning of the `at`th call, from now on and from 0, of a function of ours."""
+    """Raise the signal at the beginning of call `at`, counted from now on and from 0, of a function of ours."""
     calls, came = 0, [False]
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -372,7 +372,7 @@ def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
 
 
 def test_what_failed_for_long_is_tried_again_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must be seen again within 30 s of the end of the trouble."""
+    """What failed for long must be seen again within 30 s of the end of the trouble."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(unseen, "time", clock)
     kept, tries = unseen.Unseen(), [0.0]

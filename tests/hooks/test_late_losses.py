@@ -132,7 +132,7 @@ def test_nan_that_marks_missing_values_is_not_blamed() -> None:
 
 
 def test_a_bad_loss_that_broke_nothing_is_not_blamed_for_weights_that_break_later() -> None:
-    """A step that a GradScaler withheld has such a loss."""
+    """A step that a GradScaler withheld has a bad loss, and breaks no weights."""
     loop = Loop()
     for seq in range(6):
         loop.step(bad() if seq == 2 else healthy(), loss=math.nan if seq == 2 else 1.0)

@@ -51,7 +51,7 @@ def test_the_users_locals_stay_his() -> None:
 
 
 def test_the_variables_of_a_function_are_let_go_of() -> None:
-    """Before Python 3.13 the frame's dictionary would hold them otherwise."""
+    """Before Python 3.13 the dictionary of the frame would hold its variables otherwise."""
 
     class Big:
         pass
@@ -83,7 +83,7 @@ def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon)
 
 
 def test_a_batch_that_is_run_again_leaves_the_generator_as_it_was(daemon: FakeDaemon) -> None:
-    """This also holds where a buffer cannot be written to."""
+    """Running a batch again restores the random generator, and copes with a buffer that cannot be written to."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

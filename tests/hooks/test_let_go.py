@@ -92,7 +92,7 @@ def test_an_alert_of_the_last_moment_is_told(daemon: FakeDaemon) -> None:
 
 
 def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, tmp_path: Path) -> None:
-    """The last snapshot of a loop without a loader waits for it: its iteration has no end that we see."""
+    """The last snapshot of a loop without a loader waits for an end of the iteration that is never seen."""
     trainer = Trainer()
     terms = sentinel.Rollback(every=2, margin=1, directory=tmp_path / "snapshots")
     sentinel.attach(trainer.net, trainer.optimizer, rollback=terms)
@@ -105,7 +105,7 @@ def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, 
 
 
 def test_a_batch_that_was_looked_into_with_two_models(daemon: FakeDaemon) -> None:
-    """The batch is held until its step is over, and is not taken for that of a later fault."""
+    """A batch that was looked into is held until its step is over, and is not taken for that of a later fault."""
     nets = [model(), model(1)]
     optimizers = [sgd(net) for net in nets]
     broken: list[weakref.ref[torch.Tensor]] = []
@@ -143,7 +143,7 @@ def test_a_thread_that_fetches_ahead_does_not_end_the_iteration() -> None:
 
 
 def test_a_parameter_that_another_one_takes_the_place_of(daemon: FakeDaemon) -> None:
-    """Splitting and pruning Gaussians leaves as many parameters, and as many groups, as before."""
+    """Splitting and pruning Gaussians replaces parameters, and leaves as many of them, and of groups, as before."""
     net = nn.Linear(6, 1, bias=False)
     optimizer = sgd(net)
     first = weakref.ref(net.weight)

@@ -161,7 +161,7 @@ def test_ranks_that_are_waited_for_send_more_often(
 
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue is bounded, the oldest steps are dropped and counted, and the newest arrive once it reads again."""
+    """The queue is bounded, the oldest steps are dropped and counted; the newest arrive when the daemon reads again."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 40)
     monkeypatch.setattr(sender, "BACKLOG_BYTES", 2000)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 0.001)
@@ -186,7 +186,7 @@ def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.Monke
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, SystemExit])
 def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing piles up behind it, nothing is measured any more, and the loop goes on."""
+    """Nothing piles up behind a sender that died, nothing is measured any more, and the loop goes on."""
     bare, watched = loop(), loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
     thread = find_session(monitor).sender
@@ -446,7 +446,7 @@ def test_wherever_another_patcher_came_after(
 
 
 def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
-    """When the user lets go of them the session ends by itself."""
+    """When the user lets go of model and optimizer the session ends by itself."""
     watched = loop()
     sentinel.attach(watched.net, watched.optimizer, rollback=sentinel.Rollback(every=2, margin=1))
     watched.run(3)

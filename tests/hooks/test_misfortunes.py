@@ -144,7 +144,7 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
 
 @pytest.mark.faults
 def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program does that to become a daemon itself. What can still be closed is: the signal's handler above all."""
+    """A program may do so to become a daemon. What can still be closed is closed, the signal's handler above all."""
 
     def closed(_: object) -> None:
         raise OSError("Bad file descriptor")

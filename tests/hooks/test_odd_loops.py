@@ -192,7 +192,7 @@ def test_hooks_go_after_a_step_that_raised(daemon: FakeDaemon) -> None:
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_detaching_from_a_hook_of_the_users_own(when: str, daemon: FakeDaemon) -> None:
-    """torch is iterating over the hooks then, ours among them."""
+    """torch is iterating over the hooks during the detach, ours among them."""
     net = loops.model()
     optimizer = sgd(net)
     monitors: list[sentinel.Monitor] = []
@@ -210,7 +210,7 @@ def test_detaching_from_a_hook_of_the_users_own(when: str, daemon: FakeDaemon) -
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_parameters_that_are_on_the_meta_device(frozen: bool, daemon: FakeDaemon) -> None:
-    """They are the stages of other ranks, where each rank makes the whole model."""
+    """Parameters on the meta device are the stages of other ranks, where each rank makes the whole model."""
     net = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(6, 1)).requires_grad_(not frozen)
     net[1].requires_grad_()
     optimizer = sgd(net)
@@ -238,7 +238,7 @@ def test_a_backward_pass_from_a_complex_number_has_no_loss(several: bool, daemon
 
 
 def test_a_batch_that_was_made_in_inference_mode_is_not_held(daemon: FakeDaemon, swallowed: list[str]) -> None:
-    """torch does not count the writes into it, so that nothing could be said of it; the next batch is held again."""
+    """torch counts no writes into such a batch, so that it could not be judged; the next batch is held again."""
 
     class Shift(nn.Module):
         def __init__(self) -> None:
@@ -355,7 +355,7 @@ def test_a_step_of_the_scalers_that_raised_leaves_no_scale(daemon: FakeDaemon) -
 
 
 def test_one_optimizer_of_two_is_scaled(daemon: FakeDaemon) -> None:
-    """The norms of the other one's gradients are those that its clipping returned, and not scaled."""
+    """The gradient norms of the optimizer that is not scaled are those that its clipping returned."""
     one, other = loops.model(0), loops.model(1)
     optimizers = [sgd(one), sgd(other)]
     scaler = torch.amp.GradScaler("cpu", 1024.0)

@@ -170,7 +170,7 @@ def test_groups_that_are_added_count_in_the_norm_at_once(daemon: FakeDaemon, mon
 
 
 def test_a_gradient_that_ranks_have_yet_to_add_up_is_left_out() -> None:
-    """`SequenceParallel` of tensor parallelism leaves such: a part has no norm, and adding up is a collective."""
+    """`SequenceParallel` of tensor parallelism leaves parts of sums: these have no norm; adding up is a collective."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -204,7 +204,7 @@ def test_a_model_of_fsdp1_is_not_rolled_back() -> None:
 def test_the_ddp_around_a_model_that_is_wrapped_itself(
     wrap: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found from `attach(model.module)` too: without it, nothing sees replicas that drift apart."""
+    """DDP is found from `attach(model.module)` too: without it, nothing sees replicas that drift apart."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         around = nn.parallel.DistributedDataParallel(wrap(loops.model()))

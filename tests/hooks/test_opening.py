@@ -125,7 +125,7 @@ def test_a_slow_step_makes_no_sample_free(slow: set[int]) -> None:
     ("sample", "every", "seconds", "least"), [(1e-3, 10, 0.2, 59), (1e-3, 16, 1.0, 57), (1e-2, 8, 0.1, 45)]
 )
 def test_slow_steps_that_come_regularly_give_their_time(sample: float, every: int, seconds: float, least: int) -> None:
-    """As where each tenth step has a rollout."""
+    """Steps may be slow now and then, as where each tenth step has a rollout."""
     taken = list_taken(sample, lambda seq: 1e-3 if seq % every else seconds)
     assert sum(seq < STEPS for seq in taken) >= least
 

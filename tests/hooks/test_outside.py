@@ -18,7 +18,7 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 
 @pytest.fixture(autouse=True)
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample all tiers, thus tier 3, at every step."""
+    """Sample tier 3, and all others, at every step."""
     monkeypatch.setattr(governor, "FIRST", dict.fromkeys(governor.FIRST, 1))
 
 

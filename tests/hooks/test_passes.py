@@ -27,7 +27,7 @@ def kept(daemon: FakeDaemon) -> list[float]:
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, clear: Callable[[int], object], passes: int = 1) -> None:
-    """`clear(i)` is called before each pass, `i` counting those of a step."""
+    """Train; `clear(i)` is called before each backward pass, `i` counting those of a step."""
     data = batches(STEPS * passes)
     with sentinel.attach(net, optimizer):
         for _ in range(STEPS):
@@ -111,7 +111,7 @@ def unnormalised(daemon: FakeDaemon) -> list[float]:
 def accumulate(
     net: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], *, passes: int = 3, scaler: GradScaler | None = None
 ) -> None:
-    """A loop over a loader, with `passes` batches a step."""
+    """Train over a loader, with `passes` batches a step."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     loader = DataLoader(TensorDataset(torch.randn(8 * STEPS * passes, 6)), batch_size=8)
     with sentinel.attach(net, optimizer):

@@ -34,7 +34,7 @@ def test_the_ranks_are_one_run_of_the_users_model(way: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("way", ["ddp", "ddp-inner"])
 def test_replicas_are_compared(way: str, folder: Path) -> None:
-    """This also holds where the module within was attached, as the Hugging Face Trainer's callback does."""
+    """Replicas are compared also where the module within was attached, as the Hugging Face Trainer's callback does."""
     assert any(all("replica_checksum" in rank for rank in step.ranks.values()) for step in combined(folder, way))
 
 

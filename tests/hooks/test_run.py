@@ -63,8 +63,10 @@ sys.modules["the_users_own"] = types.ModuleType("the_users_own")
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_is_watched_and_none_the_wiser(daemon: FakeDaemon, tmp_path: Path) -> None:
-    """Its weights and exit code are the same, and the user's own sitecustomize runs; loader workers (spawned processes)
-    and other processes are no runs, and load neither torch nor Sentinel."""
+    """A watched script has the same weights and exit code, and runs the user's own sitecustomize.
+
+    Loader workers (spawned processes) and other processes are no runs, and load neither torch nor Sentinel.
+    """
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "sitecustomize.py").write_text(OWN)
     command = [sys.executable, str(tmp_path / "train.py")]

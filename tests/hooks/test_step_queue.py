@@ -37,7 +37,7 @@ def test_no_more_are_taken_than_one_batch_holds() -> None:
 
 
 def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All records of the first optimizer are dropped, as the oldest."""
+    """A full queue drops the oldest records: here all those of the first optimizer."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 20)
     queue = StepQueue()
     queue.put(step(0, 1))
@@ -51,7 +51,7 @@ def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.Monkey
 
 
 def test_the_first_steps_stay_until_some_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait while the daemon starts, as rules look back on a run's start."""
+    """The first steps wait while the daemon starts, as rules look back on a run's start."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 20)
     monkeypatch.setattr(records, "FIRST_STEPS", 5)
     queue = StepQueue()

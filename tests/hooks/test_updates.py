@@ -109,7 +109,7 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
 
 
 def test_a_weight_at_its_minimum_is_no_optimizer_without_effect(daemon: FakeDaemon) -> None:
-    """Close to it an update is less than half of the weight's last digit, and the gradient is not 0 yet."""
+    """Close to a minimum an update is less than half of the weight's last digit while the gradient is not 0 yet."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     optimizer = sgd(net, 0.2)

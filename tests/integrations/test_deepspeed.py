@@ -78,7 +78,7 @@ def test_the_model_is_told_as_the_user_knows_it(way: str, folder: Path) -> None:
 
 
 def test_an_engine_is_found_at_its_first_step(folder: Path) -> None:
-    """It is watched from the second step on: the first, in which it is found, is over by then."""
+    """An engine is watched from its second step on: the first, in which it is found, is over by then."""
     steps = combined(folder, UNASKED)
     assert [step.seq for step in steps] == list(range(ranks.STEPS - 1))
     for step, whole in zip(steps, reference(clip=False)[1:], strict=True):

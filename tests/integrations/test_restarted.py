@@ -1,4 +1,4 @@
-"""Frameworks under `sentinel run` resume from a checkpoint of their own that Sentinel chooses; the examples fail."""
+"""Under `sentinel run` frameworks resume from their own checkpoint, which Sentinel chooses; the examples fail."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def train(store: Store, first: int, last: int) -> None:
 def test_samples_go_before_what_happened_and_that_is_counted_told_and_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest rows were dropped, whatever they were: attempts, ranks, incidents; 4,096 rows of layers stayed."""
+    """Once the oldest rows went, whatever they were: attempts, ranks and incidents; 4,096 rows of layers stayed."""
     monkeypatch.setattr(pending_writes, "HELD_BYTES", 400_000)
     store = Store(path, run="train", run_id="r1")
     with locked(path):
@@ -183,7 +183,7 @@ def test_too_few_descriptors_are_no_damage(path: Path) -> None:
 
 
 def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
-    """The daemon's loop waited 5 s for it, and then forgot what an earlier daemon had left in the outbox."""
+    """Once the daemon's loop waited 5 s for the lock, and forgot what an earlier daemon had left in the outbox."""
     Store(path, run="train", run_id="r1").close()
     before = Outbox(path)
     before.write([row(Entry(receiver="ops", alert="LossSpike"), 0.0)])
@@ -195,8 +195,11 @@ def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
 
 
 def test_whoever_looks_into_a_live_history_does_not_take_its_log_away(path: Path) -> None:
-    """Each flush read the head of the file first, and closing it gave up the locks of the process. The next tool that
-    closed the file took itself for its last user and deleted the log: what was written then was in no file."""
+    """A tool that reads a live history does not take itself for its last user, which deletes the log on closing.
+
+    Each flush read the head of the file first, and closing it gave up the locks of the process: what was written after
+    such a tool was in no file.
+    """
     store = Store(path, run="train", run_id="r1")
     look = f"import sqlite3; d = sqlite3.connect({str(path)!r}); d.execute('SELECT * FROM meta').fetchall(); d.close()"
     for seq in range(3):
