@@ -56,14 +56,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", list(BOMBS))
-def test_what_is_no_snapshot_is_a_sentence(bomb: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_snapshot_is_refused_in_one_sentence(bomb: str, tmp_path: Path) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(BOMBS[bomb])
     with pytest.raises(ConfigError, match=r"s\.pickle: .*snapshot"):
         read(path)
 
 
-def test_lists_that_hold_themselves_often_are_counted(tmp_path: Path) -> None:
+def test_a_list_that_is_referred_to_many_times_counts_each_time(tmp_path: Path) -> None:
     blocks = [{"size": 1, "state": "inactive"}] * 3000
     path = written(tmp_path / "s", {"segments": [{"total_size": 1, "blocks": blocks}] * 3000})
     assert path.stat().st_size < 30_000  # nine million blocks
@@ -79,7 +79,7 @@ def test_archives_are_not_unpacked(tmp_path: Path) -> None:
         read(path)
 
 
-def test_what_is_too_large_is_not_opened(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_not_opened(tmp_path: Path) -> None:
     path = tmp_path / "huge.pickle"
     with path.open("wb") as file:
         file.truncate(reading.LARGEST + 1)
@@ -93,7 +93,7 @@ def test_only_files_are_read(path: str) -> None:
         read(Path(path))
 
 
-def test_names_in_stacks_do_not_reach_the_terminal_as_orders(tmp_path: Path) -> None:
+def test_control_sequences_in_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
     evil = [{"filename": "\x1b]0;owned\x07/a.py", "line": 1, "name": "f\r\n\x1b[2J"}]
     path = written(tmp_path / "s", snapshot([segment([(100 * MiB, "active_allocated", evil)])]))
     done = subprocess.run([sys.executable, "-m", "sentinel", "memory", str(path)], capture_output=True, text=True)

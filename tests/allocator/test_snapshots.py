@@ -64,7 +64,7 @@ def read_segments(segments: list[Any]) -> list[Any]:
         return list(read(written(Path(folder) / "s", snapshot(segments))).segments)
 
 
-def test_torn_memory_is_a_warning_with_the_present_name(tmp_path: Path) -> None:
+def test_fragmented_memory_is_a_warning_that_names_the_current_variable(tmp_path: Path) -> None:
     done = called(written(tmp_path / "torn.pickle", synthetic.torn()))
     assert done.exit_code == 1
     assert "(50%) are free in pieces" in " ".join(done.output.split())
@@ -81,7 +81,7 @@ def test_where_segments_are_expandable_already_other_advice_is_given(tmp_path: P
     assert "pad batches" in finding.do
 
 
-def test_a_healthy_snapshot_is_nothing_to_mend(tmp_path: Path) -> None:
+def test_a_healthy_snapshot_needs_no_fix(tmp_path: Path) -> None:
     done = called(written(tmp_path / "s.pickle", synthetic.healthy()))
     assert done.exit_code == 0
     assert "nothing to fix" in done.output
@@ -93,7 +93,9 @@ def test_the_largest_holder_is_named_by_the_users_line(tmp_path: Path) -> None:
     assert (first.bytes, first.blocks) == (320 * MiB, 40)
 
 
-def test_what_grows_from_snapshot_to_snapshot_is_a_leak_and_what_comes_and_goes_is_not(tmp_path: Path) -> None:
+def test_stacks_that_grow_from_snapshot_to_snapshot_are_leaks_and_those_that_shrink_again_are_not(
+    tmp_path: Path,
+) -> None:
     files = [written(tmp_path / f"{step}.pickle", synthetic.growing(step)) for step in (1, 2, 3)]
     (leak,) = growing([read(file) for file in files])
     assert leak.place == "/home/ada/train.py:44 step"
@@ -123,7 +125,7 @@ def entries(*changes: tuple[str, int, int]) -> list[dict[str, Any]]:
     return [{"action": action, "addr": address, "size": size, "frames": []} for action, address, size in changes]
 
 
-def test_what_is_torn_between_two_steps_and_full_at_the_peak_is_not_fragmentation(tmp_path: Path) -> None:
+def test_memory_that_is_torn_between_steps_and_full_at_the_peak_is_not_fragmented(tmp_path: Path) -> None:
     """Expandable segments are not advised where the history in the file shows every piece in use at the peak."""
     content = synthetic.torn()
     free = [
@@ -144,7 +146,7 @@ def test_what_is_torn_between_two_steps_and_full_at_the_peak_is_not_fragmentatio
     assert max(map(len, done.output.splitlines())) <= 80
 
 
-def test_what_is_torn_at_the_peak_is_though_all_is_free_by_now(tmp_path: Path) -> None:
+def test_memory_that_was_torn_at_the_peak_is_fragmented_even_if_all_is_free_by_now(tmp_path: Path) -> None:
     content = synthetic.torn()
     gone = []
     for one in content["segments"]:
@@ -158,7 +160,7 @@ def test_what_is_torn_at_the_peak_is_though_all_is_free_by_now(tmp_path: Path) -
     assert "at the peak 336 MB of 671 MB (50%) are free in pieces, the largest 8.39 MB" in finding.what
 
 
-def test_memory_that_came_and_went_since_the_peak_is_undone(tmp_path: Path) -> None:
+def test_changes_since_the_peak_are_undone(tmp_path: Path) -> None:
     """The peak is computed backwards, over segments of cudaMalloc and over mapped pages of an expandable segment."""
     content = snapshot([segment([(10 * MiB, "active_allocated", []), (10 * MiB, "inactive", [])], is_expandable=True)])
     start = content["segments"][0]["address"]
@@ -203,7 +205,7 @@ NATIVE = [
         (["start_thread"], "at::anonymous::structured_mm_out_cuda_functional::set_output_raw_strided"),
     ],
 )  # fmt: skip
-def test_a_stack_of_c_alone_is_named_by_what_it_does(outer: list[str], place: str, tmp_path: Path) -> None:
+def test_a_stack_without_python_frames_is_named_by_its_operation(outer: list[str], place: str, tmp_path: Path) -> None:
     """The innermost frame says nothing: 13.5 GB of gradients were once reported as held by `torch::unwind::unwind`."""
     stack = [*NATIVE, *({"filename": "??", "line": 0, "name": name} for name in outer)]
     file = written(tmp_path / "s", snapshot([segment([(64 * MiB, "active_allocated", stack)])]))
@@ -214,7 +216,7 @@ def test_a_stack_of_c_alone_is_named_by_what_it_does(outer: list[str], place: st
     assert place[-40:] in shown
 
 
-def test_memory_that_waits_for_a_stream_is_told(tmp_path: Path) -> None:
+def test_memory_that_waits_for_a_stream_is_reported(tmp_path: Path) -> None:
     content = snapshot([segment([(100 * MiB, "active_awaiting_free", synthetic.LAYER)])])
     (finding,) = findings([read(written(tmp_path / "s", content))], [])
     assert "record_stream" in finding.what
