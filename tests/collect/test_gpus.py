@@ -109,7 +109,7 @@ def test_a_call_that_fails_today_is_asked_again(nvml: FakeNvml, gpus: Gpus) -> N
     assert read(gpus)[0][0].values["gpu_power_watts"] == 412.0
 
 
-def test_a_gpu_that_does_not_answer_holds_nobody_up(
+def test_a_gpu_that_does_not_answer_delays_no_other(
     nvml: FakeNvml, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus_module, "SILENT_SECONDS", 0.0)
@@ -128,7 +128,7 @@ def test_a_gpu_that_does_not_answer_holds_nobody_up(
     assert [reading.name for reading in readings] == [stuck.uuid]
 
 
-def test_a_gpu_that_is_lost_is_told_once(nvml: FakeNvml, gpus: Gpus) -> None:
+def test_a_gpu_that_is_lost_is_reported_once(nvml: FakeNvml, gpus: Gpus) -> None:
     nvml.boards[1].failing["UtilizationRates"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
     readings, faults = read(gpus)
     assert len(readings) == 1
@@ -146,7 +146,7 @@ def test_an_xid_is_named_and_explained(nvml: FakeNvml, gpus: Gpus) -> None:
     assert "fallen off the bus" in faults[0].text
 
 
-def test_what_a_gpu_is(nvml: FakeNvml) -> None:
+def test_a_gpu_is_described(nvml: FakeNvml) -> None:
     nvml.boards[1].absent = {"MinorNumber", "MaxMigDeviceCount"}
     nvml.boards[0].parts = [SimpleNamespace(uuid="MIG-1"), SimpleNamespace(uuid="MIG-2")]
     opened = Gpus.open(nvml)
@@ -157,7 +157,7 @@ def test_what_a_gpu_is(nvml: FakeNvml) -> None:
     assert (second.index, second.device, second.parts) == (1, "", ())
 
 
-def test_who_holds_memory_is_said_where_the_driver_says_it(nvml: FakeNvml, gpus: Gpus) -> None:
+def test_memory_of_processes_is_read_where_the_driver_offers_it(nvml: FakeNvml, gpus: Gpus) -> None:
     nvml.boards[0].processes = [
         SimpleNamespace(pid=7, usedGpuMemory=1 << 30),
         SimpleNamespace(pid=8, usedGpuMemory=None),
@@ -169,7 +169,7 @@ def test_who_holds_memory_is_said_where_the_driver_says_it(nvml: FakeNvml, gpus:
     assert nvml.boards[1].calls.count("ComputeRunningProcesses") == 1
 
 
-def test_no_driver_is_no_gpu_in_words() -> None:
+def test_a_missing_gpu_or_driver_is_reported_in_words() -> None:
     with pytest.raises(NoGpusError, match="no GPU can be asked"):
         Gpus.open(FakeNvml(boards=0))
     if not Path("/dev/nvidiactl").exists():
