@@ -256,7 +256,7 @@ def test_bad_expression(expression: str) -> None:
     assert said == f"my.yaml:4:{int(column) + 11}: {message}"
 
 
-def test_every_operator_of_pythons_is_told_by_its_sign() -> None:
+def test_every_operator_of_python_is_named_by_its_sign() -> None:
     """The author of `>>` does not know it as "rshift"."""
     ours = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd, ast.Not}
     ours |= {ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq}
@@ -322,14 +322,14 @@ def test_two_files_with_the_same_alert() -> None:
         rules_of([one, two])
 
 
-def test_an_action_that_nobody_has() -> None:
+def test_an_unknown_action() -> None:
     text = HEAD + "    expr: loss > 1\n    actions: [rolback]\n"
     with pytest.raises(RuleError, match=r"my.yaml:5:15: unknown action 'rolback'; did you mean 'rollback'"):
         load_rules(text, "my.yaml", actions={"evidence", "rollback"})
     assert load_rules(text, "my.yaml").rules[0].actions == ("rolback",)
 
 
-def test_evidence_that_no_rank_can_give() -> None:
+def test_unknown_evidence() -> None:
     text = HEAD + "    expr: loss > 1\n    evidence: [moments, provenence]\n"
     with pytest.raises(RuleError, match=r"my.yaml:5:25: unknown evidence 'provenence'; did you mean 'provenance'"):
         load_rules(text, "my.yaml", evidence=loader.EVIDENCE)

@@ -127,7 +127,7 @@ def test_a_loss_that_has_come_to_nothing_jumps_where_a_quarter_is_lost_and_a_fla
     assert holds("loss_jumps(loss)", [*flat, 1.8, 1.8, 1.8])
 
 
-def test_what_was_there_before_is_no_jump() -> None:
+def test_a_level_that_occurred_before_is_no_jump() -> None:
     steady = [1 + 0.01 * (i % 2) for i in range(150)]
     assert holds("loss_jumps(loss)", [*steady, 3.0, 3.0])
     assert not holds("loss_jumps(loss)", [*steady, 4.0, *steady[:20], 3.0, 3.0])

@@ -101,7 +101,7 @@ def test_the_first_sign_of_n_of_m_is_within_the_last_m() -> None:
     assert [(incident.first_seq, incident.seq) for incident in target.incidents] == [(3, 6)]
 
 
-def test_n_of_m_starts_anew_after_it_resolved() -> None:
+def test_n_of_m_starts_over_after_it_resolved() -> None:
     target = evaluator("alert: A, expr: loss > 1, for: 3 of 5 steps")
     assert played(target, [9, 9, 9, 0, 9])[2:] == ["firing", "inactive", "pending"]
 
@@ -112,7 +112,7 @@ def test_keep_firing_bridges_a_lull() -> None:
     assert [(incident.seq, incident.resolved_seq) for incident in target.incidents] == [(0, 6)]
 
 
-def test_what_is_said_at_the_end_has_the_numbers_of_the_end() -> None:
+def test_the_text_at_the_end_has_the_numbers_of_the_end() -> None:
     target = evaluator("alert: A, expr: loss > 1, annotations: {summary: '{loss}', over: '{loss} since {step}'}")
     played(target, [0, 9, 0.5])
     (incident,) = target.incidents
@@ -177,7 +177,7 @@ def test_windows_stay_finite() -> None:
     assert target.status()[0].values["m"] == 2.0
 
 
-def test_a_guard_keeps_the_rest_from_being_asked() -> None:
+def test_absent_guards_a_comparison_from_missing_data() -> None:
     target = evaluator("alert: A, expr: 'loss > 5 and (absent(loss_scale) or loss_scale > 2)'")
     assert played(target, [9]) == ["firing"]
     step(target, 1, {RUN: {"loss": 9.0, "loss_scale": 1.0}})
@@ -277,7 +277,7 @@ def test_suspicious_while_pending_firing_or_nonfinite() -> None:
     assert seen == [False, True, True, False, True, False]
 
 
-def test_what_the_clock_measures_makes_no_step_suspicious() -> None:
+def test_signals_of_the_clock_make_no_step_suspicious() -> None:
     target = evaluator("alert: A, scope: rank, expr: stalled_seconds > 1")
     rank = Entity("rank", "0")
     target.observe_between(Observation(seq=1, time=1.0, values={rank: {"stalled_seconds": 2.0}}))
@@ -325,7 +325,7 @@ def test_where_samples_with_its_number_and_not_with_its_condition() -> None:
 # Rules that are replaced.
 
 
-def test_an_unchanged_rule_keeps_what_it_has_seen_and_the_others_begin_anew() -> None:
+def test_an_unchanged_rule_keeps_what_it_has_seen_and_the_others_start_over() -> None:
     one, two = "alert: A, expr: 'mean(loss, 3) > 1'", "alert: B, expr: 'mean(loss, 3) > 2'"
     target = evaluator(one, two)
     played(target, [9, 9, 9])
@@ -397,7 +397,7 @@ def test_every_nth_sample_is_what_a_rule_sees_and_its_windows_hold() -> None:
     assert fired == [("fired", 24)]
 
 
-def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_others_as_they_are_there() -> None:
+def test_a_rule_at_a_metric_is_judged_where_that_has_a_sample_and_reads_the_others_there() -> None:
     rule = "{alert: Rare, expr: 'sum(update_ratio / learning_rate, 2) > 25', at: update_ratio}"
     evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
     fired = []
@@ -408,7 +408,7 @@ def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_othe
 
 
 @pytest.mark.parametrize(("span", "pending"), [("3 of 3", [0, 1]), ("3 of 4", [0, 1, 2, 3, 4])])
-def test_of_n_in_a_row_one_that_is_missing_ends_pending(span: str, pending: list[int]) -> None:
+def test_pending_ends_once_n_in_a_row_are_out_of_reach(span: str, pending: list[int]) -> None:
     rules = load_rules(f"{{group: t, rules: [{{alert: High, expr: loss > 10, for: {span} steps}}]}}", "t").rules
     evaluator, found = Evaluator(rules, run="t"), []
     for seq, loss in enumerate([11.0, 11.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
@@ -426,7 +426,7 @@ def test_a_rule_may_end_by_another_condition_than_it_begins() -> None:
     assert found == [("fired", 2), ("resolved", 11)]
 
 
-def test_a_rule_looks_where_any_of_the_metrics_of_its_list_has_a_sample() -> None:
+def test_a_rule_is_judged_where_any_metric_of_its_list_has_a_sample() -> None:
     rule = "{alert: Rare, expr: 'update_ratio + loss > grad_norm', at: [update_ratio, loss], for: 3 of 3 steps}"
     evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
     fired, pending = [], []
@@ -462,7 +462,7 @@ def test_a_downgrade_is_decided_as_the_rule_fires(calm: float, severity: str, ac
     assert fired.incident.severity == severity, "what was told stays as it was"
 
 
-def test_a_downgrade_that_cannot_be_judged_is_none() -> None:
+def test_a_downgrade_that_cannot_be_judged_does_not_apply() -> None:
     rules = evaluator(
         "alert: A, expr: loss > 1, severity: critical, downgrade: {when: 'median(grad_norm, 5) > 0', severity: info}"
     )

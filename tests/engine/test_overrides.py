@@ -47,7 +47,7 @@ def fault(rules: str) -> str:
     return str(caught.value)
 
 
-def test_only_what_is_written_becomes_another() -> None:
+def test_an_override_changes_only_its_keys() -> None:
     (old, _), (new,) = base(), loaded(
         "  - override: Drop\n    severity: info\n    let: {limit: 5, extra: low - 1}\n    expr: reward < extra\n"
         "    annotations: {remedy: 'wait, {extra}'}\n"
@@ -89,11 +89,11 @@ FAULTS: Mapping[str, str] = {
 
 
 @pytest.mark.parametrize("rules", FAULTS)
-def test_faults_are_told_at_their_place(rules: str) -> None:
+def test_mistakes_are_reported_at_their_place(rules: str) -> None:
     assert fault(rules).startswith(f"mine.yaml:{FAULTS[rules]}")
 
 
-def test_a_fault_that_the_change_makes_in_the_old_part_is_told_there() -> None:
+def test_a_mistake_that_the_change_makes_in_the_old_part_is_reported_there() -> None:
     """`low` uses `limit`, which is a condition now: the place is that of the stock file's line."""
     assert fault("  - {override: Drop, let: {limit: loss > 1}}\n").startswith("base.yaml:8:12: expected a number")
 

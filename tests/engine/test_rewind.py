@@ -125,7 +125,7 @@ def test_from_the_moment_on_at_which_it_is_told_that_one_may_come(seed: int, bef
     assert repr([row for row in rewound.status() if row.rule not in firing]) == repr(settled)
 
 
-def test_one_that_nobody_takes_back_keeps_nothing_and_finds_the_same() -> None:
+def test_an_evaluator_that_is_not_rewindable_keeps_nothing_and_finds_the_same() -> None:
     observations = run_of(3, 100)
     bare, kept = Evaluator(LOADED, run="t", rewindable=False), Evaluator(LOADED, run="t")
     for observation in observations:
@@ -138,7 +138,7 @@ def test_one_that_nobody_takes_back_keeps_nothing_and_finds_the_same() -> None:
     assert not bare.save_state()[1]
 
 
-def test_to_before_anything_was_kept_begins_with_empty_windows() -> None:
+def test_a_rewind_to_before_anything_was_kept_begins_with_empty_windows() -> None:
     observations = run_of(7, 90)
     for told_of in (False, True):
         evaluator = fed(observations[:60], rewindable=False)
@@ -152,7 +152,7 @@ def test_to_before_anything_was_kept_begins_with_empty_windows() -> None:
             evaluator.observe(observation)
 
 
-def test_twice_and_to_before_the_first_step() -> None:
+def test_a_rewind_twice_and_one_to_before_the_first_step() -> None:
     observations = run_of(7, 90)
     evaluator = fed(observations[:60])
     evaluator.rewound(45, 59)
@@ -178,7 +178,7 @@ def test_open_incidents_end_as_rolled_back_and_what_held_already_is_pending() ->
     assert evaluator.suspicious is False
 
 
-def test_further_back_than_the_samples_reach_an_older_state_serves() -> None:
+def test_a_rewind_further_back_than_the_samples_uses_an_older_state() -> None:
     """No sample from after `to` counts: values since the start stay, and windows are those of the checkpoint."""
     rules = load_rules(
         "{group: t, rules: [{alert: A, let: {a: first(loss), b: highest(loss), c: 'max(loss, 4)'}, expr: loss > 1e9}]}",
@@ -217,7 +217,7 @@ def test_in_a_fast_loop_the_state_is_copied_every_four_seconds(seconds: float, g
     assert len(copied) >= 3
 
 
-def test_what_no_rollback_takes_back_goes_on_firing() -> None:
+def test_alerts_about_what_no_rollback_undoes_go_on_firing() -> None:
     """After a rollback steps are as slow and memory is as full: no end is reported, and no new alert."""
     text = """
 group: test

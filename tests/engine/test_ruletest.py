@@ -69,7 +69,7 @@ def test_noise_is_the_same_each_time_and_of_the_spread_that_is_written() -> None
         ("1x9999999", 1),
     ],
 )
-def test_a_piece_that_is_none(written: str, column: int) -> None:
+def test_a_piece_that_is_no_sample(written: str, column: int) -> None:
     with pytest.raises(RuleError, match="is no sample") as caught:
         expand(Text.plain(written))
     assert caught.value.column == column

@@ -89,7 +89,7 @@ def test_overrides_are_valid() -> None:
         assert valid({"group": "g", "rules": [yaml.safe_load(rule)]}, SCHEMA), rule
 
 
-def test_it_knows_every_key() -> None:
+def test_the_schema_knows_every_key() -> None:
     alert, override, disable = SCHEMA["properties"]["rules"]["items"]["oneOf"]
     assert alert["properties"].keys() == set(RULE_KEYS)
     assert override["properties"].keys() | disable["properties"].keys() == set(OVERRIDE_KEYS)

@@ -75,7 +75,7 @@ def test_a_gpu_s_metric_belongs_to_gpus() -> None:
 # needs
 
 
-def test_a_rule_without_what_it_needs_is_none_for_the_run() -> None:
+def test_a_rule_without_what_it_needs_is_not_applicable() -> None:
     target = rules("alert: A, needs: [loss_scale], expr: loss > 1")
     for seq in range(2):
         assert step(target, seq, {RUN: {"loss": 9.0}}) == []
@@ -87,7 +87,7 @@ def test_a_rule_without_what_it_needs_is_none_for_the_run() -> None:
     assert target.status()[0].state == "firing"
 
 
-def test_it_is_told_apart_from_a_rule_that_finds_no_data() -> None:
+def test_not_applicable_is_told_apart_from_no_data() -> None:
     text = "alert: A, needs: [grad_norm], expr: loss > 1"
     found = load_rules(f"group: t\nrules:\n  - {{{text}}}\n", "t.yaml").rules
     step_without = [Observation(0, 0.0, {RUN: {"grad_norm": 1.0}})]
@@ -97,14 +97,14 @@ def test_it_is_told_apart_from_a_rule_that_finds_no_data() -> None:
     assert (looked.state, looked.missing) == ("not applicable", ("grad_norm",))
 
 
-def test_each_gpu_has_its_own_needs_and_the_run_s_are_everybody_s() -> None:
+def test_each_gpu_has_its_own_needs_and_the_run_s_metrics_count_for_all() -> None:
     target = rules("alert: A, scope: gpu, needs: [gpu_clock, loss_scale], expr: gpu_temperature > 90")
     hot = {"gpu_temperature": 95.0}
     step(target, 0, {RUN: {"loss_scale": 1.0}, gpu("0"): hot, gpu("1"): {**hot, "gpu_clock": 1.0}})
     assert {str(row.entity): row.state for row in target.status()} == {"GPU 0": "not applicable", "GPU 1": "firing"}
 
 
-def test_needs_of_nobody() -> None:
+def test_an_unknown_metric_in_needs() -> None:
     with pytest.raises(RuleError, match=r"t\.yaml:3:24: needs: unknown metric 'los'; did you mean 'loss'?"):
         rules("alert: A, needs: [los], expr: loss > 1")
 

@@ -54,20 +54,20 @@ def fired(one: Evaluator, observations: list[Observation]) -> list[tuple[str, in
 LATER = [observation(seq, 5.0, step_seconds=4.0, reward=0.5, rss_bytes=30.0) for seq in range(20, 60)]
 
 
-def test_without_it_all_of_them_fire() -> None:
+def test_without_a_stage_all_rules_fire() -> None:
     one = evaluator()
     assert not fired(one, [observation(seq, rss_bytes=10.0) for seq in range(20)])
     assert {rule for rule, _ in fired(one, LATER)} == {*CHANGED, "Memory"}
 
 
-def test_rules_over_what_a_stage_changes_begin_anew_and_others_go_on() -> None:
+def test_rules_over_what_a_stage_changes_start_over_and_others_go_on() -> None:
     one = evaluator()
     fired(one, [observation(seq, rss_bytes=10.0) for seq in range(20)])
     assert one.begin_stage() == []
     assert fired(one, LATER) == [("Memory", 20)]
 
 
-def test_warmup_counts_from_it() -> None:
+def test_warmup_counts_from_the_stage() -> None:
     one = evaluator()
     fired(one, [observation(seq) for seq in range(20)])
     one.begin_stage()
@@ -75,7 +75,7 @@ def test_warmup_counts_from_it() -> None:
     assert ("Risen", 25) in fired(one, [observation(20 + n, loss) for n, loss in enumerate(losses)])
 
 
-def test_what_is_open_of_theirs_is_over_and_what_is_not_stays() -> None:
+def test_open_incidents_of_these_rules_resolve_and_others_stay() -> None:
     one = evaluator()
     fired(one, [observation(seq, rss_bytes=10.0) for seq in range(20)])
     fired(one, LATER[:4])
@@ -85,14 +85,14 @@ def test_what_is_open_of_theirs_is_over_and_what_is_not_stays() -> None:
     assert [incident.rule for incident in one.incidents if incident.state == "firing"] == ["Memory"]
 
 
-def test_before_the_first_step_it_is_nothing() -> None:
+def test_a_stage_before_the_first_step_changes_nothing() -> None:
     one = evaluator()
     assert one.begin_stage() == []
     assert fired(one, [observation(seq) for seq in range(20)]) == []
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_as_if_the_run_had_begun_there(seed: int) -> None:
+def test_rules_find_what_they_would_if_the_run_had_begun_there(seed: int) -> None:
     observations = [
         Observation(each.seq, each.time, {RUN: each.values[RUN]} if RUN in each.values else {})
         for each in run_of(seed, 90)
@@ -105,7 +105,7 @@ def test_it_is_as_if_the_run_had_begun_there(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_rollback_within_the_stage_and_a_restart_know_of_it(seed: int) -> None:
+def test_a_rollback_within_the_stage_and_a_restart_keep_the_stage(seed: int) -> None:
     observations = [
         Observation(each.seq, each.time, {RUN: each.values[RUN]} if RUN in each.values else {})
         for each in run_of(seed, 90)

@@ -44,7 +44,7 @@ def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, b
     assert repr(second.status()) == repr(first.status())
 
 
-def test_one_that_kept_nothing_goes_on_and_may_be_taken_back_from_there() -> None:
+def test_an_evaluator_that_kept_nothing_goes_on_and_can_be_rewound_from_there() -> None:
     observations = run_of(5, 60)
     first = fed(observations[:40], rewindable=False)
     state, checkpoints = first.save_state()

@@ -115,7 +115,7 @@ def test_layers_that_all_have_values_come_in_columns_and_others_do_not() -> None
     assert Entity("layer", "b") not in partly.values
 
 
-def test_who_is_new_in_a_table_is_known_to_rules_over_other_metrics() -> None:
+def test_a_layer_that_is_new_in_a_table_is_known_to_rules_over_other_metrics() -> None:
     rows = {entity: {"layer_grad_norm": 1.0} for entity in ENTITIES}
     table = Table(ENTITIES, {"layer_grad_norm": array("f", [1.0] * len(ENTITIES))})
     statuses = []

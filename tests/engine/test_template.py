@@ -20,19 +20,19 @@ def said(annotation: str) -> str:
     "spec",
     [".3f", ".0%", ".2e", "g", "10.1f", "<10.1f", "*^12.1f", "+.1f", " .1f", ",.1f", "012.1f"[1:], "9,.1f", ".3"],
 )
-def test_what_a_number_may_look_like(spec: str) -> None:
+def test_formats_that_a_number_may_have(spec: str) -> None:
     assert said(f"[{{loss:{spec}}}]") == f"[{1234.5:{spec}}]"
 
 
 @pytest.mark.parametrize(
     "spec", ["999", "100.1f", ".100f", "_", "n", "z.1f", "d", "x", "c", "#", "%%", "..1f", "{}", "1 f"]
 )
-def test_and_what_not(spec: str) -> None:
+def test_formats_that_are_refused(spec: str) -> None:
     with pytest.raises(RuleError):
         said(f"{{loss:{spec}}}")
 
 
-def test_what_is_too_long_is_cut() -> None:
+def test_a_text_that_is_too_long_is_cut() -> None:
     whole = said("x" * 3000 + "{loss:.0f}")
     assert whole == "x" * 3000 + "1234"
     cut = said("x" * 5000 + "{loss:.0f}")

@@ -84,7 +84,7 @@ def test_as_if_each_step_had_waited(seed: int, rests: bool) -> None:
     ]
 
 
-def test_a_step_does_little_of_it_and_all_of_what_is_critical(wide: None) -> None:
+def test_a_step_does_little_of_the_work_and_all_of_what_is_critical(wide: None) -> None:
     evaluator = Evaluator(LOADED, run="t")
     for one in run_of(1, 9):
         evaluator.observe(one)

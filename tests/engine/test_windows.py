@@ -230,7 +230,7 @@ def test_ewma_is_that_of_pandas_without_adjustment(samples: Samples, span: int) 
         ("count(isfinite(loss), 1)", [1, 1, 1, 0, 0]),
     ],
 )
-def test_what_looks_at_one_number(call: str, expected: list[float]) -> None:
+def test_functions_of_one_number(call: str, expected: list[float]) -> None:
     samples = [-2.0, 0.0, 2.0, math.inf, math.nan][: len(expected)]
     assert played(call, samples) == pytest.approx(expected, nan_ok=True)
 
