@@ -71,7 +71,7 @@ def test_weights_are_the_same_to_the_bit_no_collective_is_added_and_detach_resto
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_model_is_told_as_the_user_knows_it(way: str, folder: Path) -> None:
+def test_the_hello_describes_the_users_own_model(way: str, folder: Path) -> None:
     for hello in hellos(folder, way):
         assert hello.facts["model"] == "Sequential"
         assert hello.facts["parameters"] == sum(p.numel() for p in ranks.model().parameters())
@@ -149,7 +149,7 @@ def test_losses_and_gradients_that_deepspeed_scaled_are_unscaled(daemon: FakeDae
     assert not {"step", "scale_if_loss"} & set(vars(engine.optimizer))
 
 
-def test_what_cannot_be_watched_is_said() -> None:
+def test_an_engine_that_cannot_be_watched_is_refused() -> None:
     from sentinel import Rollback
     from sentinel.hooks.deepspeed import attach
 

@@ -89,7 +89,7 @@ def test_a_run_that_fails_says_so_and_leaves_nothing_behind(daemon: FakeDaemon, 
     assert watch.monitor is None
 
 
-def test_a_wrong_option_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_wrong_option_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(AttachError, match="overhead"):
         fitted(tmp_path, callback(overhead=7))
 

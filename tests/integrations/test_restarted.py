@@ -100,7 +100,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_aside(
+def test_the_newest_whole_and_finite_checkpoint_is_taken_and_bad_ones_are_set_aside(
     integration: Integration, tmp_path: Path
 ) -> None:
     checkpoint, make, cut_short = integration
@@ -115,7 +115,7 @@ def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_asi
     assert checkpoint(tmp_path) == str(paths[-1]), "and again"
 
 
-def test_what_was_saved_since_the_first_sign_is_not_gone_back_to(
+def test_checkpoints_saved_since_the_first_sign_are_not_taken(
     integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, make, _ = integration
@@ -140,7 +140,7 @@ def test_other_ranks_choose_the_same_and_rename_nothing(
 
 
 @pytest.mark.usefixtures("short")
-def test_where_none_can_be_used_nothing_is_touched(integration: Integration, tmp_path: Path) -> None:
+def test_without_a_usable_checkpoint_nothing_is_changed(integration: Integration, tmp_path: Path) -> None:
     checkpoint, make, cut_short = integration
     cut_short(make(tmp_path, 100))
     make(tmp_path, 200, weight=float("nan"))
@@ -151,7 +151,7 @@ def test_where_none_can_be_used_nothing_is_touched(integration: Integration, tmp
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
+def test_a_read_that_fails_never_leads_to_an_older_checkpoint(
     integration: Integration,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -180,7 +180,7 @@ def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_is_cut_or_missing_for_a_moment_is_not_passed_over(
+def test_a_checkpoint_that_is_incomplete_for_a_moment_is_not_passed_over(
     integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network file system may show an old size, or no file yet."""
@@ -218,7 +218,7 @@ def test_a_listing_that_fails_for_a_moment_costs_nothing(
     assert failures
 
 
-def test_ranks_that_see_other_files_do_not_part(
+def test_ranks_that_see_different_files_choose_the_same_checkpoint(
     integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of a process group compare the checkpoints they see: one of them may not have mounted the folder yet."""
