@@ -92,7 +92,7 @@ def test_weights_that_are_not_finite_are_critical(tmp_path: Path) -> None:
     assert max(map(len, done.output.splitlines())) <= 80
 
 
-def test_a_healthy_checkpoint_is_nothing_to_mend(tmp_path: Path) -> None:
+def test_a_healthy_checkpoint_needs_no_fix(tmp_path: Path) -> None:
     model, state = trained(scale=1e-2)
     done = called(saved(tmp_path / "c.pt", model.state_dict(), state))
     assert (done.exit_code, "nothing to fix" in done.output) == (0, True)
@@ -153,7 +153,9 @@ def hostile(folder: Path) -> dict[str, Path]:
     ["runs a command", "compressed", "text", "not there", "header too long", "header no JSON", "nested without end",
      "offsets outside", "offsets turned", "sizes that do not fit", "an unknown type", "no tensors"],
 )  # fmt: skip
-def test_what_is_hostile_or_broken_is_a_sentence(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_or_broken_file_is_refused_in_one_sentence(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = hostile(tmp_path)[fault]
     error = called(path).exception
@@ -188,7 +190,7 @@ def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) ->
     return path
 
 
-def said_of(path: Path) -> tuple[int, dict[str, Any], str]:
+def read_findings(path: Path) -> tuple[int, dict[str, Any], str]:
     """Return the exit code, the output of --json, and the text of all findings."""
     done = called(path, "--json")
     content = json.loads(done.output)
@@ -196,14 +198,14 @@ def said_of(path: Path) -> tuple[int, dict[str, Any], str]:
 
 
 def test_a_run_is_judged_by_what_its_hooks_sampled(tmp_path: Path) -> None:
-    code, _, said = said_of(live(tmp_path / "gpt.sqlite", share=0.3, lost=0.8))
+    code, _, said = read_findings(live(tmp_path / "gpt.sqlite", share=0.3, lost=0.8))
     assert code == 1
     assert "at least 30.0% of gradient elements become zero in float16" in said
     assert "in 1 of 2 layers half of the elements or more did not change in a step: a" in said
 
 
-def test_a_run_whose_gradients_overflow_is_told_by_layer_and_scale(tmp_path: Path) -> None:
-    code, content, said = said_of(live(tmp_path / "gpt.sqlite", largest=3.0, scale=2.0**16, skips=0.1))
+def test_a_run_whose_gradients_overflow_is_reported_by_layer_and_scale(tmp_path: Path) -> None:
+    code, content, said = read_findings(live(tmp_path / "gpt.sqlite", largest=3.0, scale=2.0**16, skips=0.1))
     assert code == 1
     assert content["largest"][0] == ["a", pytest.approx(3.0)]
     assert (content["scale"], content["skipped"]) == (65536.0, pytest.approx(0.1))
@@ -216,16 +218,16 @@ def test_a_run_whose_gradients_overflow_is_told_by_layer_and_scale(tmp_path: Pat
 
 def test_layers_that_no_scale_saves_belong_in_float32(tmp_path: Path) -> None:
     """A loss scale that would save a layer's small gradients would make its large ones overflow."""
-    _, content, said = said_of(live(tmp_path / "gpt.sqlite", share=0.3, tiny=0.9, largest=1000.0, scale=1.0))
+    _, content, said = read_findings(live(tmp_path / "gpt.sqlite", share=0.3, tiny=0.9, largest=1000.0, scale=1.0))
     assert content["tiny"][0] == ["a", pytest.approx(0.9)]
     assert "GradScaler(init_scale=2.0**0); keep in float32: a; or bfloat16." in said
 
 
-def test_a_healthy_run_is_nothing_to_mend(tmp_path: Path) -> None:
+def test_a_healthy_run_needs_no_fix(tmp_path: Path) -> None:
     done = called(live(tmp_path / "gpt.sqlite", scale=2.0**12))
     assert done.exit_code == 0
     assert "nothing to fix" in done.output
 
 
-def test_a_run_that_nobody_knows_is_a_sentence() -> None:
+def test_an_unknown_run_is_reported_in_one_sentence() -> None:
     assert "no history of nothing" in str(called("nothing").exception)
