@@ -36,7 +36,7 @@ class Watched:
         self._database.close()
 
 
-def test_nobody_writes_while_it_closes_or_after(tmp_path: Path) -> None:
+def test_nothing_is_written_while_a_history_closes_or_after(tmp_path: Path) -> None:
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
     store.records.add_event(0, 1, "kept")
     watched = Watched(store)

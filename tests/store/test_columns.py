@@ -19,7 +19,7 @@ def test_rows_come_back_whatever_they_lack(rows: list[dict[str, float]]) -> None
     assert [values for _, _, values in unpack_chunk(body).rows()] == rows
 
 
-def test_a_column_that_all_rows_have_names_none_and_columns_are_in_the_order_of_their_coming() -> None:
+def test_a_column_that_all_rows_have_lists_no_rows_and_columns_keep_their_order() -> None:
     columns = pack_columns([{"loss": 1.0}, {"grad_norm": 2.0, "loss": 3.0}, {"loss": 4.0}])
     assert list(columns) == ["loss", "grad_norm"]
     assert columns["loss"] == (array("d", [1.0, 3.0, 4.0]).tobytes(), b"")

@@ -40,7 +40,9 @@ def fill(made: Store, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("harm", [emptied, cut_short, not_a_database, Path.unlink, folder_removed])
-def test_a_new_one_begins_and_holds_what_must_stand_in_it(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_a_new_history_begins_with_the_attempts_and_incidents_so_far(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
     path = tmp_path / "runs" / "r1.sqlite"
     made = Store(path, run="train", run_id="r1")
     made.records.begin_attempt(0, b"")
@@ -60,7 +62,7 @@ def test_a_new_one_begins_and_holds_what_must_stand_in_it(tmp_path: Path, harm: 
     database.close()
 
 
-def test_a_folder_that_was_removed_and_cannot_be_made_again_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_and_cannot_be_made_again_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "state" / "r1.sqlite"
     made = Store(path, run="train", run_id="r1")
     fill(made, 0, 10)

@@ -58,7 +58,7 @@ harm = pytest.mark.parametrize("harm", [truncated, scribbled, no_database], ids=
 
 
 @harm
-def test_a_reader_says_so(tmp_path: Path, harm: object) -> None:
+def test_a_reader_reports_damage(tmp_path: Path, harm: object) -> None:
     path = tmp_path / "r1.sqlite"
     filled(path).close()
     harm(path)  # type: ignore[operator]
@@ -81,7 +81,7 @@ def flipped(path: Path, table: str) -> None:
         assert database.execute(f"UPDATE {table} SET body = ?", (NO_UTF8,)).rowcount
 
 
-def test_text_that_is_none_any_more_is_damage_to_a_reader(tmp_path: Path) -> None:
+def test_text_that_is_no_utf8_any_more_is_damage_to_a_reader(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     filled(path, 10).close()
     flipped(path, "incidents")
@@ -134,7 +134,7 @@ def test_a_row_that_no_writer_wrote_is_damage_to_every_reader(body: str, private
         CliRunner().invoke(cli, command, catch_exceptions=False)
 
 
-def test_what_an_older_version_did_not_write_of_an_incident_is_empty(tmp_path: Path) -> None:
+def test_fields_of_an_incident_that_an_older_version_did_not_write_are_empty(tmp_path: Path) -> None:
     with contextlib.closing(filled(tmp_path / "r1.sqlite", 10)):
         pass
     with History(tmp_path / "r1.sqlite") as history:
@@ -164,7 +164,7 @@ def test_many_rows_that_each_unpack_to_little_are_counted_together(tmp_path: Pat
         read(path)
 
 
-def test_a_view_in_place_of_a_table_is_not_asked(tmp_path: Path) -> None:
+def test_a_view_in_place_of_a_table_is_not_read(tmp_path: Path) -> None:
     """A view is not read in place of a table, as it may have any number of rows."""
     path = tmp_path / "r1.sqlite"
     filled(path, 10).close()
@@ -178,9 +178,7 @@ def test_a_view_in_place_of_a_table_is_not_asked(tmp_path: Path) -> None:
         read(path)
 
 
-def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incident_that_cannot_be_read_does_not_stop_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thinning reads where incidents were, in a transaction of its own, which must not stay open when that fails."""
     monkeypatch.setattr(thinning, "LEVELS", ((512, 16),))
     monkeypatch.setattr(thinning, "GROUP", 1)
@@ -216,7 +214,7 @@ def test_lines_and_silences_that_cannot_be_read(tmp_path: Path) -> None:
         silences.read(tmp_path / silences.FILE)
 
 
-def test_one_that_is_damaged_when_it_is_opened_is_moved_aside(tmp_path: Path) -> None:
+def test_a_history_that_is_damaged_when_it_is_opened_is_moved_aside(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     no_database(path)
     store = filled(path, 10)
@@ -231,7 +229,7 @@ def test_one_that_is_damaged_when_it_is_opened_is_moved_aside(tmp_path: Path) ->
 
 
 @harm
-def test_one_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, harm: object) -> None:
+def test_a_history_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, harm: object) -> None:
     path = tmp_path / "r1.sqlite"
     store = filled(path)
     store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -257,7 +255,7 @@ def test_one_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, har
         assert history.series("loss").seqs[-1] >= 2000
 
 
-def test_the_outbox_moves_with_it(tmp_path: Path) -> None:
+def test_the_outbox_moves_with_a_damaged_history(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     store, outbox = filled(path), Outbox(path)
     store.before_moving = outbox.release
@@ -282,7 +280,7 @@ def test_the_outbox_moves_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_daemon_goes_on_and_says_so(private_places: Path) -> None:
+def test_a_daemon_goes_on_and_reports_damage(private_places: Path) -> None:
     path = paths.state_directory() / "runs" / "r1.sqlite"
     filled(path).close()
     scribbled(path)
@@ -295,7 +293,7 @@ def test_a_daemon_goes_on_and_says_so(private_places: Path) -> None:
     assert list(path.parent.glob("r1.sqlite.damaged-*"))
 
 
-def test_commands_pass_over_it(private_places: Path) -> None:
+def test_commands_pass_over_a_damaged_history(private_places: Path) -> None:
     path = paths.state_directory() / "runs" / "r1.sqlite"
     filled(path).close()
     scribbled(path)

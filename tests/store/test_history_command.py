@@ -74,7 +74,7 @@ def test_a_number_that_no_attempt_and_no_rank_has_is_wrong_use(option: str, numb
     assert "is not in the range" in result.output
 
 
-def test_incidents_of_a_run_that_nobody_knows_are_no_good_news() -> None:
+def test_incidents_of_an_unknown_run_are_an_error() -> None:
     Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
     for arguments in (("incidents",), ("incidents", "show", "0.1")):
         result = CliRunner().invoke(cli, [*arguments, "--run", "trainer"])
@@ -85,14 +85,14 @@ def test_incidents_of_a_run_that_nobody_knows_are_no_good_news() -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_of_no_age_are_all_of_them() -> None:
+def test_all_histories_are_older_than_0_seconds() -> None:
     result = invoked("prune", "--older-than", "0s", "--dry-run")
     assert "would be deleted" in result.output
     assert "Nothing is over the limits" not in result.output
 
 
 @pytest.mark.usefixtures("run")
-def test_csv_has_a_column_a_signal_and_loses_no_digit() -> None:
+def test_csv_has_a_column_for_each_signal_and_loses_no_digit() -> None:
     rows = list(csv.DictReader(io.StringIO(invoked("export", "train", "--format", "csv").output)))
     assert list(rows[0]) == ["attempt", "step", "time", "loss", "grad_norm"]
     assert [row["loss"] for row in rows] == ["2.0", "NaN", "-Inf", "9.0"]
@@ -133,7 +133,7 @@ def test_the_list(run: Path) -> None:
     assert "damaged" in result.output
 
 
-def test_nothing_is_kept() -> None:
+def test_a_node_without_histories() -> None:
     assert invoked().output == "No history is kept on this node.\n"
     assert json.loads(invoked("--json").output) == []
 
@@ -148,12 +148,12 @@ def test_nothing_is_kept() -> None:
         (["export", "train", "--output", "/proc/none"], "/proc/none: cannot be written"),
     ],
 )
-def test_what_is_not_there_is_said(arguments: list[str], said: str) -> None:
+def test_missing_runs_steps_and_folders_are_reported(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CliRunner().invoke(cli, ["history", *arguments], catch_exceptions=False)
 
 
-def test_pruning_says_first_and_then_does(run: Path) -> None:
+def test_pruning_can_list_first_what_it_would_delete(run: Path) -> None:
     os.utime(run, (time.time() - 10 * 86400,) * 2)
     assert invoked("prune").output == "Nothing is over the limits.\n"
     assert "would be deleted" in invoked("prune", "--older-than", "9d", "--dry-run").output

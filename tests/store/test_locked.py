@@ -50,7 +50,7 @@ def train(store: Store, first: int, last: int) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_samples_go_before_what_happened_and_that_is_counted_told_and_kept(
+def test_samples_are_dropped_before_events_and_the_loss_is_counted_reported_and_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the oldest rows went, whatever they were: attempts, ranks and incidents; 4,096 rows of layers stayed."""
@@ -86,7 +86,7 @@ def test_samples_go_before_what_happened_and_that_is_counted_told_and_kept(
         assert 5000 - len(history.layers()) == lost["layers"]
 
 
-def test_what_happened_fits_where_samples_do_not(path: Path) -> None:
+def test_events_are_written_where_samples_do_not_fit(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     database = store._database
     assert database is not None
@@ -111,7 +111,7 @@ def test_what_happened_fits_where_samples_do_not(path: Path) -> None:
         assert [event.kind for event in history.events()] == ["noise", "history gap"]
 
 
-def test_one_that_waits_does_not_make_the_others_wait(tmp_path: Path) -> None:
+def test_a_locked_history_does_not_delay_the_others(tmp_path: Path) -> None:
     """A locked file delays no other: each flush of it took 5 s, and the histories of all other runs waited."""
     stores = [Store(tmp_path / f"r{number}.sqlite", run="train", run_id=f"r{number}") for number in range(8)]
     for store in stores:
@@ -130,7 +130,7 @@ def test_one_that_waits_does_not_make_the_others_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_one_that_is_locked_at_the_beginning_is_opened_later(path: Path) -> None:
+def test_a_history_that_is_locked_at_the_beginning_is_opened_later(path: Path) -> None:
     Store(path, run="train", run_id="r1").close()
     with locked(path):
         store = Store(path, run="train", run_id="r1")
@@ -194,7 +194,7 @@ def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
         assert outbox.trouble == ""
 
 
-def test_whoever_looks_into_a_live_history_does_not_take_its_log_away(path: Path) -> None:
+def test_a_tool_that_reads_a_live_history_does_not_delete_its_log(path: Path) -> None:
     """A tool that reads a live history does not take itself for its last user, which deletes the log on closing.
 
     Each flush read the head of the file first, and closing it gave up the locks of the process: what was written after
@@ -211,7 +211,7 @@ def test_whoever_looks_into_a_live_history_does_not_take_its_log_away(path: Path
     store.close()
 
 
-def test_a_row_that_no_file_would_take_does_not_keep_the_others_out(path: Path) -> None:
+def test_a_row_that_cannot_be_stored_does_not_keep_the_others_out(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     store.records.add_event(0, 2**63, "snapshot", bytes=7)
     store.records.add_event(0, 4, "snapshot", bytes=7)
@@ -223,7 +223,7 @@ def test_a_row_that_no_file_would_take_does_not_keep_the_others_out(path: Path) 
         assert [event.seq for event in history.events("snapshot")] == [4]
 
 
-def test_a_closing_history_waits_for_whoever_has_it_locked(path: Path) -> None:
+def test_a_closing_history_waits_until_it_is_unlocked(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     store.records.put_incident("0.1", 3, {"id": "0.1"})
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:

@@ -37,7 +37,9 @@ def kept(name: str, days: float, size: int = 100) -> StoredHistory:
         ([5, 3, 1], 10, 300, []),
     ],
 )
-def test_the_old_go_and_then_the_oldest(days: list[float], max_age: float, max_bytes: float, gone: list[str]) -> None:
+def test_histories_over_the_age_are_deleted_and_then_the_oldest(
+    days: list[float], max_age: float, max_bytes: float, gone: list[str]
+) -> None:
     histories = [kept(name, age) for name, age in zip("abc", days, strict=True)]
     found = retention.list_doomed(histories, max_age=max_age * DAY, max_bytes=max_bytes, now=NOW)
     assert [f"{one.kept.path} {one.why}" for one in found] == gone
@@ -50,7 +52,7 @@ def written(folder: Path, name: str, days: float) -> Path:
     return path
 
 
-def test_what_is_open_stays(tmp_path: Path) -> None:
+def test_an_open_history_stays(tmp_path: Path) -> None:
     live = Store(tmp_path / "live.sqlite", run="live", run_id="live")
     live.records.add_event(0, 1, "phase")
     live.write()
@@ -69,7 +71,7 @@ def test_what_is_open_stays(tmp_path: Path) -> None:
         assert [event.seq for event in history.events()] == [1, 2]
 
 
-def test_a_damaged_one_goes_with_what_is_beside_it(tmp_path: Path) -> None:
+def test_a_damaged_history_is_deleted_with_the_files_beside_it(tmp_path: Path) -> None:
     names = ["a.sqlite", "a.sqlite-wal", "a.sqlite-shm", "b.sqlite.damaged-20260101T000000"]
     for name in names:
         (tmp_path / name).write_bytes(b"no database at all")

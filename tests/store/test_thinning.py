@@ -15,7 +15,7 @@ from sentinel.store import CHUNK_STEPS, History, Store, thinning
 from sentinel.store.thinning import thin_rows
 
 
-def test_of_a_bucket_the_first_and_the_loudest_stay() -> None:
+def test_the_first_and_the_most_extreme_steps_of_a_bucket_stay() -> None:
     rows = [(seq, float(seq), {"loss": 1.0, "grad_norm": 1.0}) for seq in range(100)]
     rows[40] = (40, 40.0, {"loss": 9.0, "grad_norm": 1.0})
     rows[50] = (50, 50.0, {"loss": 1.0, "grad_norm": math.nan})
@@ -75,7 +75,7 @@ def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path
     assert all(step.ranks[0]["loss"] == step.run["loss"] or math.isnan(step.run["loss"]) for step in steps)
 
 
-def test_a_history_of_schema_2_is_thinned_on(tmp_path: Path, small: None) -> None:
+def test_a_history_of_schema_2_is_thinned_further(tmp_path: Path, small: None) -> None:
     path = tmp_path / "r.sqlite"
     store = Store(path, run="train", run_id="r")
     for seq in range(4 * CHUNK_STEPS):
