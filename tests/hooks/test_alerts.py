@@ -16,7 +16,7 @@ from tests.hooks.test_attach import adamw
 pytestmark = pytest.mark.faults
 
 
-def test_a_slow_function_is_waited_for_by_nobody_and_what_waits_for_it_is_bounded(
+def test_nothing_waits_for_a_slow_function_and_its_queue_is_bounded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     alerts, entered, release = UserCallbacks(), threading.Event(), threading.Event()

@@ -63,7 +63,7 @@ def test_the_armed_terms_are_in_the_hello(daemon: FakeDaemon, capsys: pytest.Cap
     assert "rollback is armed" in capsys.readouterr().err
 
 
-def test_what_is_not_seen_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parameter_outside_the_model_is_reported(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     net, temperature = model(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net[0].parameters(), temperature], lr=0.1)
     with sentinel.attach(net, optimizer):
@@ -279,7 +279,7 @@ def test_a_path_that_is_too_long(
     assert "SENTINEL_RUNTIME to a shorter one" in unmonitored(capsys, model())
 
 
-def test_a_named_address_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_not_valid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_ADDRESS", "http://localhost")
     assert "expected unix:/path" in unmonitored(capsys, model())
 
@@ -379,7 +379,7 @@ def test_the_loss_scale_is_named_where_there_is_a_scaler(
     assert scaler.is_enabled() is scaled
 
 
-def test_what_follows_an_engine_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_argument_after_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class DeepSpeedEngine:
         """Taken by `attach` for DeepSpeed's, which it recognises by the class in the loaded module."""
 

@@ -85,7 +85,7 @@ def until(path: Path, lines: int) -> str:
     raise AssertionError(f"{path} has not {lines} lines")
 
 
-def test_it_stands_on_its_own(directory: Path) -> None:
+def test_the_daemon_is_detached_from_the_trainer(directory: Path) -> None:
     """The daemon has its own session, empty stdin and its own log: it must not hold the trainer's pipe open."""
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
@@ -96,7 +96,7 @@ def test_it_stands_on_its_own(directory: Path) -> None:
     kill(directory)
 
 
-def test_it_is_nobodys_child(directory: Path) -> None:
+def test_the_daemon_is_not_a_child_of_the_process_it_serves(directory: Path) -> None:
     """A script that waits for all its children, or a harness that counts them, does not meet the daemon."""
     starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
@@ -115,7 +115,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_children_that_somebody_else_reaps(directory: Path) -> None:
+def test_children_that_the_script_or_the_kernel_reaps(directory: Path) -> None:
     """A failed start is noticed though a handler of SIGCHLD, or with SIG_IGN the kernel, reaps every child."""
     starter = DaemonLauncher(directory, ["/bin/sh", "-c", "echo port is taken; exit 4"])
     taken = []
@@ -156,7 +156,7 @@ def test_signals_wait_until_they_can_be_served(directory: Path) -> None:
     starter.close()
 
 
-def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_1_keeps_the_daemon_as_its_child(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 1 inherits every orphan in any case, and must then reap it."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     starter = DaemonLauncher(directory, SLEEPER)
@@ -178,7 +178,7 @@ def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.Mo
     starter.close()
 
 
-def test_ranks_start_only_one(directory: Path) -> None:
+def test_ranks_start_only_one_daemon(directory: Path) -> None:
     first, second = DaemonLauncher(directory, SLEEPER), DaemonLauncher(directory, SLEEPER)
     first.start()
     second.start()
@@ -197,7 +197,7 @@ def test_ranks_start_only_one(directory: Path) -> None:
     second.close()
 
 
-def test_it_gives_up_in_words(directory: Path) -> None:
+def test_a_daemon_that_cannot_start_is_given_up_with_a_message(directory: Path) -> None:
     starter = DaemonLauncher(directory, ["/bin/sh", "-c", "echo first; echo port is taken; kill -9 $$"])
     for _ in range(LIMIT):
         assert starter.failure() is None
@@ -211,7 +211,7 @@ def test_it_gives_up_in_words(directory: Path) -> None:
     starter.close()
 
 
-def test_a_directory_of_somebody_else_is_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.parent.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ConfigError, match=r"belongs to user \d+, not to you \(12345\)"):
@@ -225,7 +225,7 @@ def died(starter: DaemonLauncher, directory: Path, which: int = 1) -> None:
     starter.record_loss()
 
 
-def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
+def test_a_daemon_that_served_is_started_again_without_end_with_growing_pauses(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -253,7 +253,7 @@ def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
     starter.close()
 
 
-def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) -> None:
+def test_the_last_rank_removes_what_a_killed_daemon_left(directory: Path) -> None:
     first, second = DaemonLauncher(directory, SLEEPER), DaemonLauncher(directory, SLEEPER)
     first.start()
     until(directory / paths.LOG, 1)
@@ -264,7 +264,7 @@ def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) ->
     assert not directory.exists()
 
 
-def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -> None:
+def test_a_directory_that_a_daemon_removed_is_made_again(directory: Path) -> None:
     starter = DaemonLauncher(directory, SLEEPER)
     locks.remove(directory)
     starter.start()
@@ -274,7 +274,7 @@ def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -
     starter.close()
 
 
-def test_a_directory_that_a_daemon_takes_with_it_at_this_moment_is_made_again(
+def test_a_directory_that_a_daemon_removes_at_this_moment_is_made_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starter, hold = DaemonLauncher(directory, SLEEPER), locks.hold

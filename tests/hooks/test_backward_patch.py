@@ -22,7 +22,7 @@ from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model
 
 
-def of_pass(root: torch.Tensor, accumulator: StepAccumulator, *weights: torch.Tensor) -> list[str]:
+def run_pass(root: torch.Tensor, accumulator: StepAccumulator, *weights: torch.Tensor) -> list[str]:
     """Run a backward pass from `root`, and return the events that listeners get of it."""
     told: list[str] = []
 
@@ -54,49 +54,49 @@ def scalars() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", scalars())
-def test_a_loss_is_what_it_says(name: str) -> None:
+def test_a_usual_loss_is_recorded_without_calling_listeners(name: str) -> None:
     accumulator, root = StepAccumulator(), scalars()[name]
     accumulator.calm_to = 10.0
-    assert of_pass(root, accumulator) == []
+    assert run_pass(root, accumulator) == []
     assert (accumulator.totals.loss, accumulator.totals.backwards) == (2.0, 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("value", [11.0, -math.inf, math.inf, math.nan])
-def test_of_any_other_loss_those_who_listen_are_told(value: float, device: str) -> None:
+def test_listeners_get_any_other_loss(value: float, device: str) -> None:
     accumulator = StepAccumulator()
     accumulator.calm_to = 10.0
-    assert of_pass(torch.ones((), device=device, requires_grad=True) * value, accumulator) == ["backward_ended"]
+    assert run_pass(torch.ones((), device=device, requires_grad=True) * value, accumulator) == ["backward_ended"]
     assert (accumulator.totals.loss, accumulator.totals.backwards) == (None, 0)
 
 
-def test_of_a_loss_that_is_weighted_or_scaled_those_who_listen_are_told() -> None:
+def test_listeners_get_a_loss_that_is_weighted_or_scaled() -> None:
     accumulator, one = StepAccumulator(), torch.ones((), requires_grad=True)
     accumulator.calm_to = 10.0
-    assert of_pass(one * 2.0, accumulator, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
+    assert run_pass(one * 2.0, accumulator, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
     losses.remember(scaled := one * 2.0 * 4.0, one * 2.0)
-    assert of_pass(scaled, accumulator) == ["backward_ended"]
+    assert run_pass(scaled, accumulator) == ["backward_ended"]
     assert accumulator.totals.backwards == 0
-    assert of_pass(one * 2.0, accumulator) == []
+    assert run_pass(one * 2.0, accumulator) == []
     losses.scaled.ever = False
 
 
 @pytest.mark.parametrize("calm_to", [10.0, -math.inf])
-def test_a_pass_under_a_default_device_is_one(calm_to: float) -> None:
+def test_a_pass_under_a_default_device_counts_once(calm_to: float) -> None:
     """A default device is a mode: torch calls the mode first, which calls the function again."""
     accumulator, root = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
     accumulator.calm_to = calm_to
     with torch.device("cpu"):
-        told = of_pass(root, accumulator)
+        told = run_pass(root, accumulator)
     assert told == (["backward_ended"] if calm_to > 0.0 else ["backward_begins", "backward_ended"])
     assert accumulator.totals.backwards == 0, "but by those who are told"
 
 
-def test_a_loss_that_a_hook_put_something_else_into_is_not_read() -> None:
+def test_a_loss_whose_data_a_hook_replaced_is_not_read() -> None:
     accumulator, doubled = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
     accumulator.calm_to, root = 10.0, doubled * 1.0
     doubled.register_hook(lambda _: setattr(root, "data", torch.tensor([5.0, 7.0])))  # type: ignore[no-untyped-call]
-    assert of_pass(root, accumulator) == ["backward_ended"]
+    assert run_pass(root, accumulator) == ["backward_ended"]
     assert accumulator.totals.loss is None
 
 
@@ -117,11 +117,11 @@ class Nested(torch.autograd.Function):
 def test_a_pass_within_a_pass_is_part_of_it() -> None:
     accumulator = StepAccumulator()
     accumulator.calm_to = 10.0
-    assert of_pass(Nested.apply(torch.ones((), requires_grad=True)), accumulator) == []  # type: ignore[no-untyped-call]
+    assert run_pass(Nested.apply(torch.ones((), requires_grad=True)), accumulator) == []  # type: ignore[no-untyped-call]
     assert (accumulator.totals.loss, accumulator.totals.backwards) == (2.0, 1)
 
 
-def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: FakeDaemon) -> None:
+def test_the_patch_is_copied_and_pickled_as_a_function_is(daemon: FakeDaemon) -> None:
     bare = torch.autograd.backward
     net = model()
     with sentinel.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3)):
@@ -134,7 +134,7 @@ def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: Fa
     assert torch.autograd.backward is bare
 
 
-def test_a_pass_that_raises_raises_and_is_told_of() -> None:
+def test_a_pass_that_raises_still_raises_and_is_reported() -> None:
     accumulator, told = StepAccumulator(), []
     accumulator.calm_to = 10.0
 
@@ -175,9 +175,9 @@ def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyP
         for name in ("item", "is_neg"):
             patched.setattr(torch.Tensor, name, interrupted, raising=False)
         with pytest.raises(KeyboardInterrupt):
-            of_pass(loss, accumulator)
+            run_pass(loss, accumulator)
     assert accumulator.totals.backwards == 0
-    assert of_pass(loss.clone().detach().requires_grad_(), accumulator) == []
+    assert run_pass(loss.clone().detach().requires_grad_(), accumulator) == []
 
 
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,5 +185,5 @@ def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator, loss, read = StepAccumulator(), torch.ones(3, device="meta", requires_grad=True).sum(), []
     accumulator.calm_to = 10.0
     monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)
-    assert of_pass(loss, accumulator) == ["backward_ended"]
+    assert run_pass(loss, accumulator) == ["backward_ended"]
     assert read == []

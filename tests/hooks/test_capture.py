@@ -68,7 +68,7 @@ def test_nothing_is_launched_into_a_graph(daemon: FakeDaemon, launches: Launches
     assert (daemon.seqs(), list(daemon.series("loss"))) == ([0, 3], [0, 3])
 
 
-def test_what_is_logged_of_a_device_is_not_copied_into_a_graph(
+def test_a_logged_tensor_on_a_device_is_not_copied_into_a_graph(
     daemon: FakeDaemon, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = model()

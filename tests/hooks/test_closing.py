@@ -116,7 +116,7 @@ def test_without_a_history_no_command_is_named_that_reads_it(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_a_daemon_that_only_listens_is_said(daemon: FakeDaemon) -> None:
+def test_a_daemon_that_does_not_answer_in_time_is_reported(daemon: FakeDaemon) -> None:
     (line,) = said("kept = train(watch=True)")
     assert re.search("150 steps in .*: its daemon did not say in time what it found. Details: ", line), line
 
@@ -150,7 +150,7 @@ def test_other_ranks_and_supervised_ones_say_nothing(tmp_path: Path, variables: 
     assert said("kept = train()", SENTINEL_RECORD=str(tmp_path / "record"), **variables) == []
 
 
-def test_what_was_not_seen_is_said() -> None:
+def test_steps_that_were_not_seen_are_reported() -> None:
     summary = wire.RunSummary(steps=900, step=899, lost=300, incidents={"warning": 2, "info": 1}, worst="A at step 4")
     assert summary.text == "2 warnings (A at step 4), 1 info; 300 of the steps were not seen"
     assert describe_incidents({"critical": 0}) == "no incidents"

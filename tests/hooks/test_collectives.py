@@ -92,7 +92,7 @@ def test_without_process_groups_there_is_nothing() -> None:
     assert internals.read_flight_record().groups == {}
 
 
-def test_a_recorder_that_stands_holds_up_nobody(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_that_blocks_delays_no_other_request(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of NCCL's events may wait for as long as the loop waits for the device."""
     reads: list[bool] = []
     moves = threading.Event()

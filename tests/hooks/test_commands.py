@@ -124,7 +124,7 @@ def test_what_the_daemon_costs_makes_sampling_rarer(daemon: FakeDaemon, monkeypa
     assert paces[-1].spacing == {str(tier): every for tier, every in coarsest.items()}
 
 
-def test_what_cannot_be_done_is_answered(daemon: FakeDaemon) -> None:
+def test_a_request_that_cannot_be_served_is_answered(daemon: FakeDaemon) -> None:
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer):
         watched.run(2)
@@ -160,7 +160,7 @@ def test_stages(daemon: FakeDaemon) -> None:
     assert kinds.index(wire.Batch) < kinds.index(wire.StageBegan), "steps come before what was said after them"
 
 
-def test_a_stage_is_told_between_the_steps_before_it_and_its_first(
+def test_a_stage_is_sent_between_the_steps_before_it_and_its_first(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage keeps its place among the steps also where the sender gets to both late, as beside a fast loop."""
@@ -185,7 +185,7 @@ def test_a_stage_is_told_between_the_steps_before_it_and_its_first(
     assert order == [*range(5), "from 5", *range(5, 9), "from 9", *range(9, 12), "after them"]
 
 
-def test_notes_are_said_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_printed_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.answer = lambda _: wire.frame(wire.Welcome(version="1", notes=("no history",)))
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
@@ -232,7 +232,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_restorer_stands_at_both_ends_of_each_step(fused: bool, daemon: FakeDaemon) -> None:
+def test_the_restorer_is_called_at_both_ends_of_each_step(fused: bool, daemon: FakeDaemon) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
     watched = Loop(net, optimizer, GradScaler("cpu", 64.0), half=True, overflow=frozenset({1}))

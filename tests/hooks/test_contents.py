@@ -116,7 +116,7 @@ def test_a_batch_of_any_form_is_looked_into(wrapped: Any) -> None:
     assert (found["batch_size"], found["batch_length"], found["batch_elements"]) == (2.0, 3.0, 30.0)
 
 
-def test_what_is_no_batch_has_none() -> None:
+def test_an_object_that_is_no_batch_has_no_fingerprint() -> None:
     for batch in (None, 3, "text", [], {"a": 1}):
         assert BatchFingerprints().describe_batch(batch, Loader()) is None
     assert "batch_identity" not in (
@@ -206,7 +206,7 @@ def test_parameters_that_get_no_gradient_are_counted(daemon: FakeDaemon) -> None
     assert daemon.series("without_gradient_share") == {0: pytest.approx(12 / 19)}
 
 
-def test_that_none_gets_a_gradient_is_seen_wherever_the_norm_would_be(
+def test_a_step_without_any_gradient_is_seen_wherever_the_norm_would_be(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(governor, "FIRST", {0: 1, 1: 1, 2: 256, 3: 256})
@@ -221,7 +221,7 @@ def test_that_none_gets_a_gradient_is_seen_wherever_the_norm_would_be(
     assert daemon.series("no_gradient") == dict.fromkeys(range(4), 1.0)
 
 
-def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon) -> None:
+def test_passes_inside_a_closure_do_not_count_as_the_optimizers_time(daemon: FakeDaemon) -> None:
     net = model()
     optimizer = sgd(net)
 
@@ -242,7 +242,7 @@ def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon
     assert own < backward
 
 
-def test_all_of_it_is_in_the_vocabulary() -> None:
+def test_every_value_of_a_batch_is_in_the_vocabulary() -> None:
     found = BatchFingerprints().describe_batch(torch.ones(2, 2), Loader())
     assert found is not None
     assert {SIGNALS[name].scope for name in found} == {"rank"}

@@ -132,7 +132,7 @@ def test_post_norm_is_seen_in_the_graph(net: nn.Module, expected: int) -> None:
         assert post_norms(net(x).square().mean().grad_fn) == expected
 
 
-def test_post_norm_is_told_at_the_first_steps(daemon: FakeDaemon) -> None:
+def test_post_norm_is_reported_at_the_first_steps(daemon: FakeDaemon) -> None:
     net = nn.Sequential(nn.Linear(6, 8), encoder(norm_first=False), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with sentinel.attach(net, optimizer):

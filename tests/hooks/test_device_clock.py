@@ -94,7 +94,7 @@ def test_where_the_device_waits_for_the_host_all_of_it_is_felt(loop: dict[str, f
     assert {slow.step(host=0.005, ours=0.0001) for _ in range(40)} == {1.0}
 
 
-def test_what_is_sampled_is_told_apart() -> None:
+def test_sampled_steps_are_told_apart() -> None:
     loop = SimulatedLoop(Device(), launching=0.02, work=0.2)
     for seq in range(64):
         sampled = seq % 8 == 7
@@ -103,7 +103,7 @@ def test_what_is_sampled_is_told_apart() -> None:
     assert loop.step(host=0.02, ours=0.0, tier=0) == LEAST_SHARE
 
 
-def test_a_device_that_stands_is_not_waited_for_and_events_do_not_pile_up() -> None:
+def test_a_device_that_hangs_is_not_waited_for_and_events_do_not_pile_up() -> None:
     device = Device()
     clock = device.make_clock()
     made: list[Event] = []
@@ -125,7 +125,7 @@ def test_a_clock_that_fails_leaves_the_time_on_the_host(swallowed: list[str]) ->
     assert len(swallowed) == 1
 
 
-def test_on_the_host_there_is_none() -> None:
+def test_there_is_no_device_clock_on_the_host() -> None:
     assert make_device_clock(list(model().parameters())) is None
     assert make_device_clock([]) is None
     mixed = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, device="meta"))]

@@ -108,7 +108,7 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_what_is_not_finite_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elements_that_are_not_finite_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """All elements are counted, as a device is not asked which to examine, and in pieces, as it may lack memory."""
     pieces: list[int] = []
     isfinite = torch.isfinite

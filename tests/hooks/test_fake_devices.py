@@ -139,7 +139,7 @@ def test_all_is_measured_and_nobody_waits(
     assert all(tensor.is_cuda for tensor in sent.values())
 
 
-def test_what_is_on_a_device_is_not_brought_to_the_host_for_arithmetic() -> None:
+def test_values_on_a_device_are_not_brought_to_the_host_for_arithmetic() -> None:
     with faked():
         values = torch.empty(4), torch.empty((), device="cuda:1"), 3.0
         assert [value.device for value in on_one_device(values)[:2]] == [torch.device("cuda:1")] * 2  # type: ignore[union-attr]

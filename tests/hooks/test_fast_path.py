@@ -140,7 +140,7 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     assert attentive == [False] * 7 + [True], "before the loss of the next step tells"
 
 
-def test_nothing_that_happened_between_is_lost(daemon: FakeDaemon) -> None:
+def test_events_between_full_steps_are_not_lost(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     data = iter(DataLoader(TensorDataset(torch.randn(96, 6)), batch_size=8))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
@@ -191,7 +191,7 @@ def test_a_probe_of_another_package_is_called_at_every_step(
     assert daemon.series("counted") == {seq: float(seq) for seq in range(8)}
 
 
-def test_of_two_optimizers_each_takes_its_part_at_once(daemon: FakeDaemon) -> None:
+def test_each_of_two_optimizers_takes_its_part_at_once(daemon: FakeDaemon) -> None:
     first, second = model(), model(1)
     optimizers = [adamw(first), adamw(second)]
     with sentinel.attach([first, second], optimizers):
@@ -222,7 +222,7 @@ def test_gradients_that_are_never_cleared_are_found_later_too(daemon: FakeDaemon
     assert [seq for seq, value in kept.items() if value] == found
 
 
-def of_a_linear(steps: int, before_step: dict[int, Any], after_backward: Any = None) -> None:
+def train_with(steps: int, before_step: dict[int, Any], after_backward: Any = None) -> None:
     """Train with the loss 2; a number in `before_step` is its step's loss, a function is called before the step."""
     net = model()
     optimizer = adamw(net)
@@ -243,7 +243,7 @@ def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
     loss: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_outliers, "SPAN", 4)
-    of_a_linear(24, {14: loss})
+    train_with(24, {14: loss})
     daemon.ended()
     assert 14 in daemon.layers("layer_grad_norm")
     assert daemon.series("loss")[14] == pytest.approx(loss, nan_ok=True)
@@ -286,10 +286,10 @@ def said(monitor: sentinel.Monitor) -> None:
     [(attended, [14, 15]), (asked_for_moments, [14]), (scaled, [14, 15]), (said, [14])],
     ids=["the daemon attends", "moments are asked for", "a loss was scaled", "a number was logged"],
 )
-def test_whatever_wants_more_of_a_step_has_it_at_once(
+def test_a_step_of_which_more_is_wanted_is_examined_in_full_at_once(
     what: Any, whole: list[int], daemon: FakeDaemon, entered: list[int]
 ) -> None:
-    of_a_linear(24, {14: what})
+    train_with(24, {14: what})
     daemon.ended()
     assert [seq for seq in entered if seq >= 4] == sorted({4, 8, 12, *whole, 16, 20}), "and then it goes on as before"
     assert len(daemon.of(wire.Collected)) == (what is asked_for_moments)
@@ -349,7 +349,7 @@ def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     assert daemon.seqs() == list(range(11))
 
 
-def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_full_steps_no_listener_is_called(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
@@ -369,7 +369,7 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", ["_try_enter", "_try_exit", "_begin_stretch"])
-def test_a_fault_in_it_does_not_reach_the_loop(
+def test_a_fault_in_the_fast_path_does_not_reach_the_loop(
     name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -397,7 +397,7 @@ class Eventful(torch.optim.SGD):
         return result
 
 
-def of_an_eventful_step(happens: Any, *, late: bool = False) -> list[float]:
+def train_with_event(happens: Any, *, late: bool = False) -> list[float]:
     """Return the losses of a loop whose step 6, on the fast path, calls `happens`. `late`: at the step's end."""
     net, losses = model(), []
     optimizer = Eventful(net.parameters(), lr=1e-2)
@@ -416,31 +416,31 @@ def of_an_eventful_step(happens: Any, *, late: bool = False) -> list[float]:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["reward", "loss"])
-def test_a_number_that_is_logged_inside_a_step_is_of_that_step(name: str, late: bool, daemon: FakeDaemon) -> None:
-    of_an_eventful_step(lambda monitor: monitor.log(**{name: 3.0}), late=late)
+def test_a_number_that_is_logged_inside_a_step_belongs_to_that_step(name: str, late: bool, daemon: FakeDaemon) -> None:
+    train_with_event(lambda monitor: monitor.log(**{name: 3.0}), late=late)
     daemon.ended()
     assert [seq for seq, value in daemon.series(name).items() if value == 3.0] == [6]
 
 
-def test_a_loss_that_another_thread_scales_inside_a_step_costs_none(daemon: FakeDaemon) -> None:
+def test_scaling_on_another_thread_inside_a_step_loses_no_loss(daemon: FakeDaemon) -> None:
     def beside(monitor: sentinel.Monitor) -> None:
         thread = threading.Thread(target=scaled, args=(monitor,))
         thread.start()
         thread.join()
 
-    losses = of_an_eventful_step(beside)
+    losses = train_with_event(beside)
     daemon.ended()
     assert daemon.series("loss") == dict(enumerate(losses))
 
 
 def test_a_loss_inside_a_step_that_is_not_finite_is_noticed(daemon: FakeDaemon, entered: list[int]) -> None:
-    of_an_eventful_step(lambda _: (torch.ones((), requires_grad=True) * math.nan).backward())
+    train_with_event(lambda _: (torch.ones((), requires_grad=True) * math.nan).backward())
     daemon.ended()
     assert math.isnan(daemon.series("loss")[6])
     assert entered == [0, 1, 2, 3, 4, *range(7, 13)]
 
 
-def test_a_closure_that_is_none_is_none(daemon: FakeDaemon, entered: list[int]) -> None:
+def test_none_as_the_closure_is_no_closure(daemon: FakeDaemon, entered: list[int]) -> None:
     """Accelerate passes None on as the closure."""
     net = model()
     optimizer = adamw(net)
@@ -472,7 +472,7 @@ def test_a_step_with_a_closure_is_looked_at_whole(named: bool, daemon: FakeDaemo
     assert entered == [0, 1, 2, 3, 4, 8, 10, 12]
 
 
-def test_who_is_stopped_in_a_stretch_counts_no_more(daemon: FakeDaemon) -> None:
+def test_an_optimizer_monitor_that_is_stopped_in_a_stretch_counts_no_more_steps(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         (stream,) = find_session(monitor).streams
@@ -505,7 +505,7 @@ class Overflowing(nn.Linear):
         return super().forward(x).mul(0.0).mul(1e30).mul(1e30)
 
 
-def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_runs_a_batch_again_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fast loop no gradient is held; the call that runs the batch again is slow, and not the loop's."""
     net, accumulator = Overflowing(6, 1), StepAccumulator()
     sent: list[Any] = []
@@ -521,11 +521,11 @@ def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPat
     assert "a constant stood for it" in sent[0].content["missing"][0]
 
 
-def test_a_loss_that_is_odd_by_those_since_the_last_look_is_noticed_at_the_next(
+def test_a_loss_outlier_among_those_since_the_last_look_is_noticed_at_the_next(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_outliers, "SPAN", 4)
     noise = {seq: 1.0 + 2.0 * (seq % 2) for seq in range(9)}
-    of_a_linear(24, {**noise, 11: 8.0})
+    train_with(24, {**noise, 11: 8.0})
     daemon.ended()
     assert [seq for seq in daemon.series("learning_rate") if seq >= 8] == [8, 12, 13, 14, 15, 16, 20]

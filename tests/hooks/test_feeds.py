@@ -53,7 +53,7 @@ def test_the_length_of_a_pass_where_torch_knows_it(loader: Any, expected: int) -
         loader_progress = LoaderProgress()
 
 
-def test_an_evaluation_is_no_part_of_the_pass_and_a_pass_says_its_length_in_the_end() -> None:
+def test_an_evaluation_is_no_part_of_a_pass_and_the_end_of_a_pass_gives_its_length() -> None:
     loader_progress = LoaderProgress()
     training, evaluation = iter(DataLoader(Endless())), iter(DataLoader(Endless()))
     for step in range(7):
@@ -71,7 +71,7 @@ def test_an_evaluation_is_no_part_of_the_pass_and_a_pass_says_its_length_in_the_
     assert (loader_progress.batches, loader_progress.exhausted) == (1, False)
 
 
-def test_one_that_is_alone_says_nothing_of_its_length(daemon: FakeDaemon) -> None:
+def test_a_single_rank_does_not_send_its_loaders_length(daemon: FakeDaemon) -> None:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with sentinel.attach(net, optimizer):

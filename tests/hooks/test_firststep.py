@@ -152,7 +152,7 @@ def test_an_attach_before_the_first_step_is_left_alone(daemon: FakeDaemon) -> No
     assert registry.find_session([loop.optimizer]) is None
 
 
-def test_parameters_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_that_are_in_no_module(capsys: pytest.CaptureFixture[str]) -> None:
     loose = nn.Parameter(torch.ones(2))
     optimizer = sgd(loose)
     optimizer.step()
@@ -161,7 +161,7 @@ def test_parameters_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.faults
-def test_a_fault_of_ours_stays_ours(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_does_not_reach_the_loop(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 

@@ -27,7 +27,7 @@ def test_a_frozen_batch_norm_in_training_mode(daemon: FakeDaemon) -> None:
     assert rows == {0: 2.0}, "behind the weight and the bias of the first layer"
 
 
-def test_one_in_evaluation_does_not_count(daemon: FakeDaemon) -> None:
+def test_a_frozen_batch_norm_in_evaluation_mode_does_not_count(daemon: FakeDaemon) -> None:
     counts, rows = streamed(daemon, nn.BatchNorm1d(8).requires_grad_(False).eval())
     assert counts == {0: 0.0}
     assert rows == {}
@@ -36,10 +36,10 @@ def test_one_in_evaluation_does_not_count(daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize(
     "body", [nn.BatchNorm1d(8), nn.LayerNorm(8).requires_grad_(False), nn.BatchNorm1d(8, affine=False)]
 )
-def test_what_trains_or_keeps_no_statistics_is_none_of_them(daemon: FakeDaemon, body: nn.Module) -> None:
+def test_norms_that_train_or_keep_no_statistics_do_not_count(daemon: FakeDaemon, body: nn.Module) -> None:
     assert streamed(daemon, body) == ({}, {})
 
 
-def test_one_without_weights_is_frozen_with_what_is_around_it(daemon: FakeDaemon) -> None:
+def test_a_batch_norm_without_weights_is_frozen_with_the_layers_around_it(daemon: FakeDaemon) -> None:
     trunk = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8, affine=False))).requires_grad_(False)
     assert streamed(daemon, trunk) == ({0: 1.0}, {0: -1.0})

@@ -61,7 +61,7 @@ def test_more_than_one_chunk_and_more_than_one_step(fused: ModuleType) -> None:
     check(fused.measure_tensors(tensors), tensors)
 
 
-def test_what_has_gaps_or_is_of_another_type_is_left_to_torch(fused: ModuleType) -> None:
+def test_tensors_with_gaps_or_of_another_type_are_left_to_torch(fused: ModuleType) -> None:
     for odd in (torch.randn(64, 64)[:, ::2], torch.randn(1).expand(5, 3), torch.randn(8, 3).double()):
         assert not fused.can_read([torch.ones(2), odd])
     permuted = [torch.randn(4, 6, 5).permute(2, 0, 1), torch.randn(2, 8, 3, 3).to(memory_format=torch.channels_last)]
@@ -69,7 +69,7 @@ def test_what_has_gaps_or_is_of_another_type_is_left_to_torch(fused: ModuleType)
     check(fused.measure_tensors(permuted), permuted)
 
 
-def test_what_is_empty(fused: ModuleType) -> None:
+def test_empty_tensors(fused: ModuleType) -> None:
     found = shown(fused.measure_tensors([torch.ones(2), torch.empty(0), torch.full((3,), 2.0)]))
     assert found["norm"] == pytest.approx([2**0.5, 0.0, 12**0.5])
     assert (found["low"][1], found["high"][1]) == (float("inf"), float("-inf"))
@@ -111,7 +111,7 @@ def test_types_and_addresses_that_alternate_take_few_launches(fused: ModuleType)
     check(fused.measure_tensors(tensors[:-1]), tensors[:-1])
 
 
-def test_numbers_that_are_none(fused: ModuleType) -> None:
+def test_nan_and_infinity(fused: ModuleType) -> None:
     nan, inf = torch.nan, torch.inf
     rows = [[nan, 1.0, 0.0], [nan, nan, nan], [inf, -1.0, 0.0], [-inf, inf, 2.0], [0.0, 0.0, 0.0], [inf, nan, -3.0]]
     short = [torch.tensor(row) for row in rows]
@@ -156,7 +156,7 @@ class Compiler:
         self._compile(variants)
 
 
-def test_torch_computes_until_it_is_compiled(fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_until_the_kernel_is_compiled(fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, tensors, compiler = make_kernel(), [torch.randn(5), torch.randn(7).half()], Compiler(fused, monkeypatch)
     assert [kernel.measure(tensors, None) for _ in range(3)] == [None] * 3
     compiler.may_go_on.set()
@@ -176,7 +176,7 @@ def test_compiling_holds_no_gradient(fused: ModuleType, monkeypatch: pytest.Monk
     compiler.may_go_on.set()
 
 
-def test_before_attach_made_it_ready_torch_computes() -> None:
+def test_torch_computes_until_attach_has_loaded_the_kernel() -> None:
     assert DeviceKernel(usable=True, device_type="cpu").measure([torch.ones(3)], None) is None
 
 
@@ -188,7 +188,7 @@ def test_tensors_on_several_devices_are_left_to_torch(fused: ModuleType) -> None
 
 
 @pytest.mark.parametrize("variable", ["TRITON_INTERPRET=1", "SENTINEL_TRITON=0"])
-def test_it_is_turned_off(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_turned_off(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter reads addresses of the device in host memory, and the process dies of it."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -49,7 +49,7 @@ def test_an_older_torch_has_no_uuid(cuda: None, monkeypatch: pytest.MonkeyPatch)
     assert gpus([Placed(0)]) == ()
 
 
-def test_a_run_on_the_cpu_names_none(daemon: FakeDaemon) -> None:
+def test_a_run_on_the_cpu_names_no_gpu(daemon: FakeDaemon) -> None:
     model = torch.nn.Linear(2, 2)
     with sentinel.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
         daemon.wait(lambda: daemon.of(wire.Hello))

@@ -168,7 +168,7 @@ def test_a_signal_while_gradients_are_added_up(handler: None) -> None:
     assert gradients.passes
 
 
-def test_a_handler_that_gives_its_arguments_other_values() -> None:
+def test_a_handler_that_assigns_to_its_arguments() -> None:
     def translate(number: Any, frame: Any) -> None:
         number = signal.Signals(number).name
         raise TimeUp(number)
@@ -216,7 +216,7 @@ def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: Fake
     monitor.detach()
 
 
-def test_no_signal_comes_in_the_midst_of_a_restore(handler: None) -> None:
+def test_no_signal_interrupts_a_restore(handler: None) -> None:
     order: list[str] = []
     with pytest.raises(TimeUp), defer_signals():  # noqa: PT012, it is raised at its end
         signal.raise_signal(signal.SIGUSR1)
@@ -261,7 +261,9 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize(
     ("kind", "whose"), [(Saved, "state['ema']: its state_dict()"), (Scaled, "Scaled 1: its get_extra_state()")]
 )
-def test_what_the_users_code_raises_because_we_call_it_is_ours(kind: Any, whose: str, daemon: FakeDaemon) -> None:
+def test_what_user_code_raises_when_we_call_it_does_not_reach_the_loop(
+    kind: Any, whose: str, daemon: FakeDaemon
+) -> None:
     failing = False
 
     def save() -> None:
@@ -283,7 +285,7 @@ def test_what_the_users_code_raises_because_we_call_it_is_ours(kind: Any, whose:
     assert len(daemon.series("loss")) == 6
 
 
-def test_a_signal_in_the_users_state_dict_is_the_users(handler: None, daemon: FakeDaemon) -> None:
+def test_a_signal_in_the_users_state_dict_reaches_the_loop(handler: None, daemon: FakeDaemon) -> None:
     calls = 0
 
     def save() -> None:
@@ -445,7 +447,7 @@ def test_an_error_that_passes_is_counted_wherever_it_hits(
     assert set(range(10, 20)) <= daemon.series("loss").keys()
 
 
-def test_a_snapshot_that_could_not_be_summed_up_is_counted(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_whose_checksum_failed_is_counted(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
@@ -467,7 +469,7 @@ def test_a_snapshot_that_could_not_be_summed_up_is_counted(daemon: FakeDaemon, m
 
 
 @pytest.mark.faults
-def test_a_fault_of_ours_is_named_where_it_is_looked_for(daemon: FakeDaemon, swallowed: list[str]) -> None:
+def test_a_fault_of_ours_is_named_in_the_hello(daemon: FakeDaemon, swallowed: list[str]) -> None:
     class Broken(Probe):
         signals = {"broken": "rank"}
 

@@ -116,7 +116,7 @@ def test_an_optimizer_with_a_scale_of_its_own(daemon: FakeDaemon) -> None:
     assert daemon.series("loss_scale") == {0: 512.0, 1: 512.0, 2: 256.0}
 
 
-def test_what_is_no_scale_is_not_taken_for_one() -> None:
+def test_a_value_that_is_no_scale_is_not_taken_for_one() -> None:
     class Odd:
         loss_scale = "dynamic"
         cur_scale = True

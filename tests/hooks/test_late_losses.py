@@ -148,7 +148,7 @@ def test_the_graph_of_an_input_is_not_held() -> None:
     assert memory() is None
 
 
-def test_of_a_view_the_whole_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_counts_with_all_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, held = Loop(), list[weakref.ref[Any]]()
     monkeypatch.setattr(recent_batches, "MOST_BYTES", 3 * healthy().nbytes)
     for _ in range(5):
@@ -187,7 +187,7 @@ def test_after_a_rollback_no_earlier_batch_is_blamed() -> None:
     assert loop.ask().origin == "weights"
 
 
-def test_what_a_second_run_finds_is_not_replaced() -> None:
+def test_what_running_a_batch_again_finds_is_not_replaced() -> None:
     loop = Loop()
     loop.step(healthy())
     loop.step(bad(), loss=math.nan)

@@ -175,7 +175,7 @@ def test_elements_that_are_not_finite_are_counted() -> None:
     assert counts == {"0.weight": 3, "0.bias": 0, "2.weight": 0, "2.bias": 0, "3.weight": 0, "3.bias": 1}
 
 
-def test_what_clipping_covers_follows_the_optimizer() -> None:
+def test_the_parameters_that_clipping_covers_follow_the_optimizer() -> None:
     net = model()
     optimizer = sgd(*net[0].parameters())
     layers = Layers(0, [net], optimizer)

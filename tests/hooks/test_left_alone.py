@@ -25,7 +25,7 @@ from tests.hooks.loops import fit, sgd
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_of_what_holds_a_monitor(copied: Callable[[Any], Any], daemon: FakeDaemon) -> None:
+def test_a_copy_of_an_object_that_holds_a_monitor(copied: Callable[[Any], Any], daemon: FakeDaemon) -> None:
     """A copy, as of a trainer with its monitor and loader, watches nothing."""
     net = loops.model()
     optimizer = sgd(net)
@@ -40,7 +40,7 @@ def test_a_copy_of_what_holds_a_monitor(copied: Callable[[Any], Any], daemon: Fa
     assert daemon.seqs() == [0, 1, 2]
 
 
-def test_the_users_locals_stay_his() -> None:
+def test_the_users_locals_are_not_changed() -> None:
     def function() -> dict[str, Any]:
         value = 1
         held = locals()

@@ -43,7 +43,7 @@ def gone(references: list[weakref.ref[Any]]) -> bool:
     return [one() for one in references] == [None] * len(references)
 
 
-def test_functions_of_the_users_hold_nothing_alive(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
+def test_callbacks_of_the_user_hold_nothing_alive(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
     """Without a detach, the end of the function that trained is the end of the run."""
     trainer = Trainer()
     monitor = sentinel.attach(trainer.net, trainer.optimizer, rollback=sentinel.Rollback(every=2, margin=1))
@@ -57,7 +57,7 @@ def test_functions_of_the_users_hold_nothing_alive(daemon: FakeDaemon, capfd: py
     assert "is watched no more: its optimizer is gone" in capfd.readouterr().err
 
 
-def test_nor_does_the_thread_that_calls_them(daemon: FakeDaemon) -> None:
+def test_the_thread_that_calls_them_holds_nothing_alive(daemon: FakeDaemon) -> None:
     trainer = Trainer()
     with sentinel.attach(trainer.net, trainer.optimizer) as monitor:
         monitor.on_alert(trainer.on_alert)
@@ -72,7 +72,7 @@ def test_nor_does_the_thread_that_calls_them(daemon: FakeDaemon) -> None:
     assert not thread.is_alive()
 
 
-def test_an_alert_of_the_last_moment_is_told(daemon: FakeDaemon) -> None:
+def test_an_alert_at_the_last_moment_reaches_the_user(daemon: FakeDaemon) -> None:
     """The daemon's last messages come after the goodbye."""
     trainer = Trainer()
     monitor = sentinel.attach(trainer.net, trainer.optimizer)
@@ -142,7 +142,7 @@ def test_a_thread_that_fetches_ahead_does_not_end_the_iteration() -> None:
     assert called.times == 1
 
 
-def test_a_parameter_that_another_one_takes_the_place_of(daemon: FakeDaemon) -> None:
+def test_a_parameter_that_another_one_replaces(daemon: FakeDaemon) -> None:
     """Splitting and pruning Gaussians replaces parameters, and leaves as many of them, and of groups, as before."""
     net = nn.Linear(6, 1, bias=False)
     optimizer = sgd(net)

@@ -355,7 +355,7 @@ def test_optimizers_in_the_backward_pass_are_not_kept_alive(daemon: FakeDaemon) 
     assert daemon.ended().reason == "detach"
 
 
-def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
+def test_steps_in_a_cuda_graph_are_reported_as_unseen_and_are_no_hang(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no GPU: the stream's capture is simulated."""

@@ -57,7 +57,7 @@ MOMENTS = [
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("probe", "moment"), MOMENTS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_probe_that_fails_is_put_out_of_action(
+def test_a_probe_that_fails_is_switched_off(
     probe: type, moment: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -240,7 +240,7 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     assert len(daemon.of(wire.Hello)) == 1
 
 
-def test_a_socket_of_somebody_else(
+def test_a_socket_of_another_user(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stranger:
@@ -380,7 +380,7 @@ PLACES: list[Place] = [
 ]
 
 
-def test_detach_takes_everything_away(daemon: FakeDaemon) -> None:
+def test_detach_removes_everything(daemon: FakeDaemon) -> None:
     before = [getattr(owner, name) for owner, name in PLACES]
     one, other = loop(), loop()
     first = sentinel.attach(one.net, one.optimizer)
@@ -422,7 +422,7 @@ def test_another_patcher_that_came_after(daemon: FakeDaemon, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
-def test_wherever_another_patcher_came_after(
+def test_another_patcher_that_came_after_in_any_place(
     owner: Any, name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other patch stays, the rest is removed, and what of ours is left under it reports nothing."""
@@ -476,7 +476,7 @@ def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_is_told_of_what_others_train(daemon: FakeDaemon) -> None:
+def test_nothing_is_reported_of_models_that_are_not_watched(daemon: FakeDaemon) -> None:
     watched, other = loop(), loop(clip=0.1, scaler=GradScaler("cpu"))
     with sentinel.attach(watched.net, watched.optimizer):
         for batch in batches(2):

@@ -26,7 +26,7 @@ from tests.hooks.loops import fit, sgd
 from tests.hooks.sessions import list_sessions
 
 
-def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_cannot_print_its_message(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     net = loops.model()
     optimizer = sgd(net)
     sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
@@ -43,7 +43,7 @@ def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.M
 
 
 @pytest.mark.faults
-def test_a_value_that_is_none(daemon: FakeDaemon, swallowed: list[str]) -> None:
+def test_a_value_that_is_no_number(daemon: FakeDaemon, swallowed: list[str]) -> None:
     class Broken(Probe):
         signals = {"broken": "rank"}
 
@@ -106,7 +106,7 @@ def test_a_daemon_that_goes_kills_nobody(descriptors: list[str], private_places:
 
 
 @pytest.mark.faults
-def test_an_exception_that_cannot_be_said(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_whose_text_cannot_be_made(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(RuntimeError):
         def __str__(self) -> str:
             raise OSError

@@ -42,7 +42,7 @@ def test_optimizers_without_second_moments_say_so() -> None:
     assert found.zero_share == 1.0
 
 
-def test_they_are_sent_when_asked_and_change_nothing(daemon: FakeDaemon) -> None:
+def test_moments_are_sent_when_asked_and_change_nothing(daemon: FakeDaemon) -> None:
     bare, watched = model(), model()
     Loop(bare, torch.optim.AdamW(bare.parameters())).run(12)
     optimizer = torch.optim.AdamW(watched.parameters())

@@ -176,7 +176,7 @@ def test_an_argument_that_is_no_closure(daemon: FakeDaemon) -> None:
     assert not daemon.series("no_gradient")
 
 
-def test_hooks_go_after_a_step_that_raised(daemon: FakeDaemon) -> None:
+def test_hooks_are_removed_after_a_step_that_raised(daemon: FakeDaemon) -> None:
     net = loops.model()
     optimizer = sgd(net)
 
@@ -283,7 +283,7 @@ def test_a_first_group_without_parameters(daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["itself", "nothing but more", "no super"])
-def test_an_optimizer_that_is_none(wrapper: str) -> None:
+def test_an_object_that_is_no_optimizer(wrapper: str) -> None:
     class Itself:
         @property
         def optimizer(self) -> Any:
@@ -456,7 +456,7 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def test_defaults_of_the_users_say_nothing_of_our_tensors(daemon: FakeDaemon, request: pytest.FixtureRequest) -> None:
+def test_defaults_of_the_user_do_not_change_our_tensors(daemon: FakeDaemon, request: pytest.FixtureRequest) -> None:
     streamed = []
     for default in ("", "elsewhere"):
         net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)), nn.Linear(6, 1))

@@ -124,7 +124,7 @@ def test_it_is_what_the_definitions_say(instructions: None, tensors: list[torch.
 
 
 @compiled
-def test_instructions_that_the_processor_has_not_are_refused() -> None:
+def test_instructions_that_the_processor_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="no instructions 'sse9'"):
         kernels.onepass.use("sse9")
 
@@ -157,7 +157,7 @@ def test_norms_of_very_large_and_very_small_numbers() -> None:
     ],
     ids=["strided", "expanded", "int64"],
 )
-def test_what_it_cannot_read_is_left_to_torch(make: Callable[[], torch.Tensor]) -> None:
+def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(make: Callable[[], torch.Tensor]) -> None:
     odd = make()
     before, after = torch.randn(10), torch.randn(20)
     assert read([before, odd, after]) == [1]
@@ -172,7 +172,7 @@ def test_a_tensor_without_memory_is_not_read() -> None:
 
 
 @compiled
-def test_it_writes_into_nothing_else() -> None:
+def test_the_kernel_refuses_a_buffer_of_another_size() -> None:
     with pytest.raises(ValueError, match="out must have 48 bytes"):
         kernels.onepass.measure(kernels.EXCHANGE, [torch.ones(2), torch.ones(2)], 1.0, bytearray(47), False)
     with pytest.raises(ValueError, match="PyCapsule"):

@@ -53,7 +53,7 @@ def look(governor: Governor, seqs: range, *, step: float, sample: float) -> tupl
     return taken, spent
 
 
-def test_all_of_the_first_steps_and_then_ever_fewer() -> None:
+def test_all_of_the_first_steps_are_sampled_and_then_ever_fewer() -> None:
     taken, _ = look(Governor(0.01, Opening()), range(2 * END), step=0.01, sample=1e-3)
     assert taken[1][:STEPS] == taken[2][:STEPS] == list(range(STEPS))
     assert [seq for seq in taken[3] if seq < STEPS] == [0, 1, 8, 16, 24, 32, 40, 48, 56]
@@ -62,7 +62,7 @@ def test_all_of_the_first_steps_and_then_ever_fewer() -> None:
     assert len([seq for seq in taken[2] if seq >= END]) <= END // 32, "what the governor allows"
 
 
-def test_its_steps_are_marked_and_those_after_it_are_not() -> None:
+def test_steps_of_the_opening_are_marked_and_those_after_it_are_not() -> None:
     governor = Governor(0.01, Opening())
     marks = {}
     for seq in range(2 * END):
@@ -87,7 +87,7 @@ def test_the_limit_wins(sample: float) -> None:
     assert sum(spent) <= SECONDS + 3 * sample
 
 
-def test_other_processes_turns_in_a_sample_keep_no_step_from_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_of_other_processes_in_a_sample_keep_no_step_from_being_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "thread_time", itertools.count(0.0, 2.2e-3).__next__)
     governor, taken = Governor(0.01, Opening()), []
     for seq in range(STEPS):
@@ -160,13 +160,13 @@ def test_samples_that_grow_count_as_what_they_are() -> None:
     assert 0.3 <= spent <= SECONDS
 
 
-def test_what_the_user_gave_is_a_ceiling() -> None:
+def test_the_users_overhead_is_a_ceiling() -> None:
     _, free = look(Governor(0.01, Opening()), range(STEPS), step=0.01, sample=1e-4)
     _, held = look(Governor(0.001, Opening(0.001)), range(STEPS), step=0.01, sample=1e-4)
     assert sum(held) < sum(free) / 4
 
 
-def test_a_stage_is_looked_at_shortly_and_not_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_is_examined_shortly_and_the_next_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(opening, "monotonic", lambda: now)
     governor = Governor(0.01, Opening())
@@ -184,7 +184,7 @@ def test_a_stage_is_looked_at_shortly_and_not_again_at_once(monkeypatch: pytest.
     assert len(look(governor, range(again, again + STAGE_STEPS), step=0.01, sample=1e-4)[0][2]) == STAGE_STEPS
 
 
-def test_a_stage_in_the_first_steps_after_the_whole_ones_is_looked_at_too() -> None:
+def test_a_stage_in_the_first_steps_after_the_full_ones_is_examined_too() -> None:
     governor = Governor(0.01, Opening())
     look(governor, range(200), step=0.01, sample=1e-4)
     governor.begin_stage(200)
@@ -205,7 +205,9 @@ def test_it_decides_by_the_first_step_alone_where_a_sample_is_expensive(share: f
     assert sum(spent[:WINDOW]) <= (share or SHARE) * 0.3 * 2 * WINDOW
 
 
-def test_a_run_at_default_settings_sends_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_at_default_settings_sends_the_first_steps_in_full(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(opening, "SHARE", math.inf)  # a busy machine does not decide
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters()))

@@ -96,5 +96,5 @@ def test_a_share_of_the_card_is_a_limit_too() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("out of memory"), KeyError("a")])
-def test_other_exceptions_are_none(error: Exception) -> None:
+def test_other_exceptions_are_not_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)

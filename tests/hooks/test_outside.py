@@ -31,7 +31,7 @@ def counted(daemon: FakeDaemon) -> dict[int, float]:
     return daemon.series("parameters_outside")
 
 
-def test_they_are_counted_with_their_share_and_marked_in_the_table(daemon: FakeDaemon) -> None:
+def test_parameters_outside_are_counted_with_their_share_and_marked_in_the_table(daemon: FakeDaemon) -> None:
     net = model()
     loop = Loop(net, sgd(net[3]))
     with sentinel.attach(net, loop.optimizer):
@@ -43,7 +43,7 @@ def test_they_are_counted_with_their_share_and_marked_in_the_table(daemon: FakeD
     assert [layer.held for layer in table.layers] == [False] * 4 + [True] * 2
 
 
-def test_those_that_are_given_to_it_later_are_counted_no_more(daemon: FakeDaemon) -> None:
+def test_parameters_that_an_optimizer_gets_later_are_counted_no_more(daemon: FakeDaemon) -> None:
     net = model()
     loop = Loop(net, sgd(net[3]))
     with sentinel.attach(net, loop.optimizer):
@@ -53,7 +53,7 @@ def test_those_that_are_given_to_it_later_are_counted_no_more(daemon: FakeDaemon
     assert counted(daemon) == {1: 4.0, 2: 4.0, 3: 0.0}
 
 
-def test_what_is_frozen_or_gets_no_gradient_is_none_of_them(daemon: FakeDaemon) -> None:
+def test_parameters_that_are_frozen_or_get_no_gradient_are_not_counted(daemon: FakeDaemon) -> None:
     net = model()
     net[0].requires_grad_(False)
     net.append(nn.Linear(1, 1))  # never called
@@ -64,7 +64,7 @@ def test_what_is_frozen_or_gets_no_gradient_is_none_of_them(daemon: FakeDaemon) 
     assert counted(daemon) == {}
 
 
-def test_what_another_optimizer_has_is_none_of_them_even_if_that_steps_rarely(daemon: FakeDaemon) -> None:
+def test_parameters_of_another_optimizer_are_not_counted_even_if_that_steps_rarely(daemon: FakeDaemon) -> None:
     net = model()
     other = sgd(net[0], net[2])
     loop = Loop(net, sgd(net[3]))
@@ -87,7 +87,7 @@ def test_two_attaches_of_one_model_see_each_others_optimizers(daemon: FakeDaemon
 
 
 @pytest.mark.parametrize("data", [True, False])
-def test_what_the_loop_moves_by_itself_does_not_stand_still(daemon: FakeDaemon, data: bool) -> None:
+def test_parameters_that_the_loop_moves_by_itself_are_not_counted(daemon: FakeDaemon, data: bool) -> None:
     net = model()
     loop = Loop(net, sgd(net[3]))
 
@@ -103,7 +103,7 @@ def test_what_the_loop_moves_by_itself_does_not_stand_still(daemon: FakeDaemon, 
     assert counted(daemon) == {1: 0.0, 2: 0.0, 3: 0.0}
 
 
-def test_other_optimizers_are_looked_for_at_first_and_before_it_is_said(
+def test_other_optimizers_are_looked_for_at_first_and_before_a_report(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks, walk = [], discovery.list_steered

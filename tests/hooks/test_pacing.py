@@ -54,7 +54,7 @@ def sender(governor: Governor, share: float, seconds: int = 10) -> None:
         governor.record_sender_time(second * share, float(second))
 
 
-def test_it_begins_the_same_everywhere() -> None:
+def test_every_governor_begins_the_same() -> None:
     governor = Governor(0.01)
     assert governor.spacing == governor.wanted == FIRST == {0: 1, 1: 1, 2: 8, 3: 256}
     assert due(governor, 1, range(4)) == [0, 1, 2, 3]
@@ -72,7 +72,7 @@ def test_a_costly_tier_is_not_sampled_fifty_times_first() -> None:
 
 @pytest.mark.parametrize("tiers", [{1: 0.0004, 2: 0.0008}, {1: 1e-6, 2: 0.002}, {1: 0.0001, 2: 0.0001}])
 @pytest.mark.parametrize("overhead", [0.01, 0.03, 0.1])
-def test_it_keeps_within_the_budget(tiers: dict[int, float], overhead: float) -> None:
+def test_the_governor_keeps_within_the_budget(tiers: dict[int, float], overhead: float) -> None:
     governor = Governor(overhead)
     loop(governor, range(DECIDE_EVERY), step=0.02, tiers=tiers)
     spacing = dict(governor.spacing)
@@ -83,7 +83,7 @@ def test_it_keeps_within_the_budget(tiers: dict[int, float], overhead: float) ->
     assert spacing[1] <= spacing[2], "norms are taken with the layers anyway"
 
 
-def test_it_spends_what_it_may() -> None:
+def test_the_governor_spends_what_it_may() -> None:
     governor = Governor(0.01)
     loop(governor, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.004})
     assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
@@ -146,7 +146,7 @@ def test_the_first_sample_is_forgotten() -> None:
     assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
 
 
-def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
+def test_one_sample_that_was_interrupted_changes_little() -> None:
     mean = Mean()
     for value in (1.0, 1.0, 1.0, 100.0):
         mean.add(value)
@@ -164,7 +164,7 @@ def test_the_norm_gets_half_of_its_part_where_the_rest_takes_the_budget(fixed: f
     assert governor.spacing[1] == spacing
 
 
-def test_it_does_not_go_to_and_fro_at_the_edge() -> None:
+def test_the_spacing_does_not_oscillate_at_the_edge() -> None:
     """A sample costs the budget, give or take a tenth."""
     governor, chosen, edge = Governor(0.01), set(), 0.01 * NORM_SHARE * SEEN
     for turn in range(40):
@@ -200,7 +200,7 @@ def test_tier_3_is_sampled_more_often_only_where_the_daemon_asks_for_it() -> Non
     assert [seq for seq in range(300, 600) if governor.rare(seq)] == [304, 312, 320, 328, 512]
 
 
-def test_it_is_attentive_until_the_last_step_that_is_sampled_for_it() -> None:
+def test_the_governor_is_attentive_until_the_last_step_of_an_attention() -> None:
     governor = Governor(0.01)
     loop(governor, range(10), step=1.0, tiers={})
     assert not governor.attentive
@@ -238,7 +238,7 @@ def test_coarsened() -> None:
     ]
 
 
-def test_what_changes_little_is_taken_more_rarely_where_steps_are_short() -> None:
+def test_tier_0_is_sampled_more_rarely_where_steps_are_short() -> None:
     governor = Governor(0.01)
     loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 60e-6, 1: 0.001, 2: 0.001})
     assert governor.spacing[0] == RELAXED[-1]
@@ -272,14 +272,14 @@ def test_steps_on_the_fast_path_count_as_steps() -> None:
 
 
 @pytest.mark.parametrize(("step", "overhead"), [(0.2, 0.01), (0.003, 1.0)])
-def test_and_at_every_one_where_it_is_not_felt(step: float, overhead: float) -> None:
+def test_tier_0_is_sampled_at_every_step_where_it_is_not_felt(step: float, overhead: float) -> None:
     governor = Governor(overhead)
     loop(governor, range(2 * DECIDE_EVERY), step=step, tiers={0: 15e-6, 1: 30e-6, 2: 60e-6})
     assert governor.spacing[0] == 1
     assert all(governor.stretch(seq) == seq for seq in range(WHOLE, WHOLE + 64))
 
 
-def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
+def test_no_costlier_tier_is_sampled_at_a_step_of_which_only_the_loss_is_taken() -> None:
     governor = Governor(0.01)
     loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
     assert governor.spacing[0] == governor.spacing[1] == 8, "what tier 0 costs is a part of the norm's price"

@@ -39,7 +39,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, clear: Callable[[int
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_that_nobody_clears(passes: int, daemon: FakeDaemon) -> None:
+def test_gradients_that_are_never_cleared(passes: int, daemon: FakeDaemon) -> None:
     net = model()
     train(net, torch.optim.SGD(net.parameters(), lr=0.01), lambda _: None, passes)
     assert kept(daemon) == [1.0] * (STEPS - 1)
@@ -132,7 +132,7 @@ MEANS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS.keys())
-def test_micro_batches_whose_mean_nobody_takes(
+def test_micro_batches_whose_mean_is_not_taken(
     mean: Callable[[torch.Tensor], torch.Tensor], daemon: FakeDaemon
 ) -> None:
     accumulate(model(), mean)

@@ -117,7 +117,7 @@ def test_no_rank_begins_a_collective_alone(group: None) -> None:
     assert "communicates (c10d.allreduce_" in found.missing[0]
 
 
-def test_sharded_parameters_are_said_to_be_out_of_reach(group: None) -> None:
+def test_sharded_parameters_are_reported_as_out_of_reach(group: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -154,7 +154,7 @@ def test_large_outputs_have_a_stand_in_for_their_gradient(monkeypatch: pytest.Mo
     assert "a constant stood for it" in found.missing[0]
 
 
-def test_a_model_that_raises_is_said() -> None:
+def test_a_model_that_raises_is_reported() -> None:
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("only once")
 
@@ -320,7 +320,7 @@ def test_the_batch_is_let_go_at_the_end_of_the_step(daemon: FakeDaemon) -> None:
     assert held() is None
 
 
-def test_of_micro_batches_the_one_at_fault_is_run_again(daemon: FakeDaemon) -> None:
+def test_the_micro_batch_at_fault_is_run_again(daemon: FakeDaemon) -> None:
     net = Net(nn.GELU())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     sentinel.attach(net, optimizer)
@@ -334,7 +334,7 @@ def test_of_micro_batches_the_one_at_fault_is_run_again(daemon: FakeDaemon) -> N
     assert (told(daemon)[0].origin, told(daemon)[0].tensors) == ("data", ("args[0]",))
 
 
-def test_a_daemon_that_comes_late_is_told_the_cause_before_the_step(
+def test_a_daemon_that_comes_late_gets_the_cause_before_the_step(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = daemon.path.with_name("late.sock")

@@ -63,7 +63,7 @@ def test_a_record_is_never_written_over(record: Path) -> None:
     assert seqs(recorded(record.with_name("run.rec-2"))) == [0, 1, 2]
 
 
-def test_it_ends_at_its_limit_in_words(
+def test_a_record_ends_at_its_limit_with_a_message(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(connection, "LIMIT", 9000)
@@ -84,7 +84,7 @@ def test_it_ends_at_its_limit_in_words(
     ("template", "world", "expected"),
     [("a.rec", 1, "a.rec"), ("a.rec", 4, "a.rec.3"), ("a.{rank}.rec", 4, "a.3.rec"), ("{rank}/a", 1, "3/a")],
 )
-def test_a_file_a_rank(template: str, world: int, expected: str) -> None:
+def test_each_rank_has_its_own_file(template: str, world: int, expected: str) -> None:
     identity = wire.Identity(run="r", run_id="r", rank=3, world_size=world)
     assert connection.name_file(template, identity) == Path(expected)
 

@@ -29,7 +29,7 @@ SIGNS = {"reward": 1.0, "train/approx_kl": 0.01}
 DPO = {"rewards/chosen": 1.0, "rewards/rejected": 0.5, "rewards/margins": 0.5, "logps/chosen": -20.0, "entropy": 1.0}
 
 
-def test_it_is_said_once_by_which_columns(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_columns_that_decide_are_reported_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     logged(daemon, SIGNS, run="r")
     assert daemon.series("reinforcement_learning") == {2: 1.0}, "from the step after it was seen"
     assert daemon.series("reward") == {1: 1.0}
@@ -40,13 +40,15 @@ def test_it_is_said_once_by_which_columns(daemon: FakeDaemon, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("numbers", [DPO, {"reward": 1.0}, {}])
-def test_other_runs_are_not(numbers: dict[str, float], daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_runs_are_not_judged_as_reinforcement_learning(
+    numbers: dict[str, float], daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
     logged(daemon, numbers)
     assert not daemon.series("reinforcement_learning")
     assert "judged" not in capsys.readouterr().err
 
 
-def test_the_users_word_counts(daemon: FakeDaemon) -> None:
+def test_the_users_argument_decides(daemon: FakeDaemon) -> None:
     logged(daemon, SIGNS, kind="supervised")
     assert not daemon.series("reinforcement_learning")
     daemon.messages.clear()

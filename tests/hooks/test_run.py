@@ -180,5 +180,5 @@ def test_what_the_command_inherits() -> None:
         ({}, ["torchrun", "--nnodes", "1:4", "train.py"]),
     ],
 )
-def test_ranks_that_others_start_too_have_their_id_from_elsewhere(given: dict[str, str], command: list[str]) -> None:
+def test_no_id_is_made_for_ranks_that_others_also_start(given: dict[str, str], command: list[str]) -> None:
     assert "SENTINEL_RUN_ID" not in environment(given, command, None)

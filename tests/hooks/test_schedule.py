@@ -29,7 +29,7 @@ def made() -> tuple[torch.optim.Adam, LRScheduler]:
     return optimizer, CosineAnnealingLR(optimizer, 100)
 
 
-def test_one_that_was_stepped_once() -> None:
+def test_a_scheduler_that_was_stepped_once() -> None:
     optimizer, scheduler = made()
     probe = LrSchedule(optimizer)
     scheduler.step()
@@ -46,7 +46,7 @@ def test_the_right_order_and_a_scheduler_that_is_made_late() -> None:
     assert scheduler.last_epoch == 0
 
 
-def test_one_that_is_brought_to_where_a_run_goes_on() -> None:
+def test_a_scheduler_that_is_advanced_to_where_a_run_goes_on() -> None:
     optimizer, scheduler = made()
     probe = LrSchedule(optimizer)
     for _ in range(10):
@@ -79,7 +79,7 @@ def zero_after(seq: int, optimizer: Any, probe: LrSchedule) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("stepped", "said"), [(0, 0.0), (9, 9.0)])
-def test_a_rate_of_0_is_told_with_how_often_its_scheduler_was_stepped(stepped: int, said: float) -> None:
+def test_a_rate_of_0_is_reported_with_its_schedulers_number_of_steps(stepped: int, said: float) -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=1e-3)
     scheduler = LambdaLR(optimizer, lambda step: 0.0 if step < 60 else 1.0)
     probe = LrSchedule(optimizer)
@@ -89,7 +89,7 @@ def test_a_rate_of_0_is_told_with_how_often_its_scheduler_was_stepped(stepped: i
     assert zero_after(7, optimizer, probe) == zero_after(9, optimizer, probe) == {}
 
 
-def test_a_rate_of_0_without_a_scheduler_and_a_rate_that_is_none() -> None:
+def test_a_rate_of_0_without_a_scheduler_and_a_rate_that_is_not_0() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=0.0)
     assert zero_after(8, optimizer, LrSchedule(optimizer)) == {"scheduler_steps": -1.0}
     trained = made()[0]

@@ -36,7 +36,7 @@ def test_no_more_are_taken_than_one_batch_holds() -> None:
     assert [record.seq for record in queue.take(3)] == [3, 4]
 
 
-def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_step_is_not_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full queue drops the oldest records: here all those of the first optimizer."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 20)
     queue = StepQueue()
@@ -112,7 +112,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_what_waits_for_a_daemon_that_is_stopped_is_no_leak(clock: Clock) -> None:
+def test_the_queue_for_a_daemon_that_is_stopped_is_no_leak(clock: Clock) -> None:
     """2,000 steps in 30 s, in which the queue grows by 12 MB, which the heap does not give back."""
     queue, found = StepQueue(), list[Record]()
     for seq in range(2000):

@@ -35,7 +35,7 @@ def agree(daemon: FakeDaemon, at: int) -> None:
 
 
 @pytest.mark.parametrize("rollback", [None, sentinel.Rollback(every=4, margin=2)])
-def test_it_leaves_at_the_step_and_the_users_function_is_called(
+def test_a_rank_leaves_at_the_step_and_calls_the_users_function(
     rollback: sentinel.Rollback | None, daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watched = loop()
@@ -95,7 +95,7 @@ def test_what_a_function_raises_is_printed_and_changes_nothing(
     assert type(error).__name__ in said
 
 
-def test_an_abort_lets_it_go_on(daemon: FakeDaemon) -> None:
+def test_a_rank_goes_on_after_an_abort(daemon: FakeDaemon) -> None:
     watched, called = loop(), []
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         monitor.on_stop(called.append)
@@ -180,7 +180,7 @@ def test_the_functions_follow_to_an_optimizer_that_takes_over(daemon: FakeDaemon
     assert called == [daemon.of(wire.Hello)[-1].step_offset + 50]
 
 
-def test_they_hold_nothing_alive(daemon: FakeDaemon) -> None:
+def test_functions_at_a_stop_hold_nothing_alive(daemon: FakeDaemon) -> None:
     net = model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer)
@@ -204,7 +204,7 @@ def test_names_that_cannot_be_alerts_are_refused(names: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "10"])
-def test_a_limit_that_is_none_is_refused(seconds: Any, daemon: FakeDaemon) -> None:
+def test_a_limit_that_is_no_positive_number_is_refused(seconds: Any, daemon: FakeDaemon) -> None:
     watched = loop()
     with (
         sentinel.attach(watched.net, watched.optimizer) as monitor,
@@ -213,7 +213,7 @@ def test_a_limit_that_is_none_is_refused(seconds: Any, daemon: FakeDaemon) -> No
         monitor.on_stop(print, seconds=seconds)
 
 
-def test_alerts_are_named_to_the_daemon_and_one_that_does_not_know_them_is_told_of(
+def test_alerts_are_named_to_the_daemon_and_one_too_old_to_stop_is_reported(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon.answer = lambda _: wire.frame(wire.Welcome(version="0.1"))  # it ignores what it does not know

@@ -286,7 +286,7 @@ def test_a_nonfinite_sample_is_sent_without_waiting(daemon: FakeDaemon, monkeypa
 
 
 @pytest.mark.usefixtures("every_step")
-def test_a_dead_run_is_news_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_run_wakes_the_sender_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = []
     monkeypatch.setattr(Sender, "wake", lambda self: wakes.append(1))
     monkeypatch.setattr("sentinel.hooks.session.session.EARLY_STEPS", range(0))
@@ -451,7 +451,7 @@ def test_a_loss_that_is_no_scalar_is_not_made_one(daemon: FakeDaemon) -> None:
     assert daemon.series("micro_batches") == {0: 1.0}
 
 
-def test_no_loss_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lack_of_losses_is_reported(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     net = model()
     optimizer = adamw(net)
     with sentinel.attach(net, optimizer):

@@ -57,7 +57,7 @@ def test_an_optimizer_with_an_attach_of_its_own_is_watched_once(daemon: FakeDaem
     assert alive.watches(second)
 
 
-def test_optimizers_that_take_turns_keep_their_watch(daemon: FakeDaemon) -> None:
+def test_an_optimizer_that_takes_turns_with_another_stays_watched(daemon: FakeDaemon) -> None:
     """Passes accumulate, and another optimizer of the same parameters steps in between, but ours steps too."""
     net = loops.model()
     ours, other = sgd(net), sgd(net)
@@ -74,7 +74,7 @@ def test_optimizers_that_take_turns_keep_their_watch(daemon: FakeDaemon) -> None
     assert not _global_optimizer_pre_hooks
 
 
-def test_training_without_steps_is_said_once_and_taken_back_at_the_first(
+def test_training_without_steps_is_reported_once_and_taken_back_at_the_first(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = loops.model()

@@ -16,7 +16,7 @@ from sentinel.hooks.step.loss_outliers import LateValues, LossOutlierResponse, L
 from sentinel.hooks.transport.records import Record, Transfers
 
 
-def test_a_loss_is_not_odd_for_being_that_of_another_stage() -> None:
+def test_a_loss_of_another_stage_is_no_outlier_for_that() -> None:
     governor = Governor(0.01)
     told: list[int] = []
 
@@ -62,7 +62,7 @@ def test_a_spike_is_odd_at_its_first_step(level: float) -> None:
     ],
     ids=["noise", "falling", "constant", "zero", "nearly constant", "young"],
 )
-def test_a_healthy_loss_is_not(losses: list[float]) -> None:
+def test_a_healthy_loss_is_not_odd(losses: list[float]) -> None:
     assert odd(losses) == []
 
 
@@ -124,7 +124,7 @@ class Warned:
         self.times += 1
 
 
-def test_a_loss_that_comes_late_and_is_no_number_is_news() -> None:
+def test_a_nan_that_comes_late_is_acted_on() -> None:
     warned, governor = Warned(), Governor(0.01)
     response, record = LossOutlierResponse(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
     response.add_record(record)
@@ -141,7 +141,7 @@ def test_steps_without_a_gradient_are_no_measure_of_a_norm() -> None:
     assert not any(norms.observe(norm) for norm in [*[0.0] * 300, *noisy(1.0, 0.1, 300)])
 
 
-def test_norms_that_leap_all_the_time_are_not_followed_up_for_ever() -> None:
+def test_norms_that_leap_all_the_time_are_not_followed_up_without_end() -> None:
     governor = Governor(0.02)
     response = LossOutlierResponse(governor, weakref.WeakMethod(governor.clear_orders))
     norms = [1.0 if seq % 20 == 0 else 1e-6 for seq in range(20_000)]

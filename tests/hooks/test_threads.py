@@ -56,7 +56,7 @@ def test_a_job_is_waited_for_no_longer_than_wanted() -> None:
     assert job.wait(WAIT)
 
 
-def test_nobody_waits_for_a_thread_that_a_fork_left_behind() -> None:
+def test_a_thread_that_a_fork_left_behind_is_not_waited_for() -> None:
     go = threading.Event()
     one = Worker("parent's")
     job = one.submit(lambda: go.wait(WAIT))

@@ -88,7 +88,7 @@ def watched(daemon: FakeDaemon, alerts: list[dict[str, Any]], meanwhile: Callabl
         loop.run(2)
 
 
-def test_what_begins_and_what_ends_is_marked_once_and_summed_up(daemon: FakeDaemon, run: FakeRun) -> None:
+def test_incidents_are_marked_once_at_their_beginning_and_end_and_summed_up(daemon: FakeDaemon, run: FakeRun) -> None:
     switch_on(daemon, "trackio")
     ended = {**ALERT, "event": "rolled_back", "resolved_step": 9}
     again = wire.Notice(id="0", text="", alert=ALERT)  # by a daemon that was restarted
@@ -124,7 +124,7 @@ def test_only_one_write_a_second(daemon: FakeDaemon, run: FakeRun) -> None:
     assert last - first >= tracker_threads.WRITE_SECONDS
 
 
-def test_nobody_waits_for_a_tracker_that_stands_still(
+def test_a_tracker_that_hangs_is_not_waited_for(
     daemon: FakeDaemon, run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The marks that wait are bounded; dropped ones are counted and reported, once at first and once at the end."""
@@ -153,7 +153,7 @@ def test_what_a_tracker_raises_is_counted_and_its_text_is_not_shown(
     assert "secret" not in said
 
 
-def test_a_script_without_a_run_there_hears_what_was_not_marked(
+def test_marks_without_an_open_tracker_run_are_reported_as_not_written(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All trackers are reported, as none is imported."""
@@ -164,7 +164,7 @@ def test_a_script_without_a_run_there_hears_what_was_not_marked(
         assert f"1 mark of incidents not written into {name}: no run is open there" in said
 
 
-def test_under_a_supervisor_the_first_rank_asks_for_what_its_run_came_to(
+def test_under_a_supervisor_the_first_rank_asks_for_the_summary_of_its_run(
     daemon: FakeDaemon, run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor prints the line at the end; the trackers' summary comes from the rank."""

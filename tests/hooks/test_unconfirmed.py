@@ -74,7 +74,7 @@ def handed_over(connection: DaemonConnection, frames: int) -> list[bytes]:
     return between
 
 
-def test_what_is_kept_is_given_back_to_the_system(reader: Reader) -> None:
+def test_memory_of_confirmed_messages_is_given_back_to_the_system(reader: Reader) -> None:
     connection = DaemonConnection(reader.path)
     between = handed_over(connection, FRAMES)
     before = resident_bytes()
@@ -84,7 +84,7 @@ def test_what_is_kept_is_given_back_to_the_system(reader: Reader) -> None:
     assert len(between) == FRAMES
 
 
-def test_what_was_not_kept_is_sent_on_the_next_connection(reader: Reader) -> None:
+def test_unconfirmed_messages_are_sent_on_the_next_connection(reader: Reader) -> None:
     first = DaemonConnection(reader.path)
     handed_over(first, 3)
     first.confirm(1)

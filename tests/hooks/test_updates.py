@@ -88,7 +88,7 @@ def test_a_small_model_is_measured_exactly(compiled: bool, daemon: FakeDaemon, m
             assert daemon.series(below(exponent))[seq] == pytest.approx(float(share), abs=1e-6)
 
 
-def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
+def test_every_rare_signal_of_the_vocabulary_is_measured(daemon: FakeDaemon) -> None:
     net = model()
     net[2].requires_grad_(False)
     loop = Loop(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad]))
@@ -183,7 +183,7 @@ def test_a_withheld_step_has_no_update(daemon: FakeDaemon) -> None:
     assert list(daemon.series("parameter_checksum")) == [0, 1, 2]
 
 
-def test_a_closure_is_measured_around_it(daemon: FakeDaemon) -> None:
+def test_weights_are_measured_before_and_after_a_closure(daemon: FakeDaemon) -> None:
     """With Lightning's optimizers and LBFGS the backward pass runs inside the step."""
     net, data = model(), next(batches(1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -263,7 +263,7 @@ def test_equal_replicas_have_equal_checksums() -> None:
     assert checksums([one[0][:2]])[0] != checksums([other[0][:2]])[0]  # places count
 
 
-def test_one_element_that_differs_is_come_by_in_turn() -> None:
+def test_one_element_that_differs_is_found_in_turn() -> None:
     one = [torch.randn(1000)]
     other = [one[0].clone()]
     other[0][777] += 1e-3

@@ -252,11 +252,11 @@ def test_another_function_is_another_stack(watched: Watched) -> None:
         ((1, 3, 2, 3), True),
     ],
 )
-def test_work_goes_on_unless_a_trifle_is_called(now: tuple[int, ...], expected: bool) -> None:
+def test_a_thread_moves_unless_it_only_called_a_little_deeper(now: tuple[int, ...], expected: bool) -> None:
     assert moves((1, 2, 3), now) is moves(now, (1, 2, 3)) is expected
 
 
-def test_nobody_knows_before_the_first_step(watched: Watched) -> None:
+def test_the_place_is_unknown_before_the_first_step(watched: Watched) -> None:
     watched.look()
     assert watched.seen == [Place.UNKNOWN]
 
@@ -296,14 +296,14 @@ def calling(module: str, function: Callable[[], None]) -> None:
     inside.call(function)
 
 
-def test_what_reads_batches_is_in_the_loop_whatever_it_reads_from(watched: Watched) -> None:
+def test_code_that_reads_batches_is_in_the_loop_whatever_it_reads_from(watched: Watched) -> None:
     for _ in range(2):
         watched.step()
         calling("torch.utils.data._utils.fetch", lambda: calling("urllib3.response", watched.look))
     assert set(watched.seen) == {Place.LOOP}
 
 
-def test_what_runs_the_loop_is_not_within_it(watched: Watched) -> None:
+def test_code_that_runs_the_loop_does_not_count_as_within_it(watched: Watched) -> None:
     calling("wandb.agents.pyagent", lambda: plain(watched))
     assert set(watched.seen) == {Place.LOOP}
 
@@ -330,7 +330,7 @@ def looked_at(
     return set(places)
 
 
-def test_a_plain_write_that_stands_is_output(watched: Watched) -> None:
+def test_a_plain_write_that_blocks_is_output(watched: Watched) -> None:
     if not Path(f"/proc/self/task/{threading.get_native_id()}/syscall").exists():
         pytest.skip("nobody tells what a thread does in the kernel")
     reader, writer = os.pipe()
@@ -350,7 +350,9 @@ def test_a_sleep_is_told_from_a_lock(watched: Watched) -> None:
 @pytest.mark.parametrize(
     ("module", "place"), [("torch.serialization", Place.LONG), ("botocore.client", Place.LONG), ("mine", Place.AWAITS)]
 )
-def test_who_waits_for_a_thread_or_a_future_is_where_that_is(module: str, place: Place, watched: Watched) -> None:
+def test_a_thread_that_waits_for_another_or_a_future_is_where_that_is(
+    module: str, place: Place, watched: Watched
+) -> None:
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(calling, module, over.wait)
@@ -361,7 +363,7 @@ def test_who_waits_for_a_thread_or_a_future_is_where_that_is(module: str, place:
     assert looked_at(watched, thread.join, over.set) == {place}
 
 
-def test_who_waits_for_a_worker_that_moves_moves(watched: Watched) -> None:
+def test_a_thread_that_waits_for_a_moving_worker_moves(watched: Watched) -> None:
     loop_locator, released = watched.loop_locator, threading.Event()
     turns = [threading.Event() for _ in range(2)]
 

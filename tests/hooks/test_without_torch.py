@@ -20,7 +20,7 @@ sys.meta_path.insert(0, Hidden())
 @pytest.mark.parametrize(
     "line", ["import sentinel; sentinel.attach", "from sentinel.hooks.lightning import SentinelCallback"]
 )
-def test_it_says_what_to_install(line: str) -> None:
+def test_an_import_says_what_to_install(line: str) -> None:
     done = subprocess.run([sys.executable, "-c", HIDDEN + line], capture_output=True, text=True, cwd="/")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: sentinel.attach and the integrations work inside a PyTorch program")

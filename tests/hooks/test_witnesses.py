@@ -130,7 +130,7 @@ def test_micro_batches_count_together(daemon: FakeDaemon) -> None:
     assert told(daemon) == losses
 
 
-def test_a_loss_of_another_model_is_not_this_ones(daemon: FakeDaemon) -> None:
+def test_a_loss_of_another_model_does_not_count(daemon: FakeDaemon) -> None:
     """The other model trains in the same process, and is not watched."""
     other = nn.Linear(6, 1)
     beside = sgd(other)
@@ -208,7 +208,7 @@ def test_a_scaled_loss_that_is_divided_in_place(daemon: FakeDaemon) -> None:
     assert told(daemon) == pytest.approx(losses)
 
 
-def test_a_forward_pass_of_another_thread_is_no_part_of_this_ones(daemon: FakeDaemon) -> None:
+def test_a_forward_pass_of_another_thread_does_not_count(daemon: FakeDaemon) -> None:
     """Another thread evaluates while the loop trains, begins within the loop's pass, and would make that shorter."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -296,7 +296,7 @@ class Endless(IterableDataset[torch.Tensor]):
 
 
 @pytest.mark.usefixtures("every_batch")
-def test_a_loop_that_fetches_one_ahead_is_told_the_batch_that_it_trains_on(daemon: FakeDaemon) -> None:
+def test_a_loop_that_fetches_one_batch_ahead_has_the_identity_of_the_one_it_trains_on(daemon: FakeDaemon) -> None:
     data_loader = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
     net = model()
     optimizer, true = sgd(net), []

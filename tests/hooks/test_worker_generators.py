@@ -251,7 +251,7 @@ def test_a_generator_that_methods_draw_from(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", NOT_COPIED)
-def test_one_that_does_not_repeat(case: str) -> None:
+def test_a_generator_that_does_not_repeat(case: str) -> None:
     assert list_copied_generators(DataLoader(NOT_COPIED[case](), num_workers=2)) == []
 
 
@@ -272,7 +272,7 @@ class Computed(DataLoader[Any]):
         return super().__getattribute__(name)
 
 
-def test_a_loader_whose_data_set_cannot_be_had() -> None:
+def test_a_loader_whose_data_set_cannot_be_read() -> None:
     loader = Computed(own(), num_workers=2)
     loader.loaded = True
     assert list_copied_generators(loader) == []
@@ -298,7 +298,7 @@ def test_batches_keep_their_identity_where_generators_cannot_be_looked_at(
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine of one core
 @pytest.mark.parametrize("given", [True, False])
-def test_a_loop_says_so_at_its_batches(daemon: FakeDaemon, given: bool) -> None:
+def test_copied_generators_are_reported_with_the_batches(daemon: FakeDaemon, given: bool) -> None:
     net, loader = model(), DataLoader(own(), batch_size=8, num_workers=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with sentinel.attach(net, optimizer, loader=loader if given else None) as monitor:
@@ -320,7 +320,7 @@ class Louder(Noisy):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_loaders_that_take_turns_are_told_of_once_each() -> None:
+def test_loaders_that_take_turns_are_reported_once_each() -> None:
     """Each report is a whole hello, with all layers."""
     batches, told = Batches(StepAccumulator()), list[tuple[list[str], int]]()
     batches.announce = lambda: told.append((batches.facts["copied_generators"], batches.facts["copying_workers"]))
