@@ -392,7 +392,7 @@ def test_an_unnamed_argument_after_an_engine_is_refused(monkeypatch: pytest.Monk
 def test_an_argument_that_attach_does_not_have_is_refused_by_the_integrations_too(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the integrations raised a TypeError about an inner function."""
+    """The integrations used to raise a TypeError about an inner function instead."""
     net = model()
 
     class DeepSpeedEngine:

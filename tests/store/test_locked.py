@@ -53,7 +53,7 @@ def train(store: Store, first: int, last: int) -> None:
 def test_samples_are_dropped_before_events_and_the_loss_is_counted_reported_and_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the oldest rows went, whatever they were: attempts, ranks and incidents; 4,096 rows of layers stayed."""
+    """The oldest rows used to go, whatever they were: attempts, ranks, incidents; 4,096 rows of layers stayed."""
     monkeypatch.setattr(pending_writes, "HELD_BYTES", 400_000)
     store = Store(path, run="train", run_id="r1")
     with locked(path):
@@ -183,7 +183,7 @@ def test_too_few_descriptors_are_no_damage(path: Path) -> None:
 
 
 def test_the_outbox_of_a_locked_history_is_read(path: Path) -> None:
-    """Once the daemon's loop waited 5 s for the lock, and forgot what an earlier daemon had left in the outbox."""
+    """The daemon's loop used to wait 5 s for the lock, and to forget what an earlier daemon had left in the outbox."""
     Store(path, run="train", run_id="r1").close()
     before = Outbox(path)
     before.write([row(Entry(receiver="ops", alert="LossSpike"), 0.0)])
