@@ -1,6 +1,7 @@
-"""Facts are in one place: about a signal with the signal, about a rule in its file, about a receiver in its module.
+"""Each fact is in one place: about a signal in signals.py, about a rule in its file, about a receiver in its module.
 
-So the core names none of them: it queries. If a module does name a signal, it measures that signal or is about it.
+So the core names no rule, signal or receiver: it queries them. A module that does name a signal measures it or is
+about it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MEASURED = {
     "daemon/machine.py": {"gpu_lost", "gpu_silent_seconds", "gpu_xid", "gpu_xid_program", "gpu_memory_foreign_bytes"},
     "daemon/ranks/stalls.py": {"stalled_seconds", "stall_limit_seconds", "collectives_differ", "rank_lost"},
     "daemon/run/actions.py": {"snapshot_age_steps", "snapshot_age_limit_steps"},
-    "daemon/run/incidents.py": {"resumed"},  # of a run whose first steps were not seen
+    "daemon/run/incidents.py": {"resumed"},  # of a run whose first steps the daemon did not see
 }
-"""The daemon measures these signals itself, here."""
+"""Module -> the signals that it measures itself."""
 
 ABOUT = {
-    "actions/restart.py": {"stalled_seconds"},  # only those who stand still are restarted
+    "actions/restart.py": {"stalled_seconds"},  # only ranks that stand still are restarted
     "daemon/frontend/layer_metrics.py": {"layer_grad_norm", "layer_nonfinite"},  # the layers that a scrape shows
     "daemon/frontend/metrics.py": {
         "stalled_seconds",
@@ -40,7 +41,7 @@ ABOUT = {
     "daemon/run/ingest.py": {"out_of_memory"},  # a kind of evidence, of the same name
     "runs/attempt.py": {"step_seconds"},  # `Attempt.step_seconds` is its median
 }
-"""Modules that are about a signal: a second one like it would be a second function."""
+"""Module -> the signals that it is about: another signal like these would need another function."""
 
 
 def texts_in(path: Path) -> Iterator[str]:

@@ -142,7 +142,7 @@ def make_causes(alert: str) -> str:
 
 
 def leave_out_facts(text: str) -> str:
-    """Return words of the catalogue with `…` where the evidence fills in a number or a name."""
+    """Return a text of the catalogue with `…` where the evidence fills in a number or a name."""
     return re.sub(r"(?<!\{)\{[^{}]+\}", "…", text).replace("{{", "{").replace("}}", "}")
 
 

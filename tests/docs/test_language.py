@@ -44,18 +44,18 @@ RETIRED = {
     "(is|are|was|were|be|been) told(?! apart)": "gets, sees, is notified",
     "(?-i:(?<=[.:] )One that)": "A daemon that, a rank that, ...",
 }
-"""Pattern of a word that is used no more -> the words that are used instead."""
+"""Pattern of a retired word -> the words to use instead."""
 IMAGES = (
     *("bell", "ears?", "deaf", "last words", "(take|takes|taking) leave", "keeps? house", "witness(es)?", "inquests?"),
     *("companions?", "casebook", "doors?", "tally", "till", "for ever", "anew", "nobody is told"),
 )
-"""Words that stand nowhere in the code either, comments and docstrings included."""
+"""Words that must not appear in the code either, comments and docstrings included."""
 MESSAGES_OF = ("cli", "config", "demo", "diagnose", "launch", "report", "supervise", "toolkit")
-"""Packages whose messages are looked at."""
+"""Packages whose messages are checked."""
 
 
 def find_retired_words(text: str) -> list[str]:
-    """What is said with a word that is used no more, and what to say instead."""
+    """Return where a text uses a retired word, and what to say instead."""
     found = []
     for pattern, instead in RETIRED.items():
         for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
@@ -65,7 +65,7 @@ def find_retired_words(text: str) -> list[str]:
 
 
 def list_messages(file: Path) -> Iterator[str]:
-    """The texts in a Python file, without docstrings and names."""
+    """Yield the string constants of a Python file, without docstrings and names."""
     tree = ast.parse(file.read_text())
     docstrings = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -81,7 +81,7 @@ def list_sources() -> list[Path]:
 
 
 def in_one_piece(text: str) -> str:
-    """Without what separates words, so that `two_phase`, `TwoPhase` and "two-phase" are the same."""
+    """Return the text in lower case without separators: `two_phase`, `TwoPhase` and "two-phase" become the same."""
     return re.sub(r"[\s_'-]", "", text).lower()
 
 

@@ -35,7 +35,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def list_anchors(page: Path) -> set[str]:
-    """What a link may name after `#`: what GitHub makes of the headings, and what a page names itself."""
+    """Return what a link to a page may name after `#`: GitHub's anchors of the headings, and the page's own anchors."""
     text = page.read_text()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {*re.findall(r'<a id="([^"]+)">', text)} | {
@@ -58,7 +58,7 @@ def test_what_is_read_first_is_short(page: str, most: int) -> None:
 def test_files_that_contributing_names_are_there() -> None:
     named = re.findall(r"`((?:[\w.]+/)+[\w.]+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
     made_up = re.compile(r"NAME|TOPIC|TYPE")
-    package = Path(sentinel.__file__).parent  # an installed one has hooks/ and rules/ inside
+    package = Path(sentinel.__file__).parent  # an installed package has hooks/ and rules/ inside
     places = ROOT, package.parent, package
     missing = [path for path in named if not any((place / path).exists() for place in places)]
     assert [path for path in missing if not made_up.search(path)] == []
@@ -88,7 +88,7 @@ def test_wrong_use_is_a_sentence_and_exit_code_2(command: list[str], said: str) 
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    """As each is in the index, which the navigation is made from."""
+    """The navigation is made from the index in docs/README.md, which must therefore list every page."""
     pytest.importorskip("mkdocs", reason="MkDocs is not installed")
     make_nav = runpy.run_path(str(ROOT / "deploy/site_links.py"))["make_nav"]
     nav = make_nav((ROOT / "docs/README.md").read_text())

@@ -46,7 +46,7 @@ def test_every_variable_is_documented() -> None:
 
 
 def _installed() -> list[Path]:
-    """Where the tests run beside an installed wheel, and not in its tree."""
+    """Return the installed package's modules, for tests that run beside an installed wheel and not in its tree."""
     return list(Path(next(iter(sentinel.__path__))).rglob("*.py"))
 
 
@@ -72,11 +72,11 @@ def test_every_page_is_in_the_index(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
 def test_commands_in_the_docs_exist(page: Path) -> None:
-    """And so do their options."""
+    """Commands and options that the docs show exist."""
     for line in re.findall(r"^    (sentinel [a-z].*)$", page.read_text(), re.MULTILINE):
         words = re.split(r"\s+", line.split("#")[0].split(" -- ")[0].split("|")[0].strip())
         name = next((" ".join(words[:n]) for n in (3, 2) if " ".join(words[:n]) in COMMANDS), None)
-        if words[:2] == ["sentinel", "top"] and "open" in line:  # what it shows
+        if words[:2] == ["sentinel", "top"] and "open" in line:  # output of `sentinel top`, not a command
             continue
         assert name, line
         for option in re.findall(r"(?<!\S)--[a-z-]+", " ".join(words)):

@@ -12,11 +12,11 @@ from tests.docs.generate import ROOT
 from tests.stock import RULES
 
 ALIKE = 8
-"""Words in a row that two of these may not share."""
+"""Number of words in a row that texts of two places must not share."""
 
 
 def list_advice() -> Iterator[tuple[str, str]]:
-    """(Where it stands, the text) of everything that tells somebody what to do."""
+    """Yield (place, text) of every text that advises a user."""
     for rule in RULES.values():
         yield "rules", rule.annotations.get("remedy", "")
     for named in causes().values():

@@ -132,7 +132,7 @@ def scheduled_first(trial: Trial) -> None:
 
 
 def schedule_over(trial: Trial) -> None:
-    """B6: a schedule to 0 over 100 of the run's 200 steps, as when it was given the steps after accumulation."""
+    """B6: a schedule to 0 over 100 of 200 steps, as when its length is counted in steps after accumulation."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     total = 100 if trial.faulty else 200
@@ -146,7 +146,7 @@ def schedule_over(trial: Trial) -> None:
 
 
 def frozen_late(trial: Trial) -> None:
-    """B2: a layer is frozen after the optimizer was made, whose weight decay goes on."""
+    """B2: a layer is frozen after the optimizer was made, and the optimizer's weight decay still changes it."""
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-2)
     trial.attach(model, optimizer)
@@ -173,7 +173,7 @@ def never_cleared(trial: Trial) -> None:
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Batches of digits. `whole`: each worker gives all of them instead of its share."""
+    """Batches of digits; with `whole`, each worker yields all of them instead of its share."""
 
     def __init__(self, seed: int, whole: bool) -> None:
         self.seed, self.whole = seed, whole
@@ -198,7 +198,7 @@ def same_stream(trial: Trial) -> None:
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Digits with noise from a generator that is made by the data set, and so copied into each worker."""
+    """Digits with noise from a generator that the data set makes, so that each worker gets a copy of it."""
 
     def __init__(self, seed: int) -> None:
         self.rows = list(itertools.islice(images(seed, 8), 220))

@@ -47,13 +47,13 @@ class Fault:
     """Patterns that the case must match as well."""
     loop: Callable[[Trial], None]
     begins: bool = False
-    """Whether it can begin at any step of a run, and is also trained so (`Trial.steps`)."""
+    """Whether it can begin at any step of a run, and is also trained with a late beginning (`Trial.steps`)."""
     own_pace: bool = False
-    """Whether the time of its steps is part of the fault: then it is trained at no other pace."""
+    """Whether the time of its steps is part of the fault, so that it is trained at its own pace only."""
     every_step: bool = False
-    """Whether it is reported in time, with its cause, only if everything is sampled at every step."""
+    """Whether its alert comes in time and with its cause only if everything is sampled at every step."""
     synthetic: str = ""
-    """What is made up, such as hardware that is not there; empty: nothing is."""
+    """What is made up, such as hardware that does not exist; empty: nothing."""
 
 
 class Trial:
@@ -97,9 +97,9 @@ class Trial:
         return self._monitor
 
     def steps(self, count: int, onset: int = 0) -> Iterator[tuple[int, bool]]:
-        """Yield (step, whether the fault is on): in a faulty run it is on from `onset` on.
+        """Yield (step, whether the fault is on): in a faulty run it is on from step `onset` on.
 
-        If the fault begins late, the steps that are put before are negative.
+        If the fault begins late, the steps added before step 0 have negative numbers.
         """
         ahead = max(self._late - onset, 0)
         self.onset = onset + ahead

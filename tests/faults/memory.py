@@ -36,7 +36,7 @@ def kept_losses(trial: Trial) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss if trial.faulty else loss.item())
-    monitor.detach()  # while the objects that it may be asked about are there
+    monitor.detach()  # while the objects that the daemon may ask about exist
 
 
 def in_pieces(trial: Trial) -> None:
@@ -59,7 +59,7 @@ def in_pieces(trial: Trial) -> None:
 
 
 class Passages(IterableDataset[Tensor]):
-    """Batches of rows whose length varies from a quarter to three quarters of the context, and is `longest` at one."""
+    """Batches of rows of a quarter to three quarters of the context's length; batch `at` has the length `longest`."""
 
     def __init__(self, seed: int, at: int, longest: int) -> None:
         self.seed, self.at, self.longest = seed, at, longest

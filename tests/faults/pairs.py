@@ -1,6 +1,6 @@
 """Pairs of independent faults, planted one after the other in one run.
 
-Alerts of one problem share a page, and consequences have none: the two faults of a pair are different problems.
+Alerts of one problem share a page, and alerts that are consequences get none: a pair's faults are different problems.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PAIRS = (
     ("memory", "zero"), ("memory", "clip"), ("zero", "eval"), ("zero", "memory"), ("zero", "nan"),
     ("labels", "eval"), ("labels", "memory"), ("state", "eval"), ("rate", "memory"),
 )  # fmt: skip
-"""(first, second). A NaN is never the first: no fault after it could be seen."""
+"""The pairs (first, second); a NaN is never the first, because no fault after it could be seen."""
 
 
 def train_with_both(first: str, second: str, apart: int, trial: Trial) -> None:

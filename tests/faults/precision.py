@@ -29,7 +29,7 @@ def bad_batch(trial: Trial) -> None:
 
 
 class Normed(nn.Module):
-    """Divides features by their length. Without an epsilon under the root (`safe`) the derivative at 0 is infinite."""
+    """Divides features by their length; without an epsilon under the root (`safe`) the derivative at 0 is infinite."""
 
     def __init__(self, safe: bool) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def rate_jumps(trial: Trial, shows_at: int = 401) -> None:
 
 
 def rate_itself(trial: Trial) -> None:
-    """S3: the same, found by the learning rate itself, which changes at the step of the jump."""
+    """S3: the jump of `rate_jumps`, found by the learning rate itself, which changes at the step of the jump."""
     rate_jumps(trial, shows_at=400)
 
 

@@ -18,7 +18,7 @@ FAULTS = [(family, fault) for family in FAMILIES for fault in faults(family)]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "fault"), FAULTS, ids=[fault.id for _, fault in FAULTS])
 def test_found_in_time_with_its_cause_and_the_twin_is_silent(family: str, fault: Fault) -> None:
-    """At default settings; some are told in time only where everything is sampled."""
+    """The settings are the defaults, or `every_step` for faults that are reported late unless all is sampled."""
     (verdict,) = verdicts(family, 0, [fault.id], every_step=fault.every_step)
     assert not verdict.notes, "\n".join(verdict.notes)
 

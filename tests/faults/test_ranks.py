@@ -21,7 +21,7 @@ def test_ddp_names_the_batch_and_fsdp_says_why_nothing_was_run_again(private_pla
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [*torchrun, "-m", poisoned_ranks.__name__]
     done = run_fork(command, RANKS, env=environment, timeout=90)
-    assert done.returncode == 0, done.stderr  # neither way it hangs
+    assert done.returncode == 0, done.stderr  # neither DDP nor FSDP hangs
     found = cases()
     ddp, fsdp = found["poisoned ddp"], found["poisoned fsdp"]
     assert ddp["diagnosis"]["cause"].startswith(
@@ -34,7 +34,7 @@ def test_ddp_names_the_batch_and_fsdp_says_why_nothing_was_run_again(private_pla
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Run -> what is said of the loss that is not finite."""
+    """Return run name -> its case of NonFiniteLoss."""
     found = {}
     for path in paths.histories():
         with History(path) as history:

@@ -1,4 +1,4 @@
-"""Faults: lost time, which is really lost, by sleeping."""
+"""Faults: lost time, which the loops really lose, by sleeping."""
 
 from __future__ import annotations
 

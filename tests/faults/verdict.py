@@ -30,7 +30,7 @@ from tests.zygote import RANKS, TORCHRUN, run_fork
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
 PACED_SECONDS = 7200.0
-"""Limit of a training at a pace, or late: 9,000 steps of 200 ms take half an hour, and so does the twin."""
+"""Limit in seconds for training at a pace, or late: 9,000 steps of 200 ms take half an hour, and so does the twin."""
 
 FIRST_STEPS = 64
 """Most steps until the alert, at default settings, if the fault is there from the start."""
@@ -66,7 +66,7 @@ class Verdict:
     pages: dict[str, int] = field(default_factory=dict)
     """Receiver -> number of pages about the faulty run."""
     one_page: bool = False
-    """Whether each receiver got one page, apart from those true of a busy machine."""
+    """Whether each receiver got one page, apart from pages for alerts that are true of a busy machine."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     """What is wrong, in words."""
@@ -110,9 +110,9 @@ def verdicts(
 
 @contextmanager
 def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Run a daemon with `--stay`; yields (address, environment), and ends it so that its histories are complete.
+    """Run a daemon with `--stay`, yield (address, environment), and end it so that its histories are complete.
 
-    For hardware it gets a fake driver.
+    For families of hardware the daemon gets a fake driver.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     places_ = {"SENTINEL_STATE": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
