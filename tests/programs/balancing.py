@@ -37,7 +37,7 @@ class Sticks:
         return fell, fell | (self.ages >= LONGEST)
 
     def begin_again(self, over: torch.Tensor) -> None:
-        """Begin the games again that are over."""
+        """Restart the games that are over."""
         self.state = torch.where(over[:, None], self._begin(), self.state)
         self.ages[over] = 0
 

@@ -94,7 +94,7 @@ def main() -> None:
         (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
         time.sleep(0.01)  # so that the daemon is there before the fault
-    sys.stdout.write("complete\n")  # one write: unbuffered, as under torchrun, print() writes the end apart
+    sys.stdout.write("complete\n")  # one write: unbuffered, as under torchrun, print() writes the newline separately
     sys.stdout.flush()
     if ranks:
         dist.barrier()

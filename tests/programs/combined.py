@@ -23,7 +23,7 @@ Layer = tuple[float, float, float]
 
 
 class Expected(NamedTuple):
-    """One step of the one process."""
+    """One step of the reference, which is one process with all data."""
 
     loss: float
     before: float

@@ -1,4 +1,4 @@
-"""Runs a script with mounts of its own, as root of a namespace, which needs no privileges: as `unshare` does.
+"""Runs a script with mounts of its own, as root of a user namespace, which needs no privileges (as `unshare` does).
 
 python contained.py COMMANDS SCRIPT ...    COMMANDS: shell commands that make the mounts
 """

@@ -1,4 +1,4 @@
-"""Runs four ranks on gloo in groups, of which one does something else; each leaves its flight record once all wait.
+"""Runs four ranks on gloo in groups; one does something else, and each writes its flight record once all wait.
 
 torchrun --nproc-per-node 4 grouped_ranks.py KIND FOLDER
 """
@@ -71,7 +71,7 @@ def mesh(rank: int) -> None:
 
 
 def transfer(rank: int) -> None:
-    """Rank 1 waits for a transfer that 0 never sends, the others for 1. Rank 0 has left its loop."""
+    """Rank 1 waits for data that rank 0 never sends, and the others for rank 1. Rank 0 has left its loop."""
     if rank == 0:
         stand()
     if rank == 1:
@@ -80,7 +80,7 @@ def transfer(rank: int) -> None:
 
 
 def gather(rank: int) -> None:
-    """Rank 2 takes itself for the root."""
+    """Rank 2 takes itself for the root of a gather."""
     root = 2 if rank == 2 else 0
     lists = [torch.ones(3) for _ in range(4)] if rank == root else None
     dist.gather(torch.ones(3), lists, dst=root)

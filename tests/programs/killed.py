@@ -1,6 +1,6 @@
-"""Trains three ranks that roll back, one of which is killed in the middle of it: at another point in each start.
+"""Trains three ranks that roll back; at each start one of them is killed during the rollback, at another point.
 
-    torchrun --max-restarts N --nproc-per-node 3 killed.py FOLDER POINT:RANK...     a start for each, and a healthy one
+    torchrun --max-restarts N --nproc-per-node 3 killed.py FOLDER POINT:RANK...     a start for each, then a healthy one
 
 Surviving ranks ignore torchrun's SIGTERM: they end by themselves, or the job hangs. Ranks leave FOLDER/START.RANK.json:
 their answers about the rollback, a number for their weights after each step, and how the start ended.
@@ -38,19 +38,19 @@ rules:
 ASKED_AT, STEPS, MOST_STEPS = 40, 80, 4000
 """Step of the rollback; least steps of a start; most steps, if a busy daemon answers the rollback late."""
 VERDICT_SECONDS = 2.0
-"""The ranks' limit where survivors wait in vain. Elsewhere none does, and a busy machine may need longer."""
+"""Seconds that ranks wait at points where they wait in vain; at others a busy machine may need LONG_SECONDS."""
 LONG_SECONDS = 60.0
 GROUP_SECONDS = 600.0
-"""Time-out of the loop's own process group: a rank that waited that long would be found to hang."""
+"""Time-out in seconds of the loop's own process group: a rank that waited that long would be found to hang."""
 
 
 def killed_before(owner: Any, name: str) -> None:
-    """Kill this process at the next call of a function, before it."""
+    """Kill this process at the next call of a function, before the function runs."""
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_after(owner: Any, name: str) -> None:
-    """Kill this process at the next call of a function, after it."""
+    """Kill this process at the next call of a function, after the function has run."""
     function = getattr(owner, name)
 
     def last(*arguments: Any, **more: Any) -> None:
@@ -144,7 +144,7 @@ def train(told: list[dict[str, Any]], weights: list[int]) -> None:
         time.sleep(0.01)
     dist.barrier()
     for step in range(MOST_STEPS):
-        if step >= STEPS and told:  # at the exit of the same step on all ranks
+        if step >= STEPS and told:  # so that all ranks leave after the same step
             break
         monitor.log(command=float(step == ASKED_AT))
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """A real training run that keeps something from step to step, or keeps nothing.
 
-python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     census: until an alert has it
+python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     census: goes on until an alert has it
 """
 
 from __future__ import annotations

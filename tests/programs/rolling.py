@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N rolling.py DEED:WAY:FOLDER...
 
-    train     until a snapshot from after the rollback is on disk
+        train     trains until a snapshot from after the rollback is on disk
     resume    goes on from it, to the step at which `train` ended
     move      goes on from it with another number of ranks, for a few steps
 
@@ -65,7 +65,7 @@ class Training:
                 mesh = init_device_mesh("cpu", (world,))
             else:
                 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
-            fully_shard(net[4], mesh=mesh)  # the rest is in the root's group: each is three collectives per step
+            fully_shard(net[4], mesh=mesh)  # the rest is in the root's group: each makes three collectives per step
             self.net = fully_shard(net, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=500)
@@ -80,7 +80,7 @@ class Training:
         self.schedule.step()
 
     def state(self) -> list[torch.Tensor]:
-        """Return this rank's part of all that must be as without the rollback."""
+        """Return this rank's part of the state, all of which must be the same as without the rollback."""
         tensors: list[Any] = [*self.net.parameters(), *self.net.buffers()]
         tensors += [value for p in self.net.parameters() for value in self.optimizer.state[p].values()]
         tensors += [torch.tensor(self.schedule.get_last_lr()), torch.get_rng_state()]
@@ -144,7 +144,7 @@ def train(folder: Path, way: str) -> dict[str, Any]:
 
 def resume(folder: Path, way: str) -> dict[str, Any]:
     training = Training(way)
-    for step in range(3):  # moves to another state
+    for step in range(3):  # so that the state is not that of the snapshot
         training.step(step)
     step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
     end = json.loads((folder / f"train.{way}.{training.rank}.json").read_text())["end"]
@@ -157,7 +157,7 @@ def resume(folder: Path, way: str) -> dict[str, Any]:
 
 def move(folder: Path, way: str) -> dict[str, Any]:
     training = Training(way)
-    for step in range(3):  # moves to another state
+    for step in range(3):  # so that the state is not that of the snapshot
         training.step(step)
     step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
     whole = torch.load(folder / f"{way}.whole.pt")

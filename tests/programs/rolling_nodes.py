@@ -2,8 +2,8 @@
 
     torchrun --nnodes N rolling_nodes.py WAY FOLDER
 
-Only the last rank logs that it broke: only its node has an alert. Each rank leaves FOLDER/RANK.json: to which steps it
-was rolled back, at which steps, and whether its state is that of a training without the undone steps.
+Only the last rank logs that it broke; so only its node has an alert. Each rank leaves FOLDER/RANK.json: to which steps
+it was rolled back, at which steps, and whether its state is that of a training without the undone steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         if last:
             monitor.log(broken=float(wrecked))
         training.step(step, wrecked)
-        if everywhere((folder / "stop").exists()):  # at the same step on all ranks: others would wait
+        if everywhere((folder / "stop").exists()):  # at the same step on all ranks: otherwise the others would wait
             break
         time.sleep(0.005)
         step += 1

@@ -42,7 +42,7 @@ def main() -> None:
     place = places[rank // local]
     training = Training(way)
     if os.environ.get("SENTINEL_ATTEMPT", "0") != "0":
-        for other in range(3):  # to another state; and DDP sums in another order at its first step
+        for other in range(3):  # so that the state is another; and DDP sums in another order at its first step
             training.step(other)
     start = sentinel.resume(training.net, training.optimizer, directory=place)
     log, died = folder / f"starts.{rank}", folder / "died"

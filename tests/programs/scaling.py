@@ -2,7 +2,7 @@
 
 python scaling.py collapse|settles|missing
 
-collapse    from step 150 on a row is 0, and so its length; 0 / 0 is masked in the loss, but not in its gradient
+collapse    from step 150 on a row is 0, and so is its length; 0 / 0 is masked in the loss, but not in its gradient
 settles     starts with a scale 2^12 too high, and doubles the scale every 40 steps
 missing     has no scaler
 """

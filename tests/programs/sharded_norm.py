@@ -1,4 +1,4 @@
-"""Trains under FSDP2 without clipping: each rank has the norm of its own shards, and the script logs that of all.
+"""Trains under FSDP2 without clipping: each rank has the norm of its own shards, and the script logs the whole norm.
 
     torchrun --nnodes N sharded_norm.py FILE
 

@@ -2,7 +2,7 @@
 
     torchrun --nnodes N stopping_nodes.py SIGNAL FOLDER
 
-Only the last rank logs SIGNAL: only its node has an alert. `bad` has a rule that stops the run; the script names the
+Only the last rank logs SIGNAL, so only its node has an alert. `bad` has a rule that stops the run; the script names the
 alert of `told` in `stop_on`. The function of `monitor.on_stop` makes a collective over all ranks once FOLDER/hold is
 gone; with `bad` it then hangs, and has a second for it. Each rank leaves FOLDER/RANK.json: the number of its steps, the
 step that the function got, the sum of all ranks' numbers, and the exit status that the loop saw.
@@ -54,7 +54,7 @@ def main() -> None:
                 monitor.log(**{signal: float(broken)})
             found["steps"] = step + 1
             training.step(step)
-            if everywhere((folder / "stop").exists()):  # at the same step on all ranks: others would wait
+            if everywhere((folder / "stop").exists()):  # at the same step on all ranks: otherwise the others would wait
                 break
             time.sleep(0.005)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Runs a script that uses DeepSpeed without the extension that it would compile at its first use, for a minute.
+"""Runs a script that uses DeepSpeed without the extension that DeepSpeed would compile at first use, in a minute.
 
 python uncompiled.py SCRIPT
 """

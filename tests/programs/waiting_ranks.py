@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS] [ROUNDS]
 
-That rank is the last; with `node-drift` all ranks of the last node; for what takes long with reason the first, or with
-`turns` all, each doing something else. It prints `stalling` then, and hangs until FILE.0 is there; in the next round
-until FILE.1 is. What takes long with reason takes SECONDS, and needs no file.
+That rank is the last; with `node-drift`, all ranks of the last node; for work that takes long for a good reason, the
+first rank, or with `turns` all ranks, each with other work. It then prints `stalling` and hangs until FILE.0 exists, in
+the next round until FILE.1 does. Work that takes long for a good reason takes SECONDS, and needs no file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SLOT_STEPS = 10
 
 
 def tell() -> None:
-    sys.stdout.write("stalling\n")  # one write: unbuffered, as under torchrun, print() writes the end apart
+    sys.stdout.write("stalling\n")  # one write: unbuffered, as under torchrun, print() writes the newline separately
     sys.stdout.flush()
 
 
@@ -55,7 +55,7 @@ def wait_for_the_file() -> None:
 
 
 _stalled: list[Path] = []
-"""Files of the rounds that are over."""
+"""Release files of the rounds that are over."""
 
 
 # Faults: ranks that hang, die or do something wrong.
@@ -97,7 +97,7 @@ def leave() -> None:
 
 
 _pairs: list[dist.ProcessGroup] = []
-"""Groups of each rank but the last with the next one."""
+"""Process groups of each rank, except the last, with the next rank."""
 
 
 def wait_in_a_chain(rank: int) -> None:
@@ -121,7 +121,7 @@ def wait_in_a_circle(rank: int) -> None:
         dist.barrier()
 
 
-# What takes long with reason.
+# Work that takes long for a good reason.
 
 
 def translate(model: nn.Module) -> None:
@@ -179,7 +179,7 @@ def declared(monitor: sentinel.Monitor) -> None:
 
 
 STUCK = (wait_for_the_file, wait_for_a_lock, hold_the_gil_for_a_while)
-"""One for each round."""
+"""How the last rank hangs with `stuck`: one way for each round."""
 HANGS = {
     "user-code": wait_for_the_file,
     "lock": wait_for_a_lock,
@@ -191,7 +191,7 @@ HANGS = {
 }
 LONG = (evaluate, export, write_a_checkpoint, recompile)
 TURNS = len(LONG) + 2
-"""Situations of `take_turns`: those of `LONG`, a declared phase, and none."""
+"""Number of situations of `take_turns`: those of `LONG`, a declared phase, and none."""
 
 
 def half_way(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module) -> None:
@@ -224,7 +224,7 @@ def is_on_last_node() -> bool:
 
 
 def take_turns(slot: int, monitor: sentinel.Monitor) -> None:
-    """Put each rank into another situation of a turn, and one into none, which waits for the others."""
+    """Put each rank into a situation of its own; the rank whose situation is none waits for the others."""
     if dist.get_rank() == 0:
         tell()
     situation = (slot + dist.get_rank()) % TURNS
