@@ -15,7 +15,7 @@ ADAM = {"optimizer": "Adam"}
 
 
 def updates(seq: int, *, odd: float, norm: Callable[[int], float] = lambda _: 1.0) -> dict[str, float]:
-    """Of a run whose updates change at step 2048."""
+    """Return a step's signals in a run whose updates change at step 2048."""
     found = {"learning_rate": 1e-3, "grad_norm": norm(seq), "loss": 1.0}
     return found | ({"update_ratio": odd if seq >= 2048 else 1e-3} if seq % 256 == 0 else {})
 

@@ -222,7 +222,7 @@ def test_fp16_without_a_scale_names_the_layers_that_lose_most() -> None:
 
 
 def leapt(alert: str, spacing: int = 1, at: int = 200) -> Finding:
-    """A cosine's rate that leaps at a step; the loss and the gradient at the next. `spacing` of the rates before it."""
+    """Diagnose a rate that leaps at `at`, loss and gradient at the next step; before, rates are `spacing` steps apart."""
 
     def values(seq: int) -> dict[str, float]:
         rate = 0.5 if seq >= at else 1e-3 * (1 - seq / 1000)
@@ -262,7 +262,7 @@ def test_a_rate_that_leapt_after_the_loss_is_not_its_cause() -> None:
     ("other", "ranks", "named"), [(2.0, 2, True), (900.0, 2, False), (math.nan, 2, False), (2.0, 8, False)]
 )
 def test_a_batch_that_made_one_rank_alone_jump_is_that_ranks(other: float, ranks: int, named: bool) -> None:
-    """`ranks`: of the job, of which two are seen. One of the two has another task, and a larger loss."""
+    """Two ranks of the job's `ranks` are seen; rank 1 has another task, and a larger loss."""
 
     def step(seq: int) -> RunStep:
         losses = {0: 2.0, 1: 8.0} if seq < 200 else {0: other, 1: 1000.0}
@@ -305,7 +305,7 @@ def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
 
 
 def test_an_optimizer_of_a_copy_is_named_where_parameters_are_left_out() -> None:
-    """The copy's tensors get no gradient: the advice to add the model's own would leave them there."""
+    """The copy's tensors get no gradient; advice to add the model's own parameters would leave them in the optimizer."""
     steps = run_of(20, lambda _: {"parameters_outside": 1.0, "outside_share": 0.5})
     blocks = layered([10], lambda _: {"0.weight": {"layer_grad_norm": 1.0}})
     names = "0.weight", "param_groups[0].params[1]"

@@ -11,7 +11,7 @@ from sentinel.wire.flight_recorder import KEPT, Flight, flight_of
 
 
 def entry(seq: int, op: str = "all_reduce", size: int = 5, done: bool = True, group: str = "0") -> dict[str, Any]:
-    """As torch 2.13 writes one."""
+    """Return an entry of a flight record, as torch 2.13 writes it."""
     return {
         "collective_seq_id": seq,
         "profiling_name": f"gloo:{op}",
@@ -99,7 +99,7 @@ def test_a_recorder_is_kept_in_part_and_read_with_its_status() -> None:
 
 
 def test_a_status_that_fell_behind_its_entries_accuses_nobody_else() -> None:
-    """torch writes it after the loop has gone on, from two threads: recorded of ranks that stood at 10 of 10."""
+    """torch writes the status after the loop has gone on, from two threads: so it was recorded of ranks at 10 of 10."""
 
     def behind(*entries: dict[str, Any], enqueued: int, completed: int) -> Flight:
         status = {"0": {"last_enqueued_collective": str(enqueued), "last_completed_collective": str(completed)}}

@@ -1,4 +1,4 @@
-"""What ranks collect comes into the case, whenever it arrives, and into the diagnosis, with what is missing in it."""
+"""What ranks collect gets into the case whenever it arrives, and into the diagnosis together with what it lacks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_module_is_the_cause() -> None:
 
 
 def test_one_nodes_ranks_do_not_say_what_made_the_gradients_of_all() -> None:
-    """They are averaged over ranks of other nodes, whose losses are not seen here."""
+    """Gradients are averaged over ranks of other nodes, whose losses are not seen here."""
     two = [RunStep(seq, 0.0, {0: {"loss": 2.0}, 1: {"loss": 2.0}}, {"loss": 2.0}) for seq in range(41)]
     here = judged("NonFiniteGradient", two, live={0: make_rank(0, 4), 1: make_rank(1, 4)})
     assert here.confidence == "low"
@@ -87,7 +87,7 @@ def test_weights_that_are_bad_are_no_root() -> None:
 
 
 def test_weights_that_broke_after_the_alert_do_not_replace_its_cause() -> None:
-    """As where a GPU's loss is known some steps late."""
+    """So it is where a GPU's loss is known some steps late."""
     late = msgspec.structs.replace(of("weights", bad_weights=("a.weight",)), seq=43)
     bare, found = diagnosis("NonFiniteGradient"), diagnosis("NonFiniteGradient", late)
     assert (found.cause, found.confidence) == (bare.cause, bare.confidence)
@@ -120,7 +120,7 @@ def test_a_collapse_of_the_scale_keeps_its_cause_and_gets_the_module() -> None:
     assert "; h.2 (Block) made it in the backward pass of step 40" in found.cause
 
 
-# The requests.
+# Requests for evidence.
 
 
 def hello(rank: int) -> wire.Hello:
@@ -163,7 +163,7 @@ def test_only_the_ranks_that_it_is_about_are_asked() -> None:
 
 
 def test_what_an_incident_began_with_stays() -> None:
-    """Its batch came before the rank's own provenance, so that the rank was asked; by then its weights are broken."""
+    """The batch came before the rank's own provenance, so the rank was asked; at its answer its weights are broken."""
     act, attempt, sent, _ = requests()
     alert = case("NonFiniteLoss")
     act.ask_ranks(alert, RULES["NonFiniteLoss"].evidence)
@@ -198,7 +198,7 @@ def test_what_is_no_evidence_is_not_taken(content: dict[str, Any]) -> None:
     assert not attempt.ranks[0].collected
 
 
-# The census.
+# Object growth (`census`).
 
 
 def creep(*holders: Holder, missing: tuple[str, ...] = ()) -> Finding:
@@ -276,7 +276,7 @@ def test_second_moments_of_a_later_step_do_not_lead() -> None:
     assert "at step 90" in facts[-1]
 
 
-# The post mortem.
+# Out of memory.
 
 GB = 10**9
 FULL = OutOfMemory(

@@ -27,7 +27,7 @@ PROBLEMS = {rule.problem for rule in RULES.values()}
 
 
 def incident(identity: str, step: int, problem: str = "training", *, parent: str = "", **more: Any) -> Case:
-    """One that began and fired at a step."""
+    """Return an incident that began and fired at a step."""
     made = case(identity, more.pop("state", "firing"), severity=more.pop("severity", "warning"))
     opened = parent or identity
     return msgspec.structs.replace(
@@ -171,7 +171,7 @@ def test_two_independent_mistakes_are_two_problems_though_they_come_together(ale
 
 
 def stock(alert: str, step: int) -> Case:
-    """An alert of a stock rule, which fired at a step and opened a problem."""
+    """Return an alert of a stock rule, which fired at a step and opened a problem."""
     rule = RULES[alert]
     made = incident("0.1", step, rule.problem or "none", severity=rule.severity)
     return msgspec.structs.replace(made, alert=alert, problem=rule.problem, consequence_of=tuple(rule.consequence_of))

@@ -31,7 +31,7 @@ def diagnosis(*dead: Rank, rss: float = 100.0) -> Finding:
         (-9, False, 100, "rank 1 was ended by SIGKILL", "high"),
         (-9, True, 100, "rank 1 was killed by the kernel for want of memory (its cgroup counts an oom_kill)", "high"),
         (-9, False, 950, "rank 1 died, at the limit of memory, by SIGKILL", "medium"),
-        (-11, True, 100, "rank 1 was ended by SIGSEGV", "high"),  # whoever was killed for its memory, it was not this
+        (-11, True, 100, "rank 1 was ended by SIGSEGV", "high"),  # the oom_kill was of another process
         (-40, False, 100, "rank 1 was ended by signal 40", "high"),
         (3, False, 100, "rank 1 ended itself with exit status 3, and no goodbye", "high"),
         (None, False, 950, "rank 1 died, at the limit of memory", "medium"),
@@ -51,7 +51,7 @@ def test_the_first_to_die_is_the_one() -> None:
 
 
 def test_who_reported_the_step_of_the_alert() -> None:
-    """A rank sends its steps in batches: others may have reported later ones, after which the alert says it ended."""
+    """A rank sends its steps in batches, so other ranks may have reported later steps, which the evidence also says."""
     killed, ended = rank(1, Ending(5.0, -9, oom=False), reported=3), rank(0, Ending(6.0, -15, oom=False), reported=7)
     assert diagnosis(killed, ended).evidence[0].endswith("reported step 3 last (other ranks step 7)")
     assert diagnosis(killed).evidence[0].endswith("reported step 3 last")

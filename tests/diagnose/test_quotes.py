@@ -15,7 +15,7 @@ from tests.diagnose.made import RULES, judged, layered, run_of, table
 
 
 def fire(alert: str, steps: list[RunStep]) -> tuple[Alert, list[RunStep]]:
-    """The first alarm of a stock rule, and the steps up to it."""
+    """Return the first alarm of a stock rule, and the steps up to it."""
     seen = [
         Observation(step.seq, step.time, {RUN: step.run, **{Entity("rank", str(n)): v for n, v in step.ranks.items()}})
         for step in steps
@@ -25,21 +25,21 @@ def fire(alert: str, steps: list[RunStep]) -> tuple[Alert, list[RunStep]]:
 
 
 def told(alert: str, steps: list[RunStep], **more: object) -> tuple[str, Finding]:
-    """The summary of an alarm, and its diagnosis."""
+    """Return the summary of an alarm, and its diagnosis."""
     alarm, before = fire(alert, steps)
     name = alarm.members[0].removeprefix("rank ") if alarm.members else "run"
     return alarm.summary, judged(alert, before, since=alarm.first_step, numbers={name: alarm.values}, **more)
 
 
 def part_and_whole(text: str) -> tuple[int, float, float]:
-    """`37% of each step ...: 0.1 of 0.27 s`."""
+    """Return (37, 0.1, 0.27) of `37% of each step ...: 0.1 of 0.27 s`."""
     found = re.search(r"(\d+)% of .*: ([\d.]+) of ([\d.]+) s", text)
     assert found is not None, text
     return int(found[1]), float(found[2]), float(found[3])
 
 
 def test_the_share_of_waiting_is_one_number() -> None:
-    """The last steps wait for little, and the very last is shorter than what all of them waited."""
+    """The last steps wait for little, and the very last step is shorter than the usual wait."""
 
     def values(seq: int) -> dict[str, float]:
         if seq >= 95:
@@ -66,7 +66,7 @@ def test_the_share_of_reducing_is_one_number() -> None:
 
 
 def test_passes_are_those_of_the_ranks_that_are_seen() -> None:
-    """Two ranks of four, the others being on another node."""
+    """The daemon sees two ranks of four, because the others are on another node."""
     found = {"step_seconds": 0.01, "communication_seconds": 0.007, "micro_batches": 1.0}
     steps = [RunStep(seq, float(seq), {0: found, 1: found}, found | {"micro_batches": 2.0}) for seq in range(900)]
     identity = Identity(run="t", run_id="t", world_size=4)
@@ -75,7 +75,7 @@ def test_passes_are_those_of_the_ranks_that_are_seen() -> None:
 
 
 def slow_rank(part: str) -> list[RunStep]:
-    """Of three ranks the second is 40 ms late in a part; the last step of each is a quick one."""
+    """Return steps of three ranks: the second is 40 ms late in a part from step 100 on; step 125 is quick on all."""
 
     def times(rank: int, seq: int) -> dict[str, float]:
         if seq == 125:
@@ -120,7 +120,7 @@ def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None
 
 
 def test_how_many_were_clipped_is_one_number() -> None:
-    """Of the 200 norms that make a usual one, fewer were clipped."""
+    """Of the 200 norms from which the usual norm is taken, a smaller share was clipped."""
     steps = run_of(900, lambda seq: {"grad_norm": 4.0 if seq % 20 or seq > 640 else 0.5, "clip_limit": 1.0})
     summary, found = told("AlwaysClipping", steps)
     assert summary.startswith("20 of the last 20 sampled gradients were clipped")
@@ -128,7 +128,7 @@ def test_how_many_were_clipped_is_one_number() -> None:
 
 
 def test_how_many_batches_came_again_is_one_number() -> None:
-    """The rule fires at six of them."""
+    """The rule fires at six repeated batches."""
     steps = run_of(40, lambda seq: {"batch_repeated": float(seq >= 20)})
     summary, found = told("DuplicateBatches", steps, facts={"loader": {"num_workers": 2}})
     count = summary.partition(" ")[0]
@@ -142,7 +142,7 @@ def test_what_a_sum_loses_is_one_number() -> None:
 
 
 def test_no_scale_is_advised_under_the_present_one() -> None:
-    """The histogram is of all layers: with the bulk of it far from 0 a scale of less than 1 would do."""
+    """The histogram covers all layers; as the bulk of it is far from 0, it would allow a scale of less than 1."""
     steps = run_of(20, lambda _: {"loss_scale": 1.0, below(-24): 0.0, below(-16): 0.0, below(-8): 0.01})
     blocks = layered([10], lambda _: {"a": {"layer_grad_tiny_share": 0.9}})
     found = judged("GradientUnderflow", steps, blocks, members=("a",), table=table("a"))

@@ -8,7 +8,7 @@ from sentinel.runs.steps import RunStep
 
 
 def diagnosis(*sums: tuple[int, ...], layers: tuple[str, ...] = ()) -> Finding:
-    """A step for each tuple, 256 apart: the checksum of each rank."""
+    """Diagnose steps that are 256 apart, each given by a tuple with the checksum of each rank."""
     steps = [
         RunStep(
             256 * place, 0.0, {n: {"replica_checksum": float(s)} for n, s in enumerate(each)}, {"replica_checksum": 1.0}

@@ -51,7 +51,7 @@ def test_a_hard_batch_long_before_is_not_the_first_sign() -> None:
 
 
 def test_a_gradient_that_the_loss_outlived_is_not_the_first_sign() -> None:
-    """Norms that were sampled rarely bridge what lay between; the loss fell all the while."""
+    """Norms that were sampled rarely do not connect two outliers when the loss fell all the time between them."""
 
     def values(seq: int) -> dict[str, float]:
         loss = {"loss": 9.0 if seq >= 201 else 3.0 - 0.01 * seq}
@@ -121,7 +121,7 @@ def test_no_statistics_at_these_steps_names_no_layer() -> None:
 
 
 def test_a_layer_that_only_some_ranks_sampled_in_full_is_counted_by_those() -> None:
-    """Put together, it has NaN for what the others did not sample."""
+    """Combined over the ranks, the layer's count is NaN where the other ranks did not sample it."""
 
     def values(seq: int) -> dict[str, dict[str, float]]:
         return {"a": {"layer_grad_norm": 9.0 if seq == 5 else 1.0, "layer_nonfinite": math.nan if seq == 5 else 0.0}}

@@ -106,7 +106,7 @@ def test_who_goes_on_a_moment_before_the_others_takes_nothing_away(first: int) -
     ],
 )
 def test_of_ranks_that_are_not_seen_here_it_is_not_said_that_they_never_came(local_world_size: int, where: str) -> None:
-    """Ranks 0 and 1 of four. A launcher may not say how many are on a node."""
+    """The daemon sees ranks 0 and 1 of four, and a launcher may not say how many ranks are on a node."""
     waits = recorded(entry(1), entry(2, done=False), batches=2)
     groups = {name: msgspec.structs.replace(group, ranks=(0, 1, 2, 3)) for name, group in waits.groups.items()}
     run = Run("r", "r-1", 0.0)

@@ -15,7 +15,7 @@ ADAM = {"optimizer": "Adam"}
 
 
 def climbing(high: float, rise: int = 380, fall: int = 1000) -> Finding:
-    """A loss that climbs from step 400 on; the rate grows from 1e-3 to `high` by step `rise`, and is back at `fall`."""
+    """Diagnose a loss that climbs from step 400 on; the rate is 1e-3, `high` from step `rise` on, and back at `fall`."""
 
     def values(seq: int) -> dict[str, float]:
         rate = 1e-3 + (high - 1e-3) * min(max(seq - rise + 40, 0) / 40, 1) if seq < fall else 1e-3
@@ -25,7 +25,7 @@ def climbing(high: float, rise: int = 380, fall: int = 1000) -> Finding:
 
 
 def rising(high: float) -> Finding:
-    """The same, and the rate grows all the way from 1e-3 at the start to `high` at step 400."""
+    """Diagnose the same loss with a rate that grows all the way from 1e-3 at the start to `high` at step 400."""
 
     def values(seq: int) -> dict[str, float]:
         rate = 1e-3 + (high - 1e-3) * min(seq, 400) / 400
@@ -51,7 +51,7 @@ def test_the_course_of_the_rate(rate: Callable[[int], float], course: str) -> No
 
 
 def others(low: int, moved: int = 403) -> Finding:
-    """Losses that double at step 400, but for `low` of 20, and the gradient norm at step `moved`."""
+    """Diagnose losses that double at step 400, except `low` of 20, and a gradient norm that triples at `moved`."""
 
     def values(seq: int) -> dict[str, float]:
         up = seq >= 400 and seq % 20 >= low
@@ -61,7 +61,7 @@ def others(low: int, moved: int = 403) -> Finding:
 
 
 def leapt(times: float, before: int) -> Finding:
-    """A rate that leaps so many steps before the loss does."""
+    """Diagnose a rate that leaps to `times` its value so many steps `before` the loss does."""
 
     def values(seq: int) -> dict[str, float]:
         late = seq >= 300
@@ -76,7 +76,7 @@ def leapt(times: float, before: int) -> Finding:
 
 
 def spiked(norm: float, at: int = 1000, first: int = 0, clip: dict[str, float] | None = None) -> Finding:
-    """A loss that jumps at step 1200, long after one gradient of `norm`, usually 1. Norms from step `first` on."""
+    """Diagnose a loss that jumps at step 1200 after one gradient of `norm`, usually 1; norms are known from `first`."""
 
     def values(seq: int) -> dict[str, float]:
         loss = 9.0 if seq >= 1200 else 2.0 + 0.01 * (seq % 3)
@@ -93,7 +93,7 @@ def clipped_spike(limit: float) -> Finding:
 
 
 def grown(*times: float) -> Finding:
-    """Gradients that grew in three modules."""
+    """Diagnose gradients that grew in three modules, by these factors."""
     growth = dict(zip(("a.weight", "b.weight", "c.weight"), times, strict=True))
     steps = run_of(60, lambda seq: {"grad_norm": 50.0 if seq > 57 else 1.0})
     blocks = layered(range(60), lambda seq: {
@@ -124,13 +124,13 @@ def adapters(rate: float) -> Finding:
 
 
 def schedule(last: float) -> Finding:
-    """A rate of 1e-3 that comes to `last` and then to 0."""
+    """Diagnose a rate of 1e-3 that comes to `last` and then to 0."""
     steps = run_of(60, lambda seq: {"learning_rate": 1e-3 if seq < 30 else last if seq < 40 else 0.0})
     return judged("SchedulerMisused", steps)
 
 
 def slower(forward: float, backward: float) -> Finding:
-    """Two passes of 0.1 s each that grow from step 250 on."""
+    """Diagnose two passes of 0.1 s each that take these seconds from step 250 on."""
 
     def values(seq: int) -> dict[str, float]:
         grew = seq >= 250
@@ -147,7 +147,7 @@ def starving(cpu: float, workers: int = 4) -> Finding:
 
 
 def idle(**seconds: float) -> Finding:
-    """A GPU that waits, and parts of steps of 0.1 s."""
+    """Diagnose a GPU that waits, with these parts of steps of 0.1 s."""
     steps = run_of(20, lambda _: {"step_seconds": 0.1, **seconds})
     return judged("LowUtilization", steps, numbers={"0": {"busy": 0.2}})
 
@@ -160,7 +160,7 @@ def long_batch(elements: float) -> Finding:
 
 
 def dead(*shares: float) -> Finding:
-    """Modules from the input to the output, of whose gradients such shares are zeros."""
+    """Diagnose modules, from the input to the output, with these shares of zeros in their gradients."""
     names = [f"{name}.weight" for name, _ in zip("abcdef", shares, strict=False)]
     blocks = layered([10], lambda _: {
         name: {"layer_grad_norm": 1.0 - share} for name, share in zip(names, shares, strict=True)
@@ -249,7 +249,7 @@ def test_a_limit_that_is_loose(limit: float, remedy: str) -> None:
 
 
 def test_updates_are_taken_for_the_rate_that_they_were_made_with() -> None:
-    """The rate falls to a tenth, and is not taken at the steps that look at updates."""
+    """The rate falls to a tenth, and is not sampled at the steps at which updates are."""
 
     def values(seq: int) -> dict[str, float]:
         rate = 1e-3 * (1 - 0.9 * (seq - seq % 16) / 2560)
@@ -267,7 +267,7 @@ def test_updates_are_taken_for_the_rate_that_they_were_made_with() -> None:
     ("growth", "cause"), [(101.0, "the second moments of Adam grew 1e+02x between"), (99.0, "not known")]
 )
 def test_second_moments_that_one_gradient_filled_unseen(growth: float, cause: str) -> None:
-    """The gradient's own norm was not sampled; of the updates two samples are still in memory."""
+    """The gradient's own norm was not sampled, and only two samples of the updates are still in memory."""
 
     def values(seq: int) -> dict[str, float]:
         rare = {"update_ratio": 1e-3, "second_moment_growth": 1.0} if seq % 1024 == 0 else {}
@@ -286,7 +286,7 @@ def test_workers_are_no_advice_where_no_cpu_is_free() -> None:
 
 @pytest.mark.parametrize(("share", "scale"), [(0.11, "1024"), (0.09, "64")])
 def test_the_scale_that_would_keep_nine_tenths(share: float, scale: str) -> None:
-    """Of the gradients next to none is under 2^-24, and a share under 2^-20."""
+    """Next to none of the gradients is under 2^-24, and `share` of them is under 2^-20."""
     histogram = {below(-24): 0.01, below(-20): share, below(-16): 0.6}
     steps = run_of(20, lambda _: {"loss_scale": 1.0, **histogram})
     blocks = layered([10], lambda _: {"a": {"layer_grad_tiny_share": 0.9}})

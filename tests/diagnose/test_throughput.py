@@ -9,11 +9,11 @@ from sentinel.runs.devices import Devices
 from tests.diagnose.made import judged, run_of
 
 CHANGE, FIRED, SINCE = 320, 346, 341
-"""The rule's window is half full of slow steps by then."""
+"""Steps: the first slow one, that of the alert, and the first of its condition, when half of the window is slow."""
 
 
 def accumulating(passes: int, each: float = 1.0, had: int = 1, outlier: int = -1) -> dict[str, object]:
-    """Passes of 20 ms; from `CHANGE` on so many of them, each so many times as slow in its forward pass."""
+    """Diagnose passes of 20 ms, `had` a step; from `CHANGE` on `passes`, whose forward is `each` times as slow."""
 
     def values(seq: int) -> dict[str, float]:
         n, slower = (passes, each) if seq >= CHANGE else (had, 1.0)
@@ -70,7 +70,7 @@ def test_fewer_passes_that_take_longer_are_no_accumulation() -> None:
 
 
 def busy(backward: float, step: float, load: float, **other: float) -> Finding:
-    """A backward pass of 94 ms in a step of 123 ms, and what both take from step 300 on."""
+    """Diagnose steps of 123 ms, 94 ms of them backward, which take `step` and `backward` seconds from step 300 on."""
 
     def values(seq: int) -> dict[str, float]:
         late = seq >= 300

@@ -29,7 +29,7 @@ def test_without_any_evidence_an_alert_says_what_is_missing_and_what_gets_it(ale
 
 
 def test_every_unknown_cause_comes_with_a_command() -> None:
-    """`report_unknown` asks for one; what makes a finding by itself could leave it out."""
+    """`report_unknown` requires a command, but code that makes a `Finding` itself could leave it out."""
     bare = [
         f"{path.name}:{call.lineno}"
         for path in SOURCES

@@ -52,7 +52,7 @@ class Job:
 def job(
     kind: str, folder: Path, rules: str = SOON, world: int = 2, seconds: float = 0.0, rounds: int = 1
 ) -> Iterator[Job]:
-    """Run a job; yields it once one of its ranks stalls."""
+    """Run a job, and yield it once one of its ranks stalls."""
     file, release = folder / "soon.yaml", folder / "go-on"
     file.write_text(rules)
     environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(file)}
@@ -67,7 +67,7 @@ def job(
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for each in psutil.Process(process.pid).children(recursive=True):
-                    each.kill()  # ranks are sessions of their own
+                    each.kill()  # each rank is a session of its own
             process.kill()
 
 

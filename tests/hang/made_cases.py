@@ -69,7 +69,7 @@ class Layout:
 
 
 class Case(NamedTuple):
-    """One standstill, and what must be said of it."""
+    """One standstill, and the verdict that is expected of it."""
 
     family: str
     name: str

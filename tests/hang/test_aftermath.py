@@ -36,7 +36,7 @@ def test_dumps_of_a_folder_pickled_and_as_json(tmp_path: Path) -> None:
 
 
 def test_a_number_that_no_rank_has_costs_seconds(tmp_path: Path) -> None:
-    """A damaged line makes a million ranks of a few: what is missing is not looked up in a list of as many."""
+    """A damaged line makes a million ranks of a few; missing ones must not be looked up in a list of that length."""
     (tmp_path / "job.out").write_text(timeouts(0, 1, 2, 4) + "[rank999999]: RuntimeError: bad shard\n")
     found = verdict(remains([tmp_path]))
     assert found.cause.startswith(
@@ -95,8 +95,10 @@ def test_the_log_of_one_rank_says_nothing_of_all(tmp_path: Path) -> None:
 
 
 def test_the_recorded_hang_of_eight_ranks() -> None:
-    """mlcommons/training_results_v5.1, in the folder that SENTINEL_RECORDED_RUNS names: a swallowed CUDA OOM in rank
-    7's loader thread. It does not time out itself. Nothing is asked where there is no such folder."""
+    """A CUDA OOM swallowed in rank 7's loader thread is named as the cause, although that rank does not time out.
+
+    The dumps are of mlcommons/training_results_v5.1, in the folder that SENTINEL_RECORDED_RUNS names; without such a
+    folder nothing is checked."""
     if not (RECORDED / "hangs").is_dir():
         return
     found = verdict(remains([RECORDED / "hangs"]))

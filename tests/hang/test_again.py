@@ -1,4 +1,4 @@
-"""The faults between ranks, several times each: the same rank is named each time, and what takes long raises no alert.
+"""The faults between ranks, several times each: the same rank is named each time, and long work raises no alert.
 
 `make proof PART=ranks` does each twenty times.
 """
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMES = 3
 TURNS = 6
-"""As in the program: the first has begun when the job is there, and the last is beyond the loop."""
+"""How often the program still says `stalling` once the job has begun: at five more turns, and after the loop."""
 
 
 @pytest.mark.sampled(1)
@@ -33,7 +33,7 @@ def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, ale
     with job(kind, private_places, rules, rounds=TIMES) as running:
         for number in range(TIMES):
             case = told(alert, words[number % len(words)], number=number)
-            if alert == "Hang":  # rank 1 may stand for long before the other one, whose collectives say the rest
+            if alert == "Hang":  # rank 1 may stand long before rank 0, whose collectives say the rest
                 case = told(alert, "rank 1 never came to all_reduce of", number=number)
                 assert words[number % len(words)] in cause(case)
             else:
@@ -62,8 +62,9 @@ def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, word
 
 
 def test_what_takes_long_with_reason_is_silent(private_places: Path) -> None:
-    """An evaluation, an export, a checkpoint, a compilation, a declared phase: five ranks in turn, while one waits for
-    them; and the time after the loop."""
+    """No alert comes of an evaluation, an export, a checkpoint, a compilation or a declared phase, nor after the loop.
+
+    Five ranks do them in turn; a rank that does none of them waits for the others."""
     with job("turns", private_places, SOON.replace("> 3", "> 5"), world=5, seconds=7) as running:
         for _ in range(TURNS):
             running.stall()

@@ -35,7 +35,7 @@ def test_the_first_failure(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_no_other_prefix_changes_it(case: Case, tmp_path: Path) -> None:
-    """Collectors put their own before each line."""
+    """Log collectors put a prefix of their own before each line, which must not change the cause that is found."""
     if "srun" in case.name or "mpirun" in case.name or case.file != "job.out":
         return
     for prefix in ("2024-02-21T09:30:56.644Z ", "[pod/job-worker-0/pytorch] ", "node-7  | "):

@@ -40,7 +40,7 @@ class Run:
         return ask(self._run_id, what)
 
     def hang(self) -> dict[str, Any]:
-        """The alert, once it is there with the stacks."""
+        """Return the case of the hang, once it has its stacks."""
 
         def told() -> list[dict[str, Any]]:
             cases = [case for case in self.ask("incidents") if case["alert"] == "Hang"]
@@ -50,12 +50,12 @@ class Run:
         return dict(case)
 
     def stall(self) -> dict[str, Any]:
-        """The rank's stall, as status has it; none where a busy daemon does not answer in time."""
+        """Return the rank's stall as status shows it; one of 0 s if a busy daemon does not answer in time."""
         runs = self.ask("status")["runs"]
         return dict(runs[0]["ranks"][0]["stall"]) if runs else {"seconds": 0.0, "quiet_seconds": 0.0, "kind": None}
 
     def end(self) -> str:
-        """Let it go on, to its end; what it printed on the way."""
+        """Let the process go on to its end; return what it printed on the way."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -64,14 +64,14 @@ class Run:
 
 
 def kept() -> list[dict[str, Any]]:
-    """The incidents in the history."""
+    """Return the incidents in the history."""
     with History(paths.histories()[0]) as history:
         return history.incidents()
 
 
 @contextlib.contextmanager
 def stalling(kind: str, folder: Path, rules: str = SOON) -> Iterator[Run]:
-    """A run that stalls by now."""
+    """Run the program, and yield it once it stalls."""
     file = folder / "soon.yaml"
     file.write_text(rules)
     environment = {**os.environ, "SENTINEL_RUN_ID": f"h-{kind}", "SENTINEL_RULES": str(file)}
@@ -104,7 +104,7 @@ def test_a_hang_is_told_with_the_place_in_the_users_code(
         if kind == "gil":
             until(lambda: run.stall()["kind"] == "holds the GIL", "the verdict")
         case = run.hang()
-        if kind == "spin":  # in `is_set` or out of it whenever it is looked at: it does not move for that
+        if kind == "spin":  # each look finds it in or outside of `is_set`, which does not count as moving
             until(lambda: run.stall()["seconds"] > 8, "eight looks")
         assert len(run.ask("incidents")) == 1
     cause = case["diagnosis"]["cause"]
@@ -113,7 +113,7 @@ def test_a_hang_is_told_with_the_place_in_the_users_code(
     if kind in ("sleep", "lock", "loader"):
         assert words in cause
     assert f"in {function}" in case["stacks"]["0"]
-    assert case["step"] >= 999 or kind == "gil"  # which leaves the last batches unsent
+    assert case["step"] >= 999 or kind == "gil"  # the held GIL leaves the last batches unsent
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_hang_is_over_when_progress_returns(private_places: Path) -> None:
 def test_a_hang_is_open_at_the_end_of_a_run_that_is_killed(
     private_places: Path, number: int, outcome: str, alerts: list[str]
 ) -> None:
-    """It was said to be resolved, as the rank stood no more; and a run that was asked to end lost a rank."""
+    """A hang is not resolved because its process ended, and a run that was asked to end has not lost a rank."""
     with stalling("sleep", private_places) as run:
         run.hang()
         (daemon,) = ask_daemons("status")
@@ -156,7 +156,7 @@ SLOW_CALL = "is in a checkpoint, a compiler, an export or other output"
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_takes_long_with_reason_is_no_hang(private_places: Path) -> None:
-    """Seven processes that stand side by side: it is time that passes here, and no work."""
+    """Seven processes stall at the same time, as the test only lets time pass and needs no CPU."""
     slow = {kind: SLOW_CALL for kind in ("checkpoint", "future", "upload", "write", "program")}
     kinds = {"after": "", "phase": "", **slow}
     with contextlib.ExitStack() as stack:
@@ -172,7 +172,7 @@ def test_what_takes_long_with_reason_is_no_hang(private_places: Path) -> None:
 
 @pytest.mark.slow
 def test_another_models_evaluation_is_no_hang(private_places: Path) -> None:
-    """That it moves is seen by looking at the stack again and again, once a second."""
+    """Looks at the stack, one each second, show that the process moves."""
     with stalling("evaluation", private_places, SOON.replace("> 3", "> 8")) as run:
         until(lambda: run.stall()["quiet_seconds"] > 11, "some quiet seconds more")
         until(lambda: run.stall()["kind"] == "does something else in the loop", "the verdict")

@@ -29,7 +29,7 @@ NOW = 10_000.0
 
 
 def beat(**changed: Any) -> Heartbeat:
-    """A rank in its loop that progressed this very moment, and never stood still for longer than 0.5 s."""
+    """Return the heartbeat of a rank in its loop that progressed just now and never stood still for more than 0.5 s."""
     usual = Heartbeat(
         beat=NOW, progress=400, progressed=NOW, steps=100, work=1, place=Place.LOOP, paused=0, longest=0.5, cpu=0.0,
         thread=1, ident=1, moved=0.0, signal=SIGNAL,
@@ -38,7 +38,7 @@ def beat(**changed: Any) -> Heartbeat:
 
 
 def alarms(heartbeat: Heartbeat, **how: Any) -> bool:
-    """As the stock rule has it."""
+    """Return whether the stock rule would fire: the stall is longer than its limit."""
     stall = judge_heartbeat(heartbeat, NOW, **how)
     return stall.seconds > stall.limit
 
@@ -62,7 +62,7 @@ def test_what_is_no_whole_page_is_not_read() -> None:
         (20.0, 201, True),
         (100.0, 479, False),
         (100.0, 481, True),  # before NCCL's time-out of 600 s
-        (500.0, 999, False),  # and yet a run whose own gaps are longer is not told of each of them
+        (500.0, 999, False),  # but a run whose own gaps are longer gets no alert at each of them
         (500.0, 1001, True),
     ],
 )
@@ -73,7 +73,7 @@ def test_the_limit_follows_the_runs_own_gaps(longest: float, stands_for: float, 
 @pytest.mark.parametrize(
     ("place", "longest", "stands_for", "expected"),
     [
-        (Place.LOOP, 0.5, 479, False),  # nobody waits for it, and no process group ends it
+        (Place.LOOP, 0.5, 479, False),  # no other rank waits for it, and no process group ends it
         (Place.LOOP, 0.5, 481, True),
         (Place.LOOP, 100.0, 999, True),
         (Place.AWAITS, 0.5, 1799, False),  # the last checkpoint is on its way to slow storage
@@ -129,7 +129,7 @@ def test_who_moves_has_two_hours_and_who_stopped_moving_has_not() -> None:
 def test_a_process_that_was_stopped_is_not_told_of_when_it_goes_on() -> None:
     asleep = beat(progressed=NOW - 3600, beat=NOW - 3600)
     assert not alarms(asleep, stopped=True, resumed=NOW)
-    assert not alarms(asleep, resumed=NOW - 1)  # its watchdog had no turn yet
+    assert not alarms(asleep, resumed=NOW - 1)  # its watchdog has not run yet
     assert alarms(asleep, resumed=NOW - 61)
 
 
@@ -142,7 +142,7 @@ def test_a_watchdog_that_is_silent_does_not_get_the_gil() -> None:
 def test_who_takes_the_gil_before_any_progress_was_seen_counts_from_then() -> None:
     held = beat(progress=0, steps=0, place=Place.UNKNOWN, progressed=NOW - 3600, beat=NOW - 20)
     assert judge_heartbeat(held, NOW)[:3] == (20, 480, Kind.HOLDING)
-    assert not alarms(held)  # a library that is loaded, or a kernel that is built, and an hour of nothing before it
+    assert not alarms(held)  # a library is loaded or a kernel built, after an hour of nothing
     assert alarms(held._replace(beat=NOW - 481))
     assert not alarms(held._replace(beat=NOW - 481), busy=True)
 
@@ -150,7 +150,7 @@ def test_who_takes_the_gil_before_any_progress_was_seen_counts_from_then() -> No
 def test_the_first_steps_have_longer() -> None:
     first = beat(steps=1, place=Place.UNKNOWN, progressed=NOW - 479)
     assert not alarms(first)
-    assert alarms(first._replace(progressed=NOW - 481))  # a first collective that nobody joins
+    assert alarms(first._replace(progressed=NOW - 481))  # a first collective that no other rank joins
     assert not alarms(first._replace(progressed=NOW - 3600), busy=True)
 
 

@@ -1,4 +1,4 @@
-"""Made-up standstills, read back from files as a job leaves them: the right rank is blamed, and surely no innocent one.
+"""Made-up standstills, read from files as a job leaves them: the right rank is blamed, no innocent one with certainty.
 
 `bench/hang_verdicts.py` prints them side by side with the verdicts of torch's own analyser.
 """
@@ -26,7 +26,7 @@ CASES = {case.name: case for case in make_cases()}
 
 
 def write(case: Case, folder: Path) -> None:
-    """NCCL's watchdog pickles its records; the ones of gloo come out as JSON."""
+    """Write a case's records as a job leaves them: NCCL's watchdog pickles them, those of gloo come out as JSON."""
     for rank, record in case.records.items():
         if case.backend == "nccl":
             (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(record))
@@ -35,7 +35,7 @@ def write(case: Case, folder: Path) -> None:
 
 
 def judge(case: Case, folder: Path) -> tuple[Standstill | None, str, str]:
-    """(who waits for whom, the cause in words, its confidence)."""
+    """Return (who waits for whom, the cause in words, its confidence)."""
     write(case, folder)
     found = remains([folder])
     groups = [group for flight in found.flights.values() for group in flight.groups.values()]

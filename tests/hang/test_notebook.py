@@ -34,7 +34,7 @@ for step in range(200):
 """
 RUN_ID, TIMES = "h-notebook", 5
 QUIET_SECONDS = 4.0
-"""The limit is 3."""
+"""Seconds without progress that must raise no alert; the limit of a hang is 3."""
 STUCK = """
 for step in range(10):
     model(torch.randn(4, 8)).square().mean().backward()
@@ -73,7 +73,7 @@ def test_an_idle_notebook_is_quiet_and_a_stuck_cell_is_told_of(kernel: BlockingK
 
     run(MODEL)
     for number in range(TIMES):
-        run(CELL)  # as one does: it takes the former one's place
+        run(CELL)  # as users do: the new monitor takes the former one's place
         run_id = RUN_ID + (f"-{number + 1}" if number else "")
         until(functools.partial(quiet, run_id), "more quiet seconds than a hang takes")
         assert not ask(run_id, "incidents")

@@ -22,7 +22,7 @@ from tests.run_parts import FakeIncidents
 
 
 class Standing:
-    """A rank that stands since 100.0, in this process, and what the detector does about it."""
+    """A rank in this process that stands still since second 100.0, and what the detector does about it."""
 
     def __init__(self, dumps: int) -> None:
         self.asked: list[str] = []
@@ -45,7 +45,7 @@ class Standing:
         return True
 
     def looked_at(self, now: float, beat: float, place: Place = Place.LOOP) -> None:
-        """At a moment at which it had last shown itself at `beat`."""
+        """Let the detector look at the moment `now`, with the rank's last beat at `beat`."""
         os.pwrite(self._page, pack_heartbeat(BEAT._replace(beat=beat, signal=SIGNAL, place=place)), 0)
         self.stalls.tick(now)
         self.stalls.stacks.tick(now)

@@ -15,7 +15,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 CHECKSUM_STEPS = 16
-"""As in the program."""
+"""Steps between two checksums, as in the program."""
 
 
 @pytest.mark.sampled(1)
@@ -74,7 +74,7 @@ def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
 
 
 def test_a_replica_that_drifts_is_named_with_its_layer(private_places: Path) -> None:
-    """Batch norm's buffers are each rank's own from the first step on, which is nobody's fault."""
+    """Batch norm's buffers differ between ranks from the first step on, which is no divergence."""
     with job("drift", private_places, world=4):
         case = told("ReplicaDivergence", "rank 3 holds other parameters than the other 3, after step 1")
     assert case["diagnosis"]["confidence"] == "high"
