@@ -84,7 +84,7 @@ def _beat(page: int) -> None:
 
 @contextlib.contextmanager
 def gpu_node() -> Iterator[str]:
-    """Serve our metrics of made-up GPUs, and dcgm-exporter's metrics of them; yields host and port."""
+    """Serve our metrics of made-up GPUs, and dcgm-exporter's metrics of them; yield host and port."""
     body = _devices() + b"".join(
         f'{name}{{gpu="{n}",UUID="GPU-{n}",modelName="H200",hostname="gpu-node",device="nvidia{n}"}} 0.5\n'.encode()
         for n in range(RANKS)
@@ -128,7 +128,7 @@ def _devices() -> bytes:
 
 @contextlib.contextmanager
 def served_prometheus(root: Path, daemon: str, exporter: str) -> Iterator[str]:
-    """Run a Prometheus that scrapes both every half second; yields the address of its API."""
+    """Run a Prometheus that scrapes both every half second, and yield the address of its API."""
     found = shutil.which("prometheus")
     if found is None:
         pytest.skip("prometheus is not installed (Debian package: prometheus)")

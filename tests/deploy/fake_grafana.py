@@ -19,7 +19,7 @@ VIEWER = "glsa_viewer_0123456789"
 
 
 class RejectedError(Exception):
-    """A request to answer with an error's status."""
+    """A request that is answered with an error's status."""
 
     def __init__(self, code: int, message: str, **more: Any) -> None:
         super().__init__(message)
@@ -164,7 +164,7 @@ def _required(body: Any, *keys: str) -> None:
 
 @contextmanager
 def fake_grafana() -> Iterator[FakeGrafana]:
-    """Run a fake Grafana that listens; yields its state."""
+    """Run a fake Grafana that listens, and yield its state."""
     state = FakeGrafana()
 
     class Handler(http.server.BaseHTTPRequestHandler):

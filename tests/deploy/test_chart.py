@@ -48,11 +48,11 @@ OTHER: dict[str, tuple[Document, Any]] = {
     "job.historySize": (JOB, "4Gi"),
     "job.resources": (JOB, {"requests": {"cpu": "1"}}),
 }
-"""Each value of the chart -> what brings it into use, and one that is not its default."""
+"""Value of the chart -> (other values that bring it into use, a value that is not its default)."""
 
 
 def render(folder: Path, values: Document, *options: str) -> list[Document]:
-    """The documents that `helm template` makes, by kind and name."""
+    """Return the documents that `helm template` makes, by kind and name."""
     (folder / "values.yaml").write_text(json.dumps(values))
     command = [find_tool("helm", "https://helm.sh/docs/intro/install"), "template", "sentinel", str(CHART)]
     text = run_checker(*command, "-f", str(folder / "values.yaml"), *options, KUBECONFIG=os.devnull)
@@ -60,19 +60,19 @@ def render(folder: Path, values: Document, *options: str) -> list[Document]:
 
 
 def set_value(values: Document, path: str, value: Any) -> Document:
-    """Values with one more."""
+    """Return the values with one more."""
     section, _, key = path.partition(".")
     return values | {section: values.get(section, {}) | {key: value} if key else value}
 
 
 def list_values(values: Document) -> set[str]:
-    """`section.key`, and keys without sections."""
+    """Return `section.key` of each value, and keys without sections as they are."""
     sections = {name for name, value in values.items() if isinstance(value, dict) and value}
     return (values.keys() - sections) | {f"{section}.{key}" for section in sections for key in values[section]}
 
 
 def find_pod(documents: list[Document]) -> Document:
-    """The template of the workload's pods."""
+    """Return the template of the workload's pods."""
     [template] = [one["spec"]["template"] for one in documents if one["kind"] in ("DaemonSet", "Job")]
     assert isinstance(template, dict)
     return template
@@ -110,7 +110,7 @@ def test_kubernetes_takes_what_each_value_changes(path: str, tmp_path: Path) -> 
 
 
 def check_documents(documents: list[Document]) -> None:
-    """Against the schemas, and against each other."""
+    """Check documents against the schemas, and against each other."""
     for document in documents:
         for version in KUBERNETES:
             check_manifest(document, version)

@@ -37,7 +37,7 @@ each = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: da
 
 @each
 def test_grafanas_own_model_knows_every_key(dashboard: Dashboard) -> None:
-    """Grafana 11.6's, generated from its schema (grafana-foundation-sdk). What it does not know is lost on the way."""
+    """Grafana 11.6's model (grafana-foundation-sdk), generated from its schema, drops keys that it does not know."""
     assert not [path for path in _lost_on_the_way(dashboard.json()) if not NOT_IN_THE_MODEL.fullmatch(path)]
 
 
@@ -96,7 +96,7 @@ def test_dashboards_do_not_share_an_id_and_provisioning_names_their_folder() -> 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API of a Prometheus that has seen a run of four ranks, on GPUs of another node, with dcgm-exporter."""
+    """Yield the API of a Prometheus that has seen a run of four ranks, on GPUs of another node, with dcgm-exporter."""
     root = tmp_path_factory.mktemp("g")
     with pytest.MonkeyPatch.context() as patch:
         for name, folder in (("RUNTIME", "run"), ("STATE", "state"), ("CONFIG", "c.toml")):

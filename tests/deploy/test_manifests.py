@@ -98,7 +98,7 @@ def test_a_misspelt_key_is_found() -> None:
 
 def test_pods_agree_with_each_other_and_with_sentinel() -> None:
     (monitor,) = documents(DEPLOY / "kubernetes" / "podmonitor.yaml")
-    # Monitors and policies of users select by it: a public name, whatever modules are called.
+    # Users' monitors and policies select by this label: a public name, whatever modules are called.
     assert monitor["spec"]["selector"]["matchLabels"] == {"sentinel.daemon.metrics": "true"}
     for name in ("sidecar", "daemonset"):
         settings, workload = documents(DEPLOY / "kubernetes" / f"{name}.yaml")[-2:]
@@ -182,7 +182,7 @@ def test_prolog_and_epilog_never_fail(script: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
-    """Without a container engine: what the image's daemon needs is in the image."""
+    """The steps run without a container engine: what the image's daemon needs must be in the image."""
     command = [sys.executable, str(DEPLOY / "docker" / "follow.py"), str(DEPLOY / "docker" / "Dockerfile"), "--borrow"]
     context = tmp_path / "context"
     context.mkdir()

@@ -21,14 +21,14 @@ NODES = 4
 
 
 def read_meeting(environment: dict[str, str]) -> list[str]:
-    """Where nodes meet by the variables of one: on the nodes that may be the coordinator, from node 0 on."""
+    """Return where nodes meet by one node's variables: the nodes that may be the coordinator, from node 0 on."""
     meeting = ClusterSettings().find_meeting(environment)
     assert meeting is not None
     return list(meeting.addresses)
 
 
 def read_torchrun(words: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What torchrun makes of its arguments and variables."""
+    """Return what torchrun makes of its arguments and variables."""
     pytest.importorskip("torch")
     from torch.distributed import run
 
@@ -99,7 +99,7 @@ def test_the_policy_lets_nothing_but_pods_of_the_job_to_where_daemons_meet() -> 
     ("status", "nodes"), [(0, ["a7", "b3"]), (EXIT_UNFINISHED, ["a7", "b3"]), (EXIT_STOPPED, ["a7", "b3", "b4", "b5"])]
 )
 def test_a_batch_script_starts_each_node_alike(tmp_path: Path, status: int, nodes: list[str]) -> None:
-    """With stand-ins for Slurm and for `sentinel`, which write down how they were called."""
+    """Stand-ins for Slurm and for `sentinel` write down how they were called."""
     tools = {
         "scontrol": 'case $1 in show) printf "%s\\n" $LISTED ;; *) echo "$@" > requeued ;; esac',
         "srun": 'shift; for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" || status=$?; done\n'

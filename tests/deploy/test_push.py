@@ -144,7 +144,7 @@ def test_no_server_and_no_grafana(grafana: FakeGrafana) -> None:
 def test_an_older_version_is_said(grafana: FakeGrafana) -> None:
     grafana.version = "9.5.21"
     assert "Grafana 9.5.21 is too old for these dashboards; 10.0 or newer" in refused()
-    grafana.version = ""  # it may be configured not to tell
+    grafana.version = ""  # Grafana may be configured to hide its version
     pushed()
 
 

@@ -222,7 +222,7 @@ def test_fp16_without_a_scale_names_the_layers_that_lose_most() -> None:
 
 
 def leapt(alert: str, spacing: int = 1, at: int = 200) -> Finding:
-    """Diagnose a rate that leaps at `at`, loss and gradient at the next step; before, rates are `spacing` steps apart."""
+    """Diagnose a rate that leaps at `at`, loss and gradient a step later; earlier rates are `spacing` steps apart."""
 
     def values(seq: int) -> dict[str, float]:
         rate = 0.5 if seq >= at else 1e-3 * (1 - seq / 1000)
@@ -305,7 +305,7 @@ def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
 
 
 def test_an_optimizer_of_a_copy_is_named_where_parameters_are_left_out() -> None:
-    """The copy's tensors get no gradient; advice to add the model's own parameters would leave them in the optimizer."""
+    """The copy's tensors get no gradient, and would stay in the optimizer if the model's own parameters were added."""
     steps = run_of(20, lambda _: {"parameters_outside": 1.0, "outside_share": 0.5})
     blocks = layered([10], lambda _: {"0.weight": {"layer_grad_norm": 1.0}})
     names = "0.weight", "param_groups[0].params[1]"

@@ -15,7 +15,7 @@ ADAM = {"optimizer": "Adam"}
 
 
 def climbing(high: float, rise: int = 380, fall: int = 1000) -> Finding:
-    """Diagnose a loss that climbs from step 400 on; the rate is 1e-3, `high` from step `rise` on, and back at `fall`."""
+    """Diagnose a loss that climbs from step 400 on; the rate goes from 1e-3 to `high` by `rise`, and back at `fall`."""
 
     def values(seq: int) -> dict[str, float]:
         rate = 1e-3 + (high - 1e-3) * min(max(seq - rise + 40, 0) / 40, 1) if seq < fall else 1e-3

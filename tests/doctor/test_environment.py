@@ -82,7 +82,7 @@ def test_a_driver_that_does_is_not_told_of(changes: dict[str, object]) -> None:
 
 
 class Nvml:
-    """As much of it as the driver's version needs."""
+    """As much of NVML as reading the driver's version needs."""
 
     NVMLError = pynvml.NVMLError
 
@@ -188,6 +188,6 @@ def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, fact
 
 @pytest.mark.parametrize(("batches", "found"), [((100, 100), []), ((100, 96), ["uneven-shards"]), ((0, 100), [])])
 def test_ranks_with_fewer_batches_are_told_of(batches: tuple[int, ...], found: list[str]) -> None:
-    """0: a stream, whose end nobody knows."""
+    """A count of 0 stands for a stream, whose length is not known."""
     ranks = [{"loaders": {"1": {**LOADER, "batches": count}}} for count in batches]
     assert [finding.name for finding in model.across(ranks)] == found

@@ -19,7 +19,7 @@ from tests.doctor.scripts import HEALTHY, PLANTED, PLANTED_AGAIN
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Script -> names of what was found in it."""
+    """Return script -> names of the findings in it."""
     folder = tmp_path_factory.mktemp("scripts")
     again = {name: text for name, (_, text) in PLANTED_AGAIN.items()}
     scripts = {**PLANTED, **again, **{f"healthy: {name}": text for name, text in HEALTHY.items()}}
@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 def _names(script: str, path: Path) -> list[str]:
     facts = json.loads(path.read_text()) if path.exists() else None
     if facts and script != "input-bound":
-        facts["waits"] = []  # which other programs on the machine make longer
+        facts["waits"] = []  # other programs on the machine make waits longer
     findings = sort_findings(judge_ranks(Examined([facts] if facts else [], "", False)))
     assert all(all((one.what, one.why, one.line, one.source)) and one.severity in SEVERITIES for one in findings)
     return [finding.name for finding in findings]

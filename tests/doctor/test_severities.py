@@ -21,7 +21,7 @@ def name_rule(text: FindingText) -> str:
 
 
 def describe(key: str) -> str:
-    """Severity of a finding, whatever its numbers are."""
+    """Return the severity of a finding, whatever its numbers are."""
     text = finding_texts()[key]
     words = (text.name, text.what, text.why, text.line, text.source)
     fields = {field for part in words for _, field, _, _ in string.Formatter().parse(part) if field}

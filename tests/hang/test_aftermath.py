@@ -98,7 +98,8 @@ def test_the_recorded_hang_of_eight_ranks() -> None:
     """A CUDA OOM swallowed in rank 7's loader thread is named as the cause, although that rank does not time out.
 
     The dumps are of mlcommons/training_results_v5.1, in the folder that SENTINEL_RECORDED_RUNS names; without such a
-    folder nothing is checked."""
+    folder nothing is checked.
+    """
     if not (RECORDED / "hangs").is_dir():
         return
     found = verdict(remains([RECORDED / "hangs"]))

@@ -64,7 +64,8 @@ def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, word
 def test_what_takes_long_with_reason_is_silent(private_places: Path) -> None:
     """No alert comes of an evaluation, an export, a checkpoint, a compilation or a declared phase, nor after the loop.
 
-    Five ranks do them in turn; a rank that does none of them waits for the others."""
+    Five ranks do them in turn; a rank that does none of them waits for the others.
+    """
     with job("turns", private_places, SOON.replace("> 3", "> 5"), world=5, seconds=7) as running:
         for _ in range(TURNS):
             running.stall()

@@ -61,7 +61,7 @@ def test_each_format_is_damaged(tmp_path: Path) -> None:
 
 
 def damage(content: bytes, path: Path, *, seed: str) -> None:
-    """Damage a log in many ways: it is read, or told in a sentence."""
+    """Damage a log in many ways: it must be read, or be refused in a sentence."""
     generator, read = random.Random(seed), 0
     for _ in range(EDITS):
         path.write_bytes(damaged(content, generator))

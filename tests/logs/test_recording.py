@@ -120,7 +120,7 @@ def test_without_times_the_length_of_the_steps_is_the_clock_or_a_second_each() -
 
 @pytest.fixture
 def history(tmp_path: Path) -> Path:
-    """Two attempts; in the first, of two ranks, steps 3 and 4 were taken back."""
+    """Return a history of two attempts of two ranks; in the first, steps 3 and 4 were rolled back."""
     path = tmp_path / "demo-1a2b3c.sqlite"
     store = Store(path, run="demo", run_id="demo-1a2b3c")
     for attempt, steps in ((0, 6), (1, 2)):

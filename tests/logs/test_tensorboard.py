@@ -13,8 +13,11 @@ from sentinel.toolkit import logs
 from sentinel.toolkit.logs.tensorboard import compute_masked_crc
 
 WRITTEN_BY_TORCH = Path(__file__).parent / "data" / "events.out.tfevents.1"
-"""torch 2.13 with tensorboard 2.21: 20 steps of train/loss = 4 - 0.1 i (13 is NaN), train/lr at every fifth, val/loss
-as tensors, a text, a histogram, an infinity and a float64."""
+"""An event file that torch 2.13 with tensorboard 2.21 wrote.
+
+It has 20 steps of train/loss = 4 - 0.1 i (13 is NaN), train/lr at every fifth, val/loss as tensors, a text, a
+histogram, an infinity and a float64.
+"""
 
 
 def record(body: bytes) -> bytes:
@@ -51,7 +54,7 @@ def test_what_torch_wrote() -> None:
 
 
 def test_a_folder_is_a_run_of_several_starts(tmp_path: Path) -> None:
-    """By the time within, not by name: the second start resumed at step 2."""
+    """Its files are ordered by the times in them, not by name: the second start resumed at step 2."""
     late = event(2, "loss", 2.5) + event(9, "loss", 2.0)
     (tmp_path / "events.out.tfevents.9.a").write_bytes(event(1, "loss", 4) + event(1, "lr", 0.5) + event(3, "loss", 3))
     (tmp_path / "events.out.tfevents.10.b").write_bytes(late)

@@ -55,7 +55,7 @@ for name in ("gpt", "bert"):
 
 
 def keep(program: str, folder: Path) -> Path:
-    """Run it; what it kept is in the folder."""
+    """Run a program; return the folder, which holds what its tracker kept."""
     environment = {
         **os.environ, "WANDB_DIR": str(folder), "MLFLOW_ALLOW_FILE_STORE": "true", "TRACKIO_DIR": str(folder / "kept"),
         "HF_HUB_OFFLINE": "1", "GIT_PYTHON_REFRESH": "quiet", "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -82,7 +82,7 @@ def trackio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path) -> dict[str, Recording]:
-    """The runs that are found in the folder, by their names, but for what the package says of itself."""
+    """Return run name -> run, for the runs found in the folder, without what the package logs about itself."""
     found = [log.path for log in logs.find_logs([str(folder)]) if log.path.suffix != ".log"]
     return {recording.run: recording for path in found for recording in logs.read(path)}
 
@@ -92,7 +92,7 @@ def rows(recording: Recording, name: str) -> list[tuple[int, float]]:
 
 
 def test_wandb(wandb: Path) -> None:
-    """With records over several blocks, and nested names."""
+    """The file has records over several blocks, and nested names."""
     (file,) = wandb.rglob("run-*.wandb")
     assert file.stat().st_size > 3 * 32 * 1024
     (recording,) = read(wandb).values()
@@ -102,7 +102,7 @@ def test_wandb(wandb: Path) -> None:
 
 
 def test_mlflow(mlflow: Path) -> None:
-    """A run that was resumed goes back; what has steps of its own does not make it."""
+    """A resumed run's steps go back; a metric with steps of its own must not make them go back."""
     runs = read(mlflow)
     assert sorted(runs) == ["bert", "gpt"]
     assert rows(runs["gpt"], "loss") == [
@@ -125,7 +125,7 @@ def test_trackio(trackio: Path) -> None:
 
 @pytest.mark.parametrize(("tracker", "endings"), [("wandb", [".wandb"]), ("mlflow", ["", ""])])
 def test_what_lies_beside_a_run_is_none(tracker: str, endings: list[str], request: pytest.FixtureRequest) -> None:
-    """The requirements and the output of the first, the metrics and the tags of the second."""
+    """Beside runs lie W&B's requirements and output, and MLflow's metrics and tags."""
     folder = request.getfixturevalue(tracker)
     assert list(folder.rglob("requirements.txt" if tracker == "wandb" else "mlflow.runName"))
     found = [log.path for log in logs.find_logs([str(folder)])]

@@ -37,7 +37,7 @@ class GradientMean(Probe):
 
 @pytest.fixture
 def installed_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `pip install` of a package with this entry point leaves."""
+    """Make the files that `pip install` of a package with this entry point leaves."""
     (tmp_path / "means-1.dist-info").mkdir()
     (tmp_path / "means-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: means\nVersion: 1\n")
     (tmp_path / "means-1.dist-info" / "entry_points.txt").write_text("[sentinel.probes]\nmeans = means:GradientMean\n")

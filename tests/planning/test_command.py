@@ -82,7 +82,7 @@ def test_qlora_is_as_computed_by_hand() -> None:
 
 
 def test_qlora_brings_65_b_parameters_from_780_gb_to_less_than_48(tmp_path: Path) -> None:
-    """As section 1 of the paper says of LLaMA-65B."""
+    """Section 1 of the QLoRA paper (arXiv 2305.14314) says so of LLaMA-65B."""
     sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 64}
     config = {**LLAMA, **sizes, "intermediate_size": 22016, "vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(config))

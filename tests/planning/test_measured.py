@@ -83,7 +83,7 @@ def test_accumulated_gradients_lie_beside_the_activations() -> None:
 
 
 class Trained(nn.Module):
-    """A model of Hugging Face's with its labels."""
+    """A Hugging Face model that returns its loss, with the tokens as labels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def test_a_rule_that_could_not_look_does_not_read_as_fine(folder: Path) -> None:
 
 
 def test_a_rule_that_could_not_have_fired_did_not_look(tmp_path: Path) -> None:
-    """Its condition asks for metrics that the log has not, beside those that it has."""
+    """Its condition needs metrics that the log lacks, beside others that it has."""
     path = write(tmp_path / "x.jsonl", noise(3, 300), lr=1e-3, grad_norm=1.0)
     (found,) = json.loads(run(path, "--json").stdout)["runs"]
     looked = {row["rule"]: row for row in found["rules"]}

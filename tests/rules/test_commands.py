@@ -251,7 +251,7 @@ def test_a_test_of_rules_that_are_not_there(folder: Path) -> None:
     [("check", "rule file (*.yaml, *.yml)"), ("test", "test file (*_test.yaml, *_test.yml)")],
 )
 def test_a_folder_without_such_files_is_wrong_use(tmp_path: Path, command: str, lacking: str) -> None:
-    """As `sentinel init ./x` makes one: its rules are in x/rules."""
+    """`sentinel init ./x` makes such a folder: its rules are in x/rules."""
     (tmp_path / "sentinel.toml").write_text("")
     (tmp_path / "rules").mkdir()
     code, output = run(command, tmp_path)

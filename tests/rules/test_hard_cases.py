@@ -25,7 +25,7 @@ def noise(level: float, count: int, spread: float = 0.02, slope: float = 0.0) ->
 
 
 def apart(samples: Series, spacing: int) -> list[float | None]:
-    """Logged at every `spacing`-th step."""
+    """Return samples as they are logged at every `spacing`-th step."""
     return [value for sample in samples for value in (sample, *[None] * (spacing - 1))]
 
 
@@ -41,7 +41,7 @@ def steps(**series: Series) -> list[Observation]:
 
 
 def told(observations: Sequence[Observation | Rewound]) -> dict[str, list[int]]:
-    """Alert -> the steps at which it fires."""
+    """Return alert -> the steps at which it fires."""
     found: dict[str, list[int]] = {}
     for alert in backtest(loader.load().rules, observations, run="t").alerts:
         found.setdefault(alert.alert, []).append(alert.step)
@@ -59,7 +59,7 @@ GENERATOR = random.Random(5)
 RETURNS = [(5 + i / 10) * abs(1 + GENERATOR.gauss(0, 0.3)) for i in range(980)]
 """The loss of a value network: it grows with the returns."""
 SQUARES = [(1 + math.exp(-i / 60)) * sum(GENERATOR.gauss(0, 1) ** 2 for _ in range(4)) / 4 for i in range(1500)]
-"""A regression with noise in its targets, at a batch of four: it comes down from 2 to 1, which few rows show."""
+"""The loss of a regression with noisy targets, at a batch of four: it falls from 2 to 1, which few rows show."""
 
 CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
     "a NaN": (steps(loss=[*CALM[:200], NAN, *CALM[200:]]), {"NonFiniteLoss": [200]}),
@@ -141,7 +141,7 @@ def test_neither_falsely_nor_too_late(case: str) -> None:
 
 @pytest.mark.parametrize("spike", [False, True])
 def test_a_resumed_run_whose_step_jumps_back(spike: bool) -> None:
-    """Steps 0 to 299, and 200 to 399 again."""
+    """The log has steps 0 to 299, and then 200 to 399 again."""
     again = [*FALLING[200:350], *([7.0] * 9 if spike else ()), *FALLING[350:]]
     first, second = steps(loss=FALLING[:300]), steps(loss=[*[None] * 300, *again])
     assert told([*first, Rewound(199, 299, -100), *second]) == ({"LossSpike": [350]} if spike else {})

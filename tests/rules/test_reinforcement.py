@@ -30,7 +30,7 @@ Step = tuple[int, int, float, int, bool]
 
 
 def moved(place: int, action: int) -> Step:
-    """A step in a square, which costs 1, until its last field."""
+    """Return a step in a square of fields, which costs 1, until the last field is reached."""
     row, column = divmod(place, SIDE)
     down, right = [(0, 1), (1, 0), (0, -1), (-1, 0)][action]
     after = min(max(row + down, 0), SIDE - 1) * SIDE + min(max(column + right, 0), SIDE - 1)
@@ -54,7 +54,7 @@ def q_learning(seed: int, steps: int = 1000) -> list[dict[str, float]]:
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(online.parameters(), lr=3e-3)
     buffer: deque[Step] = deque(maxlen=5000)
-    for _ in range(2000):  # of a random walk, each from anywhere: off-policy learning needs no more
+    for _ in range(2000):  # random steps from random fields: off-policy learning needs no more
         buffer.append(moved(generator.randrange(SIDE * SIDE - 1), generator.randrange(4)))
     found = []
     for seq in range(steps):
@@ -90,7 +90,7 @@ def policy_gradient(seed: int, steps: int = 1100) -> list[dict[str, float]]:
 
 
 def told(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int]:
-    """Alert -> how many times."""
+    """Return alert -> how many times it fires."""
     observations = [Observation(seq, float(seq), {RUN: values}) for seq, values in enumerate(rows)]
     return Counter(alert.alert for alert in backtest(rules, observations, run="t").alerts)
 
@@ -124,7 +124,7 @@ def replay(path: Path, rows: list[dict[str, float]]) -> Result:
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_log_that_says_what_it_is_has_no_critical_alarm(name: str, tmp_path: Path) -> None:
     loop = Loop(broken_at=139)
-    with contextlib.suppress(ValueError):  # of a policy that is not a number there is nothing to draw
+    with contextlib.suppress(ValueError):  # no action can be drawn from a policy of NaNs
         LEARNERS[name](0, 140)[2](loop)
     result = replay(tmp_path / "run.jsonl", loop.rows[:139])
     assert len(result.rl_columns) >= 2
@@ -134,7 +134,7 @@ def test_a_log_that_says_what_it_is_has_no_critical_alarm(name: str, tmp_path: P
 
 
 def test_values_that_grow_with_the_reward_are_a_warning_where_the_log_says_so(tmp_path: Path) -> None:
-    """A Q-network's loss: down to nothing, and up by renewals of the target as the reward goes from 1 to 5,000."""
+    """A Q-network's loss falls to nothing, and rises at renewals of the target as the reward goes from 1 to 5,000."""
     generator = random.Random(0)
     rows = []
     for step in range(1200):
