@@ -19,7 +19,7 @@ WALKS = {
     "From the socket to a receiver": 20,
     "A rollback, from its order back to the weights": 15,
 }
-"""Headings, and the most files that each may have."""
+"""Heading of a walk -> the most files that it may have."""
 
 
 class Stop(NamedTuple):
@@ -28,21 +28,21 @@ class Stop(NamedTuple):
 
 
 def section(heading: str) -> str:
-    """The text below a heading, up to the next one."""
+    """Return the text below a heading, up to the next one."""
     _, found, below = PAGE.partition(f"# {heading}\n")
     assert found, heading
     return re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:
-    """The cells of each table, row by row, without its head."""
+    """Yield the cells of each table, row by row, without its head."""
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         lines = block.splitlines()[2:]
         yield [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def walk(heading: str) -> list[list[Stop]]:
-    """The stretches of a walk: each is entered from outside, and goes on by itself."""
+    """Return the stretches of a walk: each is entered from outside, and goes on by itself."""
     return [
         [Stop(path.strip("`"), tuple(re.findall(r"`([^`]+)`", names))) for path, names, _ in table]
         for table in tables(section(heading))
@@ -60,7 +60,7 @@ def source(path: str) -> str:
 
 @functools.cache
 def defined(path: str) -> set[str]:
-    """Functions of a file, and methods with their class."""
+    """Return the functions of a file, and the methods with their class."""
     found = set()
     for node in ast.parse(source(path)).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -72,13 +72,13 @@ def defined(path: str) -> set[str]:
 
 
 def called_name(function: str) -> str:
-    """What is written where the function is called: of `__init__` and `__call__` the class."""
+    """Return what is written where a function is called: for `__init__` and `__call__` the name of the class."""
     names = function.split(".")
     return names[-2] if names[-1].startswith("__") else names[-1]
 
 
 def is_used(name: str, path: str) -> bool:
-    """Whether a file mentions it besides defining it."""
+    """Return whether a file mentions a name besides defining it."""
     return re.search(rf"(?<!def )(?<!class )\b{name}\b", source(path)) is not None
 
 

@@ -136,7 +136,7 @@ def test_what_was_measured_last_holds_what_is_promised() -> None:
     rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "detection.md").read_text().splitlines()]
 
     def row(*starts: str) -> list[list[int]]:
-        """The shares of the row that begins so, each as (part, whole)."""
+        """Return the shares in the row that begins with `starts`, each as [part, whole]."""
         (cells,) = (cells for cells in rows if tuple(cells[: len(starts)]) == starts)
         return [[int(number) for number in cell.split(" (")[0].split(" of ")] for cell in cells if " of " in cell]
 
@@ -152,7 +152,7 @@ def test_what_was_measured_last_holds_what_is_promised() -> None:
 
 
 def test_recorded_runs_where_they_are_there() -> None:
-    """Real logs, in the folder that SENTINEL_RECORDED_RUNS names: nothing is asked where there is none."""
+    """Real logs in the folder that SENTINEL_RECORDED_RUNS names raise known alarms; missing logs are skipped."""
     folder = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs"
     for run, alarms in {
         "healthy_event/algoperf_v05_self_nadamw_sequential_imagenet_resnet_jax_t1": [],  # a planned restart

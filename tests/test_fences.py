@@ -15,7 +15,7 @@ import pytest
 
 
 def modules() -> dict[str, Path]:
-    """Every module of ours, by its import name."""
+    """Return every module of ours, by its import name."""
     found: dict[str, Path] = {}
     for package in ("sentinel", "sentinel.hooks", "sentinel.rules", "sentinel.examples"):
         spec = importlib.util.find_spec(package)
@@ -36,7 +36,7 @@ MODULES = modules()
 def test_the_engine_runs_no_text_and_opens_nothing(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    # What `generation` runs, `operators` wrote: there is nothing of a rule's text in it but the names of metrics.
+    # `generation` runs what `operators` wrote, which has nothing of a rule's text in it except the names of metrics.
     allowed = {"eval", "exec"} if name == "sentinel.engine.expressions.generation" else set[str]()
     assert not called & {"open", "eval", "exec", "print", "__import__"} - allowed
 
@@ -70,9 +70,9 @@ def test_import_sentinel_is_only_the_version_and_late_names() -> None:
 
 ELSEWHERE = {
     "sentinel.hooks.core.identity": {"dist.distributed_c10d._get_default_store"},  # below torch_interop
-    "sentinel.hooks.loop.forward_passes": {"compiler._is_compiling_flag"},  # a constant where it is compiled
+    "sentinel.hooks.loop.forward_passes": {"compiler._is_compiling_flag"},  # a constant in compiled code
     "sentinel.launch.sitecustomize": {"torch._compile"},  # before anything of ours is imported
-    "sentinel.toolkit.plan.tracing": {  # no hook
+    "sentinel.toolkit.plan.tracing": {  # not part of the hooks
         "torch._subclasses.fake_tensor",
         "torch.utils._python_dispatch",
         "torch.utils._pytree",
@@ -85,7 +85,7 @@ def is_private(path: str) -> bool:
 
 
 def list_private_torch_names(tree: ast.Module) -> set[str]:
-    """Names of torch with an underscore: modules, what is imported from them, attributes of what is imported."""
+    """Return names of torch with an underscore: modules, what is imported from them, attributes of what is imported."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     found, torchs = set(), set()
     for node in imports:

@@ -53,7 +53,7 @@ def test_every_check_runs_as_a_toy(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that are made up, and a page of their own."""
+    """Replace the checks by made-up ones, and the page by one of their own."""
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(gpu, "RUN", (sys.executable, str(tmp_path / "fake.py"), "--run"))
     monkeypatch.setattr(gpu, "DOCS", tmp_path)

@@ -117,7 +117,7 @@ def test_a_flight_recorders_dump_that_executes_does_not(tmp_path: Path) -> None:
 
 
 def bomb(path: Path, size: int, line: bytes = b"") -> Path:
-    """A gzipped file of one line that is a thousand times as long as the file."""
+    """Write a gzipped file of one line that is a thousand times as long as the file."""
     with gzip.open(path, "wb") as file:
         file.write(line)
         for _ in range(size >> 20):
@@ -160,4 +160,4 @@ def test_json_that_is_huge_is_a_sentence(content: str, tmp_path: Path) -> None:
         configfile.read(path)
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 0, "loss": 1.0}\n' + content + "\n")
-    assert len(jsonl.read(log)) >= 1  # what is good of it is read
+    assert len(jsonl.read(log)) >= 1  # the good lines are read

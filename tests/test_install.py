@@ -55,7 +55,7 @@ def test_the_kernel_is_there():
 
 
 def run(folder: Path, *command: str | Path, fails: bool = False) -> str:
-    """What a command says in a folder. It fails where that is expected, and else does not."""
+    """Return what a command prints in a folder, after checking that it fails just if `fails`."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment["npm_config_registry"] = "http://127.0.0.1:9"  # nothing listens there
     done = subprocess.run(
@@ -66,7 +66,7 @@ def run(folder: Path, *command: str | Path, fails: bool = False) -> str:
 
 
 def clone(target: Path) -> Path:
-    """The source as somebody gets it who clones it: nothing built."""
+    """Copy the source as a fresh clone has it, with nothing built, and add two scripts to it."""
     shutil.copytree(SOURCE, target, symlinks=True, ignore=BUILT)
     (target / "train.py").write_text(SCRIPT)
     (target / "test_kernel.py").write_text(TEST)
@@ -74,7 +74,7 @@ def clone(target: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment that has what this one has, but for Sentinel."""
+    """A virtual environment with all packages of the present one except Sentinel."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.python = folder, folder / "bin" / "python"
@@ -89,12 +89,12 @@ class Environment:
         (packages / "others.pth").write_text(f"{others}\n")
 
     def install(self, folder: Path, *what: str | Path, fails: bool = False) -> str:
-        """With pip, in a folder."""
+        """Install with pip, in a folder."""
         options = ("--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--no-index")
         return run(folder, self.python, "-m", "pip", "install", *options, *what, fails=fails)
 
     def build(self, folder: Path, kind: str) -> Path:
-        """A wheel or an sdist of the source in a folder."""
+        """Build a wheel or an sdist of the source in a folder, and return its path."""
         run(folder, self.python, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", self.folder / "dist", ".")
         [made] = (self.folder / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
         return made
@@ -172,7 +172,7 @@ def test_what_is_packed(environment: Environment, tmp_path: Path) -> None:
     root = clone(tmp_path / "clone")
     stale = root / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "sentinel" / "gone.py"
     stale.parent.mkdir(parents=True)
-    stale.touch()  # of a build before
+    stale.touch()  # of an earlier build
     package = root / "sentinel"
     with tarfile.open(environment.build(root, "sdist")) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
@@ -192,7 +192,7 @@ def test_what_is_packed(environment: Environment, tmp_path: Path) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files below a folder, through its links."""
+    """Return all files below a folder, through its links, without what is compiled."""
     below = [Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names]
     return [path for path in below if "__pycache__" not in path.parts and path.suffix != ".so"]
 

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).parent / "programs" / "spiking.py"
 
 
 def trained(*arguments: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
-    """Run the program; its lines, and what it printed to people."""
+    """Run the program; return its lines of stdout, decoded, and its stderr."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *arguments],
         capture_output=True,
@@ -35,7 +35,7 @@ def trained(*arguments: str, **environment: str) -> tuple[list[dict[str, Any]], 
 
 
 def daemon_gone() -> None:
-    """Wait until the daemon has taken its directory away; it does that last."""
+    """Wait until the daemon has removed its directory, which it does last."""
     deadline = time.monotonic() + 60
     while list(paths.runtime_root().iterdir()):
         assert time.monotonic() < deadline, "the daemon does not end with its run"

@@ -16,7 +16,7 @@ COLUMNS = 20
 
 
 def screen(data: bytes) -> list[str]:
-    """As a terminal shows it: it wraps before the next character, not after the one that fills a line."""
+    """Return lines as a terminal shows them, which wraps before the next character, not after one that fills a line."""
     lines, column = [""], 0
     for letter in data.decode():
         if letter == "\r":
@@ -42,7 +42,7 @@ def test_no_line_is_left_empty_where_the_cursor_is_at_its_beginning() -> None:
 
 
 def shown(before: str) -> bytes:
-    """What a terminal gets."""
+    """Return the bytes that a terminal gets for `before` and a line of Sentinel after it."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, COLUMNS))
     got = list[bytes]()

@@ -39,7 +39,7 @@ def begun(
     until: Path | None = None,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Below a command, or with `mounts` of its own, as a container has them."""
+    """Start the program, below the command `prefix` or with `mounts` of its own, as a container has them."""
     contained = [str(Path(contained_program.__file__)), "; ".join(mounts)] if mounts else []
     command = [*prefix, sys.executable, *contained, str(PROGRAM), str(steps), str(wait)]
     command += [str(until)] if until else []
@@ -50,7 +50,7 @@ def begun(
 
 
 def done(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, Any], str]:
-    """What the run printed at its end, and what people were told. `first`: it is process 1."""
+    """Wait for the run's end; return what it printed then, and its stderr. `first`: it is its namespace's process 1."""
     output, told = run.communicate(timeout=100)
     assert run.returncode == 0, told
     assert "Traceback" not in told
@@ -60,13 +60,13 @@ def done(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, 
 
 
 def sentences(told: str) -> list[str]:
-    """What was said beside the first line and the last one of a run."""
+    """Return Sentinel's lines in stderr, except a run's first and last line."""
     said = [line for line in told.splitlines() if line.startswith("sentinel: ")]
     return [line for line in said if "watching run" not in line and " ended after " not in line]
 
 
 def serving() -> list[tuple[int, list[str]]]:
-    """(process, runs) of the daemons that are alive."""
+    """Return (process, runs) of the daemons that are alive."""
     return [(answer["pid"], [run["run_id"] for run in answer["runs"]]) for answer in ask_daemons("status")]
 
 
@@ -98,7 +98,7 @@ def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_ba
         assert successor != daemon
         (tmp_path / "seen").touch()
         assert pipe.stdout is not None
-        assert json.loads(pipe.stdout.read())["state"] == "streaming"  # to its end: nobody else holds it
+        assert json.loads(pipe.stdout.read())["state"] == "streaming"  # to its end: no other process holds the pipe
         pipe.wait(20)
     daemon_gone()
 
@@ -121,17 +121,17 @@ def test_a_machine_that_watches_nobody_because_its_tmp_cannot_be_written() -> No
 # Containers: mounts of their own.
 
 KEPT = {Path(__file__).parents[1], Path(sys.prefix)}
-"""What the trial itself needs, should it lie in the /tmp that is taken away."""
+"""Folders that the trial itself needs, in case they lie in the /tmp that is hidden."""
 
 
 def in_processes_of_its_own(*mounts: str) -> tuple[str, ...]:
-    """A command that runs its command as process 1 with these mounts, as root of a namespace."""
+    """Return a command that runs its arguments as process 1 with these mounts, as root of a namespace."""
     unshare = ("unshare", "--mount", "--map-root-user", "sh", "-c", f'set -e; {"; ".join(mounts)}; exec "$@"', "sh")
     return (*unshare, "unshare", "--pid", "--fork")
 
 
 def own_tmp(scratch: Path) -> list[str]:
-    """Mounts that hide /tmp behind an empty one."""
+    """Return mounts that hide /tmp behind an empty one."""
     scratch.mkdir()
     kept = [path for path in KEPT if path.is_relative_to("/tmp")]
     under = [(path, scratch / path.relative_to("/tmp")) for path in kept]
@@ -144,7 +144,7 @@ def own_tmp(scratch: Path) -> list[str]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory that a container shares with the host. Not in /tmp, which it has for itself."""
+    """Yield a directory that a container shares with the host; not in /tmp, of which the container has its own."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="trial") as folder:
         yield Path(folder)
 
@@ -190,7 +190,7 @@ def test_a_container_with_processes_of_its_own_is_served_through_a_directory_tha
 @pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_container_whose_first_process_trains() -> None:
-    """The daemon is its child there, whatever we do, and goes with it."""
+    """The daemon is a child of process 1 there, whatever we do, and ends with it."""
     end, told = done(begun(50, prefix=in_processes_of_its_own("true")), first=True)
     assert (end["state"], sentences(told)) == ("streaming", [])
     daemon_gone()
@@ -241,7 +241,7 @@ def open_place() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.second_user
 def test_two_users_on_one_machine(open_place: Path) -> None:
-    """Each has their own daemon and their own history, and nothing to say about the other's."""
+    """Each user has a daemon and a history of their own, and gets no message about the other's."""
     (open_place / "site").mkdir()
     places_of_packages = "; ".join(f"site.addsitedir({path!r})" for path in site.getsitepackages())
     base = open_place / "site" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"

@@ -19,7 +19,7 @@ print(sorted(name for name in globals() if not name.startswith("__")), file=sys.
 
 
 def run_both(command: list[str], **options: object) -> list[tuple[int, str, str]]:
-    """Status, output and last complaint of an interpreter and of a fork."""
+    """Return (status, stdout, last line of stderr) of an interpreter and of a fork."""
     started = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     return [
         (done.returncode, done.stdout, done.stderr.rstrip().rpartition("\n")[2])
