@@ -39,7 +39,7 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def seen_with(self, *, scheme: str = "light", deficiency: str = "none") -> None:
-        """Show the page light or dark, or as seen with deuteranopia, protanopia, tritanopia or achromatopsia."""
+        """Show it light or dark, and as seen with `deuteranopia`, `protanopia`, `tritanopia` or `achromatopsia`."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._call("Emulation.setEmulatedVisionDeficiency", type=deficiency)
 
