@@ -58,7 +58,7 @@ def promtool(*arguments: str, **options: str) -> None:
         ("allocation_retries > 3", "run", "sentinel_run_allocation_retries_total > 3"),
     ],
 )  # fmt: skip
-def test_what_has_a_counterpart(expr: str, scope: promql.Scope, expected: str) -> None:
+def test_an_expression_with_a_counterpart_is_translated(expr: str, scope: promql.Scope, expected: str) -> None:
     assert promql.condition(expr, {"twice": "loss * 2"}, scope) == expected
 
 
@@ -75,7 +75,7 @@ def test_what_has_a_counterpart(expr: str, scope: promql.Scope, expected: str) -
         ('across(layer_grad_norm, "max") > 1', "layer_grad_norm of a layer is not exported"),
     ],
 )
-def test_what_has_none_says_why(expr: str, reason: str) -> None:
+def test_an_expression_without_a_counterpart_says_why(expr: str, reason: str) -> None:
     with pytest.raises(UntranslatableError, match=reason):
         promql.condition(expr, {}, "rank")
 
@@ -85,7 +85,7 @@ def test_promtool_takes_the_stock_rules_and_their_tests() -> None:
     promtool("test", "rules", RULES.with_stem("sentinel-rules_test").name)
 
 
-def test_as_json_they_are_the_same_rules_to_promtool(tmp_path: Path) -> None:
+def test_promtool_takes_the_rules_as_json_too(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["rules", "export", "prometheus", "--json"])
     (file := tmp_path / "rules.yaml").write_text(done.output)
     assert json.loads(file.read_text()) == yaml.safe_load(RULES.read_text())
@@ -127,7 +127,7 @@ rules:
     assert rule["annotations"]["remedy"].startswith('{wait} {{ with printf "sentinel_step_seconds{run=%q,rank=%q}"')
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_prints_the_rules_and_names_a_mistake_in_a_file(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, ["rules", "export", "prometheus"]).output == RULES.read_text()
     bad = tmp_path / "bad.yaml"
     bad.write_text("group: mine\nrules: [{alert: High, expr: los > 1}]\n")

@@ -85,7 +85,7 @@ def test_the_chart_is_that_of_this_version() -> None:
 
 
 @pytest.mark.parametrize(("mode", "manifest"), [("daemonset", "daemonset"), ("job", "sidecar")])
-def test_its_pods_are_those_of_the_manifests(mode: str, manifest: str, tmp_path: Path) -> None:
+def test_the_charts_pods_are_those_of_the_manifests(mode: str, manifest: str, tmp_path: Path) -> None:
     pod = find_pod(render(tmp_path, {"mode": mode}))["spec"]
     for container in [*pod["containers"], *pod.get("initContainers", ())]:
         container.pop("imagePullPolicy", None)
@@ -97,7 +97,7 @@ def test_every_value_is_tried() -> None:
     assert list_values(yaml.safe_load((CHART / "values.yaml").read_text())) == OTHER.keys()
 
 
-def test_kubernetes_takes_what_it_renders(tmp_path: Path) -> None:
+def test_kubernetes_takes_what_the_chart_renders(tmp_path: Path) -> None:
     check_documents(render(tmp_path, {}))
 
 

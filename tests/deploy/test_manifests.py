@@ -41,7 +41,7 @@ def test_compose_is_what_the_specification_allows(tmp_path: Path) -> None:
         run_checker(*command, str(broken))
 
 
-def test_compose_mounts_what_there_is() -> None:
+def test_compose_mounts_only_what_exists() -> None:
     compose = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
     assert compose["services"].keys() == {"demo", "prometheus", "alertmanager", "grafana"}
     for service in compose["services"].values():
@@ -120,7 +120,7 @@ def test_pods_agree_with_each_other_and_with_sentinel() -> None:
     assert address == f"unix:{folder}/sentinel.sock"
 
 
-def test_the_settings_of_the_demo_are_settings() -> None:
+def test_the_settings_of_the_demo_are_valid() -> None:
     file = DEPLOY / "compose" / "sentinel.toml"
     assert config.parse_settings(file.read_text(), file).daemon.listen == "0.0.0.0"
     assert tomllib.loads(file.read_text())
@@ -181,7 +181,7 @@ def test_prolog_and_epilog_never_fail(script: str) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
+def test_the_steps_of_the_dockerfile_make_a_healthy_daemon(tmp_path: Path) -> None:
     """The steps run without a container engine: what the image's daemon needs must be in the image."""
     command = [sys.executable, str(DEPLOY / "docker" / "follow.py"), str(DEPLOY / "docker" / "Dockerfile"), "--borrow"]
     context = tmp_path / "context"
@@ -198,7 +198,7 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
     assert "ended as it was told to" in said
 
 
-def test_the_image_runs_as_nobody_in_particular() -> None:
+def test_the_image_does_not_run_as_root() -> None:
     steps = (DEPLOY / "docker" / "Dockerfile").read_text().splitlines()
     assert [line for line in steps if line.startswith("USER")][-1] == "USER 10001:10001"
     assert steps[-1] == "FROM daemon"

@@ -84,7 +84,7 @@ def test_a_train_job_has_the_same_secret_and_the_same_first_pod() -> None:
     assert trainer["numNodes"] == NODES
 
 
-def test_the_policy_lets_nothing_but_pods_of_the_job_to_where_daemons_meet() -> None:
+def test_the_network_policy_lets_only_pods_of_the_job_reach_the_coordinator() -> None:
     (policy,) = documents(DEPLOY / "kubernetes" / "networkpolicy.yaml")
     (job_set,) = documents(DEPLOY / "kubernetes" / "jobset.yaml")
     own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job_set["metadata"]["name"]}}

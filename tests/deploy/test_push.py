@@ -56,7 +56,7 @@ def incident(identity: str, **changes: Any) -> None:
     store.close()
 
 
-def test_all_is_made_once(grafana: FakeGrafana) -> None:
+def test_everything_is_created_once_and_unchanged_at_a_second_push(grafana: FakeGrafana) -> None:
     incident("0.1")
     first = pushed("--prometheus", "http://prometheus:9090")
     assert all(line.endswith(": created") for line in first)
@@ -118,13 +118,13 @@ def test_without_a_prometheus_no_data_source_is_touched(grafana: FakeGrafana) ->
         ("two words", "has characters that no token has"),
     ],
 )
-def test_a_token_that_will_not_do(grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch, token: str, said: str) -> None:
+def test_a_bad_token_is_refused(grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch, token: str, said: str) -> None:
     monkeypatch.setenv("GRAFANA_TOKEN", token)
     assert said in refused()
     assert grafana.dashboards == {}
 
 
-def test_the_token_of_a_file(grafana: FakeGrafana, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_read_from_a_file(grafana: FakeGrafana, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRAFANA_TOKEN")
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     pushed("--token-file", str(tmp_path / "token"))
@@ -132,7 +132,7 @@ def test_the_token_of_a_file(grafana: FakeGrafana, tmp_path: Path, monkeypatch: 
     assert "/none: cannot be read" in refused("--token-file", str(tmp_path / "none"))
 
 
-def test_no_server_and_no_grafana(grafana: FakeGrafana) -> None:
+def test_an_address_without_a_grafana_is_refused(grafana: FakeGrafana) -> None:
     assert "no Grafana answers there" in refused("--url", "http://127.0.0.1:9")
     assert "no Grafana answers there" in refused("--url", "http://no-such-host.invalid")
     assert "is no Grafana" in refused("--url", f"{grafana.url}/deeper")
@@ -141,14 +141,14 @@ def test_no_server_and_no_grafana(grafana: FakeGrafana) -> None:
     assert "hunter2" not in said
 
 
-def test_an_older_version_is_said(grafana: FakeGrafana) -> None:
+def test_a_grafana_that_is_too_old_is_refused(grafana: FakeGrafana) -> None:
     grafana.version = "9.5.21"
     assert "Grafana 9.5.21 is too old for these dashboards; 10.0 or newer" in refused()
     grafana.version = ""  # Grafana may be configured to hide its version
     pushed()
 
 
-def test_somebody_saves_between_reading_and_writing(grafana: FakeGrafana) -> None:
+def test_a_dashboard_that_another_user_saved_meanwhile_is_not_overwritten(grafana: FakeGrafana) -> None:
     pushed()
     grafana.dashboards["sentinel-ranks"]["title"] = "Mine"
     grafana.saved_between.add("sentinel-ranks")
@@ -160,14 +160,14 @@ def test_a_provisioned_dashboard_is_left_alone(grafana: FakeGrafana) -> None:
     assert "comes from files on that server" in refused()
 
 
-def test_a_taken_name_is_said(grafana: FakeGrafana) -> None:
+def test_a_taken_name_of_a_data_source_is_reported(grafana: FakeGrafana) -> None:
     grafana.sources["other"] = {"uid": "other", "name": "Sentinel's Prometheus"}
     assert "was not taken: 409 data source with the same name already exists" in refused(
         "--prometheus", "http://p:9090"
     )
 
 
-def test_into_files(tmp_path: Path) -> None:
+def test_dashboards_are_written_into_files(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["grafana", "write", str(tmp_path / "d")])
     assert result.output.splitlines() == [str(tmp_path / "d" / f"{dashboard.uid}.json") for dashboard in DASHBOARDS]
     assert all(json.loads(path.read_text())["panels"] for path in (tmp_path / "d").iterdir())
