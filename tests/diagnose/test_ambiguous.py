@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_told_is_not_known_and_says_what_is_missing(case: str) -> None:
+def test_an_ambiguous_cause_is_not_known_and_says_what_is_missing(case: str) -> None:
     judge, missing = CASES[case]
     found = judge()
     assert NOT_KNOWN in found.cause

@@ -16,13 +16,13 @@ CAUSES = [(alert, name, cause) for alert, known in causes().items() for name, ca
 
 
 @pytest.mark.parametrize("alert", sorted(causes()))
-def test_causes_are_of_alerts_that_there_are(alert: str) -> None:
+def test_causes_are_of_alerts_that_exist(alert: str) -> None:
     assert alert in RULES
     assert alert in EXPLAINED
 
 
 @pytest.mark.parametrize(("alert", "name", "cause"), CAUSES)
-def test_every_cause_can_be_said(alert: str, name: str, cause: Cause) -> None:
+def test_every_cause_can_be_worded(alert: str, name: str, cause: Cause) -> None:
     assert cause.source
     words = cause.cause + cause.remedy + cause.confirm
     wanted = {field: _Anything() for _, field, _, _ in string.Formatter().parse(words) if field}

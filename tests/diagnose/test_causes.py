@@ -58,7 +58,7 @@ def test_batches_that_overflow_now_and_then() -> None:
     assert "steps 95, 101, 107, 113, 119" in found.remedy
 
 
-def test_a_forward_pass_that_no_scale_mends() -> None:
+def test_a_forward_pass_that_overflows_at_any_scale() -> None:
     found = diagnosis("ScalerCollapse", scaled(lambda seq: seq >= 112, loss=math.nan))
     assert found.cause.startswith("the forward pass: the loss itself is not finite at 8 of these steps")
     assert found.confidence == "high"
@@ -69,7 +69,7 @@ def test_a_scaler_that_was_given_and_is_not_used() -> None:
     assert "attach was given a GradScaler, but it scaled no loss (enabled=False?)" in found.cause
 
 
-def test_the_gradient_of_a_withheld_step_poisons_nothing() -> None:
+def test_the_gradient_of_a_withheld_step_is_no_sign() -> None:
     def values(seq: int) -> dict[str, float]:
         withheld = seq == 50
         return {
@@ -165,14 +165,14 @@ def test_a_gpu_that_waits_for_the_host(parts: dict[str, float], cause: str) -> N
     assert (found.confidence, len(found.missing)) == ("medium", 1)
 
 
-def test_a_scheduler_that_came_first_is_told_with_the_order() -> None:
+def test_a_scheduler_that_was_stepped_first_is_reported_with_the_order() -> None:
     steps = run_of(17, lambda seq: {"learning_rate": 1e-3} | ({"scheduler_first": 2e-3} if seq == 0 else {}))
     found = diagnosis("SchedulerMisused", steps)
     assert found.cause.startswith("the order: scheduler.step() was called before the first optimizer.step()")
     assert "at a rate of 0.001 in place of 0.002" in found.cause
 
 
-def test_a_state_that_was_overwritten_is_told_with_the_two_samples_that_it_lies_between() -> None:
+def test_an_overwritten_state_is_reported_with_the_samples_before_and_after() -> None:
     kept = {10: 1.2, 26: 1.0, 42: 0.01}
     steps = run_of(43, lambda seq: {"second_moment_kept": kept[seq]} if seq in kept else {})
     found = diagnosis("OptimizerStateLost", steps)
@@ -198,7 +198,7 @@ def test_a_rate_that_jumps_is_named_with_both_values_and_the_step_to_go_back_to(
         (None, "the rate has been 0 since the first step", "low"),
     ],
 )
-def test_a_rate_that_was_always_0_is_told_by_what_is_known_of_its_scheduler(
+def test_a_rate_that_was_always_0_is_explained_by_what_is_known_of_its_scheduler(
     steps: float | None, cause: str, confidence: str
 ) -> None:
     seen = {} if steps is None else {"scheduler_steps": steps}
@@ -261,7 +261,9 @@ def test_a_rate_that_leapt_after_the_loss_is_not_its_cause() -> None:
 @pytest.mark.parametrize(
     ("other", "ranks", "named"), [(2.0, 2, True), (900.0, 2, False), (math.nan, 2, False), (2.0, 8, False)]
 )
-def test_a_batch_that_made_one_rank_alone_jump_is_that_ranks(other: float, ranks: int, named: bool) -> None:
+def test_a_batch_that_made_only_one_ranks_loss_jump_is_attributed_to_that_rank(
+    other: float, ranks: int, named: bool
+) -> None:
     """Two ranks of the job's `ranks` are seen; rank 1 has another task, and a larger loss."""
 
     def step(seq: int) -> RunStep:
@@ -277,7 +279,7 @@ def test_a_batch_that_made_one_rank_alone_jump_is_that_ranks(other: float, ranks
     assert (told in found.evidence) is named
 
 
-def test_who_clips_already_is_not_told_to_clip() -> None:
+def test_a_run_that_already_clips_is_not_advised_to_clip() -> None:
     def spiked(limit: float | None) -> str:
         steps = run_of(204, lambda seq: {"grad_norm": 20.0 if seq > 200 else 0.9} | (
             {} if limit is None else {"clip_limit": limit}

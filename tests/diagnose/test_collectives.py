@@ -34,7 +34,7 @@ def upto(last: int, *more: dict[str, Any]) -> Flight:
     return flight(*map(entry, range(1, last + 1)), *more)
 
 
-def test_who_never_came() -> None:
+def test_a_rank_that_never_came_is_missing() -> None:
     found = find_standstill({0: upto(8, entry(9, done=False)), 1: upto(8), 2: upto(8, entry(9, done=False))}, 3)
     assert found is not None
     assert str(found.wait) == "all_reduce of 5, number 9"
@@ -47,7 +47,7 @@ def test_ranks_that_said_nothing_are_not_known_to_be_missing() -> None:
     assert (found.wait.missing, found.wait.unknown) == ((), (1, 2))
 
 
-def test_who_issued_something_else() -> None:
+def test_a_rank_that_issued_another_collective_differs() -> None:
     flights = {0: upto(8, entry(9, done=False)), 1: upto(8, entry(9, "barrier", 0, done=False))}
     found = find_standstill(flights, 2)
     assert found is not None
@@ -55,13 +55,13 @@ def test_who_issued_something_else() -> None:
     assert found.wait.differing[1].op == "barrier"
 
 
-def test_one_that_is_a_step_ahead_waits_in_the_later_collective() -> None:
+def test_a_rank_that_is_a_step_ahead_does_not_hide_the_earlier_wait() -> None:
     found = find_standstill({0: upto(9, entry(10, done=False)), 1: upto(8, entry(9, done=False)), 2: upto(8)}, 3)
     assert found is not None
     assert (found.wait.collective.seq, found.wait.waiting, found.wait.missing) == (9, (1,), (2,))
 
 
-def test_of_several_groups_the_one_that_stood_first() -> None:
+def test_of_several_groups_the_first_to_stand_still_is_found() -> None:
     flights = {
         0: upto(8, entry(9, done=False), entry(3, done=False, group="1")),
         1: upto(8, entry(9, done=False)),
@@ -72,7 +72,7 @@ def test_of_several_groups_the_one_that_stood_first() -> None:
     assert (found.wait.description, found.wait.missing) == ("default_pg", (2,))
 
 
-def test_nobody_is_in_a_collective() -> None:
+def test_ranks_outside_of_collectives_are_no_standstill() -> None:
     assert find_standstill({0: upto(8), 1: upto(8)}, 2) is None
     assert find_standstill({}, 2) is None
 
@@ -98,7 +98,7 @@ def test_a_recorder_is_kept_in_part_and_read_with_its_status() -> None:
     assert (found.groups["0"].enqueued, found.groups["0"].completed, found.groups["0"].ranks) == (2001, 2000, (0, 1))
 
 
-def test_a_status_that_fell_behind_its_entries_accuses_nobody_else() -> None:
+def test_a_status_that_fell_behind_its_entries_accuses_no_other_rank() -> None:
     """torch writes the status after the loop has gone on, from two threads: so it was recorded of ranks at 10 of 10."""
 
     def behind(*entries: dict[str, Any], enqueued: int, completed: int) -> Flight:
@@ -115,6 +115,6 @@ def test_a_status_that_fell_behind_its_entries_accuses_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": "x"}])
-def test_what_is_no_dump_is_refused(dump: dict[str, Any]) -> None:
+def test_content_that_is_no_dump_is_refused(dump: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="entries"):
         flight_of(dump)

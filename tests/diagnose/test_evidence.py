@@ -64,7 +64,7 @@ def test_one_nodes_ranks_do_not_say_what_made_the_gradients_of_all() -> None:
     )  # fmt: skip
 
 
-def test_nor_what_poisoned_the_weights() -> None:
+def test_one_nodes_ranks_do_not_say_what_poisoned_the_weights() -> None:
     def values(seq: int) -> dict[str, float]:
         return {"loss": math.nan if seq == 40 else 2.0, "grad_norm": math.nan if seq == 39 else 1.0}
 
@@ -111,7 +111,7 @@ def test_a_run_that_found_nothing_adds_no_certainty(origin: Any) -> None:
     assert found.evidence[0].startswith("the batch of step 40, run once more")
 
 
-def test_what_is_not_exact_is_not_certain() -> None:
+def test_a_provenance_that_is_not_exact_is_not_certain() -> None:
     assert diagnosis("NonFiniteGradient", msgspec.structs.replace(SQRT, exact=False)).confidence == "medium"
 
 
@@ -152,7 +152,7 @@ def test_ranks_are_asked_for_what_they_did_not_send_by_themselves() -> None:
     assert [(rank, message.what) for rank, message in sent if isinstance(message, wire.Ask)] == [(0, "provenance")]
 
 
-def test_only_the_ranks_that_it_is_about_are_asked() -> None:
+def test_only_the_ranks_of_the_incident_are_asked() -> None:
     act, _, sent, _ = requests()
     act.ask_ranks(case("ScalerCollapse", "1"), RULES["ScalerCollapse"].evidence)
     assert [(rank, message.what) for rank, message in sent if isinstance(message, wire.Ask)] == [
@@ -162,7 +162,7 @@ def test_only_the_ranks_that_it_is_about_are_asked() -> None:
     assert len(sent) == 2
 
 
-def test_what_an_incident_began_with_stays() -> None:
+def test_evidence_that_an_incident_began_with_is_kept() -> None:
     """The batch came before the rank's own provenance, so the rank was asked; at its answer its weights are broken."""
     act, attempt, sent, _ = requests()
     alert = case("NonFiniteLoss")
@@ -177,7 +177,7 @@ def test_what_an_incident_began_with_stays() -> None:
     assert len(sent) == 2
 
 
-def test_who_says_goodbye_is_waited_for_while_an_answer_is_owed() -> None:
+def test_a_rank_that_says_goodbye_is_waited_for_while_it_owes_an_answer() -> None:
     act, _, _, _ = requests()
     act.ask_ranks(case("LossSpike", "1"), RULES["LossSpike"].evidence)
     assert [act.is_owed(0), act.is_owed(1)] == [False, True]
@@ -190,7 +190,7 @@ def test_who_says_goodbye_is_waited_for_while_an_answer_is_owed() -> None:
 @pytest.mark.parametrize(
     "content", [{}, {"seq": 1, "origin": "elsewhere"}, {**msgspec.to_builtins(SQRT), "line": "x" * 70000}]
 )
-def test_what_is_no_evidence_is_not_taken(content: dict[str, Any]) -> None:
+def test_content_that_is_no_evidence_is_dropped(content: dict[str, Any]) -> None:
     act, attempt, _, taken = requests()
     act.add_evidence(0, wire.Collected(what="provenance", seq=40, content=content))
     act.add_evidence(0, wire.Collected(what="tea leaves", seq=40, content={}))
@@ -210,7 +210,7 @@ def creep(*holders: Holder, missing: tuple[str, ...] = ()) -> Finding:
     return diagnose(evidence, "what the rule says")
 
 
-def test_a_run_that_ended_between_the_counts_blames_nobody() -> None:
+def test_a_run_that_ended_between_the_counts_names_no_holder() -> None:
     steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
     taken = Census(seq=1599, steps=0, missing=("who holds it: the run ended",))
     evidence = Evidence(
@@ -227,7 +227,7 @@ LOSSES = Holder(
 )  # fmt: skip
 
 
-def test_who_holds_graphs_is_the_cause() -> None:
+def test_a_holder_of_graphs_is_the_cause() -> None:
     found = creep(LOSSES)
     assert found.cause.startswith("losses, a variable of module __main__ (train.py:9) keeps what each step makes: the")
     assert found.keeper == "losses, a variable of module __main__ (train.py:9)"

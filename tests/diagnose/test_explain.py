@@ -36,14 +36,14 @@ def test_an_alert_is_known_however_it_is_written(name: str) -> None:
     assert "sentinel/rules/stability.yaml" in text
 
 
-def test_for_scripts() -> None:
+def test_json_for_scripts() -> None:
     told = json.loads(explained("MemoryCreep", "--json"))
     assert (told["alert"], told["severity"], told["runbook"]) == ("MemoryCreep", "warning", "memory-creep")
     assert "losses.append(loss)" in told["text"]
     assert {rule["alert"] for rule in json.loads(explained("--json"))} == {r.name for r in loader.stock_rules()}
 
 
-def test_a_rule_of_ones_own_is_explained_by_its_own_words(private_places: Path) -> None:
+def test_a_users_rule_is_explained_by_its_annotations(private_places: Path) -> None:
     folder = private_places / "config" / "sentinel"
     folder.mkdir(parents=True)
     (folder / "sentinel.toml").write_text('[daemon]\nrules = ["mine.yaml"]\n')

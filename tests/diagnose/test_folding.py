@@ -62,7 +62,7 @@ def test_the_worst_problem_has_the_name_of_its_origin_and_the_severity_of_its_wo
     assert find_worst(IncidentSeverity(*one) for one in incidents) == worst
 
 
-def test_what_begins_close_to_one_on_the_same_problem_is_a_consequence() -> None:
+def test_an_incident_close_to_another_of_the_same_problem_is_a_consequence() -> None:
     assert parent_of(incident("0.2", 130), incident("0.1", 100)) == "0.1"
 
 
@@ -74,20 +74,20 @@ def test_another_problem_stands_alone_however_close(apart: int) -> None:
 
 
 @pytest.mark.parametrize(("severity", "reach"), [("warning", REACH_STEPS), ("critical", CRITICAL_REACH_STEPS)])
-def test_what_lasts_does_not_explain_what_begins_much_later(severity: str, reach: int) -> None:
+def test_a_lasting_incident_does_not_explain_one_that_begins_much_later(severity: str, reach: int) -> None:
     lasting = incident("0.1", 100, severity=severity)
     assert parent_of(later(incident("0.2", 100 + reach), 61), lasting) == "0.1"
     assert parent_of(later(incident("0.2", 101 + reach), 61), lasting) == ""
 
 
-def test_in_a_loop_of_milliseconds_what_lasts_keeps_another_critical_one_quiet_for_a_minute() -> None:
+def test_in_a_loop_of_milliseconds_a_lasting_incident_covers_another_critical_one_for_a_minute() -> None:
     lasting = incident("0.1", 100, severity="critical")
     new = incident("0.2", 20_000, severity="critical")
     assert parent_of(later(new, 59), lasting) == "0.1"
     assert parent_of(later(new, 61), lasting) == ""
 
 
-def test_a_critical_one_does_not_join_where_the_page_is_long_past() -> None:
+def test_a_critical_incident_does_not_join_a_problem_that_was_paged_long_ago() -> None:
     chronic = incident("0.1", 100, "gradients-kept")
     first = incident("0.2", 9000, severity="critical")
     assert parent_of(first, chronic, consequence_of=("gradients-kept",)) == "0.1"
@@ -98,7 +98,7 @@ def test_a_critical_one_does_not_join_where_the_page_is_long_past() -> None:
     assert parent_of(severe, chronic, known, consequence_of=("gradients-kept",)) == ""
 
 
-def test_a_critical_one_does_not_join_where_what_was_paged_is_over() -> None:
+def test_a_critical_incident_does_not_join_a_problem_whose_paged_incident_is_over() -> None:
     chronic = incident("0.1", 100, "accumulation")
     spike = over(incident("0.2", 50_000, severity="critical"), 50_060)
     known = msgspec.structs.replace(spike, parent="0.1", problem_id="0.1")
@@ -114,7 +114,7 @@ def test_a_cause_that_is_seen_after_its_effect_joins_it_where_it_is_close() -> N
     assert parent_of(incident("0.2", 101 + REACH_STEPS, "hardware"), effect) == ""
 
 
-def test_only_what_is_known_for_sure_explains_an_effect_and_no_cause_is_lent_twice() -> None:
+def test_only_a_certain_cause_explains_an_effect_and_no_cause_is_passed_on_twice() -> None:
     def explain_case(one: Case, confidence: Confidence) -> Case:
         return msgspec.structs.replace(one, diagnosis=Finding("a cause", confidence, ""))
 
@@ -127,7 +127,7 @@ def test_only_what_is_known_for_sure_explains_an_effect_and_no_cause_is_lent_twi
     assert explain_effect(last, msgspec.structs.replace(effect, diagnosis=found)) is last.diagnosis
 
 
-def test_two_alerts_without_a_problem_are_not_one_by_that() -> None:
+def test_two_alerts_without_a_problem_are_not_the_same_problem() -> None:
     member = msgspec.structs.replace(incident("0.2", 110, ""), parent="0.1", problem_id="0.1")
     assert parent_of(incident("0.3", 120, ""), incident("0.1", 100), member) == ""
 
@@ -177,12 +177,12 @@ def stock(alert: str, step: int) -> Case:
     return msgspec.structs.replace(made, alert=alert, problem=rule.problem, consequence_of=tuple(rule.consequence_of))
 
 
-def test_what_joined_last_counts_as_close_and_the_parent_is_the_same() -> None:
+def test_the_last_member_counts_as_close_and_the_parent_stays_the_same() -> None:
     members = [incident("0.1", 100), incident("0.2", 250, parent="0.1"), incident("0.3", 420, parent="0.1")]
     assert parent_of(incident("0.4", 600), *members) == "0.1"
 
 
-def test_what_the_rule_or_the_cause_names_joins_as_long_as_that_fires() -> None:
+def test_an_incident_joins_a_problem_that_its_rule_or_cause_names_as_long_as_that_fires() -> None:
     chronic = incident("0.1", 100, "gradients-kept")
     assert parent_of(incident("0.2", 9000), chronic, consequence_of=("gradients-kept",)) == "0.1"
     assert parent_of(incident("0.2", 9000), over(chronic, 300), consequence_of=("gradients-kept",)) == ""
@@ -190,7 +190,7 @@ def test_what_the_rule_or_the_cause_names_joins_as_long_as_that_fires() -> None:
     assert parent_of(killed, incident("0.1", 100, "memory")) == "0.1"
 
 
-def test_what_comes_back_soon_is_the_same_problem_and_later_it_is_another() -> None:
+def test_an_alert_that_returns_soon_is_the_same_problem_and_later_another() -> None:
     ended = over(incident("0.1", 100), 160)
     assert parent_of(later(incident("0.2", 300), 200), ended) == "0.1"
     assert parent_of(later(incident("0.2", 161 + REACH_STEPS), 300), ended) == ""
@@ -203,7 +203,7 @@ def test_attempts_have_problems_of_their_own() -> None:
     assert parent_of(incident("1.1", 110, attempt=1), incident("0.1", 100)) == ""
 
 
-def test_of_the_consequences_the_most_severe_outlives_first() -> None:
+def test_the_most_severe_consequence_succeeds_a_resolved_parent() -> None:
     parent = over(incident("0.1", 100), 160)
     mild, severe = incident("0.2", 110, parent="0.1"), incident("0.3", 120, parent="0.1", severity="critical")
     assert find_successor(parent, [parent, mild, severe]) is severe

@@ -56,7 +56,7 @@ def test_an_xid_is_named_with_gpu_rank_and_node() -> None:
         ({"gpu_nvlinks_up": 17.0}, "GPU 3: 17 NVLinks are up, there were more"),
     ],
 )
-def test_a_fault_that_only_counters_tell(values: dict[str, float], cause: str) -> None:
+def test_a_fault_that_only_counters_show(values: dict[str, float], cause: str) -> None:
     assert diagnosis("GpuFault", gpu(**values)).cause == cause
 
 
@@ -73,11 +73,11 @@ def test_the_reason_of_a_slow_clock() -> None:
     assert found.remedy == "what the rule says"
 
 
-def test_who_holds_the_hosts_memory() -> None:
+def test_a_full_host_names_the_ranks_that_hold_its_memory() -> None:
     steps = [RunStep(40, 0.0, {11: {"rss_bytes": 30e9}}, {})]
     assert diagnosis("HostMemoryLow", gpu(), steps).evidence == ("rank 11 holds 30.0 GB",)
     assert diagnosis("HostMemoryLow", gpu()).missing == ("how much the ranks hold: it was not sampled yet",)
 
 
-def test_the_others_name_whom_they_concern() -> None:
+def test_other_alerts_of_a_gpu_name_the_rank_on_it() -> None:
     assert "on it rank 11" in diagnosis("GpuShared", gpu()).evidence[0]

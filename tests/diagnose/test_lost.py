@@ -38,19 +38,19 @@ def diagnosis(*dead: Rank, rss: float = 100.0) -> Finding:
         (None, False, 100, "rank 1 died; of what is not known", "low"),
     ],
 )
-def test_how_it_died(status: int | None, oom: bool, rss: float, cause: str, confidence: str) -> None:
+def test_how_a_rank_died(status: int | None, oom: bool, rss: float, cause: str, confidence: str) -> None:
     found = diagnosis(rank(1, Ending(5.0, status, oom)), rss=rss)
     assert (found.cause, found.confidence) == (cause, confidence)
     assert bool(found.missing) == (status is None)
 
 
-def test_the_first_to_die_is_the_one() -> None:
+def test_the_first_rank_to_die_is_the_cause() -> None:
     found = diagnosis(rank(0, Ending(6.0, -15, oom=False)), rank(2, Ending(5.0, 1, oom=False), reported=9))
     assert found.cause == "rank 2 ended itself with exit status 1, and no goodbye"
     assert "rank 0 ended after it" in found.evidence
 
 
-def test_who_reported_the_step_of_the_alert() -> None:
+def test_the_last_step_that_the_dead_rank_and_others_reported() -> None:
     """A rank sends its steps in batches, so other ranks may have reported later steps, which the evidence also says."""
     killed, ended = rank(1, Ending(5.0, -9, oom=False), reported=3), rank(0, Ending(6.0, -15, oom=False), reported=7)
     assert diagnosis(killed, ended).evidence[0].endswith("reported step 3 last (other ranks step 7)")

@@ -127,7 +127,7 @@ def test_how_many_were_clipped_is_one_number() -> None:
     assert ": 20 of the last 20 sampled gradients were clipped" in found.cause
 
 
-def test_how_many_batches_came_again_is_one_number() -> None:
+def test_how_many_batches_were_repeated_is_one_number() -> None:
     """The rule fires at six repeated batches."""
     steps = run_of(40, lambda seq: {"batch_repeated": float(seq >= 20)})
     summary, found = told("DuplicateBatches", steps, facts={"loader": {"num_workers": 2}})

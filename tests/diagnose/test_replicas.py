@@ -37,7 +37,7 @@ def test_the_layers_are_named() -> None:
     assert "which layers" in diagnosis((7, 7, 7), (9, 12, 9)).missing[0]
 
 
-def test_of_two_nobody_can_tell() -> None:
+def test_of_two_replicas_neither_is_known_to_be_right() -> None:
     found = diagnosis((7, 8))
     assert found.cause == (
         "ranks 0, 1 hold different parameters, since the run began, or before it was looked at; "
@@ -53,7 +53,7 @@ def test_of_two_halves_each_is_named() -> None:
     )
 
 
-def test_without_the_steps_it_is_not_known() -> None:
+def test_without_the_steps_the_differing_rank_is_not_known() -> None:
     assert diagnosis().cause == "not known"
 
 

@@ -66,7 +66,7 @@ def test_two_normal_steps_within_do_not_break_the_stretch() -> None:
     assert first_signs(steps, since=294, until=299)[0].seq == 290
 
 
-def test_what_came_after_the_incident_is_no_sign_of_it() -> None:
+def test_a_change_after_the_incident_is_no_sign_of_it() -> None:
     assert first_signs(history(loss={280: 9.0}, grad_norm=over(281, 299, 50.0)), 280, 280)[0].signal == "loss"
     assert len(first_signs(history(loss={280: 9.0}, grad_norm=over(281, 299, 50.0)), 280, 280)) == 1
 

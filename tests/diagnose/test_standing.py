@@ -76,7 +76,7 @@ def test_what_one_rank_waits_for_is_not_certain_before_the_others_have_spoken() 
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_it_is_once_they_have_in_whatever_order(order: tuple[int, int]) -> None:
+def test_the_cause_is_certain_once_all_ranks_have_answered_in_any_order(order: tuple[int, int]) -> None:
     standstill = Standstill(None, None)
     for number in order:
         standstill.attempt.ranks[number].flight = (WAITS, ENDED)[number]
@@ -87,7 +87,7 @@ def test_it_is_once_they_have_in_whatever_order(order: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_who_goes_on_a_moment_before_the_others_takes_nothing_away(first: int) -> None:
+def test_a_rank_that_goes_on_before_the_others_changes_nothing_in_the_case(first: int) -> None:
     standstill = Standstill(WAITS, ENDED)
     told = standstill.again()
     gone_on = standstill.attempt.ranks[first]
@@ -105,7 +105,7 @@ def test_who_goes_on_a_moment_before_the_others_takes_nothing_away(first: int) -
         (0, "not watched, or on another node"),
     ],
 )
-def test_of_ranks_that_are_not_seen_here_it_is_not_said_that_they_never_came(local_world_size: int, where: str) -> None:
+def test_ranks_that_are_not_seen_here_are_not_said_to_have_never_come(local_world_size: int, where: str) -> None:
     """The daemon sees ranks 0 and 1 of four, and a launcher may not say how many ranks are on a node."""
     waits = recorded(entry(1), entry(2, done=False), batches=2)
     groups = {name: msgspec.structs.replace(group, ranks=(0, 1, 2, 3)) for name, group in waits.groups.items()}

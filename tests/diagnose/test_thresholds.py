@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_which_side_it_is_on(case: str) -> None:
+def test_the_cause_on_either_side_of_a_threshold(case: str) -> None:
     judge, cause = CASES[case]
     assert cause in judge().cause
 
@@ -294,7 +294,7 @@ def test_the_scale_that_would_keep_nine_tenths(share: float, scale: str) -> None
     assert f"; at a scale of {scale} less than 10% of all gradients would be" in found.cause
 
 
-def test_only_a_wrapped_model_is_told_to_find_unused_parameters() -> None:
+def test_only_a_wrapped_model_is_advised_to_find_unused_parameters() -> None:
     def remedy(*wrappers: str) -> str:
         steps = run_of(20, lambda _: {"parameters_without_gradient": 1.0})
         blocks = layered([10], lambda _: {"a": {"layer_grad_norm": 1.0}})

@@ -31,7 +31,7 @@ def accumulating(passes: int, each: float = 1.0, had: int = 1, outlier: int = -1
 
 
 @pytest.mark.parametrize("outlier", [-1, 100, 305, 330])
-def test_more_passes_a_step_are_told_as_such_and_since_when(outlier: int) -> None:
+def test_more_passes_a_step_are_reported_as_such_and_since_when(outlier: int) -> None:
     said = accumulating(8, outlier=outlier)
     assert str(said["cause"]).startswith(
         f"a step has 8 backward passes since step {CHANGE}, it had 1; each takes 20.1 ms, it took 21.0 ms"
@@ -51,7 +51,7 @@ def test_steps_that_were_slow_before_are_no_part_of_what_is_slow_now() -> None:
     assert found.cause.startswith("the forward pass: it grew from 100 to 300 ms, 200 of the 200 ms that a step gained")
 
 
-def test_a_slower_forward_pass_is_told_since_its_first_step() -> None:
+def test_a_slower_forward_pass_is_reported_since_its_first_step() -> None:
     said = accumulating(1, each=10.0)
     assert str(said["cause"]).startswith("the forward pass: it grew from 15 to 150 ms")
     assert f"since step {CHANGE}" in str(said["cause"])

@@ -51,13 +51,13 @@ def test_every_unknown_cause_comes_with_a_command() -> None:
     assert not [where for where in commands if isinstance(where[2], ast.Constant) and not where[2].value]
 
 
-def test_the_command_stands_in_the_alert() -> None:
+def test_the_command_is_in_the_alerts_message() -> None:
     steps = run_of(3, lambda _: {})
     told = msgspec.structs.replace(case("0.1", "firing"), diagnosis=judged("GradientSpike", steps))
     assert dict(wording.rows(told))["to know"] == "attach(overhead=0.1) samples more of the steps after step 512"
 
 
-def test_where_the_process_is_gone_one_command_can_be_copied() -> None:
+def test_if_the_process_has_ended_the_command_can_be_copied_whole() -> None:
     gone = {alert: judged(alert, run_of(3, lambda _: {})).command for alert in ("RankLost", "Hang", "OutOfMemory")}
     assert gone == {
         "RankLost": "sentinel last RUN",
@@ -66,7 +66,7 @@ def test_where_the_process_is_gone_one_command_can_be_copied() -> None:
     }
 
 
-def test_an_alert_of_ones_own_says_nothing_empty() -> None:
+def test_a_users_alert_shows_no_empty_cause() -> None:
     evidence = Evidence(alert="Mine", since=1, until=2, last=RunStep(2, 0.0, {}, {}))
     own = diagnose(evidence, "")
     assert own == Finding("not known", "none")
