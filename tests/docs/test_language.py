@@ -119,7 +119,7 @@ def test_messages_use_no_retired_word(package: str) -> None:
     assert [found for text in texts for found in find_retired_words(text)] == []
 
 
-def test_code_uses_none_of_the_images() -> None:
+def test_code_uses_no_figurative_word() -> None:
     pattern = re.compile(rf"\b(?:{'|'.join(IMAGES)})\b", re.IGNORECASE)
     found = [
         f"{path}:{number}: {line.strip()}"

@@ -51,11 +51,11 @@ def test_every_command_has_help_with_an_example(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 160), ("CONTRIBUTING.md", 120)])
-def test_what_is_read_first_is_short(page: str, most: int) -> None:
+def test_the_pages_that_are_read_first_are_short(page: str, most: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= most
 
 
-def test_files_that_contributing_names_are_there() -> None:
+def test_files_that_contributing_names_exist() -> None:
     named = re.findall(r"`((?:[\w.]+/)+[\w.]+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
     made_up = re.compile(r"NAME|TOPIC|TYPE")
     package = Path(sentinel.__file__).parent  # an installed package has hooks/ and rules/ inside
