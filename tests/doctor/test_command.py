@@ -66,11 +66,11 @@ def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_examiner_stands_before_the_script(command: str, expected: str) -> None:
+def test_the_command_is_rewritten_to_start_the_examiner(command: str, expected: str) -> None:
     assert rewritten(command.split()) == expected.split()
 
 
-def test_what_is_no_training_command_is_a_sentence() -> None:
+def test_a_command_that_is_no_training_is_refused_in_a_sentence() -> None:
     with pytest.raises(ConfigError, match="no script"):
         rewritten(["make", "train"])
 

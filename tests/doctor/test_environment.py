@@ -26,7 +26,7 @@ def names(**changes: object) -> set[str]:
     return {finding.name for finding in findings(msgspec.structs.replace(HEALTHY, **changes))}
 
 
-def test_nothing_is_said_of_a_healthy_machine() -> None:
+def test_a_healthy_machine_has_no_findings() -> None:
     assert names() == set()
 
 
@@ -77,7 +77,7 @@ def test_one_thing_wrong_is_one_finding(name: str, changes: dict[str, object]) -
     ],
     ids=["a newer driver", "no GPU", "a CPU's container on a GPU's host", "one GPU chosen"],
 )
-def test_a_driver_that_does_is_not_told_of(changes: dict[str, object]) -> None:
+def test_a_driver_that_suffices_is_no_finding(changes: dict[str, object]) -> None:
     assert names(**changes) == set()
 
 
@@ -187,7 +187,7 @@ def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, fact
 
 
 @pytest.mark.parametrize(("batches", "found"), [((100, 100), []), ((100, 96), ["uneven-shards"]), ((0, 100), [])])
-def test_ranks_with_fewer_batches_are_told_of(batches: tuple[int, ...], found: list[str]) -> None:
+def test_ranks_with_fewer_batches_are_a_finding(batches: tuple[int, ...], found: list[str]) -> None:
     """A count of 0 stands for a stream, whose length is not known."""
     ranks = [{"loaders": {"1": {**LOADER, "batches": count}}} for count in batches]
     assert [finding.name for finding in model.across(ranks)] == found

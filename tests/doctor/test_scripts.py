@@ -56,7 +56,7 @@ def test_another_form_of_a_mistake_is_found_and_nothing_else(name: str, found: d
 
 
 @pytest.mark.parametrize("name", list(HEALTHY))
-def test_nothing_is_said_of_a_healthy_script(name: str, found: dict[str, list[str]]) -> None:
+def test_a_healthy_script_has_no_findings(name: str, found: dict[str, list[str]]) -> None:
     assert found[f"healthy: {name}"] == []
 
 

@@ -29,18 +29,18 @@ def describe(key: str) -> str:
 
 
 @pytest.mark.parametrize("key", list(WITH_RULE))
-def test_what_a_rule_finds_too_has_the_severity_of_the_rule(key: str) -> None:
+def test_a_finding_that_a_rule_finds_too_has_the_severity_of_the_rule(key: str) -> None:
     text = WITH_RULE[key]
     rule = RULES[name_rule(text)]
     assert describe(key) == (rule.downgrade.severity if text.downgraded and rule.downgrade else rule.severity)
 
 
-def test_what_no_rule_finds_has_a_severity_of_its_own() -> None:
+def test_a_finding_that_no_rule_finds_has_a_severity_of_its_own() -> None:
     assert all(bool(text.severity) != bool(text.cause or text.alert) for text in finding_texts().values())
 
 
 @pytest.mark.parametrize("share", [0.02, 0.49, 0.5, 0.96])
-def test_how_much_of_a_model_is_not_reached_decides_alike_in_both(share: float) -> None:
+def test_doctor_and_rule_judge_the_share_of_unused_parameters_alike(share: float) -> None:
     evaluator = Evaluator([RULES["UnusedParameters"]], run="train")
     fired = []
     for seq in range(20):
