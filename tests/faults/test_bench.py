@@ -22,14 +22,16 @@ def judge(delay: int | None, *, right: bool = True, twin: tuple[str, ...] = ()) 
 
 
 @pytest.mark.parametrize(("timed", "alarms"), [(True, "2 of 4"), (False, "1 of 4")])
-def test_a_row_counts_what_was_in_time_and_what_was_not(timed: bool, alarms: str) -> None:
+def test_a_row_counts_alerts_in_time_and_late_ones(timed: bool, alarms: str) -> None:
     fault = THROUGHPUT["T1"]
     found = [judge(20), judge(60), judge(None, right=False, twin=("SlowStep",)), judge(25, twin=("LossSpike",))]
     cells = list(faults.row(fault, found, timed=timed))
     assert cells[3:] == ["2 of 4", "20 to 60", "50", "3 of 4", "3 of 4", alarms]
 
 
-def test_what_was_not_trained_here_keeps_the_row_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_was_not_trained_here_keeps_its_row_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     faults.keep_verdicts("throughput", [Verdict("T1", 0, "SlowStep", delay=7, allowed=50)], late=False, pace=0)
     page, marks = tmp_path / "page.md", ("<!-- a -->", "<!-- b -->")
@@ -56,7 +58,7 @@ def test_a_busy_machine_has_a_page_of_its_own_where_the_fault_is_not_about_time(
     assert not hold_pages({"Slack": 0, "PagerDuty": 1}, 1, ["SlowStep"])
 
 
-def test_what_is_kept_is_not_trained_again_but_with_other_code(
+def test_a_kept_fault_is_trained_again_only_with_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
@@ -71,7 +73,7 @@ def test_what_is_kept_is_not_trained_again_but_with_other_code(
     assert faults.tabulate_paces(faults.read_kept()).endswith("an earlier state of the code: all.")
 
 
-def test_what_begins_late_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_that_begin_late_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     late = [fault for fault in bugs.FAULTS if fault.begins]
     assert faults.list_missing(["bugs"], 1, late=True, pace=0) == [("bugs", 0, [fault.id]) for fault in late]
@@ -86,7 +88,7 @@ def test_what_begins_late_has_a_table_of_its_own(tmp_path: Path, monkeypatch: py
     assert "| 0 of 0 | - |" in find_row(late=False)
 
 
-def test_what_is_about_time_is_trained_at_its_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_about_time_are_trained_at_their_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     assert faults.list_missing(["throughput", "hardware"], 1, late=False, pace=20) == [("throughput", 0, ["T6"])]
 

@@ -11,7 +11,7 @@ from tests.faults.training import trained
 pytestmark = pytest.mark.processes
 
 
-def test_a_scale_that_collapses_is_told_at_the_eighth_withheld_step() -> None:
+def test_a_scale_that_collapses_is_reported_at_the_eighth_withheld_step() -> None:
     (case,), _ = trained("scaling.py", "collapse")
     assert (case["alert"], case["severity"]) == ("ScalerCollapse", "critical")
     assert case["step"] == 157
@@ -29,7 +29,7 @@ def test_a_scale_that_settles_and_is_tried_again_is_healthy() -> None:
     assert cases == []
 
 
-def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
+def test_fp16_without_a_scaler_is_reported_after_20_steps() -> None:
     (case,), _ = trained("scaling.py", "missing")
     assert (case["alert"], case["severity"], case["step"]) == ("ScalerMissing", "warning", 19)
     assert "GradScaler, but it scaled no loss" in case["diagnosis"]["cause"]
