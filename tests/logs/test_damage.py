@@ -46,11 +46,11 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_damage(name: str, tmp_path: Path) -> None:
+def test_a_damaged_log_is_read_or_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
     damage(SAMPLES[name], tmp_path / "x", seed=name)
 
 
-def test_each_format_is_damaged(tmp_path: Path) -> None:
+def test_there_is_a_sample_of_each_format(tmp_path: Path) -> None:
     found = set()
     for name, content in SAMPLES.items():
         (tmp_path / name).write_bytes(content)

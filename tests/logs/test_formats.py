@@ -82,7 +82,7 @@ def test_json_lines_in_every_spelling(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_json_lines_of_wandb_and_of_home(tmp_path: Path) -> None:
+def test_json_lines_of_wandb_and_of_a_users_own_logger(tmp_path: Path) -> None:
     wandb = [{"_step": 4, "_timestamp": 1.7e9, "_runtime": 3.5, "train": {"loss": 2.0, "name": "x"}, "ok": True}]
     recording = one(tmp_path / "a.jsonl", "\n".join(map(json.dumps, wandb)) + "\n")
     assert (recording.names, rows(recording, "train/loss"), recording.timed) == (
@@ -185,7 +185,7 @@ def test_the_trainers_lines_count_where_deepspeed_prints_its_first_alone(tmp_pat
     "content",
     [b"", b"\0" * 64, b"hello\n", b"{}", b"a,b\n", b"\x1f\x8b\x08\0broken", b"SQLite format 3\0" + b"\0" * 84],
 )
-def test_what_is_no_log_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
+def test_content_that_is_no_log_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(LogError, match=r"odd\.jsonl: "):
         one(tmp_path / "odd.jsonl", content)
 

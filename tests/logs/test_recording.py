@@ -40,7 +40,7 @@ def test_rows_of_one_step_are_one_and_rows_without_a_step_count_on() -> None:
     assert recording.series("eval")[0] == [6]
 
 
-def test_steps_that_have_no_chosen_metric_are_none() -> None:
+def test_steps_without_a_chosen_metric_are_left_out() -> None:
     recording = recorded(1, 2)
     recording.add(1_000_000, None, {"samples": 1.0})
     recording.add(3, None, {"loss": 9.0})
@@ -59,14 +59,14 @@ def test_a_log_that_starts_again_from_nothing() -> None:
     assert items[2] == Rewound(2, 4, -4)
 
 
-def test_steps_that_start_anew_with_each_epoch_are_counted_on() -> None:
+def test_steps_that_restart_with_each_epoch_are_counted_on() -> None:
     recording = recorded(0, 1, 2, 0, 1, 0, epoch=[0, 0, 0, 1, 1, 2])
     assert [item.seq for item in fed(recording)] == [0, 1, 2, 3, 4, 5]
     resumed = recorded(0, 1, 2, 1, 2, epoch=[0, 0, 1, 0, 1])
     assert any(isinstance(item, Rewound) for item in fed(resumed))
 
 
-def test_steps_that_go_back_all_the_time_are_no_steps() -> None:
+def test_steps_that_go_back_all_the_time_are_replaced_by_a_count_of_rows() -> None:
     items = fed(recorded(*[0, 1] * (RESTART_LIMIT + 2)))
     assert [item.seq for item in items] == list(range(2 * (RESTART_LIMIT + 2)))
 
@@ -97,7 +97,7 @@ def rates_of(*rates: float) -> list[float]:
     return [each["learning_rate"] for each in values if "learning_rate" in each]
 
 
-def test_a_rate_that_was_rounded_to_nothing_is_none() -> None:
+def test_a_rate_that_was_rounded_to_0_is_left_out() -> None:
     assert rates_of(0.0, 2e-6, 1.1e-5, 3e-6, 1e-6, 0.0, 0.0) == [2e-6, 1.1e-5, 3e-6, 1e-6]
     for whole in ((0.0, 0.0, 0.0), (1e-3, 1e-3, 0.0), (3e-4, 1.234e-5, 1.2e-7, 0.0), (3e-5, 2e-5, 1e-5, 0.0)):
         assert rates_of(*whole) == list(whole)

@@ -39,7 +39,7 @@ def test_the_checksum_is_that_of_its_standard() -> None:
     assert compute_masked_crc(b"123456789") == ((known >> 15 | known << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_what_torch_wrote() -> None:
+def test_a_file_that_torch_wrote_is_read() -> None:
     (recording,) = logs.read(WRITTEN_BY_TORCH)
     assert (recording.format, recording.timed, recording.faults.count) == ("TensorBoard", True, 0)
     steps, losses = recording.series("train/loss")
@@ -70,7 +70,7 @@ def test_a_file_of_a_run_that_was_killed_ends_where_it_was_cut(tmp_path: Path) -
     assert (recording.series("loss")[0], recording.faults.count) == ([1], 0)
 
 
-def test_damage_is_told_and_passed_over(tmp_path: Path) -> None:
+def test_damage_is_reported_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     damaged = bytearray(event(2, "loss", 3))
     damaged[-6] ^= 1

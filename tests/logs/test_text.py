@@ -172,7 +172,7 @@ def test_the_loss_by_other_names() -> None:
         assert logs.choose_columns(columns, WANTED, {}).get("loss") == loss, columns
 
 
-def test_where_no_loss_was_read_that_is_said_first(tmp_path: Path) -> None:
+def test_a_run_whose_loss_was_not_read_says_so_first(tmp_path: Path) -> None:
     for name in ("a", "b"):
         rows = "".join(f'{{"step": {i}, "grad_norm": 1.0, "loss_cls": 2.0, "loss_box": 1.0}}\n' for i in range(100))
         (tmp_path / f"{name}.jsonl").write_text(rows)

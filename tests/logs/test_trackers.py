@@ -124,7 +124,7 @@ def test_trackio(trackio: Path) -> None:
 
 
 @pytest.mark.parametrize(("tracker", "endings"), [("wandb", [".wandb"]), ("mlflow", ["", ""])])
-def test_what_lies_beside_a_run_is_none(tracker: str, endings: list[str], request: pytest.FixtureRequest) -> None:
+def test_files_beside_a_run_are_no_runs(tracker: str, endings: list[str], request: pytest.FixtureRequest) -> None:
     """Beside runs lie W&B's requirements and output, and MLflow's metrics and tags."""
     folder = request.getfixturevalue(tracker)
     assert list(folder.rglob("requirements.txt" if tracker == "wandb" else "mlflow.runName"))
