@@ -47,7 +47,7 @@ def installed_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed_probe")
-def test_a_probe_streams_what_a_person_computes() -> None:
+def test_a_probe_streams_the_values_that_are_computed_by_hand() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected: dict[int, dict[str, float]] = {}
@@ -89,7 +89,7 @@ def make_diary(path: Path) -> Diary:
     return Diary(ReceiverSettings(name="diary", type="diary", options={"path": str(path)}))
 
 
-def test_a_receiver_takes_messages_and_says_how_it_went(tmp_path: Path) -> None:
+def test_a_receiver_takes_messages_and_reports_their_delivery(tmp_path: Path) -> None:
     diary = make_diary(tmp_path / "diary")
     firing, over = make_message(), make_message(make_case(state="resolved", alert="Divergence"))
     assert [delivery.fault for delivery in deliver(diary, firing, over)] == [None, None]
@@ -145,7 +145,7 @@ def test_a_probe_that_defines_what_disarm_was_called_in_version_0_1_is_called() 
     assert step.values["mixin"] == 0.0
 
 
-def test_a_message_is_about_ranks_and_of_any_attribute() -> None:
+def test_a_message_can_be_made_about_ranks_and_with_any_attribute() -> None:
     message = make_message(make_case(ranks=3), repeated=True)
     assert [member.name for member in message.cases[0].members] == ["0", "1", "2"]
     assert message.repeated
