@@ -35,7 +35,7 @@ def test_json_has_bytes_of_each_strategy() -> None:
         assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))
 
 
-def test_what_fits_leads_and_the_training_left_as_it_is_before_what_changes_it() -> None:
+def test_strategies_that_fit_come_first_and_of_those_the_ones_that_change_no_training() -> None:
     found = list(strategies("--params", "7.5e9", "--gpus", "64").values())
     keys = [(not row["fits"], row["fits"] and row["changes_training"]) for row in found]
     assert keys == sorted(keys)
@@ -92,7 +92,7 @@ def test_qlora_brings_65_b_parameters_from_780_gb_to_less_than_48(tmp_path: Path
     assert next(iter(found)) == "one GPU + QLoRA"
 
 
-def test_what_is_left_where_activations_are_not_known_is_left_for_them(tmp_path: Path) -> None:
+def test_memory_left_is_for_activations_if_those_are_not_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     arguments = (str(tmp_path / "config.json"), "--gpus", "8")
     page = called(*arguments).output
