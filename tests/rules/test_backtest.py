@@ -101,14 +101,14 @@ def test_several_processes_find_what_one_does(folder: Path) -> None:
     assert run(folder, "--json", "--jobs", 2).stdout == run(folder, "--json", "--jobs", 1).stdout
 
 
-def test_a_bar_at_a_terminal_alone(folder: Path) -> None:
+def test_a_progress_bar_is_shown_at_a_terminal_only(folder: Path) -> None:
     assert "replaying" not in run(folder).stderr
     watched = CliRunner().invoke(cli, ["rules", "backtest", str(folder)], env={"COLUMNS": "80", "TTY_COMPATIBLE": "1"})
     assert ("replaying" in watched.stderr, "2/2" in watched.stderr) == (True, True)
     assert "replaying" not in watched.stdout
 
 
-def test_a_run_that_is_kept_by_its_name() -> None:
+def test_a_kept_run_is_found_by_its_name() -> None:
     kept_run(paths.state_directory() / "runs" / "gpt.sqlite")
     result = run("gpt", "--alert", "NonFiniteLoss", "--json")
     (found,) = json.loads(result.output)["runs"]
@@ -143,7 +143,7 @@ def test_columns_of_any_name(tmp_path: Path) -> None:
     )
 
 
-def test_rules_of_one_s_own_and_one_rule_alone(folder: Path) -> None:
+def test_rules_of_the_user_and_one_rule_alone(folder: Path) -> None:
     rules = folder / "mine.yaml"
     rules.write_text("group: mine\nrules:\n  - {alert: High, expr: loss > 5, severity: info}\n")
     result = run(folder / "spike.jsonl", "--rules", rules, "--alert", "High", "--json")
@@ -176,7 +176,7 @@ def test_a_file_that_is_no_log_is_passed_over_in_a_folder_and_an_error_where_it_
     assert (result.exit_code, "notes.txt: not a log that can be read" in result.stderr) == (2, True)
 
 
-def test_bad_lines_are_told(folder: Path) -> None:
+def test_bad_lines_are_reported(folder: Path) -> None:
     path = folder / "good.jsonl"
     path.write_text(path.read_text() + "\nKilled\n")
     assert f"{path}:301: no JSON" in " ".join(run(path).output.split())
@@ -195,7 +195,7 @@ def test_a_rule_of_seconds_is_not_applied_to_a_log_without_times(folder: Path) -
 
 
 @pytest.mark.parametrize("name", ["one.svg", "many.svg"])
-def test_a_picture(folder: Path, name: str) -> None:
+def test_a_picture_shows_the_alert(folder: Path, name: str) -> None:
     runs = [folder / "spike.jsonl"] if name == "one.svg" else [folder]
     assert run(*runs, "--plot", folder / name).exit_code == 1
     content = (folder / name).read_text(encoding="utf-8")
@@ -237,7 +237,7 @@ def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
     assert report.steps == 30
 
 
-def test_what_a_rule_lacked_is_what_it_asked_for_first() -> None:
+def test_a_rule_reports_the_metrics_that_it_lacked_first() -> None:
     step = Observation(0, 0.0, {RUN: {"loss": 1.0}})
     for text, missing in {
         "alert: A, expr: loss > 0 and grad_norm > 1": ("grad_norm",),

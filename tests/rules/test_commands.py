@@ -49,7 +49,7 @@ def test_check_knows_the_actions(folder: Path) -> None:
     assert "did you mean 'stop'?" in output
 
 
-def test_check_tells_of_each_rule_with_a_mistake(folder: Path) -> None:
+def test_check_reports_each_rule_with_a_mistake(folder: Path) -> None:
     more = "  - alert: Third\n    expr: loss >\n  - alert: Fourth\n    expr: loss > 1\n    severity: high\n"
     (folder / "bad.yaml").write_text(BAD + more)
     code, output = run("check", folder / "bad.yaml")
@@ -117,7 +117,7 @@ def test_mistakes_of_the_head_of_a_file_hide_none_of_its_rules(folder: Path) -> 
         ),
     ],
 )
-def test_a_missing_key_is_told_unless_another_is_that_key_written_wrongly(
+def test_a_missing_key_is_reported_unless_another_is_a_misspelling_of_it(
     folder: Path, text: str, mistakes: list[str]
 ) -> None:
     (folder / "bad.yaml").write_text(text)
@@ -175,7 +175,7 @@ rules:
 """
 
 
-def test_check_tells_of_all_mistakes_of_a_rule_in_the_files_order(folder: Path) -> None:
+def test_check_reports_all_mistakes_of_a_rule_in_the_files_order(folder: Path) -> None:
     (folder / "many.yaml").write_text(MANY)
     code, output = run("check", folder / "many.yaml")
     said = [line.removeprefix(f"{folder}/many.yaml:") for line in output.splitlines()]
@@ -195,7 +195,7 @@ def test_check_tells_of_all_mistakes_of_a_rule_in_the_files_order(folder: Path) 
     ]
 
 
-def test_a_name_that_is_unknown_for_another_mistake_is_no_mistake_of_its_own(folder: Path) -> None:
+def test_a_name_that_is_unknown_only_because_of_another_mistake_is_not_reported(folder: Path) -> None:
     text = "group: mine\nrules:\n  - alert: One\n    let: {base: los * 2}\n    expr: loss > base\n    at: loss\n"
     (folder / "one.yaml").write_text(text)
     _, output = run("check", folder / "one.yaml")
@@ -273,7 +273,7 @@ def test_a_rule_file_is_no_test_file_and_says_where_its_tests_are(folder: Path, 
     assert f"{folder}/good.yaml: this is a rule file; its tests are in {name}\n" in run("test", folder / "good.yaml")[1]
 
 
-def test_what_has_tests_and_a_key_too_many_is_told_of_the_key(folder: Path) -> None:
+def test_a_test_file_with_an_unknown_key_is_reported_for_the_key(folder: Path) -> None:
     (folder / "odd.yaml").write_text("group: mine\n" + TEST % 1)
     code, output = run("test", folder / "odd.yaml")
     assert (code, f"{folder}/odd.yaml:1:1: unknown key 'group' in a test file" in output) == (1, True)

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_neither_falsely_nor_too_late(case: str) -> None:
+def test_stock_rules_fire_neither_falsely_nor_too_late(case: str) -> None:
     observations, expected = CASES[case]
     assert told(observations) == expected
 

@@ -19,13 +19,11 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.processes
-def test_of_a_run_that_is_watched() -> None:
+def test_without_a_daemon_no_run_is_watched() -> None:
     assert (run().exit_code, run().output) == (1, "No run is watched on this node.\n")
 
 
-def test_a_daemon_that_the_environment_names_and_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_daemon_and_the_rules_of_a_watched_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{tmp_path}/none")
     assert f"SENTINEL_ADDRESS: {tmp_path}/none: no daemon answers there" in run().stderr
 
