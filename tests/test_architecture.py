@@ -100,7 +100,7 @@ def test_a_walk_is_short(heading: str, most: int) -> None:
     assert 5 < len({path for path, _ in stops(heading)}) <= most
 
 
-def test_the_packages_are_those_that_there_are_in_their_own_words() -> None:
+def test_the_packages_are_listed_with_the_first_lines_of_their_docstrings() -> None:
     found = {path.strip("`/"): text for table in tables(section("The packages")) for path, text in table}
     packages = [*(ROOT / "hooks").glob("*/__init__.py"), *(ROOT / "sentinel").glob("*/__init__.py")]
     words = {str(path.parent.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text())) for path in packages}

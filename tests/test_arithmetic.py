@@ -42,7 +42,7 @@ def test_signals_that_add_up_over_ranks_may_be_as_large() -> None:
     assert combine_ranks([{"batch_size": LARGEST}, {"batch_size": LARGEST}])["batch_size"] == math.inf
 
 
-def test_a_time_that_is_no_number_costs_a_window_by_age_nothing() -> None:
+def test_a_time_that_is_no_number_does_no_harm_to_a_window_by_age() -> None:
     text = "{group: t, rules: [{alert: T, let: {v: 'mean(loss, 10s)'}, expr: v > 1e9}]}"
     evaluator = Evaluator(load_rules(text, "t").rules, run="t")
     for seq, at in enumerate([0.0, 1.0, math.inf, 3.0, math.nan, 5.0]):

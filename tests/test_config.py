@@ -24,7 +24,7 @@ def test_an_empty_file_is_the_defaults() -> None:
     assert config.parse_settings("", FILE) == config.Settings()
 
 
-def test_what_a_file_says_is_what_is_set() -> None:
+def test_the_settings_are_those_of_the_file() -> None:
     settings = config.parse_settings(
         "[daemon]\nhttp = 'off'\nfile_sd = 'targets'\nrules = ['rules', '/abs.yaml']\n"
         "[grouping]\nwait = '500ms'\nrepeat = '1d'\n" + HOOK + "url = 'http://127.0.0.1:9000/hook'\n"

@@ -58,7 +58,7 @@ def run(monkeypatch: pytest.MonkeyPatch, data: Path, *options: str) -> int:
     return int(detection.main())
 
 
-def test_it_counts_what_happened_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+def test_it_counts_correctly_and_continues_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     assert run(monkeypatch, data, "--check") == 1
     assert run(monkeypatch, data) == 0
     text = detection.PAGE.read_text()
@@ -132,7 +132,7 @@ def test_the_detectors_of_others_flag_what_their_rules_say() -> None:
     }  # fmt: skip
 
 
-def test_what_was_measured_last_holds_what_is_promised() -> None:
+def test_the_last_measurement_meets_the_promised_numbers() -> None:
     rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "detection.md").read_text().splitlines()]
 
     def row(*starts: str) -> list[list[int]]:
@@ -151,7 +151,7 @@ def test_what_was_measured_last_holds_what_is_promised() -> None:
     assert any(cells[0].startswith("On no faulty run was one of these earlier") for cells in rows)
 
 
-def test_recorded_runs_where_they_are_there() -> None:
+def test_recorded_runs_raise_their_known_alarms() -> None:
     """Real logs in the folder that SENTINEL_RECORDED_RUNS names raise known alarms; missing logs are skipped."""
     folder = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs"
     for run, alarms in {

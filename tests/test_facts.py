@@ -68,5 +68,5 @@ def test_only_its_own_file_names_a_receiver(module: str) -> None:
     assert not set(texts_in(HOUSE / module)) & set(list_own_types()) - {Path(module).stem}, "say it in its `KIND`"
 
 
-def test_the_exceptions_are_of_modules_that_there_are() -> None:
+def test_the_exceptions_are_of_modules_that_exist() -> None:
     assert {*MEASURED, *ABOUT} <= set(modules_of(MACHINERY))

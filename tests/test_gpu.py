@@ -66,7 +66,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> int:
     return int(gpu.main())
 
 
-def test_what_is_done_is_not_run_again_and_what_broke_is(
+def test_a_finished_check_is_not_run_again_and_a_failed_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, tmp_path, "--only", "machine", "kernel") == 1
@@ -105,13 +105,13 @@ def test_the_table_takes_its_place_in_the_page(tmp_path: Path, monkeypatch: pyte
     assert "old" not in page
 
 
-def test_all_of_it_fits_into_twenty_minutes_and_a_call_into_ten() -> None:
+def test_all_checks_fit_into_twenty_minutes_and_each_into_ten() -> None:
     checks = gpu.CHECKS
     assert sum(check.seconds for check in checks) < 20 * 60
     assert max(check.seconds for check in checks) < 9 * 60
 
 
-def test_the_page_has_a_place_for_it() -> None:
+def test_the_page_has_a_place_for_the_table() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     for mark in gpu.MARKS:
         assert page.count(mark) == 1

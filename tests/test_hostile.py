@@ -35,7 +35,7 @@ def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_a_runs_name_is_an_order_to_nobody(served: Served, tmp_path: Path) -> None:
+def test_a_runs_name_injects_nothing_into_pages_and_terminals(served: Served, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank:
         rank.identity = msgspec.structs.replace(rank.identity, run=EVIL)
         rank.say(wire.Hello(version="test", identity=rank.identity, facts={"model": EVIL, "optimizer": EVIL}))
@@ -108,7 +108,7 @@ class Executes:
         return os.system, (f"touch {self.trap}",)
 
 
-def test_a_flight_recorders_dump_that_executes_does_not(tmp_path: Path) -> None:
+def test_a_flight_recorders_dump_executes_no_code(tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps({"entries": [Executes(trap)]}))
     with pytest.raises(ConfigError, match="it would import"):

@@ -168,7 +168,7 @@ def test_a_kernel_of_other_sources_is_not_loaded(environment: Environment, tmp_p
     assert "kernel ''" in run(root, environment.python, "train.py"), "that of the installed package, as it fits"
 
 
-def test_what_is_packed(environment: Environment, tmp_path: Path) -> None:
+def test_the_files_in_sdist_and_wheel(environment: Environment, tmp_path: Path) -> None:
     root = clone(tmp_path / "clone")
     stale = root / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "sentinel" / "gone.py"
     stale.parent.mkdir(parents=True)

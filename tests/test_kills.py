@@ -9,7 +9,7 @@ from bench.proofs._kills import run_killed
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-def test_nobody_notices_that_the_daemon_is_killed() -> None:
+def test_a_run_does_not_notice_that_its_daemon_is_killed() -> None:
     assert run_killed(0, 3) >= 1
 
 

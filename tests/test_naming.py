@@ -68,7 +68,7 @@ def test_two_independent_signs_are_enough(trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", NOT_RL)
-def test_what_logs_rewards_and_is_none(trainer: str) -> None:
+def test_other_training_that_logs_rewards_is_not_recognised(trainer: str) -> None:
     assert find_rl_columns(NOT_RL[trainer].split()) == ()
 
 

@@ -33,7 +33,7 @@ def test_a_directory_that_serves_others_is_left_as_it_is() -> None:
     assert made.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_directory_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = paths.private_directory(paths.run_directory("r1"))
     owner = made.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
@@ -60,13 +60,13 @@ def test_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["tcp:host:1", "http://127.0.0.1", "relative/path", "unix:relative"])
-def test_an_address_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_address_is_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_ADDRESS", named)
     with pytest.raises(ConfigError, match="expected unix:/path"):
         paths.address()
 
 
-def test_an_address_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_ADDRESS", "unix:/somewhere/else.sock")
     assert paths.address() == Path("/somewhere/else.sock")
 

@@ -95,7 +95,7 @@ def test_no_repository_has_more_than_its_share() -> None:
     assert public_draw.draw(files[::-1]) == drawn
 
 
-def test_a_run_with_a_critical_alarm_stands_in_the_page(tmp_path: Path, losses: list[float]) -> None:
+def test_a_run_with_a_critical_alarm_is_in_the_page(tmp_path: Path, losses: list[float]) -> None:
     contents = {"calm.json": trainer_state(losses), "nan.json": trainer_state([*losses, math.nan]), "x.json": "{}"}
     listed = []
     for name, text in contents.items():

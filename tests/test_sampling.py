@@ -42,7 +42,7 @@ def make_items(package: str, slow: int, quick: int) -> list[Any]:
     ]
 
 
-def test_of_the_slow_ones_of_each_package_a_half_runs_and_all_others() -> None:
+def test_half_of_each_packages_slow_tests_and_all_others_run() -> None:
     items = make_items("one", 7, 3) + make_items("two", 1, 2)
     left = leave_out_slow(items, 5, 2)
     assert [item for item in items if not item.get_closest_marker("slow")] == [
@@ -52,6 +52,6 @@ def test_of_the_slow_ones_of_each_package_a_half_runs_and_all_others() -> None:
     assert leave_out_slow(items, 5, 1) == items
 
 
-def test_each_slow_one_has_its_turn() -> None:
+def test_each_slow_test_has_its_turn() -> None:
     items = make_items("one", 7, 0)
     assert {item.nodeid for seed in range(50) for item in leave_out_slow(items, seed, 2)} == {i.nodeid for i in items}

@@ -70,7 +70,7 @@ def test_a_file_gets_the_text_alone(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "a\nb\n"
 
 
-def test_what_a_terminal_obeys_is_spelled_out(tmp_path: Path) -> None:
+def test_control_characters_are_spelled_out(tmp_path: Path) -> None:
     """A line may hold the name of a layer, or an exception's text."""
     with (tmp_path / "log").open("w") as log:
         write_lines("layer \x1b]0;owned\x07\u202e\x9b2J\nis odd", log)

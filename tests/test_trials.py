@@ -103,13 +103,13 @@ def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_ba
     daemon_gone()
 
 
-def test_variables_that_are_not_there() -> None:
+def test_a_run_without_the_usual_variables_is_watched() -> None:
     missing = ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME", "USER", "LOGNAME")
     end, told = done(begun(20, **dict.fromkeys(missing, "unset")))
     assert (end["state"], sentences(told)) == ("streaming", [])
 
 
-def test_a_machine_that_watches_nobody_because_its_tmp_cannot_be_written() -> None:
+def test_a_run_is_unmonitored_if_the_runtime_directory_cannot_be_made() -> None:
     Path(os.environ["SENTINEL_RUNTIME"]).write_text("a file where the directory would be")
     end, told = done(begun(20))
     assert end["state"].startswith("unmonitored")
@@ -165,7 +165,7 @@ def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -
 
 
 @pytest.mark.namespaces
-def test_a_container_that_is_told_of_a_socket_that_it_does_not_see(shared: Path) -> None:
+def test_a_container_that_does_not_see_the_named_socket_says_so(shared: Path) -> None:
     mounts = own_tmp(shared / "tmp")
     run = begun(20, mounts=mounts, wait=1, SENTINEL_ADDRESS="unix:/tmp/sentinel-of-the-host/sentinel.sock")
     (sentence,) = sentences(done(run)[1])
@@ -272,7 +272,7 @@ def test_two_users_on_one_machine(open_place: Path) -> None:
 
 
 @pytest.mark.second_user
-def test_a_directory_that_somebody_else_made_first_is_not_used(open_place: Path) -> None:
+def test_a_directory_that_another_user_made_first_is_not_used(open_place: Path) -> None:
     squatted = open_place / "sentinel-0"
     squatted.mkdir()
     os.chown(squatted, NOBODY, NOBODY)

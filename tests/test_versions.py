@@ -78,7 +78,7 @@ def test_the_command_line_says_that_a_daemon_is_of_another_protocol(daemon: Fake
     assert "Traceback" not in done.stderr
 
 
-def test_another_version_of_the_same_protocol_is_said_once(
+def test_another_version_of_the_same_protocol_is_reported_once(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon.answer = lambda _: wire.frame(wire.Welcome(version="99.1")) + raw(type="news", text="of tomorrow")
@@ -96,7 +96,7 @@ def test_another_version_of_the_same_protocol_is_said_once(
 
 
 @pytest.mark.processes
-def test_the_daemon_says_it_too_and_passes_over_what_it_does_not_know() -> None:
+def test_the_daemon_reports_another_version_too_and_skips_unknown_messages() -> None:
     with daemon_process() as (path, process):
         for _ in range(2):
             with SimulatedRank(path) as rank:

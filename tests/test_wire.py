@@ -52,7 +52,7 @@ def test_non_finite_numbers_survive() -> None:
         wire.Query(what="status"),
     ],
 )
-def test_what_a_rank_says_arrives_as_it_was(message: wire.FromRank) -> None:
+def test_messages_of_a_rank_arrive_unchanged(message: wire.FromRank) -> None:
     (body,) = wire.Frames().feed(wire.frame(message))
     assert wire.from_rank(body) == message
 
@@ -76,7 +76,7 @@ def test_what_a_rank_says_arrives_as_it_was(message: wire.FromRank) -> None:
         wire.Answer(ok=True, content=[1]),
     ],
 )
-def test_what_the_daemon_says_arrives_as_it_was(message: wire.ToRank) -> None:
+def test_messages_of_the_daemon_arrive_unchanged(message: wire.ToRank) -> None:
     (body,) = wire.Frames().feed(wire.frame(message))
     assert wire.to_rank(body) == message
 

@@ -28,7 +28,7 @@ def run_both(command: list[str], **options: object) -> list[tuple[int, str, str]
 
 
 @pytest.mark.parametrize("way", ["code", "script", "module"])
-def test_it_has_arguments_folder_environment_and_parent(way: str, tmp_path: Path) -> None:
+def test_a_fork_has_arguments_folder_environment_and_parent(way: str, tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text(SHOW)
     program = {"code": ["-c", SHOW], "script": ["shown.py"], "module": ["-m", "shown"]}[way]
     command = [sys.executable, *program, "one", "--two"]
@@ -47,6 +47,6 @@ def test_it_has_arguments_folder_environment_and_parent(way: str, tmp_path: Path
         "import sys; sys.stdout.close(); sys.exit(5)",
     ],
 )  # fmt: skip
-def test_it_ends_as_a_program_ends(program: str) -> None:
+def test_a_fork_ends_as_a_program_ends(program: str) -> None:
     started, forked = run_both([sys.executable, "-c", program], stdin=subprocess.DEVNULL)
     assert started == forked
