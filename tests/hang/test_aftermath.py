@@ -35,7 +35,7 @@ def test_dumps_of_a_folder_pickled_and_as_json(tmp_path: Path) -> None:
     assert found.confidence == "medium"
 
 
-def test_a_number_that_no_rank_has_costs_seconds(tmp_path: Path) -> None:
+def test_a_damaged_rank_number_does_not_slow_the_verdict(tmp_path: Path) -> None:
     """A damaged line makes a million ranks of a few; missing ones must not be looked up in a list of that length."""
     (tmp_path / "job.out").write_text(timeouts(0, 1, 2, 4) + "[rank999999]: RuntimeError: bad shard\n")
     found = verdict(remains([tmp_path]))
@@ -75,7 +75,7 @@ def test_logs_name_the_place_in_the_users_code(tmp_path: Path) -> None:
     assert "rank 1 it raised KeyError: 'shard', at /home/me/train.py:12 in main" in found.cause
 
 
-def test_a_rank_of_which_nothing_is_there_is_missing_and_not_accused_of_more(tmp_path: Path) -> None:
+def test_a_rank_without_a_record_is_reported_as_missing_with_low_confidence(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
     (tmp_path / "rank_2").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
     found = verdict(remains([tmp_path]))

@@ -61,7 +61,7 @@ def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, word
         told(alert, words)
 
 
-def test_what_takes_long_with_reason_is_silent(private_places: Path) -> None:
+def test_long_work_raises_no_alert(private_places: Path) -> None:
     """No alert comes of an evaluation, an export, a checkpoint, a compilation or a declared phase, nor after the loop.
 
     Five ranks do them in turn; a rank that does none of them waits for the others.

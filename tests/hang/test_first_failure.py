@@ -18,7 +18,7 @@ from tests.hang.logs import CASES, REAL, Case
 NAMES = [case.name for case in CASES]
 
 
-def test_there_are_enough() -> None:
+def test_there_are_at_least_40_logs_from_20_sources() -> None:
     assert len(CASES) >= 40
     assert len({case.source for case in CASES}) >= 20
 
@@ -34,7 +34,7 @@ def test_the_first_failure(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_no_other_prefix_changes_it(case: Case, tmp_path: Path) -> None:
+def test_a_log_collectors_prefix_does_not_change_the_cause(case: Case, tmp_path: Path) -> None:
     """Log collectors put a prefix of their own before each line, which must not change the cause that is found."""
     if "srun" in case.name or "mpirun" in case.name or case.file != "job.out":
         return

@@ -155,7 +155,7 @@ SLOW_CALL = "is in a checkpoint, a compiler, an export or other output"
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_what_takes_long_with_reason_is_no_hang(private_places: Path) -> None:
+def test_long_work_is_no_hang(private_places: Path) -> None:
     """Seven processes stall at the same time, as the test only lets time pass and needs no CPU."""
     slow = {kind: SLOW_CALL for kind in ("checkpoint", "future", "upload", "write", "program")}
     kinds = {"after": "", "phase": "", **slow}

@@ -47,7 +47,7 @@ def test_a_page_is_read_as_it_was_written() -> None:
     assert unpack_heartbeat(pack_heartbeat(beat())) == beat()
 
 
-def test_what_is_no_whole_page_is_not_read() -> None:
+def test_a_torn_or_blank_page_is_not_read() -> None:
     page = pack_heartbeat(beat())
     torn = page[:8] + pack_heartbeat(beat(beat=NOW + 1))[8:16] + page[16:]
     assert [unpack_heartbeat(bad) for bad in (page[:-1], b"", BLANK, torn)] == [None] * 4
@@ -85,7 +85,7 @@ def test_a_single_rank_that_waits_has_longer(place: Place, longest: float, stand
     assert alarms(beat(place=place, longest=longest, progressed=NOW - stands_for)) is expected
 
 
-def test_one_of_several_that_waits_for_a_future_has_not() -> None:
+def test_a_rank_of_several_that_waits_for_a_future_has_no_longer_limit() -> None:
     assert alarms(beat(place=Place.AWAITS, progressed=NOW - 61), alone=False)
 
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_has_two_hours() -> None:
     assert alarms(beat(place=Place.LONG, progressed=NOW - LONG_SECONDS - 61))
 
 
-def test_who_moves_has_two_hours_and_who_stopped_moving_has_not() -> None:
+def test_a_process_that_moves_has_two_hours_and_one_that_stopped_moving_has_not() -> None:
     moving = beat(progressed=NOW - 3600, moved=NOW - 1)
     assert judge_heartbeat(moving, NOW).kind == Kind.MOVING
     assert not alarms(moving)
@@ -126,7 +126,7 @@ def test_who_moves_has_two_hours_and_who_stopped_moving_has_not() -> None:
     assert alarms(moving._replace(progressed=NOW - LONG_SECONDS - 61))
 
 
-def test_a_process_that_was_stopped_is_not_told_of_when_it_goes_on() -> None:
+def test_a_process_that_was_stopped_raises_no_alert_when_it_goes_on() -> None:
     asleep = beat(progressed=NOW - 3600, beat=NOW - 3600)
     assert not alarms(asleep, stopped=True, resumed=NOW)
     assert not alarms(asleep, resumed=NOW - 1)  # its watchdog has not run yet
@@ -139,7 +139,7 @@ def test_a_watchdog_that_is_silent_does_not_get_the_gil() -> None:
     assert alarms(held)
 
 
-def test_who_takes_the_gil_before_any_progress_was_seen_counts_from_then() -> None:
+def test_a_gil_held_before_any_progress_counts_from_the_last_heartbeat() -> None:
     held = beat(progress=0, steps=0, place=Place.UNKNOWN, progressed=NOW - 3600, beat=NOW - 20)
     assert judge_heartbeat(held, NOW)[:3] == (20, 480, Kind.HOLDING)
     assert not alarms(held)  # a library is loaded or a kernel built, after an hour of nothing
@@ -199,7 +199,7 @@ def test_a_page_that_shrinks_or_goes_blank_is_no_hang() -> None:
     heartbeat_writer.close()
 
 
-def test_who_overslept_goes_on_counting_where_it_was() -> None:
+def test_a_daemon_that_was_frozen_goes_on_counting_where_it_was() -> None:
     now = time.monotonic()
     page = memfd(PAGE, pack_heartbeat(beat(progressed=now - 40, beat=now, thread=1 << 30)))
     heartbeat_writer = RankHeartbeat([page], os.getpid())
@@ -220,7 +220,7 @@ def test_who_overslept_goes_on_counting_where_it_was() -> None:
     heartbeat_writer.close()
 
 
-def test_what_sentinel_run_starts_the_hooks_by_is_no_code_of_the_users() -> None:
+def test_the_launchers_sitecustomize_is_no_code_of_the_users() -> None:
     launch = Path(sentinel.__file__).parent / "launch" / "sitecustomize.py"
     (thread,) = threads(
         "Current thread 0x0000000000000002 (most recent call first):\n"
@@ -229,7 +229,7 @@ def test_what_sentinel_run_starts_the_hooks_by_is_no_code_of_the_users() -> None
     assert str(thread.users) == "/home/me/train.py:12 in main"
 
 
-def test_dumps_are_read_the_last_one_of_several() -> None:
+def test_of_several_dumps_the_last_is_read() -> None:
     one = "Timeout (0:00:30)!\nThread 0x0000000000000002 (most recent call first):\n"
     two = (
         "Timeout (0:00:30)!\nThread 0x0000000000000001 [sender] (most recent call first):\n"

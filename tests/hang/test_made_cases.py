@@ -45,7 +45,7 @@ def judge(case: Case, folder: Path) -> tuple[Standstill | None, str, str]:
     return find_standstill(found.flights, world, closed=closed), told.cause, told.confidence
 
 
-def test_there_are_sixty_that_can_be_told_in_both_formats() -> None:
+def test_sixty_cases_have_their_cause_in_the_records() -> None:
     told = [case for case in CASES.values() if case.recorded]
     assert len(told) >= 60
     assert sum(case.backend == "gloo" for case in told) >= 30
@@ -73,7 +73,7 @@ def test_the_right_rank_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.recorded])
-def test_what_is_not_recorded_is_blamed_on_nobody_for_certain(name: str, tmp_path: Path) -> None:
+def test_no_rank_is_blamed_with_certainty_for_what_is_not_recorded(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     stand, cause, confidence = judge(case, tmp_path)
     assert stand is None or set(stand.culprits) == set(case.culprits) or SURENESS[confidence] <= SURENESS["low"], cause
@@ -94,7 +94,7 @@ def test_a_healthy_job_ends_well(tmp_path: Path) -> None:
     assert found["missing"] == ["what rank 5 did: nothing of it is here"]
 
 
-def test_that_all_are_in_it_is_said_where_that_was_seen_only(tmp_path: Path) -> None:
+def test_all_ranks_are_said_to_be_in_a_collective_only_if_all_records_show_it(tmp_path: Path) -> None:
     write(CASES["a link that is down, nccl"], tmp_path)
     found = verdict(remains([tmp_path]))
     assert found.cause.startswith("all ranks were in all_reduce of 1000, number 3 in group mesh_dp")
@@ -106,7 +106,7 @@ def test_that_all_are_in_it_is_said_where_that_was_seen_only(tmp_path: Path) -> 
     assert found.missing[-1].endswith("their records or logs decide")
 
 
-def test_the_whole_chain_is_told(tmp_path: Path) -> None:
+def test_the_whole_chain_is_reported(tmp_path: Path) -> None:
     write(CASES["a chain over 3 groups, gloo"], tmp_path)
     found = verdict(remains([tmp_path]))
     assert found.cause == (
@@ -119,7 +119,7 @@ def test_the_whole_chain_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_both_halves_of_an_opposite_order_are_told(tmp_path: Path) -> None:
+def test_both_halves_of_an_opposite_order_are_reported(tmp_path: Path) -> None:
     write(CASES["the other order in two groups, once, nccl"], tmp_path)
     found = verdict(remains([tmp_path]))
     assert found.cause == (

@@ -61,7 +61,7 @@ def kernel(private_places: Path) -> Iterator[BlockingKernelClient]:
         manager.shutdown_kernel(now=True)
 
 
-def test_an_idle_notebook_is_quiet_and_a_stuck_cell_is_told_of(kernel: BlockingKernelClient) -> None:
+def test_an_idle_notebook_is_quiet_and_a_stuck_cell_is_reported(kernel: BlockingKernelClient) -> None:
     def run(cell: str) -> None:
         content = kernel.execute_interactive(cell, timeout=60)["content"]
         assert content["status"] == "ok", content

@@ -26,7 +26,7 @@ def asked() -> tuple[threading.Thread, list[Result]]:
     return thread, results
 
 
-def test_it_answers_once_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_answers_once_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SURVEY_SECONDS", 3600.0)
     with daemon_process() as (path, _), SimulatedRank(path, 0, 2) as one, SimulatedRank(path, 1, 2) as other:
         for rank in (one, other):
@@ -44,7 +44,7 @@ def test_it_answers_once_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None
     assert [rank["at"] for rank in run["ranks"]] == ["/x/train.py:7 in wait"] * 2
 
 
-def test_a_rank_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_waited_for_only_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SURVEY_SECONDS", 0.2)
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()

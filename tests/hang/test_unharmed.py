@@ -62,14 +62,14 @@ def standing() -> Iterator[Standing]:
     os.close(dumps)
 
 
-def test_who_still_runs_python_is_asked_and_not_signalled(standing: Standing) -> None:
+def test_a_process_that_still_runs_python_is_asked_and_not_signalled(standing: Standing) -> None:
     for now in range(100, 130):
         standing.looked_at(float(now), beat=now - 0.1)
     assert "stacks" in standing.asked
     assert standing.signals == 0
 
 
-def test_who_is_looked_at_by_a_debugger_is_not_signalled_though_somebody_asks(standing: Standing) -> None:
+def test_a_process_in_a_debugger_is_not_signalled_even_for_a_survey(standing: Standing) -> None:
     standing.looked_at(110.0, beat=100.0, place=Place.DEBUGGER)
     standing.stalls.survey(110.0)
     assert standing.asked == ["stacks"]
@@ -78,7 +78,7 @@ def test_who_is_looked_at_by_a_debugger_is_not_signalled_though_somebody_asks(st
     assert standing.signals == 0
 
 
-def test_who_holds_the_gil_is_signalled_once_and_has_its_dump(standing: Standing) -> None:
+def test_a_process_that_holds_the_gil_is_signalled_once_and_has_its_dump(standing: Standing) -> None:
     for now in range(100, 101 + int(BEAT_SECONDS)):
         standing.looked_at(float(now), beat=100.0)
         assert standing.signals == 0
@@ -88,7 +88,7 @@ def test_who_holds_the_gil_is_signalled_once_and_has_its_dump(standing: Standing
     assert standing.rank.dump.startswith("Thread 0x01")
 
 
-def test_who_was_asked_and_then_took_the_gil_is_signalled(standing: Standing) -> None:
+def test_a_process_that_was_asked_and_then_took_the_gil_is_signalled(standing: Standing) -> None:
     for now in range(100, 107):
         standing.looked_at(float(now), beat=now - 0.1)
     assert (standing.asked.count("stacks"), standing.signals) == (1, 0)

@@ -93,7 +93,7 @@ def test_an_evaluation_of_one_rank_is_no_hang_of_the_others(private_places: Path
         assert not ask(RUN_ID, "incidents")
 
 
-def test_a_rank_that_was_killed_is_told_of(private_places: Path) -> None:
+def test_a_rank_that_was_killed_is_reported(private_places: Path) -> None:
     with job("killed", private_places):
         case = told("RankLost")
     assert cause(case) == "rank 1 was ended by SIGKILL"
