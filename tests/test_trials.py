@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "programs" / "steady.py"
 
 
-def begun(
+def start_run(
     steps: int = 50,
     *,
     prefix: Sequence[str] = (),
@@ -49,7 +49,7 @@ def begun(
     return subprocess.Popen(command, **how) if prefix else ForkedProcess(command, zygote=start_zygote(TRAINING), **how)
 
 
-def done(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, Any], str]:
+def finish_run(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, Any], str]:
     """Wait for the run's end; return what it printed then, and its stderr. `first`: it is its namespace's process 1."""
     output, told = run.communicate(timeout=100)
     assert run.returncode == 0, told
@@ -79,10 +79,10 @@ def until_served(runs: int = 1) -> list[tuple[int, list[str]]]:
 
 
 def test_two_runs_at_once_have_a_daemon_each(tmp_path: Path) -> None:
-    first, second = begun(600, until=tmp_path / "seen"), begun(600, until=tmp_path / "seen")
+    first, second = start_run(600, until=tmp_path / "seen"), start_run(600, until=tmp_path / "seen")
     assert sorted(len(names) for _, names in until_served(2)) == [1, 1]
     (tmp_path / "seen").touch()
-    ends = [done(run)[0] for run in (first, second)]
+    ends = [finish_run(run)[0] for run in (first, second)]
     assert [end["state"] for end in ends] == ["streaming"] * 2
     daemon_gone()
     assert sorted(map(kept_steps, paths.histories())) == sorted(end["steps"] for end in ends)
@@ -105,13 +105,13 @@ def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_ba
 
 def test_a_run_without_the_usual_variables_is_watched() -> None:
     missing = ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME", "USER", "LOGNAME")
-    end, told = done(begun(20, **dict.fromkeys(missing, "unset")))
+    end, told = finish_run(start_run(20, **dict.fromkeys(missing, "unset")))
     assert (end["state"], sentences(told)) == ("streaming", [])
 
 
 def test_a_run_is_unmonitored_if_the_runtime_directory_cannot_be_made() -> None:
     Path(os.environ["SENTINEL_RUNTIME"]).write_text("a file where the directory would be")
-    end, told = done(begun(20))
+    end, told = finish_run(start_run(20))
     assert end["state"].startswith("unmonitored")
     (sentence,) = sentences(told)
     assert "set SENTINEL_RUNTIME to" in sentence
@@ -157,8 +157,8 @@ def kept_steps(path: Path) -> int:
 @pytest.mark.namespaces
 def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -> None:
     mounts = own_tmp(shared / "tmp")
-    run = begun(50, mounts=mounts, SENTINEL_RUNTIME="unset", SENTINEL_STATE=str(shared / "state"))
-    end, told = done(run)
+    run = start_run(50, mounts=mounts, SENTINEL_RUNTIME="unset", SENTINEL_STATE=str(shared / "state"))
+    end, told = finish_run(run)
     assert (end["state"], sentences(told)) == ("streaming", [])
     (path,) = (shared / "state" / "runs").glob("*.sqlite")
     assert kept_steps(path) == 50
@@ -167,8 +167,8 @@ def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -
 @pytest.mark.namespaces
 def test_a_container_that_does_not_see_the_named_socket_says_so(shared: Path) -> None:
     mounts = own_tmp(shared / "tmp")
-    run = begun(20, mounts=mounts, wait=1, SENTINEL_ADDRESS="unix:/tmp/sentinel-of-the-host/sentinel.sock")
-    (sentence,) = sentences(done(run)[1])
+    run = start_run(20, mounts=mounts, wait=1, SENTINEL_ADDRESS="unix:/tmp/sentinel-of-the-host/sentinel.sock")
+    (sentence,) = sentences(finish_run(run)[1])
     assert sentence.startswith("sentinel: no daemon serves at /tmp/sentinel-of-the-host/sentinel.sock (No such file")
     assert sentence.endswith("training goes on, and it is looked for again")
 
@@ -179,7 +179,7 @@ def test_a_container_with_processes_of_its_own_is_served_through_a_directory_tha
     command = [sys.executable, "-m", "sentinel", "daemon", "--stay", "--directory", str(shared / "d")]
     with subprocess.Popen(command, cwd="/", stderr=subprocess.DEVNULL) as daemon:
         prefix = in_processes_of_its_own(*own_tmp(shared / "tmp"))
-        end, told = done(begun(50, prefix=prefix, SENTINEL_ADDRESS=f"unix:{shared}/d/sentinel.sock"))
+        end, told = finish_run(start_run(50, prefix=prefix, SENTINEL_ADDRESS=f"unix:{shared}/d/sentinel.sock"))
         daemon.terminate()
     assert end["state"] == "streaming"
     assert [s for s in sentences(told) if "no daemon serves" not in s] == []
@@ -191,7 +191,7 @@ def test_a_container_with_processes_of_its_own_is_served_through_a_directory_tha
 @pytest.mark.namespaces
 def test_a_container_whose_first_process_trains() -> None:
     """The daemon is a child of process 1 there, whatever we do, and ends with it."""
-    end, told = done(begun(50, prefix=in_processes_of_its_own("true")), first=True)
+    end, told = finish_run(start_run(50, prefix=in_processes_of_its_own("true")), first=True)
     assert (end["state"], sentences(told)) == ("streaming", [])
     daemon_gone()
     assert kept_steps(paths.histories()[0]) == 50
@@ -201,8 +201,8 @@ def test_a_container_whose_first_process_trains() -> None:
 def test_a_home_that_cannot_be_written(shared: Path) -> None:
     (shared / "var").mkdir()
     mounts = ["mount -t tmpfs -o ro tmpfs /mnt", f"mount --bind {shared}/var /var/tmp"]
-    run = begun(50, mounts=mounts, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
-    end, told = done(run)
+    run = start_run(50, mounts=mounts, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
+    end, told = finish_run(run)
     assert (end["state"], sentences(told)) == ("streaming", [])
     (path,) = (shared / "var").glob("sentinel-*/runs/*.sqlite")
     assert kept_steps(path) == 50
@@ -211,8 +211,8 @@ def test_a_home_that_cannot_be_written(shared: Path) -> None:
 @pytest.mark.namespaces
 def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
     mounts = ["mount -t tmpfs -o ro tmpfs /mnt", "mount -t tmpfs -o ro tmpfs /var/tmp"]
-    run = begun(50, mounts=mounts, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
-    end, told = done(run)
+    run = start_run(50, mounts=mounts, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
+    end, told = finish_run(run)
     assert end["state"] == "streaming"
     (sentence,) = sentences(told)
     assert sentence.startswith("sentinel: no place for the history: /mnt/.local/state/sentinel (Read-only")
@@ -221,8 +221,8 @@ def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
 
 @pytest.mark.namespaces
 def test_a_machine_on_which_nothing_can_be_written(shared: Path) -> None:
-    run = begun(20, mounts=[f"mount -t tmpfs -o ro tmpfs {shared}"], SENTINEL_RUNTIME=f"{shared}/run")
-    end, told = done(run)
+    run = start_run(20, mounts=[f"mount -t tmpfs -o ro tmpfs {shared}"], SENTINEL_RUNTIME=f"{shared}/run")
+    end, told = finish_run(run)
     assert end["state"].startswith("unmonitored")
     (sentence,) = sentences(told)
     assert "(Read-only file system); set SENTINEL_RUNTIME to a directory that you may write to" in sentence
@@ -264,7 +264,7 @@ def test_two_users_on_one_machine(open_place: Path) -> None:
             )
         )  # fmt: skip
     for uid, run in zip((0, NOBODY), runs, strict=True):
-        end, told = done(run)
+        end, told = finish_run(run)
         assert (end["uid"], end["state"], sentences(told)) == (uid, "streaming", [])
         (path,) = (open_place / str(uid) / ".local/state/sentinel/runs").glob("*.sqlite")
         assert path.stat().st_uid == uid
@@ -276,7 +276,7 @@ def test_a_directory_that_another_user_made_first_is_not_used(open_place: Path) 
     squatted = open_place / "sentinel-0"
     squatted.mkdir()
     os.chown(squatted, NOBODY, NOBODY)
-    end, told = done(begun(20, SENTINEL_RUNTIME=str(squatted)))
+    end, told = finish_run(start_run(20, SENTINEL_RUNTIME=str(squatted)))
     assert end["state"].startswith("unmonitored")
     (sentence,) = sentences(told)
     assert f"belongs to user {NOBODY}, not to you (0), and is not used; set SENTINEL_RUNTIME" in sentence

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from bench.gpu_checks import Line
-from tests.hang.jobs import RUN_ID, cause, told
+from tests.hang.jobs import RUN_ID, cause, wait_for_incident
 from tests.hang.processes import SOON
 
 PROGRAM = "bench.gpu_checks.one_rank"
@@ -57,7 +57,7 @@ def _hang() -> Line:
     """
     what = "a rank that waits for its device"
     try:
-        return Line(what, cause(told("Hang", "wait_for_the_device")), True, "its function is named")
+        return Line(what, cause(wait_for_incident("Hang", "wait_for_the_device")), True, "its function is named")
     except AssertionError as error:
         return Line(what, f"not told in 30 s: {str(error)[-200:]}")
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from bench.places import make_places
-from tests.hang.jobs import RUN_ID, Job, cause, job, known
+from tests.hang.jobs import RUN_ID, Job, cause, job, list_incidents
 from tests.hang.processes import SOON, ask
 
 LIMIT_SECONDS = 3.0
@@ -82,7 +82,7 @@ def _await_alert(fault: Fault, world: int, running: Job) -> float:
     words, cases = fault.words.format(rank=world - 1), list[dict[str, Any]]()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        cases = known()
+        cases = list_incidents()
         for case in cases:
             if case["alert"] == fault.alert and words in cause(case) and _blames_last(case, world):
                 others = {each["alert"] for each in cases} - {fault.alert, *fault.beside}
@@ -103,6 +103,6 @@ def _expect_silence(running: Job) -> None:
     while running.process.poll() is None and not cases:
         cases = list(ask(RUN_ID, "incidents"))
         time.sleep(0.2)
-    cases = cases or known()
+    cases = cases or list_incidents()
     assert not cases, [(each["alert"], each["summary"], cause(each)) for each in cases]
     assert running.process.returncode == 0

@@ -24,7 +24,7 @@ def fire(alert: str, steps: list[RunStep]) -> tuple[Alert, list[RunStep]]:
     return alarm, [step for step in steps if step.seq <= alarm.step]
 
 
-def told(alert: str, steps: list[RunStep], **more: object) -> tuple[str, Finding]:
+def fire_and_diagnose(alert: str, steps: list[RunStep], **more: object) -> tuple[str, Finding]:
     """Return the summary of an alarm, and its diagnosis."""
     alarm, before = fire(alert, steps)
     name = alarm.members[0].removeprefix("rank ") if alarm.members else "run"
@@ -46,7 +46,7 @@ def test_the_share_of_waiting_is_one_number() -> None:
             return {"data_seconds": 0.0006, "step_seconds": 0.015 if seq < 100 else 0.003}
         return {"data_seconds": 0.00745, "step_seconds": 0.026}
 
-    summary, found = told("InputBound", run_of(101, values), facts={"loader": {"num_workers": 0}})
+    summary, found = fire_and_diagnose("InputBound", run_of(101, values), facts={"loader": {"num_workers": 0}})
     share, wait, whole = part_and_whole(summary)
     assert (share, wait, whole) == (29, 0.00745, 0.026)
     assert found.cause.startswith(f"{share}% of each step (7 ms) is waiting for data")
@@ -58,7 +58,7 @@ def test_the_share_of_reducing_is_one_number() -> None:
         timed = seq < 10 or seq % 100 == 0
         return {"step_seconds": 0.010 if timed else 0.00644} | ({"communication_seconds": 0.00745} if timed else {})
 
-    summary, found = told("CommunicationBound", run_of(900, values))
+    summary, found = fire_and_diagnose("CommunicationBound", run_of(900, values))
     share, spent, whole = part_and_whole(summary)
     assert (share, spent, whole) == (74, 0.00745, 0.01)
     assert "74%" in found.cause
@@ -70,7 +70,9 @@ def test_passes_are_those_of_the_ranks_that_are_seen() -> None:
     found = {"step_seconds": 0.01, "communication_seconds": 0.007, "micro_batches": 1.0}
     steps = [RunStep(seq, float(seq), {0: found, 1: found}, found | {"micro_batches": 2.0}) for seq in range(900)]
     identity = Identity(run="t", run_id="t", world_size=4)
-    _, told_cause = told("CommunicationBound", steps, live={0: Rank(Hello(version="0", identity=identity), 0.0)})
+    _, told_cause = fire_and_diagnose(
+        "CommunicationBound", steps, live={0: Rank(Hello(version="0", identity=identity), 0.0)}
+    )
     assert "among 4 ranks; passes a step: 1," in told_cause.cause
 
 
@@ -98,7 +100,7 @@ def test_a_slow_rank_is_behind_by_what_the_rule_says() -> None:
     identity = Identity(run="t", run_id="t", world_size=3, rank=1, hostname="vm")
     live = {1: Rank(Hello(version="0", identity=identity), 0.0)}
     for part, words in (("data_seconds", "mostly for waiting for its data, "), ("", "")):
-        summary, found = told("Straggler", slow_rank(part), live=live, ranks=(1,))
+        summary, found = fire_and_diagnose("Straggler", slow_rank(part), live=live, ranks=(1,))
         own, whole = (float(number) for number in re.findall(r"([\d.]+) of ([\d.]+) s outside", summary)[0])
         quickest = float(re.findall(r"the quickest rank ([\d.]+) s", summary)[0])
         assert own <= whole
@@ -113,7 +115,7 @@ def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None
         found = {"grad_norm": 0.415 if seq < 5 else 0.369, "loss": 2.3}
         return found | ({"gradient_depth_ratio": 4e6} if seq % 8 == 0 or seq < 2 else {})
 
-    summary, found = told("VanishingGradient", run_of(40, values))
+    summary, found = fire_and_diagnose("VanishingGradient", run_of(40, values))
     assert "last layers' over first layers' 4e+06 (over 1,000 three times: true)" in summary
     assert "norm 0.369, 0.89 times that of the start (under 0.001, and not with the loss: false)" in summary
     assert "with depth" in found.cause
@@ -122,7 +124,7 @@ def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None
 def test_how_many_were_clipped_is_one_number() -> None:
     """Of the 200 norms from which the usual norm is taken, a smaller share was clipped."""
     steps = run_of(900, lambda seq: {"grad_norm": 4.0 if seq % 20 or seq > 640 else 0.5, "clip_limit": 1.0})
-    summary, found = told("AlwaysClipping", steps)
+    summary, found = fire_and_diagnose("AlwaysClipping", steps)
     assert summary.startswith("20 of the last 20 sampled gradients were clipped")
     assert ": 20 of the last 20 sampled gradients were clipped" in found.cause
 
@@ -130,14 +132,14 @@ def test_how_many_were_clipped_is_one_number() -> None:
 def test_how_many_batches_were_repeated_is_one_number() -> None:
     """The rule fires at six repeated batches."""
     steps = run_of(40, lambda seq: {"batch_repeated": float(seq >= 20)})
-    summary, found = told("DuplicateBatches", steps, facts={"loader": {"num_workers": 2}})
+    summary, found = fire_and_diagnose("DuplicateBatches", steps, facts={"loader": {"num_workers": 2}})
     count = summary.partition(" ")[0]
     assert f": {count} of the last 16 batches looked at" in found.cause
 
 
 def test_what_a_sum_loses_is_one_number() -> None:
     steps = run_of(40, lambda seq: {"accumulation_error": 0.001 if seq < 30 else 0.004, "micro_batches": 8.0})
-    summary, found = told("LowPrecisionAccumulation", steps)
+    summary, found = fire_and_diagnose("LowPrecisionAccumulation", steps)
     assert f"{summary.partition(' ')[0]} of the sum is lost" in found.cause
 
 

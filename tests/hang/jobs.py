@@ -71,7 +71,7 @@ def job(
             process.kill()
 
 
-def known() -> list[dict[str, Any]]:
+def list_incidents() -> list[dict[str, Any]]:
     """Return the incidents, from the daemon as long as it and its run are there, and then from the history."""
     if cases := ask(RUN_ID, "incidents"):
         return list(cases)
@@ -82,7 +82,7 @@ def known() -> list[dict[str, Any]]:
         return history.incidents()
 
 
-def told(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict[str, Any]:
+def wait_for_incident(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict[str, Any]:
     """Wait for the incident of an alert (after `number` others) whose cause has all these words; return it.
 
     `confidence`, if given, must match too. The wait is needed because the ranks' evidence comes in one by one.
@@ -93,13 +93,13 @@ def told(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict
         return all(word in cause(case) for word in words) and sure == (confidence or sure)
 
     def find() -> dict[str, Any] | None:
-        cases = [each for each in known() if each["alert"] == alert]
+        cases = [each for each in list_incidents() if each["alert"] == alert]
         return cases[number] if len(cases) > number and is_meant(cases[number]) else None
 
     try:
         return dict(until(find, f"{alert} ({words})"))
     except AssertionError as error:
-        found = [(each["alert"], each["diagnosis"]) for each in known()]
+        found = [(each["alert"], each["diagnosis"]) for each in list_incidents()]
         raise AssertionError(f"{error}; there were {found}") from None
 
 

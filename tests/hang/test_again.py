@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang.jobs import cause, job, known, told
+from tests.hang.jobs import cause, job, list_incidents, wait_for_incident
 from tests.hang.processes import SOON
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,16 +32,16 @@ def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, ale
     rules = SOON.replace("> 3", "> 30") if kind == "drift" else SOON
     with job(kind, private_places, rules, rounds=TIMES) as running:
         for number in range(TIMES):
-            case = told(alert, words[number % len(words)], number=number)
+            case = wait_for_incident(alert, words[number % len(words)], number=number)
             if alert == "Hang":  # rank 1 may stand long before rank 0, whose collectives say the rest
-                case = told(alert, "rank 1 never came to all_reduce of", number=number)
+                case = wait_for_incident(alert, "rank 1 never came to all_reduce of", number=number)
                 assert words[number % len(words)] in cause(case)
             else:
                 assert case["diagnosis"]["evidence"][0].endswith(" 1 layer differs: 2.weight")
             running.go_on()
             if number + 1 < TIMES:
                 running.stall()
-        found = known()  # before its ranks are ended
+        found = list_incidents()  # before its ranks are ended
     others = [case for case in found if case["alert"] not in (alert, "UnevenBatches")]
     assert not others, [case["alert"] + ": " + case["summary"] for case in others]
 
@@ -58,7 +58,7 @@ ENDS = (
 @pytest.mark.parametrize(("kind", "alert", "words"), ENDS)
 def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, words: str) -> None:
     with job(kind, private_places):
-        told(alert, words)
+        wait_for_incident(alert, words)
 
 
 def test_long_work_raises_no_alert(private_places: Path) -> None:
@@ -70,4 +70,4 @@ def test_long_work_raises_no_alert(private_places: Path) -> None:
         for _ in range(TURNS):
             running.stall()
         assert running.process.wait(60) == 0
-    assert not known()
+    assert not list_incidents()

@@ -42,11 +42,11 @@ class Run:
     def hang(self) -> dict[str, Any]:
         """Return the case of the hang, once it has its stacks."""
 
-        def told() -> list[dict[str, Any]]:
+        def list_hangs() -> list[dict[str, Any]]:
             cases = [case for case in self.ask("incidents") if case["alert"] == "Hang"]
             return cases if cases and all(case["stacks"] for case in cases) else []
 
-        (case,) = until(told, "the alert with the stacks")
+        (case,) = until(list_hangs, "the alert with the stacks")
         return dict(case)
 
     def stall(self) -> dict[str, Any]:

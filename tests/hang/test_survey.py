@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 DUMP = 'Thread 0x00000001 (most recent call first):\n  File "/x/train.py", line 7 in wait\n'
 
 
-def asked() -> tuple[threading.Thread, list[Result]]:
+def start_command() -> tuple[threading.Thread, list[Result]]:
     results: list[Result] = []
     thread = threading.Thread(target=lambda: results.append(CliRunner().invoke(cli, ["hang", "--json"])))
     thread.start()
@@ -31,7 +31,7 @@ def test_the_command_answers_once_all_ranks_have(monkeypatch: pytest.MonkeyPatch
     with daemon_process() as (path, _), SimulatedRank(path, 0, 2) as one, SimulatedRank(path, 1, 2) as other:
         for rank in (one, other):
             rank.hello()
-        thread, results = asked()
+        thread, results = start_command()
         for rank in (one, other):
             for _ in range(2):
                 ask = rank.expect(wire.Ask)
@@ -49,7 +49,7 @@ def test_a_silent_rank_is_waited_for_only_for_a_limited_time(monkeypatch: pytest
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         began = time.monotonic()
-        thread, results = asked()
+        thread, results = start_command()
         thread.join(60)
         assert time.monotonic() - began > 0.2
         ((run,),) = [json.loads(result.stdout) for result in results]

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from sentinel.cli import cli
-from tests.hang.jobs import RUN_ID, cause, job, told
+from tests.hang.jobs import RUN_ID, cause, job, wait_for_incident
 from tests.hang.processes import SOON, ask
 from tests.waiting import until
 
@@ -29,9 +29,9 @@ CHECKSUM_STEPS = 16
 )
 def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: str, words: str) -> None:
     with job(kind, private_places):
-        case = told("Hang", words, "rank 1 never came to all_reduce of", confidence="high")
+        case = wait_for_incident("Hang", words, "rank 1 never came to all_reduce of", confidence="high")
         if kind == "uneven":
-            warning = told("UnevenBatches")
+            warning = wait_for_incident("UnevenBatches")
         if kind == "user-code":
             shown = CliRunner().invoke(cli, ["hang"])
             assert shown.exit_code == 1
@@ -53,18 +53,18 @@ def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: s
 def test_a_rank_that_waits_itself_is_not_blamed(private_places: Path) -> None:
     with job("chain", private_places, world=3):
         words = "rank 2 never came to barrier", "in which rank 1 waits; rank 0 waits behind: rank 2 "
-        told("Hang", *words, "in wait_for_the_file", confidence="high")
+        wait_for_incident("Hang", *words, "in wait_for_the_file", confidence="high")
 
 
 def test_ranks_that_wait_for_each_other_are_both_named(private_places: Path) -> None:
     with job("circle", private_places, world=3):
         words = "ranks 1, 2 wait for each other, in opposite order: rank 1 in barrier, number 1 in group "
-        told("Hang", words, "rank 2 in barrier, number ", confidence="medium")
+        wait_for_incident("Hang", words, "rank 2 in barrier, number ", confidence="medium")
 
 
 def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
     with job("mismatch", private_places) as running:
-        cases = [told(alert, "mismatched collectives") for alert in ("CollectiveDesync", "Hang")]
+        cases = [wait_for_incident(alert, "mismatched collectives") for alert in ("CollectiveDesync", "Hang")]
     for case in cases:
         assert cause(case).startswith("mismatched collectives: as number ")
         assert "rank 0 issued all_reduce of" in cause(case)
@@ -76,7 +76,7 @@ def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
 def test_a_replica_that_drifts_is_named_with_its_layer(private_places: Path) -> None:
     """Batch norm's buffers differ between ranks from the first step on, which is no divergence."""
     with job("drift", private_places, world=4):
-        case = told("ReplicaDivergence", "rank 3 holds other parameters than the other 3, after step 1")
+        case = wait_for_incident("ReplicaDivergence", "rank 3 holds other parameters than the other 3, after step 1")
     assert case["diagnosis"]["confidence"] == "high"
     assert case["diagnosis"]["evidence"] == [f"at step {case['step']} 1 layer differs: 2.weight"]
     assert 150 < case["step"] <= 150 + 2 * CHECKSUM_STEPS
@@ -95,7 +95,7 @@ def test_an_evaluation_of_one_rank_is_no_hang_of_the_others(private_places: Path
 
 def test_a_rank_that_was_killed_is_reported(private_places: Path) -> None:
     with job("killed", private_places):
-        case = told("RankLost")
+        case = wait_for_incident("RankLost")
     assert cause(case) == "rank 1 was ended by SIGKILL"
     assert case["members"][0]["name"] == "1"
     assert "reported step" in case["diagnosis"]["evidence"][0]

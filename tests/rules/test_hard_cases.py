@@ -40,7 +40,7 @@ def steps(**series: Series) -> list[Observation]:
     return found
 
 
-def told(observations: Sequence[Observation | Rewound]) -> dict[str, list[int]]:
+def find_alert_steps(observations: Sequence[Observation | Rewound]) -> dict[str, list[int]]:
     """Return alert -> the steps at which it fires."""
     found: dict[str, list[int]] = {}
     for alert in backtest(loader.load().rules, observations, run="t").alerts:
@@ -136,7 +136,7 @@ CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_stock_rules_fire_neither_falsely_nor_too_late(case: str) -> None:
     observations, expected = CASES[case]
-    assert told(observations) == expected
+    assert find_alert_steps(observations) == expected
 
 
 @pytest.mark.parametrize("spike", [False, True])
@@ -144,4 +144,4 @@ def test_a_resumed_run_whose_step_jumps_back(spike: bool) -> None:
     """The log has steps 0 to 299, and then 200 to 399 again."""
     again = [*FALLING[200:350], *([7.0] * 9 if spike else ()), *FALLING[350:]]
     first, second = steps(loss=FALLING[:300]), steps(loss=[*[None] * 300, *again])
-    assert told([*first, Rewound(199, 299, -100), *second]) == ({"LossSpike": [350]} if spike else {})
+    assert find_alert_steps([*first, Rewound(199, 299, -100), *second]) == ({"LossSpike": [350]} if spike else {})

@@ -89,7 +89,7 @@ def policy_gradient(seed: int, steps: int = 1100) -> list[dict[str, float]]:
     return found
 
 
-def told(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int]:
+def count_alerts(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int]:
     """Return alert -> how many times it fires."""
     observations = [Observation(seq, float(seq), {RUN: values}) for seq, values in enumerate(rows)]
     return Counter(alert.alert for alert in backtest(rules, observations, run="t").alerts)
@@ -98,7 +98,7 @@ def told(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int
 @pytest.mark.parametrize("seed", [1, 3])
 def test_a_target_network_that_is_renewed_is_no_fault(tmp_path: Path, seed: int) -> None:
     rows = q_learning(seed)
-    found = told(rows, loader.load().rules)
+    found = count_alerts(rows, loader.load().rules)
     assert found.keys() <= {"GradientSpike"}
     assert max(found.values(), default=0) <= 2, f"it is renewed {len(rows) // RENEWED} times"
 
@@ -107,12 +107,12 @@ def test_a_target_network_that_is_renewed_is_no_fault(tmp_path: Path, seed: int)
     (tmp_path / "rl.yaml").write_text(written[1])
     book = loader.load([tmp_path])
     assert book.notes == ()
-    assert told(rows, book.rules) == {}
+    assert count_alerts(rows, book.rules) == {}
 
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_policy_gradient_is_noise_around_zero(seed: int) -> None:
-    assert told(policy_gradient(seed), loader.load().rules).keys() <= {"GradientSpike"}
+    assert count_alerts(policy_gradient(seed), loader.load().rules).keys() <= {"GradientSpike"}
 
 
 def replay(path: Path, rows: list[dict[str, float]]) -> Result:
