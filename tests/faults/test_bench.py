@@ -29,9 +29,7 @@ def test_a_row_counts_alerts_in_time_and_late_ones(timed: bool, alarms: str) -> 
     assert cells[3:] == ["2 of 4", "20 to 60", "50", "3 of 4", "3 of 4", alarms]
 
 
-def test_a_fault_that_was_not_trained_here_keeps_its_row_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_was_not_trained_here_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     faults.keep_verdicts("throughput", [Verdict("T1", 0, "SlowStep", delay=7, allowed=50)], late=False, pace=0)
     page, marks = tmp_path / "page.md", ("<!-- a -->", "<!-- b -->")
