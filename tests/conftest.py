@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Private folders for a test's sockets, history and settings. Their paths are short, as a socket's must be."""
+    """Make private folders for a test's sockets, history and settings. Their paths are short, as a socket's must be."""
     root = Path(tmp_path_factory.mktemp("s"))
     for name in [name for name in os.environ if name.startswith("SENTINEL_") and name != "SENTINEL_REQUIRE_ALL"]:
         monkeypatch.delenv(name)
@@ -78,7 +78,7 @@ def still_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of the browser; without one the test is skipped."""
+    """Return the path of the browser; without one the test is skipped."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("Chromium is not installed (Debian package: chromium)")

@@ -22,7 +22,7 @@ __all__ = ["daemon"]
 
 
 def raw(**message: object) -> bytes:
-    """A frame that this version may not know."""
+    """Return a frame that this version may not know."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 

@@ -87,7 +87,7 @@ def test_weights_that_are_bad_are_no_root() -> None:
 
 
 def test_weights_that_broke_after_the_alert_do_not_replace_its_cause() -> None:
-    """So it is where a GPU's loss is known some steps late."""
+    """A GPU's loss may be known some steps late, when the weights are broken already."""
     late = msgspec.structs.replace(of("weights", bad_weights=("a.weight",)), seq=43)
     bare, found = diagnosis("NonFiniteGradient"), diagnosis("NonFiniteGradient", late)
     assert (found.cause, found.confidence) == (bare.cause, bare.confidence)
@@ -163,7 +163,7 @@ def test_only_the_ranks_of_the_incident_are_asked() -> None:
 
 
 def test_evidence_that_an_incident_began_with_is_kept() -> None:
-    """The batch came before the rank's own provenance, so the rank was asked; at its answer its weights are broken."""
+    """The batch came before the rank's own provenance, so the rank was asked, whose weights are broken by then."""
     act, attempt, sent, _ = requests()
     alert = case("NonFiniteLoss")
     act.ask_ranks(alert, RULES["NonFiniteLoss"].evidence)

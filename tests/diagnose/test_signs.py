@@ -14,7 +14,7 @@ from tests.diagnose.made import layered, run_of
 
 
 def history(steps: int = 300, **odd: dict[int, float]) -> list[RunStep]:
-    """A healthy run with noise; `odd` sets single values of a signal by step."""
+    """Return a healthy run with noise; `odd` sets single values of a signal by step."""
     rng = random.Random(1)
     run = []
     for seq in range(steps):

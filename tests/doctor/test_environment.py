@@ -117,7 +117,7 @@ class Nvml:
 def test_what_nvml_says_of_the_driver(
     nvml: Nvml, found: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Synthetic: no GPU was at hand. The text is that of the kernel module."""
+    """NVML's answers are synthetic, as no GPU was at hand; the text is that of the kernel module."""
     (module := tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16 22:54:08 UTC 2025\n"
         "GCC version:  gcc version 12.3.0\n"
@@ -182,7 +182,7 @@ LOADER = {"samples": 64, "batch_size": 8, "drop_last": True, "workers": 0, "pin_
     ],
 )
 def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, facts: dict[str, object]) -> None:
-    """Synthetic facts: no GPU was at hand."""
+    """The facts are synthetic, as no GPU was at hand."""
     assert {finding.name for finding in model.findings({**CUDA, **facts})} == {name}
 
 

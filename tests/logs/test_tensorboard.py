@@ -54,7 +54,7 @@ def test_a_file_that_torch_wrote_is_read() -> None:
 
 
 def test_a_folder_is_a_run_of_several_starts(tmp_path: Path) -> None:
-    """Its files are ordered by the times in them, not by name: the second start resumed at step 2."""
+    """A folder's files are ordered by the times in them, not by name: the second start resumed at step 2."""
     late = event(2, "loss", 2.5) + event(9, "loss", 2.0)
     (tmp_path / "events.out.tfevents.9.a").write_bytes(event(1, "loss", 4) + event(1, "lr", 0.5) + event(3, "loss", 3))
     (tmp_path / "events.out.tfevents.10.b").write_bytes(late)

@@ -63,7 +63,7 @@ def test_a_rule_that_could_not_look_does_not_read_as_fine(folder: Path) -> None:
 
 
 def test_a_rule_that_could_not_have_fired_did_not_look(tmp_path: Path) -> None:
-    """Its condition needs metrics that the log lacks, beside others that it has."""
+    """The condition of ParametersNotUpdated needs metrics that the log lacks, beside others that it has."""
     path = write(tmp_path / "x.jsonl", noise(3, 300), lr=1e-3, grad_norm=1.0)
     (found,) = json.loads(run(path, "--json").stdout)["runs"]
     looked = {row["rule"]: row for row in found["rules"]}
@@ -205,7 +205,7 @@ def test_a_picture_shows_the_alert(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("spike", [False, True])
 def test_a_run_that_is_resumed_further_back(tmp_path: Path, spike: bool) -> None:
-    """Steps 0 to 299, then 200 to 399 again: no alarm for the jump, and none too late after it."""
+    """The log has steps 0 to 299, then 200 to 399: the jump raises no alarm, and delays none after it."""
     falling = [4 - 0.005 * i + wobble for i, wobble in enumerate(noise(0, 400))]
     again = falling[200:]
     if spike:
@@ -225,7 +225,7 @@ def rules(text: str) -> tuple[object, ...]:
 
 
 def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
-    """Steps 0 to 19, bad from 15 on; resumed from 10, and bad again at 18: seq 28."""
+    """The log has steps 0 to 19, bad from 15 on; it is resumed from step 10, and bad again at step 18, which is seq 28."""
     first = [Observation(i, float(i), {RUN: {"loss": 9.0 if i >= 15 else 1.0}}) for i in range(20)]
     again = [Observation(i + 10, i + 10.0, {RUN: {"loss": 9.0 if i >= 18 else 1.0}}) for i in range(10, 20)]
     report = backtest(
