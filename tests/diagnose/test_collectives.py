@@ -99,7 +99,7 @@ def test_a_recorder_is_kept_in_part_and_read_with_its_status() -> None:
 
 
 def test_a_status_that_fell_behind_its_entries_accuses_no_other_rank() -> None:
-    """torch writes the status after the loop has gone on, from two threads; ranks at 10 of 10 recorded such a status."""
+    """torch writes the status after the loop has gone on, from two threads; ranks at 10 of 10 recorded such ones."""
 
     def behind(*entries: dict[str, Any], enqueued: int, completed: int) -> Flight:
         status = {"0": {"last_enqueued_collective": str(enqueued), "last_completed_collective": str(completed)}}

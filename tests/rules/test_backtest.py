@@ -225,7 +225,7 @@ def rules(text: str) -> tuple[object, ...]:
 
 
 def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
-    """The log has steps 0 to 19, bad from 15 on; it is resumed from step 10, and bad again at step 18, which is seq 28."""
+    """The log has steps 0 to 19, bad from 15 on; it is resumed from step 10, and bad again at step 18 (seq 28)."""
     first = [Observation(i, float(i), {RUN: {"loss": 9.0 if i >= 15 else 1.0}}) for i in range(20)]
     again = [Observation(i + 10, i + 10.0, {RUN: {"loss": 9.0 if i >= 18 else 1.0}}) for i in range(10, 20)]
     report = backtest(
