@@ -18,15 +18,17 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["rules", "status", *arguments], env={"COLUMNS": "80"})
 
 
-@pytest.mark.processes
 def test_without_a_daemon_no_run_is_watched() -> None:
     assert (run().exit_code, run().output) == (1, "No run is watched on this node.\n")
 
 
-def test_a_missing_daemon_and_the_rules_of_a_watched_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_address_at_which_no_daemon_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{tmp_path}/none")
     assert f"SENTINEL_ADDRESS: {tmp_path}/none: no daemon answers there" in run().stderr
 
+
+@pytest.mark.processes
+def test_the_rules_of_a_watched_run() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, [3.0, 2.0, float("nan")])
