@@ -9,7 +9,7 @@ A script that `sentinel run` starts again goes on from the Trainer's own checkpo
 
 The loss is taken at the backward pass and not from the Trainer's logs, which hide values that are not finite
 (`logging_nan_inf_filter` is on by default) and come every 500 steps. Other numbers that the Trainer logs (rewards,
-accuracies, evaluations) are taken from there, under its step; those after the last step are not.
+accuracies, evaluations) are taken from there, under its step; those after the last step are added to it, not judged.
 """
 
 from __future__ import annotations
