@@ -76,14 +76,16 @@ class Restorer(StepGuard):
         unseen: Unseen | None = None,
         find_directory: Callable[[], Path | None] = lambda: None,
         ending: RunEnding | None = None,
+        is_cut_off: Callable[[], bool] = lambda: False,
     ) -> None:
         """Check that the snapshots fit into memory, and that all of the run's state can be captured.
 
         `scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`: the
         user's number of the first step; `defer` calls a function once the loop is done with the present iteration, if
         it can tell before the next step; `disarmed` gets the reason if rollback ends by itself; `unseen` records what
-        fails; `find_directory` returns the run's runtime directory. Raises RollbackError if the snapshots would not fit
-        into memory, or cannot be kept on disk; StateError if something cannot be captured.
+        fails; `find_directory` returns the run's runtime directory; `is_cut_off` whether the daemon is gone. Raises
+        RollbackError if the snapshots would not fit into memory, or cannot be kept on disk; StateError if something
+        cannot be captured.
         """
         super().__init__(send, step=step, verdict_seconds=verdict_seconds, find_directory=find_directory, ending=ending)
         self.functions: list[Callable[[int, int], object]] = []
@@ -112,7 +114,7 @@ class Restorer(StepGuard):
         size = estimate_bytes([*parameters, *buffers], optimizers, extra)
         twice = self._run.settles_late and terms.directory is not None
         afford.expect(size * 2 if twice else size, neighbours())
-        self._defer, self._disarmed = defer, disarmed
+        self._defer, self._disarmed, self._is_cut_off = defer, disarmed, is_cut_off
         self._disk = DiskWriter(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
         self._unseen = unseen or Unseen()
         self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford, unseen=self._unseen)
@@ -186,6 +188,9 @@ class Restorer(StepGuard):
     def _may_take(self, seq: int) -> bool:
         paused = self._unseen.pausing and self._unseen.is_paused(_SNAPSHOTS)
         now = time.monotonic()
+        if self._is_cut_off():  # steps are not judged: by age alone snapshots of a fault would pass for good ones
+            self.suspect()
+            return False
         suspicious = now <= self._suspected_until and now <= self._taken_at + SUSPICION_SECONDS
         return seq > self._unhealthy_until and now > self._settled_at and not suspicious and not paused
 

@@ -354,6 +354,7 @@ class _Setup:
                 unseen=session.accumulator.unseen,
                 find_directory=session.who.find_directory,
                 ending=session,
+                is_cut_off=lambda: session.sender.is_cut_off,
             )
         except StateError as error:
             session.disarm(str(error))

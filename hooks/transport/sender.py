@@ -87,6 +87,8 @@ class Sender(threading.Thread):
         """Whether nothing is accepted any more."""
         self.left_record = False
         """Whether the end of the run is in a file for the daemon."""
+        self.is_cut_off = False
+        """Whether the daemon that watched the run is gone, and none has answered since."""
         self.queue = StepQueue()
         self._session, self._receive, self._governor, self._unseen = session, receive, governor, unseen
         self._heartbeat_writer = session.make_heartbeat_writer()
@@ -327,7 +329,7 @@ class Sender(threading.Thread):
             return
         if isinstance(message, wire.Welcome):
             self._daemon_locator.record_answer()
-            self.state = STREAMING
+            self.state, self.is_cut_off = STREAMING, False
             if self._connection is not None:
                 self._connection.keeps = message.keeps
             if self._heartbeat_writer is not None:
@@ -433,6 +435,7 @@ class Sender(threading.Thread):
             selector.unregister(self._connection.socket)
         self._unsent = self._connection.close()
         self._connection, self.state, self._goodbye_said = None, "reconnecting", False
+        self.is_cut_off = True
         self._governor.clear_orders()
         self._daemon_locator.record_loss()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from sentinel.hooks.session.session import RunSession
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.transport.sender import Sender
-from tests.hooks.conftest import FakeDaemon
+from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 from tests.hooks.sessions import find_session
 
@@ -278,6 +279,26 @@ def test_a_restorer_that_fails_is_disarmed(daemon: FakeDaemon, swallowed: list[s
     daemon.ended()
     assert daemon.seqs() == [0, 1, 2]
     assert len(swallowed) == 1
+
+
+def test_snapshots_pause_while_the_daemon_is_gone(daemon: FakeDaemon) -> None:
+    """Steps are not judged then: snapshots of a fault would pass for good ones by their age, and replace those."""
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer, rollback=sentinel.Rollback(every=1, margin=1)) as monitor:
+        restorer = find_session(monitor).restorer
+        assert restorer is not None
+        watched.run(6)
+        daemon.answer = lambda _: b""
+        daemon.hang_up()
+        daemon.wait(lambda: len(daemon.of(wire.Hello)) == 2)  # a successor listens, and has not answered yet
+        held = restorer.held
+        watched.run(10)
+        assert held == restorer.held != ()
+        daemon.send(wire.Welcome(version="t"))
+        until = time.monotonic() + WAIT
+        while restorer.held == held and time.monotonic() < until:
+            watched.run(1)
+        assert restorer.held[-1] >= 16
 
 
 def test_a_rollback_over_the_wire(daemon: FakeDaemon) -> None:
