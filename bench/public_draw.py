@@ -12,6 +12,7 @@ The rule, in full; docs/detection.md says where the snapshots come from:
 - Of each repository only one format counts, because two formats often log the same run, and of it at most
   `PER_REPOSITORY` files. The format, the files and the 300 that are drawn are those whose SHA-256 of the seed and the
   name is smallest.
+- What is listed stays listed: a later draw adds runs of other repositories, with other contents, until there are 300.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import hashlib
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -135,10 +136,15 @@ def list_candidates(repository: Path) -> Iterator[Drawn]:
             yield Drawn(name, commit, path, licence, kind, len(content), hashlib.sha256(content).hexdigest())
 
 
-def draw(candidates: list[Drawn]) -> list[Drawn]:
-    """Draw `WANTED` of the candidates, with at most `PER_REPOSITORY` of each repository, all of one format."""
+def draw(candidates: list[Drawn], listed: Sequence[Drawn] = ()) -> list[Drawn]:
+    """Return the listed runs and those drawn of the candidates, `WANTED` in all.
+
+    Of each repository at most `PER_REPOSITORY` are drawn, all of one format.
+    """
+    repos, contents = {each.repo for each in listed}, {each.sha256 for each in listed}
+    others = [each for each in candidates if each.repo not in repos and each.sha256 not in contents]
     repositories: defaultdict[str, list[Drawn]] = defaultdict(list)
-    in_order = sorted(candidates, key=lambda each: order(each.repo, each.path))
+    in_order = sorted(others, key=lambda each: order(each.repo, each.path))
     for each in {each.sha256: each for each in in_order}.values():
         repositories[each.repo].append(each)
     kept: list[Drawn] = []
@@ -146,7 +152,8 @@ def draw(candidates: list[Drawn]) -> list[Drawn]:
         kind = min({each.format for each in mine}, key=lambda kind: order(repo, kind))
         same = [each for each in mine if each.format == kind]
         kept += sorted(same, key=lambda each: order(repo, each.path))[:PER_REPOSITORY]
-    return sorted(sorted(kept, key=lambda each: order(each.repo, each.path))[:WANTED], key=lambda e: (e.repo, e.path))
+    drawn = sorted(kept, key=lambda each: order(each.repo, each.path))[: WANTED - len(listed)]
+    return sorted((*listed, *drawn), key=lambda each: (each.repo, each.path))
 
 
 def main() -> None:
@@ -156,7 +163,7 @@ def main() -> None:
     options: Any = parser.parse_args()
     snapshots = sorted(options.snapshots.glob("*+*/repo"))
     candidates = [each for snapshot in snapshots for each in list_candidates(snapshot)]
-    drawn = draw(candidates)
+    drawn = draw(candidates, read_list())
     with LISTED.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(Drawn.__struct_fields__)

@@ -95,6 +95,17 @@ def test_no_repository_has_more_than_its_share() -> None:
     assert public_draw.draw(files[::-1]) == drawn
 
 
+def test_a_later_draw_keeps_what_is_listed_and_fills_up_with_other_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [Drawn("a/b", "c", f"{i}.log", "MIT", "text", 9, f"a{i}") for i in range(2)]
+    same_repository = Drawn("a/b", "d", "new.log", "MIT", "text", 9, "new")
+    same_content = Drawn("copy/b", "c", "0.log", "MIT", "text", 9, "a0")
+    others = [Drawn(f"{i}/b", "c", "x.log", "MIT", "text", 9, f"x{i}") for i in range(9)]
+    monkeypatch.setattr(public_draw, "WANTED", 5)
+    drawn = public_draw.draw([*listed, same_repository, same_content, *others], listed)
+    assert len(drawn) == 5
+    assert set(listed) < set(drawn) < {*listed, *others}
+
+
 def test_a_run_with_a_critical_alarm_is_in_the_page(tmp_path: Path, losses: list[float]) -> None:
     contents = {"calm.json": trainer_state(losses), "nan.json": trainer_state([*losses, math.nan]), "x.json": "{}"}
     listed = []
