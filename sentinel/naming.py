@@ -13,10 +13,12 @@ from sentinel.errors import LogError
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "loss": (
+        "loss/tok",  # GNMT's, of each step; its `Training Loss` is one of an epoch
         "train_loss", "train/loss", "training_loss", "loss/train", "loss_train", "train_loss_step", "lm_loss",
         "reduced_train_loss", "train/train_loss", "loss/train/total", "train/crossentropyloss", "total_loss",
         "train/total_loss", "train/samples/train_loss", "lm_loss_training/lm_loss", "batch_loss", "nll_loss",
         "mean_loss", "loss/loss", "train/ce_loss", "loss_tgt_mean", "losses/total_loss",
+        "loss_total", "loss_function",
     ),
     "grad_norm": (
         "train/grad_norm", "gradient_norm", "gradnorm", "gnorm", "global_grad_norm", "total_grad_norm", "total_norm",

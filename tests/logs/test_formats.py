@@ -220,6 +220,9 @@ def test_which_column_is_which_metric() -> None:
         "loss": "train_loss", "grad_norm": "gnorm", "learning_rate": "lr", "reward": "reward",
     }  # fmt: skip
     assert logs.choose_columns(["losses/cls_loss", "losses/total_loss"], wanted, {}) == {"loss": "losses/total_loss"}
+    assert logs.choose_columns(["Training Loss", "Loss/tok"], wanted, {}) == {"loss": "Loss/tok"}
+    assert logs.choose_columns(["Average Loss", "Loss function"], wanted, {}) == {"loss": "Loss function"}
+    assert logs.choose_columns(["loss_prior", "loss_total"], wanted, {}) == {"loss": "loss_total"}
     assert logs.choose_columns(there, wanted, {"my loss": "loss"})["loss"] == "my loss"
     with pytest.raises(LogError, match="--map gnorm=gradnorm: no rule reads gradnorm; they read grad_norm"):
         logs.choose_columns(there, wanted, {"gnorm": "gradnorm"})
