@@ -29,7 +29,8 @@ from tests.faults.models import classifier, images
 
 QUICKER = 20
 READING_SECONDS = machine.READ_SECONDS / QUICKER
-SECONDS = 21.0
+SECONDS = 30.0
+"""Seconds of training: more than the window of 18, by what a busy machine may take to start its daemon."""
 BUSY = 12
 """Per cent of the time for which the GPU is busy."""
 

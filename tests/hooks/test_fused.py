@@ -54,6 +54,7 @@ def test_it_is_what_torch_says(fused: ModuleType, tensors: list[torch.Tensor]) -
     check(fused.measure_tensors(tensors), tensors)
 
 
+@pytest.mark.timeout(300)  # Triton is interpreted here
 def test_more_than_one_chunk_and_more_than_one_step(fused: ModuleType) -> None:
     many = torch.randn(fused.CHUNK * 300 + 17)
     many[5] = many[-1] = torch.nan
