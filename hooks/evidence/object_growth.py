@@ -40,6 +40,7 @@ from sentinel.hooks.evidence.referrers import (
     name_of,
 )
 from sentinel.hooks.loop.forward_passes import CallSlot
+from sentinel.hooks.torch_interop.discovery import list_instances
 from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 from sentinel.wire.evidence import Census, Holder
 
@@ -107,15 +108,28 @@ def census(seq: Callable[[], int], models: Callable[[], list[nn.Module]]) -> Gen
     )  # fmt: skip
 
 
+def _list_containers() -> list[Any]:
+    """List the containers of this process.
+
+    The young objects first, and alone: among them are the tuples that other threads are filling at this moment, and
+    `tuple(generator)` ends with a SystemError where anything else refers to its tuple. So nothing holds them for long.
+    """
+    return [
+        one
+        for generation in range(len(gc.get_threshold()))
+        for one in [young for young in gc.get_objects(generation) if type(young) in _KINDS]
+    ]
+
+
 def _lengths() -> dict[int, int]:
-    return {id(one): len(one) for one in gc.get_objects() if type(one) in _KINDS and len(one) >= LEAST}
+    return {id(one): len(one) for one in _list_containers() if len(one) >= LEAST}
 
 
 def _list_grown(before: dict[int, int], steps: int) -> list[tuple[Any, int]]:
     """List (container, entries gained), those with the heaviest newest entries first."""
     found = []
-    for one in gc.get_objects():
-        if type(one) in _KINDS and one is not before:
+    for one in _list_containers():
+        if one is not before:
             more = len(one) - before.get(id(one), len(one))
             if more >= max(steps // 4, 1) and more <= len(one):
                 found.append((one, more))
@@ -240,16 +254,9 @@ def _nodes(tensor: Tensor) -> int:
 
 def _tensors() -> tuple[int, int]:
     """Return the number of tensors, and the bytes of their storages, each counted once."""
-    storages: dict[int, int] = {}
-    count, kinds = 0, dict[type, bool]()  # asking each of 300,000 objects takes ten times as long
-    for one in gc.get_objects():
-        kind = type(one)
-        if kind not in kinds:
-            kinds[kind] = is_a(one, Tensor)
-        if kinds[kind]:
-            count += 1
-            storages[storage_address(one)] = storage_bytes(one)
-    return count, sum(storages.values())
+    tensors = list_instances(Tensor)
+    storages = {storage_address(one): storage_bytes(one) for one in tensors}
+    return len(tensors), sum(storages.values())
 
 
 def _newest(container: Any) -> list[Any]:

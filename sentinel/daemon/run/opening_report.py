@@ -49,12 +49,14 @@ def make_opening_report(
     """Return the report from the `statuses` of rules and the `alerts` that fired; `first`, `last`: judged steps."""
     if first >= OPENING_STEPS:
         return OpeningReport(steps=0, unseen=first, checks=0, missing=(), found=())
-    checks = {rule.name for rule in rules if rule.from_start}
+    checks = {rule.name: max(rule.for_.times, 1) for rule in rules if rule.from_start}  # samples to find anything
     judged, warming = set[str](), set[str]()
     for status in statuses:
-        if status.rule in checks and status.judged and status.values:  # `absent(x)` is judged without any
+        if status.rule not in checks:
+            continue
+        if status.judged >= checks[status.rule] and status.values:  # `absent(x)` is judged without any
             judged.add(status.rule)
-        elif status.rule in checks and status.state == "warming":
+        elif status.state == "warming" or (status.judged and status.values):
             warming.add(status.rule)
     return OpeningReport(
         steps=min(last + 1, OPENING_STEPS) - first,
