@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +24,7 @@ from sentinel.cluster.connection import Connection
 from sentinel.cluster.inquiry import Inquiry
 from sentinel.cluster.lead import IncidentRecorder, JobJudge, Lead, restore_blame, restore_pages
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
+from sentinel.cluster.orders import NO_ORDERS, NodeOrders
 from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import check_epoch, check_incarnation, next_epoch
@@ -31,7 +32,6 @@ from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, 
 from sentinel.cluster.protocol.job_incident import CauseFinder
 from sentinel.cluster.protocol.messages import (
     Beat,
-    NodeRollback,
     NodeState,
     OpenIncident,
     Pulse,
@@ -42,7 +42,6 @@ from sentinel.cluster.protocol.messages import (
 from sentinel.cluster.protocol.node import Node
 from sentinel.cluster.protocol.questions import IncidentView
 from sentinel.cluster.protocol.relay import RelayedRollback
-from sentinel.cluster.protocol.restart import is_unaware
 from sentinel.cluster.protocol.work import WorkExchange, find_work_elsewhere
 from sentinel.cluster.rejected_connections import RejectedConnections
 from sentinel.config.cluster import Meeting
@@ -50,7 +49,6 @@ from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
 from sentinel.notify.notifier import Notifier
 from sentinel.runs import Run
-from sentinel.supervise.job_nodes import explain_left_out
 
 if TYPE_CHECKING:
     from sentinel.cluster.session import Session
@@ -64,9 +62,6 @@ LAST_SECONDS = 5.0
 """Most seconds that a node without ranks waits for its events to be taken, or as the coordinator for all to leave."""
 REMEMBERED_SECONDS = 600.0
 """Seconds: a restarted daemon hands in the cases that ended within them, as its predecessor may not have."""
-NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
-"""Why there is no rollback, stop or restart of all nodes where the secret came through the process group's store."""
-STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
 
 
 class Membership:
@@ -87,7 +82,6 @@ class Membership:
         `find_relay` the relay of orders to the present attempt's ranks. `tell` prints one line on the terminal."""
         now = time.monotonic()
         self._run, self._notifier, self._tell = run, notifier, tell
-        self._supervisor, self._find_relay = supervisor, find_relay
         self._passing = False
         """Whether news of a rollback will be passed on in the next turn of the loop."""
         self._news: asyncio.TimerHandle | None = None
@@ -96,10 +90,6 @@ class Membership:
         """When news was last passed on."""
         self._pipeline = notifier.pipeline
         self._first_identity, self.node = identity, identity.node
-        self._last_report: wire.JobReport | None = None
-        """The last report of the supervisor, which may have ended since."""
-        self._mark = ""
-        """Mark of that supervisor."""
         self.work: WorkExchange | None = None
         self.cause_finder: CauseFinder | None = None
         self.recorder: IncidentRecorder | None = None
@@ -115,6 +105,7 @@ class Membership:
         self._connection = Connection(
             meeting, identity.node, self._open_session, self._begin_session, self._hand_over, self._say
         )
+        self._orders = NodeOrders(self._node, self._connection, supervisor, find_relay, self._leave_role)
         self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
         self._refused = 0
         self._rejected = RejectedConnections(run.name)
@@ -168,7 +159,7 @@ class Membership:
         if self._lead is not None:
             self._lead.tell(now, ending=now - self._ending > LAST_SECONDS)
             self._send_beat(now)
-        stays = self._supervisor.find_report() is not None  # this daemon stays: a coordinator may still come
+        stays = self._orders.has_supervisor  # this daemon stays: a coordinator may still come
         if self._node.unapplied and now - self._ending > LAST_SECONDS and not stays:
             self._own_pages.tell_alone(now, leaving=True)
         self._send_digest(now)
@@ -184,7 +175,7 @@ class Membership:
         self._send_pulse(now)
         if self._lead is not None and self._lead.decide(now):
             self._send_beat(now)
-        self._follow_orders(now)
+        self._orders.follow(now, self._lead)
 
     def pass_on_rollback(self) -> None:
         """Pass on news of a rollback, or the request for one, once the caller has returned."""
@@ -216,9 +207,9 @@ class Membership:
         return {
             "node": self.node,
             "view": view,
-            "address": self._find_address(),
-            "no_orders": "" if self._meeting.takes_orders else NO_ORDERS,
-            "absence": "" if view in ("coordinator", "joined") else self._describe_absence(now),
+            "address": self._orders.find_address(),
+            "no_orders": "" if self._orders.are_taken else NO_ORDERS,
+            "absence": "" if view in ("coordinator", "joined") else self._orders.describe_absence(now, self._lead),
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
             "expected": beat.expected if beat else count_nodes(self._identity),
             "members": list(members.nodes or range(count_nodes(self._identity))),
@@ -295,7 +286,7 @@ class Membership:
             self._send_beat(now)
             self._ask_missing(self._lead, now)
         self._note_work(now)
-        self._follow_orders(now)
+        self._orders.follow(now, self._lead)
         if self._reporter is not None:
             self._reporter.tick(now, joined=self._node.find_view(now) != "alone")
             self._send_digest(now)
@@ -307,7 +298,8 @@ class Membership:
         """Say on the terminal when this node is cut off, and when that is over: a wrong secret has no other sign."""
         cut_off, stays = self._node.is_cut_off(now), self._ending is None and not self._node.is_left_out
         if cut_off and stays and not self._cut_off:
-            self._say(f"{self._describe_absence(now)}: what is found here is told from here; see `sentinel status`")
+            why = self._orders.describe_absence(now, self._lead)
+            self._say(f"{why}: what is found here is told from here; see `sentinel status`")
         elif self._cut_off and stays and not cut_off:
             self._say("the other nodes are heard again")
         self._cut_off = cut_off and stays
@@ -317,8 +309,7 @@ class Membership:
         if self._lead is not None:
             self._node.note_members(self._lead.coordinator.members)
         if self._node.is_left_out:
-            if self._lead is not None:
-                self._leave_role(now)
+            self._leave_role()
         elif self._lead is None and self._session is not None and self._node.election.is_due(now):
             epoch = next_epoch(self._node.election.epoch, self.node, _read_clock())
             beat = self._node.beat
@@ -328,11 +319,11 @@ class Membership:
             coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame)
             self._lead = Lead(
                 self._run, self._notifier, lambda: self._identity, coordinator, self._begin_judging,
-                self._find_ruled_relay, self._say, self._said, self.cause_finder, self.recorder,
+                self._orders.find_relay, self._say, self._said, self.cause_finder, self.recorder,
             )  # fmt: skip
             self._session.lead()
         elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:
-            self._leave_role(now)
+            self._leave_role()
 
     def _begin_judging(self) -> JobJudge:
         """Begin to judge, as this node acts as the coordinator for the first time since it has the role."""
@@ -342,11 +333,12 @@ class Membership:
         log.info("run %s: node %d is the coordinator", self._run.name, self.node)
         return self._steps.judge()
 
-    def _leave_role(self, now: float) -> None:
-        """Give the coordinator's role up."""
-        assert self._lead is not None
+    def _leave_role(self) -> None:
+        """Give the coordinator's role up, if this node has it."""
+        if self._lead is None:
+            return
         lead, self._lead = self._lead, None
-        self._node.election.release(now)
+        self._node.election.release(time.monotonic())
         if self._session is not None:
             self._session.follow()
         if lead.judge is not None:
@@ -356,15 +348,15 @@ class Membership:
             log.info("run %s: node %d is the coordinator no more", self._run.name, self.node)
 
     def _send_pulse(self, now: float, *, leaving: bool = False) -> None:
-        attempt, election, report = self._run.attempt, self._node.election, self._find_report()
+        attempt, election, report = self._run.attempt, self._node.election, self._orders.find_report()
         pulse = Pulse(
             node=self.node, incarnation=self._node.incarnation, hostname=self._identity.hostname,
             attempt=attempt.number, step=attempt.last_seq + attempt.step_offset,
             ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
             last=self._node.last, epoch=election.epoch, stamp=election.stamp, leaving=leaving,
-            ended=leaving and self._has_ended(),
-            job=report, last_job=self._last_report if report is None else None,
-            rollback=self._report_rollback(),
+            ended=leaving and not attempt.live and self._orders.has_completed,
+            job=report, last_job=self._orders.last_report if report is None else None,
+            rollback=self._orders.report_rollback(),
             work=self.work.report(now) if self.work is not None else WorkReport(),
         )  # fmt: skip
         if self._lead is not None:
@@ -372,24 +364,6 @@ class Membership:
         if self._session is not None:
             with contextlib.suppress(Exception):  # the next one repeats it
                 self._session.publish_pulse(encode(pulse))
-
-    def _has_ended(self) -> bool:
-        """Whether the job is over here: no rank is left, and no supervisor would start one."""
-        report = self._supervisor.find_report()
-        return not self._run.attempt.live and (report is None or report.status == 0)
-
-    def _find_report(self) -> wire.JobReport | None:
-        """Return the state of the job on this node; None: no supervisor reports, or the job takes no orders."""
-        report = self._supervisor.find_report() if self._meeting.takes_orders else None
-        if report is None:
-            return None
-        if self._mark not in ("", mark := self._supervisor.find_mark()) and self._node.members.start:
-            self._node.forget_members()
-            if self._lead is not None:
-                self._leave_role(time.monotonic())
-        self._mark, self._last_report = mark, report
-        self._node.note_members(report.members)
-        return report
 
     def _send_beat(self, now: float, *, leaving: bool = False) -> None:
         """Send the coordinator's beat to all nodes, and follow it here."""
@@ -436,65 +410,6 @@ class Membership:
             return
         with contextlib.suppress(Exception):  # a digest that does not arrive is sent again
             self._session.publish_digest(encode(digest))
-
-    def _follow_orders(self, now: float) -> None:
-        """Pass the coordinator's order to this node's supervisor and ranks, or the reason why there is none."""
-        order, relay = self._node.find_order(now), self._find_relay()
-        if not self._meeting.takes_orders:
-            report = self._supervisor.find_report()
-            if report is not None and report.fault is not None:
-                self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
-            if relay is not None:
-                relay.no_orders = NO_ORDERS
-            return
-        report = self._find_report()  # before the rest: the report may be of another job
-        if self._node.is_left_out:
-            why, nodes = explain_left_out(self._node.members), self._node.members.nodes
-            if report is not None:
-                self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=why, nodes=nodes))
-            if relay is not None:
-                relay.apart = why
-            return
-        if report is not None and is_unaware(report, self._node.members):
-            does: Literal["stop", "end"] = "stop" if report.fault is not None else "end"
-            self._supervisor.give_order(wire.Order(start=report.start, does=does, why=STARTED_ALONE))
-        elif report is not None and order is not None and order.start == report.start:
-            self._supervisor.give_order(order)
-        elif report is not None and report.fault is not None:
-            why = self._lead.explain_no_order(now) if self._lead is not None else self._explain_absence(now)
-            self._supervisor.give_order(wire.Order(start=report.start, does="wait", why=why))
-        beat = self._node.beat
-        if relay is None:
-            return
-        if self._node.find_view(now) == "joined" and beat is not None:
-            relay.apart = ""
-            relay.take_order(beat.rollback, now)
-        else:
-            relay.apart = self._explain_absence(now)
-
-    def _explain_absence(self, now: float) -> str:
-        if self._lead is not None:
-            return self._lead.coordinator.explain_inaction(now)
-        return f"the coordinator at {self._find_address()} is not heard"
-
-    def _describe_absence(self, now: float) -> str:
-        if self._node.is_left_out:
-            return explain_left_out(self._node.members)
-        return f"{self._explain_absence(now)} (for {now - self._node.heard:.0f} s)"
-
-    def _find_address(self) -> str:
-        addresses, routers = self._meeting.addresses, self._meeting.routers
-        if routers:
-            return f"node {self.leader} (by router {' or '.join(routers)})"
-        return addresses[min(self.leader, len(addresses) - 1)]
-
-    def _report_rollback(self) -> NodeRollback | None:
-        relay = self._find_ruled_relay()
-        return relay.report() if relay is not None else None
-
-    def _find_ruled_relay(self) -> RelayedRollback | None:
-        """Return the relay of the coordinator's orders; None where the job takes no orders."""
-        return self._find_relay() if self._meeting.takes_orders else None
 
     def _say(self, text: str) -> None:
         log.warning("run %s: %s", self._run.name, text)
@@ -580,7 +495,7 @@ class Membership:
         if self._lead is not None:
             if not self._lead.coordinator.yields_to(beat, now):
                 return
-            self._leave_role(now)
+            self._leave_role()
         self._follow_beat(beat, now)
         if beat.acting and self._node.beat is beat and not self._node.has_pages:
             self._own_pages.forget()
@@ -593,7 +508,7 @@ class Membership:
             self._reporter.tick(now, joined=not beat.leaving)
             self._reporter.confirm(beat.digested.get(str(self.node), -1), now)
         self._own_pages.end(applied)
-        self._follow_orders(now)
+        self._orders.follow(now, self._lead)
 
 
 def _read_clock() -> int:

@@ -19,7 +19,7 @@ import torch.distributed
 
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
-from sentinel.cluster.membership import NO_ORDERS
+from sentinel.cluster.orders import NO_ORDERS
 from sentinel.cluster.protocol.election import next_epoch
 from sentinel.cluster.protocol.messages import Beat, RollbackOrder, encode
 from sentinel.config.cluster import Meeting

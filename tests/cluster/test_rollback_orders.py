@@ -13,7 +13,7 @@ from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.rollback_state import Outcome
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.membership import NO_ORDERS
+from sentinel.cluster.orders import NO_ORDERS
 from sentinel.cluster.protocol.messages import (
     WORDS,
     Beat,

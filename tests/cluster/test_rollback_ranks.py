@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sentinel.cluster.membership import NO_ORDERS
+from sentinel.cluster.orders import NO_ORDERS
 from sentinel.errors import ConfigError
 from sentinel.node.question import ask_daemon
 from tests.cluster.job import SECRET, free_address

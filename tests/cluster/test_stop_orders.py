@@ -10,7 +10,7 @@ import pytest
 from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
 from sentinel.actions.stop import StopAction
-from sentinel.cluster.membership import NO_ORDERS
+from sentinel.cluster.orders import NO_ORDERS
 from sentinel.cluster.protocol.relay import APART, ASK_SECONDS
 from sentinel.cluster.protocol.rollback import ARRIVAL_SECONDS
 from sentinel.diagnose.case import Case

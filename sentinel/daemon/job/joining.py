@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable
 
 from sentinel import wire
-from sentinel.cluster.membership import NO_ORDERS, Membership
+from sentinel.cluster.membership import Membership
 from sentinel.cluster.node_parts import NodeSupervisor, StepHandling
+from sentinel.cluster.orders import NO_ORDERS
 from sentinel.cluster.protocol.job_extent import count_nodes
 from sentinel.cluster.protocol.messages import NodeState, WorkReport
 from sentinel.cluster.protocol.relay import APART

@@ -1,0 +1,145 @@
+"""The coordinator's orders on one node, passed to its supervisor and its ranks; or the reason why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from sentinel import wire
+from sentinel.cluster.connection import Connection
+from sentinel.cluster.lead import Lead
+from sentinel.cluster.node_parts import NodeSupervisor
+from sentinel.cluster.protocol.messages import NodeRollback
+from sentinel.cluster.protocol.node import Node
+from sentinel.cluster.protocol.relay import RelayedRollback
+from sentinel.cluster.protocol.restart import is_unaware
+from sentinel.supervise.job_nodes import explain_left_out
+
+NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [cluster] secret_file (docs/cluster.md)"
+"""Why there is no rollback, stop or restart of all nodes where the secret came through the process group's store."""
+STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
+
+
+class NodeOrders:
+    """Passes orders of one job on, and reports what its supervisor and ranks made of them."""
+
+    def __init__(
+        self,
+        node: Node,
+        connection: Connection,
+        supervisor: NodeSupervisor,
+        find_relay: Callable[[], RelayedRollback | None],
+        leave_role: Callable[[], None],
+    ) -> None:
+        """`find_relay` returns the relay of orders to the present attempt's ranks. `leave_role` has this node give the
+        coordinator's role up, if it has it."""
+        self._node, self._connection, self._supervisor = node, connection, supervisor
+        self._find_any_relay, self._leave_role = find_relay, leave_role
+        self.last_report: wire.JobReport | None = None
+        """The last report of the supervisor, which may have ended since."""
+        self._mark = ""
+        """Mark of that supervisor."""
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the job takes orders from other nodes."""
+        return self._connection.meeting.takes_orders
+
+    @property
+    def has_supervisor(self) -> bool:
+        """Whether a supervisor is connected: it may start the ranks again."""
+        return self._supervisor.find_report() is not None
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether no supervisor would start the ranks again."""
+        report = self._supervisor.find_report()
+        return report is None or report.status == 0
+
+    def find_report(self) -> wire.JobReport | None:
+        """Return the state of the job on this node; None: no supervisor reports, or the job takes no orders."""
+        report = self._supervisor.find_report() if self.are_taken else None
+        if report is None:
+            return None
+        if self._mark not in ("", mark := self._supervisor.find_mark()) and self._node.members.start:
+            self._node.forget_members()
+            self._leave_role()
+        self._mark, self.last_report = mark, report
+        self._node.note_members(report.members)
+        return report
+
+    def find_relay(self) -> RelayedRollback | None:
+        """Return the relay of orders to the ranks; None: there is none, or the job takes no orders."""
+        return self._find_any_relay() if self.are_taken else None
+
+    def report_rollback(self) -> NodeRollback | None:
+        """Return how a rollback stands on this node; None: it takes part in none."""
+        relay = self.find_relay()
+        return relay.report() if relay is not None else None
+
+    def follow(self, now: float, lead: Lead | None) -> None:
+        """Pass the coordinator's order to the supervisor and the ranks, or the reason why there is none. `lead`: the
+        coordinator's role, if this node has it."""
+        if not self.are_taken:
+            self._refuse_orders()
+            return
+        report = self.find_report()  # before the rest: the report may be of another job
+        relay = self._find_any_relay()
+        if self._node.is_left_out:
+            why, nodes = explain_left_out(self._node.members), self._node.members.nodes
+            if report is not None:
+                self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=why, nodes=nodes))
+            if relay is not None:
+                relay.apart = why
+            return
+        if report is not None:
+            self._order_supervisor(report, now, lead)
+        if relay is not None:
+            self._order_ranks(relay, now, lead)
+
+    def explain_absence(self, now: float, lead: Lead | None) -> str:
+        """Return why this node has no order: whose is missing. `lead` as in `follow`."""
+        if lead is not None:
+            return lead.coordinator.explain_inaction(now)
+        return f"the coordinator at {self.find_address()} is not heard"
+
+    def describe_absence(self, now: float, lead: Lead | None) -> str:
+        """Return the same for people, with how long that has been so."""
+        if self._node.is_left_out:
+            return explain_left_out(self._node.members)
+        return f"{self.explain_absence(now, lead)} (for {now - self._node.heard:.0f} s)"
+
+    def find_address(self) -> str:
+        """Return the address of the coordinator; where none is known, of the node that should be it."""
+        addresses, routers = self._connection.meeting.addresses, self._connection.meeting.routers
+        leader = self._node.election.leader or 0
+        if routers:
+            return f"node {leader} (by router {' or '.join(routers)})"
+        return addresses[min(leader, len(addresses) - 1)]
+
+    def _refuse_orders(self) -> None:
+        """Say to the supervisor and the ranks that this job has no orders."""
+        report, relay = self._supervisor.find_report(), self._find_any_relay()
+        if report is not None and report.fault is not None:
+            self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
+        if relay is not None:
+            relay.no_orders = NO_ORDERS
+
+    def _order_supervisor(self, report: wire.JobReport, now: float, lead: Lead | None) -> None:
+        order = self._node.find_order(now)
+        if is_unaware(report, self._node.members):
+            does: Literal["stop", "end"] = "stop" if report.fault is not None else "end"
+            self._supervisor.give_order(wire.Order(start=report.start, does=does, why=STARTED_ALONE))
+        elif order is not None and order.start == report.start:
+            self._supervisor.give_order(order)
+        elif report.fault is not None:
+            why = lead.explain_no_order(now) if lead is not None else self.explain_absence(now, lead)
+            self._supervisor.give_order(wire.Order(start=report.start, does="wait", why=why))
+
+    def _order_ranks(self, relay: RelayedRollback, now: float, lead: Lead | None) -> None:
+        beat = self._node.beat
+        if self._node.find_view(now) == "joined" and beat is not None:
+            relay.apart = ""
+            relay.take_order(beat.rollback, now)
+        else:
+            relay.apart = self.explain_absence(now, lead)
