@@ -90,13 +90,14 @@ class Snapshot:
         """Note for the disk what the loop did after the step, once the iteration is over."""
         started = time.perf_counter()
         capture = Capture()
-        self._late = {part.name: part.take(capture) for part in parts if part.late and part.name in self._kept}
+        late = {part.name: part.take(capture) for part in parts if part.late and part.name in self._kept}
         cells = capture.stable + capture.volatile
         afford(sum(map(HostBuffer.count_taken_bytes, (self._capture.stable, self._capture.volatile, cells))))
         self._finished.seat(cells)
         self._finished.fill(cells)
         for cell in cells:
             cell.source = None
+        self._late = late  # not before it is copied: what is noted only refers to live tensors
         self._arrival = [_record_event(device) for device in gpus_of(cells)]
         self.seconds += time.perf_counter() - started
 

@@ -71,6 +71,20 @@ def test_each_kind_of_tensor(kind: str) -> None:
     assert holder.state["tensor"].data_ptr() != ODD[kind].data_ptr() or not before.numel()
 
 
+def test_what_did_not_fit_at_the_end_of_the_iteration_is_not_written() -> None:
+    """Until it is copied, it only refers to the live tensors that go on being trained."""
+    part = StatefulPart(Holder({"average": torch.ones(3)}), "state")
+    snapshot = taken(part)
+
+    def refuse(nbytes: int) -> None:
+        raise RollbackError(f"no memory for {nbytes} bytes")
+
+    with pytest.raises(RollbackError, match="no memory"):
+        snapshot.finish([part], refuse)
+    with pytest.raises(RollbackError, match="the iteration of step 0 is not over"):
+        snapshot.export_named([part])
+
+
 def test_nesting() -> None:
     class Own:
         def __init__(self) -> None:
