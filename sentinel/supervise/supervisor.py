@@ -107,6 +107,8 @@ class Supervisor:
             status = self._starts(own | {signal.SIGCHLD}, former)
             self._say_closing(status, time.monotonic() - began)
             self._telling.end(status, 1 + self._policy.made)
+            while signal.sigtimedwait(own, 0) is not None:  # too late for the command, whose status this one must have
+                pass
             return status
         finally:
             self._words.close()

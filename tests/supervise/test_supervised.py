@@ -298,6 +298,28 @@ def test_a_job_that_is_told_to_end_is_not_started_again(number: int, status: int
     assert process.returncode == status
 
 
+LEFT_BEHIND = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+if os.fork():
+    os._exit(7)
+signal.sigwait({signal.SIGTERM})  # from the supervisor, as the command has ended
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_command_has_ended_does_not_change_the_exit_status(number: int) -> None:
+    command = [*RUN, "--", sys.executable, "-c", LEFT_BEHIND]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(number)
+        process.communicate()
+    assert process.returncode == 7
+
+
 UNHURRIED = """
 import signal, sys
 requests = {signal.SIGTERM}
