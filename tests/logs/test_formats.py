@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sentinel.engine import Observation
 from sentinel.errors import LogError
 from sentinel.toolkit import logs
 from sentinel.toolkit.logs import Recording
@@ -148,6 +149,35 @@ def test_csv_with_semicolons_words_and_faults(tmp_path: Path) -> None:
     assert [fault.removeprefix(f"{tmp_path}/x.tsv:") for fault in recording.faults.shown] == [
         "5: loss is '2,0', which is no number", "6: 4 cells, and the header has 3",
     ]  # fmt: skip
+
+
+def test_csv_whose_header_is_a_comment(tmp_path: Path) -> None:
+    """`numpy.savetxt(..., header="step,loss")` writes it so."""
+    recording = one(tmp_path / "x.csv", "# made by hand\n# step,loss\n0,2.5\n# a remark\n1,2.25\n")
+    assert rows(recording, "loss") == [(0, 2.5), (1, 2.25)]
+
+
+def test_a_csv_row_that_is_none_is_a_fault(tmp_path: Path) -> None:
+    recording = one(tmp_path / "x.csv", f"step,loss\n0,2.5\n1,2\r.5\n2,{'9' * 200_000}\n3,2.25\n")
+    assert rows(recording, "loss") == [(0, 2.5), (3, 2.25)]
+    words = "no row of cells: a carriage return in it, or a cell of more than 128 KiB"
+    assert recording.faults.shown == [f"{tmp_path}/x.csv:{line}: {words}" for line in (3, 4)]
+    with pytest.raises(LogError, match="no row of cells"):
+        one(tmp_path / "old-mac.csv", "step,loss\r0,2.5\r1,2.25\r")
+
+
+def test_a_line_that_is_nested_too_deeply_is_a_fault(tmp_path: Path) -> None:
+    deep = '{"loss": NaN, "deep": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    recording = one(tmp_path / "x.jsonl", f'{{"loss": 2}}\n{deep}\n')
+    assert recording.faults.shown == [f"{tmp_path}/x.jsonl:2: no JSON: nested too deeply"]
+
+
+@pytest.mark.parametrize("unit", [1, 1000, 10**6, 10**9])
+def test_unix_times_in_every_unit(tmp_path: Path, unit: int) -> None:
+    lines = [json.dumps({"loss": 2.0, "timestamp": (1_764_198_000 + second) * unit}) for second in range(3)]
+    recording = one(tmp_path / "x.jsonl", "\n".join(lines) + "\n")
+    times = [step.time for step in recording.observations({"loss": "loss"}) if isinstance(step, Observation)]
+    assert times == [1_764_198_000, 1_764_198_001, 1_764_198_002]
 
 
 def test_megatron(tmp_path: Path) -> None:

@@ -32,9 +32,10 @@ def recognise(path: Path, head: bytes) -> bool:
 def parse_json(text: str) -> object:
     """Return the value of JSON text, which may have Python's NaN and Infinity. Raises ValueError."""
     try:
-        return _decoder.decode(text)
-    except msgspec.DecodeError:
-        return json.loads(text)
+        try:
+            return _decoder.decode(text)
+        except msgspec.DecodeError:
+            return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

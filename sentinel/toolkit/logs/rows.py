@@ -19,6 +19,9 @@ TIMES = ("t", "time", "timestamp", "_timestamp", "wall_time", "created_at", "dat
 
 EARLIEST = 1e9
 """Earliest time in Unix seconds, September 2001. A smaller number is a duration."""
+UNITS = (1.0, 1e3, 1e6, 1e9)
+"""How many of a unit are a second: Unix times are also written in milliseconds, microseconds and nanoseconds. A number
+from `EARLIEST` on that is below 1,000 times that is in seconds; one of the next thousand times, in milliseconds."""
 
 STEP_LIMIT = 2**53
 """Limit below which floats count steps exactly."""
@@ -57,7 +60,7 @@ def _time(row: Mapping[str, object], values: dict[str, float]) -> float | None:
         value = values.get(key)
         if value is not None and math.isfinite(value) and value >= EARLIEST:
             del values[key]
-            return value
+            return next((value / unit for unit in UNITS if value / unit < 1000 * EARLIEST), None)
         text = row.get(key)
         if isinstance(text, str) and (found := seconds(text)) is not None:
             return found

@@ -7,6 +7,7 @@ cells empty: rows of one step are joined, and an empty cell is no sample.
 from __future__ import annotations
 
 import csv
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +22,12 @@ _EMPTY = frozenset({"", "none", "null", "n/a", "na", "-"})
 
 def recognise(path: Path, head: bytes) -> bool:
     """Whether a line of names is followed by a line of as many cells, with a number among them."""
-    first, *others = [line for line in head.decode("utf-8-sig", "replace").splitlines() if line.strip()][:2] or [""]
-    delimiter = _delimiter(first)
-    if not delimiter or not others:
-        return False
-    names, cells = (next(csv.reader([line], delimiter=delimiter)) for line in (first, others[0]))
-    named = all(number(name) is None for name in names) and len({*names}) == len(names)
-    return named and len(names) == len(cells) and any(number(cell) is not None for cell in cells)
+    written = [line for line in head.decode("utf-8-sig", "replace").splitlines() if line.strip()]
+    comments = list(itertools.takewhile(_is_comment, written))
+    first, *others = written[len(comments) :][:2] or [""]
+    if comments and _read_commented_header(comments[-1], first):
+        return True
+    return bool(others) and _is_header(*(_split(line, _delimiter(first)) for line in (first, others[0])))
 
 
 def read(path: Path) -> Recording:
@@ -35,7 +35,7 @@ def read(path: Path) -> Recording:
     recording = Recording(path, NAME)
     header: list[str] = []
     textual: set[str] = set()
-    for count, cells in _cells(path):
+    for count, cells in _cells(path, recording):
         if not header:
             header = cells
         elif cells == header:
@@ -47,12 +47,43 @@ def read(path: Path) -> Recording:
     return recording
 
 
-def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    delimiter = ""
+def _cells(path: Path, recording: Recording) -> Iterator[tuple[int, list[str]]]:
+    delimiter = comment = ""
     for count, line in lines(path):
-        if line.strip() and not line.startswith("#"):
-            delimiter = delimiter or _delimiter(line) or ","
-            yield count, [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+        if not line.strip():
+            continue
+        if _is_comment(line):
+            comment = line
+            continue
+        if not delimiter:
+            delimiter = _delimiter(line) or ","
+            if comment and (header := _read_commented_header(comment, line)):
+                yield count, header
+        try:
+            yield count, _split(line, delimiter)
+        except csv.Error:
+            recording.faults.add(count, "no row of cells: a carriage return in it, or a cell of more than 128 KiB")
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+def _read_commented_header(comment: str, line: str) -> list[str]:
+    """Return the names in a comment before the first line, as numpy.savetxt writes them; [] if it has none."""
+    names, cells = (_split(one, _delimiter(line)) for one in (comment.lstrip("# "), line))
+    return names if _is_header(names, cells) else []
+
+
+def _is_header(names: list[str], cells: list[str]) -> bool:
+    """Whether these are names of as many cells, with a number among them."""
+    named = all(number(name) is None for name in names) and len({*names}) == len(names) > 1
+    return named and len(names) == len(cells) and any(number(cell) is not None for cell in cells)
+
+
+def _split(line: str, delimiter: str) -> list[str]:
+    """Return the cells of a line. Raises csv.Error."""
+    return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter or ","), [])]
 
 
 def _delimiter(header: str) -> str:
