@@ -22,7 +22,7 @@ from tests.run_parts import FakeIncidents, SentMessages
 
 
 def diagnosis(alert: str, *found: Provenance, loss: float = math.nan) -> Finding:
-    steps = run_of(41, lambda seq: {"loss": loss if seq == 40 else 2.0})
+    steps = run_of(41, lambda seq: {"loss": loss if seq == 40 else 2.0, "step_skipped": float(seq > 37)})
     evidence = Evidence(
         alert=alert, since=40, until=40, last=steps[-1], steps=steps, ranks=(0,),
         provenance=dict(enumerate(found)), live={number: make_rank(number, len(found)) for number in range(len(found))},

@@ -16,13 +16,16 @@ def gpu(**values: float) -> Gpu:
     return Gpu(3, "GPU-aa-bb", model="NVIDIA H100", bus="00000000:5d:00.0", values=values)
 
 
-def diagnosis(alert: str, board: Gpu, steps: list[RunStep] | None = None) -> Finding:
+def diagnosis(
+    alert: str, board: Gpu, steps: list[RunStep] | None = None, numbers: dict[str, float] | None = None
+) -> Finding:
     identity = wire.Identity(run="train", run_id="r", rank=11, session="s")
     rank = Rank(wire.Hello(version="t", identity=identity, gpus=("aa-bb",)), 0.0)
     evidence = Evidence(
         alert=alert,
         since=40,
         until=40,
+        numbers={} if numbers is None else {str(board.index): numbers},
         last=RunStep(40, 0.0, {}, {}),
         steps=steps or [],
         live={11: rank},
@@ -34,7 +37,7 @@ def diagnosis(alert: str, board: Gpu, steps: list[RunStep] | None = None) -> Fin
 
 
 def test_an_xid_is_named_with_gpu_rank_and_node() -> None:
-    board = gpu(gpu_temperature_celsius=64.0, gpu_lost=0.0)
+    board = gpu(gpu_temperature_celsius=64.0, gpu_lost=0.0, gpu_xid=48.0)
     board.record_fault(GpuFault(1.0, "xid", 48, "double-bit ECC error: uncorrectable"))
     found = diagnosis("GpuFault", board)
     assert found.cause == "GPU 3: XID 48, double-bit ECC error: uncorrectable"
@@ -49,21 +52,32 @@ def test_an_xid_is_named_with_gpu_rank_and_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "cause"),
+    ("numbers", "cause"),
     [
-        ({"gpu_ecc_uncorrected": 2.0}, "GPU 3: 2 uncorrectable ECC errors since the driver was loaded"),
-        ({"gpu_row_remap_failed": 1.0}, "GPU 3: a row of its memory could not be replaced"),
-        ({"gpu_nvlinks_up": 17.0}, "GPU 3: 17 NVLinks are up, there were more"),
+        ({"new_ecc_errors": 1.0, "nvlinks_lost": 0.0}, "1 uncorrectable ECC error since the run began"),
+        ({"new_ecc_errors": 0.0, "nvlinks_lost": 2.0}, "2 NVLinks that had been up went down"),
+        ({"gpu_row_remap_failed": 1.0}, "a row of its memory could not be replaced"),
+        ({"gpu_silent_seconds": 12.0}, "silent: no answer from the driver in 12 s"),
+        ({"gpu_lost": 1.0}, "lost: it needs a reset"),
+        ({"gpu_xid": 79.0, "gpu_lost": 1.0}, "XID 79, fallen off the bus, and lost: it needs a reset"),
     ],
 )
-def test_a_fault_that_only_counters_show(values: dict[str, float], cause: str) -> None:
-    assert diagnosis("GpuFault", gpu(**values)).cause == cause
+def test_the_cause_is_what_the_rule_fired_for(numbers: dict[str, float], cause: str) -> None:
+    """Earlier errors, and XIDs that the program itself caused, are not."""
+    board = gpu(gpu_ecc_uncorrected=3.0, gpu_nvlinks_up=17.0)
+    for kind, code, text in (
+        ("xid", 79, "fallen off the bus"), ("lost", 0, "it needs a reset"), ("xid", 31, "GPU memory page fault"),
+    ):  # fmt: skip
+        board.record_fault(GpuFault(1.0, kind, code, text))
+    quiet = {"gpu_xid": 0.0, "gpu_lost": 0.0, "gpu_silent_seconds": 0.0}
+    found = diagnosis("GpuFault", board, numbers=quiet | numbers)
+    assert (found.cause, found.confidence) == (f"GPU 3: {cause}", "high")
 
 
-def test_a_lost_gpu_and_a_stuck_driver() -> None:
-    board = gpu(gpu_lost=1.0)
-    board.record_fault(GpuFault(1.0, "silent", text="no answer from the driver in 10 s"))
-    assert diagnosis("GpuFault", board).cause == "GPU 3: silent: no answer from the driver in 10 s"
+def test_a_fault_that_no_number_shows_is_not_guessed() -> None:
+    board = gpu(gpu_ecc_uncorrected=3.0, gpu_nvlinks_up=17.0)
+    found = diagnosis("GpuFault", board)
+    assert (found.confidence, found.missing) == ("none", ("which of its readings was at fault",))
 
 
 def test_the_reason_of_a_slow_clock() -> None:

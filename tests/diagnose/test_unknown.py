@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from pathlib import Path
 
 import msgspec
@@ -72,3 +73,12 @@ def test_a_users_alert_shows_no_empty_cause() -> None:
     assert own == Finding("not known", "none")
     told = msgspec.structs.replace(case("0.1", "firing"), diagnosis=own, signs=())
     assert "why" not in dict(wording.rows(told))
+
+
+def test_what_was_not_measured_is_no_cause() -> None:
+    """A loss that is not known is none that is not finite, and no step that is known to have overflowed is not none."""
+    found = judged("NonFiniteGradient", run_of(11, lambda seq: {"grad_norm": 1.0 if seq < 10 else math.inf}))
+    assert (found.confidence, found.missing[0].split(",")[0]) == ("none", "the loss of step 10")
+    known = judged("NonFiniteGradient", run_of(11, lambda seq: {"loss": 2.0 if seq < 10 else math.nan}))
+    assert (known.confidence, known.cause) == ("high", "the loss of step 10 is not finite, and its gradients with it")
+    assert judged("ScalerCollapse", run_of(11, lambda seq: {"loss_scale": 2.0**-seq})).confidence == "none"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sentinel.diagnose.evidence import Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs.devices import Gpu
-from sentinel.text import name_ranks
+from sentinel.text import format_count, name_ranks
 
 _REASONS = (
     ("gpu_throttled_thermal", "heat"),
     ("gpu_throttled_hardware", "the board itself (heat, power supply or power brake)"),
     ("gpu_throttled_power", "the power limit"),
 )
-_GONE = report_unknown("the GPU's numbers: it is not read any more", command="nvidia-smi -q, and dmesg")
+_ASK = "nvidia-smi -q, and dmesg"
+_GONE = report_unknown("the GPU's numbers: it is not read any more", command=_ASK)
 
 
 @explains("GpuFault")
@@ -20,7 +23,10 @@ def gpu_fault(evidence: Evidence) -> Finding:
     """Quote code, meaning, GPU, the ranks on it, and the node to drain."""
     if not evidence.gpus:
         return _GONE
-    said = [f"GPU {gpu.index}: {_describe_fault(gpu)}" for gpu in evidence.gpus]
+    found = {gpu.index: _describe_fault(gpu, evidence.numbers.get(str(gpu.index), gpu.values)) for gpu in evidence.gpus}
+    if not all(found.values()):
+        return report_unknown("which of its readings was at fault", command=_ASK, evidence=_describe_gpus(evidence))
+    said = [f"GPU {index}: {fault}" for index, fault in found.items()]
     numbers = ", ".join(str(gpu.index) for gpu in evidence.gpus)
     node, first = evidence.devices.hostname, evidence.step(evidence.since)
     remedy = (
@@ -64,16 +70,22 @@ def _resident(evidence: Evidence, number: int) -> float:
     return series[-1][1] if series else 0.0
 
 
-def _describe_fault(gpu: Gpu) -> str:
-    """Return words for the last fault that the GPU reported; else for what its counters show."""
-    if gpu.faults:
-        last = gpu.faults[-1]
-        return f"XID {last.code}, {last.text}" if last.kind == "xid" else f"{last.kind}: {last.text}"
-    if gpu.values.get("gpu_row_remap_failed"):
-        return "a row of its memory could not be replaced"
-    if gpu.values.get("gpu_ecc_uncorrected"):
-        return f"{gpu.values['gpu_ecc_uncorrected']:.0f} uncorrectable ECC errors since the driver was loaded"
-    return f"{gpu.values.get('gpu_nvlinks_up', 0.0):.0f} NVLinks are up, there were more"
+def _describe_fault(gpu: Gpu, values: Mapping[str, float]) -> str:
+    """Return words for what the rule fired for, by the numbers that it fired with; empty if they do not show it."""
+    code = values.get("gpu_xid", 0.0)
+    texts = {(fault.kind, fault.code): fault.text for fault in gpu.faults}
+    silent, errors, lost_links = (
+        values.get(name, 0.0) for name in ("gpu_silent_seconds", "new_ecc_errors", "nvlinks_lost")
+    )
+    found = (
+        (code > 0, f"XID {code:.0f}, {texts.get(('xid', int(code)), 'of which the text is not kept')}"),
+        (values.get("gpu_lost", 0.0) > 0, f"lost: {texts.get(('lost', 0), 'as the driver says')}"),
+        (silent > 0, f"silent: no answer from the driver in {silent:.0f} s"),
+        (errors > 0, f"{format_count(int(errors), 'uncorrectable ECC error')} since the run began"),
+        (values.get("gpu_row_remap_failed", 0.0) > 0, "a row of its memory could not be replaced"),
+        (lost_links > 0, f"{format_count(int(lost_links), 'NVLink')} that had been up went down"),
+    )
+    return ", and ".join(words for holds, words in found if holds)
 
 
 def _describe_gpus(evidence: Evidence) -> tuple[str, ...]:

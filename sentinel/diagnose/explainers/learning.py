@@ -88,8 +88,9 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
         return report_unknown("the size of the updates: it is sampled rarely", command=SAMPLE_MORE)
     moved, norm = sum(value > 0 for value in moves.values()), evidence.usual("grad_norm")
     trained = [layer.name for layer in evidence.table if layer.trainable] or list(moves)
+    gradients = f"gradient norm {norm:.3g}; " if norm is not None else ""
     facts = (
-        f"learning rate {rate:.2g}; updates are {ratio:.1g} of the weights; gradient norm {norm or 0.0:.3g}; "
+        f"learning rate {rate:.2g}; updates are {ratio:.1g} of the weights; {gradients}"
         f"{moved} of {len(trained)} parameter tensors move",
     )
     known: dict[str, Any] = {"rate": rate, "ratio": ratio, "steps": evidence.until + 1}

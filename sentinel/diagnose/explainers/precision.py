@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sentinel.diagnose.evidence import NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown
+from sentinel.diagnose.evidence import ALL_STEPS, NOT_KNOWN, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
 from sentinel.runs.steps import RunStep
 from sentinel.text import format_count, join_names
@@ -58,7 +58,15 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
 @explains("NonFiniteGradient")
 def nonfinite_gradient(evidence: Evidence) -> Finding:
     """Decide between the backward pass, and a loss that was not finite before it."""
-    loss = evidence.last.run.get("loss", math.nan)
+    loss = evidence.last.run.get("loss")
+    if loss is None:
+        return report_unknown(
+            f"the loss of step {evidence.step(evidence.since)}, which is not known: it was not sampled, or the "
+            "backward pass does not begin at one number",
+            command="monitor.log(loss=...)",
+            cause=f"{NOT_KNOWN}: the forward pass of step {evidence.step(evidence.since)}, or its backward pass",
+            remedy="check the loss, and what the backward pass begins at, with torch.isfinite",
+        )
     if math.isfinite(loss) and not _sees_all_ranks(evidence):
         return Finding(
             f"the backward pass of step {evidence.step(evidence.since)}, or a loss that is not finite on a rank that "
@@ -88,12 +96,14 @@ def nonfinite_gradient(evidence: Evidence) -> Finding:
 def scaler_collapse(evidence: Evidence) -> Finding:
     """Find whether every batch overflows or only some, in the forward or in the backward pass, and where it begins."""
     withheld = [step for step in evidence.steps if _withheld(step) and step.seq <= evidence.until]
-    late = withheld[-1].seq - _REACH if withheld else evidence.until
+    if not withheld:
+        return report_unknown("which steps overflowed: none that is in memory says so", command=ALL_STEPS)
+    late = withheld[-1].seq - _REACH
     window = [step for step in evidence.steps if late < step.seq <= evidence.until]
     withheld = [step for step in withheld if step.seq > late]
     rate = (
         f"{len(withheld)} of the last {len(window)} steps were withheld, the first of them "
-        f"step {evidence.step(withheld[0].seq) if withheld else evidence.step(evidence.since)}"
+        f"step {evidence.step(withheld[0].seq)}"
     )
     lost = [step for step in withheld if not math.isfinite(step.run.get("loss", 0.0))]
     overflowing = [layer.name for layer in evidence.layers if layer.nonfinite]
@@ -101,7 +111,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
     if overflowing:
         where = f"; of {len(overflowing)} layers that overflow, {overflowing[-1]} is nearest the output"
         where = where if len(overflowing) > 1 else f"; {overflowing[0]} alone overflows"
-    if withheld and len(lost) > len(withheld) / 2:
+    if len(lost) > len(withheld) / 2:
         return Finding(
             f"the forward pass: the loss itself is not finite at {len(lost)} of these steps, which no loss scale fixes",
             "high",
@@ -109,7 +119,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
             evidence=(rate,),
             leads=True,
         )
-    between = sum(not _withheld(step) for step in window if withheld and step.seq > withheld[0].seq)
+    between = sum(not _withheld(step) for step in window if step.seq > withheld[0].seq)
     if between > len(withheld):
         steps = ", ".join(str(evidence.step(step.seq)) for step in withheld[-5:])
         return Finding(
