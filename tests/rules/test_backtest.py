@@ -217,6 +217,16 @@ def test_a_run_that_is_resumed_further_back(tmp_path: Path, spike: bool) -> None
     assert [(alert["alert"], alert["step"]) for alert in alerts] == ([("LossSpike", 350)] if spike else [])
 
 
+def test_a_run_that_starts_over_warms_up_again(tmp_path: Path) -> None:
+    """Its input is slow for 75 steps, each time that it starts: InputBound has a warm-up of 100 steps."""
+    once = [
+        {"step": i, "loss": 3 * 0.995**i, "step_time": 1.0, "data_time": 0.6 if i < 75 else 0.01} for i in range(300)
+    ]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("\n".join(map(json.dumps, once + once)))
+    assert json.loads(run(path, "--json").stdout)["runs"][0]["alerts"] == []
+
+
 # The engine's part.
 
 

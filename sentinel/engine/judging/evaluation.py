@@ -260,9 +260,11 @@ class Evaluator:
         Windows and judgements are again as they were after `to`, as if later samples had never been: exactly, as far
         back as `ObservationHistory` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled
         back, and nothing fires: a condition that held already at `to` is pending. Rules over signals that a rollback
-        does not take back, such as step times and memory, go on unchanged.
+        does not take back, such as step times and memory, go on unchanged. Before the first step, all warm up again.
         """
         self._works.clear()
+        if self._start is not None and to < self._start[0]:  # it starts over
+            self._start = self._stage = None
         checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
         restored = loads(checkpoint) if checkpoint else [RuleState(rule) for rule in self._rules]
         triples = zip(self._rules, restored, self._states, strict=True)
