@@ -121,11 +121,14 @@ class PendingWrites:
             return sum(len(self._queues[kind]) for kind in kinds)
 
     def take(self) -> list[Write]:
-        """Take all that is to be written, kind by kind: the queues, and the chunks that grew since the last time."""
+        """Take all that is to be written, kind by kind: the queues, and the chunks that grew since the last time.
+        Chunks of former attempts, which grow no more, are forgotten."""
         with self._lock:
             grown = [(attempt, whose, chunk.copy()) for (attempt, whose), chunk in self._open.items() if chunk.dirty]
             for chunk in self._open.values():
                 chunk.dirty = False
+            present = max((attempt for attempt, _ in self._open), default=0)
+            self._open = {key: chunk for key, chunk in self._open.items() if key[0] == present}
             queued = {kind: [*queue.values()] for kind, queue in self._queues.items()}
             for queue in self._queues.values():
                 queue.clear()

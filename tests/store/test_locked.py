@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from sentinel.errors import ConfigError, DamageError
 from sentinel.notify.entry import Entry
 from sentinel.notify.outbox import Outbox, row
 from sentinel.runs.steps import LayerStats, RunStep
-from sentinel.store import History, Store, pending_writes, writer
+from sentinel.store import RUN, History, Store, pending_writes, writer
 
 LAYERS = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\x01")
 
@@ -84,6 +85,35 @@ def test_samples_are_dropped_before_events_and_the_loss_is_counted_reported_and_
         assert len(history.series("loss").seqs) == 5000
         assert len(history.series("loss", rank=1).seqs) == 5000
         assert 5000 - len(history.layers()) == lost["layers"]
+
+
+class Values(dict[str, float]):
+    """Values of a step. Unlike a plain dict, they can be referred to weakly."""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_last_samples_of_a_former_attempt_do_not_stay_in_memory_and_reach_the_file(path: Path) -> None:
+    """Each attempt used to leave its last chunks of each rank and device in memory, until the run ended."""
+    store = Store(path, run="train", run_id="r1")
+    kept: list[weakref.ref[Values]] = []
+    for attempt in range(3):
+        store.records.begin_attempt(attempt, b"\x80")
+        for seq in range(10):
+            rows = [Values(loss=float(seq)) for _ in range(4)]
+            kept += map(weakref.ref, rows)
+            store.records.add_step(attempt, RunStep(seq, 1e9 + seq, {0: rows[0], 1: rows[1]}, rows[2]))
+            store.records.add_reading(attempt, "gpu 0", seq, 1e9 + seq, rows[3])
+            del rows
+    with locked(path):
+        store.write()
+        assert "database is locked" in store.trouble
+    assert sum(values() is not None for values in kept) == 40, "those of the present attempt"
+    store.close()
+    with History(path) as history:
+        for attempt in range(3):
+            for rank in (RUN, 0, 1):
+                assert list(history.series("loss", attempt=attempt, rank=rank).seqs) == list(range(10))
+            assert len(history.readings("loss", "gpu 0", attempt=attempt).values) == 10
 
 
 def test_events_are_written_where_samples_do_not_fit(path: Path) -> None:
