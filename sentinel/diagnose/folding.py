@@ -43,7 +43,7 @@ def find_parent(case: Case, others: Iterable[Case]) -> Case | None:
     for members in reversed(group_by_problem(same_attempt)):
         changes = [_last_change(member) for member in members]
         last, last_time = max(step for step, _ in changes), max(time for _, time in changes)
-        long_past = case.first_step > last + CRITICAL_REACH_STEPS and case.time > last_time + REACH_SECONDS
+        long_past = case.first_step > last + CRITICAL_REACH_STEPS and _is_far(case.time, last_time)
         critical = [member for member in members if member.severity == "critical"]
         if is_over(members, case.step, case.time):
             continue
@@ -131,12 +131,20 @@ def find_worst(incidents: Iterable[IncidentSeverity]) -> IncidentSeverity:
 def is_over(members: Iterable[Case], step: int, time: float) -> bool:
     """Return whether nothing of a problem fires, nor has fired until shortly before this step and time: it does not
     reopen."""
-    return all(
-        case.state != "firing"
-        and step - (case.resolved_step or 0) > REACH_STEPS
-        and time - (case.resolved_time or 0.0) > REACH_SECONDS
-        for case in members
-    )
+    return all(case.state != "firing" and _is_long_ended(case, step, time) for case in members)
+
+
+def _is_long_ended(case: Case, step: int, time: float) -> bool:
+    ended = case.resolved_time or 0.0
+    if case.resolved_step is None:  # it ended between two steps, of which the last may have been minutes before
+        return step > REACH_STEPS and time - ended > REACH_SECONDS
+    return step - case.resolved_step > REACH_STEPS and _is_far(time, ended)
+
+
+def _is_far(time: float, other: float) -> bool:
+    """Return whether two wall times are further apart than the reach. A later event with a much earlier time means that
+    the clock was set back between them; then only the steps tell how far apart they are."""
+    return abs(time - other) > REACH_SECONDS
 
 
 def find_successor(parent: Case, others: Iterable[Case]) -> Case | None:

@@ -7,12 +7,14 @@ import random
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sentinel import wire
 from sentinel.config.settings import SEVERITIES, Duration, Grouping
+from sentinel.daemon.run import clock as clock_module
 from sentinel.daemon.run.context import RunContext
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
@@ -73,6 +75,8 @@ class Watched:
         identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
         self.rank = self.watch.ingest.hello(wire.Hello(version="t", identity=identity), 0.0)
         self.next = 0
+        self.zero = 1e9
+        """The node's clock at step 0, as it is set now."""
 
     async def steps(self, layers: Sequence[wire.LayerBlock] = (), **columns: Sequence[float]) -> None:
         """Report the next steps, a second each, and return once all messages are delivered."""
@@ -80,7 +84,7 @@ class Watched:
         seqs = range(self.next, self.next + count)
         batch = wire.Batch(
             seqs=array("q", seqs).tobytes(),
-            times=array("d", [1e9 + seq for seq in seqs]).tobytes(),
+            times=array("d", [self.zero + seq for seq in seqs]).tobytes(),
             columns={name: wire.Column(array("d", values).tobytes()) for name, values in columns.items()},
             layers=tuple(layers),
         )
@@ -359,6 +363,27 @@ def test_a_critical_alert_is_paged_though_a_warning_of_its_problem_never_ends(tm
 
     run = watched(tmp_path, scenario)
     assert run.watch.incidents.log.fired["Grave", "critical"] == 2
+    assert len(pages(run.pager.got)) == 2
+
+
+def test_a_clock_that_is_set_back_withholds_neither_a_page_nor_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(run: Watched) -> None:
+        shown = SimpleNamespace(time=lambda: run.zero + run.next, monotonic=lambda: float(run.next))
+        monkeypatch.setattr(clock_module, "time", shown)
+        run.watch.incidents.clock = clock_module.Clock(run.watch.run.attempt)
+        await run.steps(**values(5, severe=(1, 5)))
+        run.zero -= 36_000
+        await run.steps(**values(1200, severe=(0, 1200), grave=(1190, 1200)))
+        assert alerts(run.hook.got) == ["Severe", "Grave"]
+        await run.steps(**values(2))
+        run.zero -= 36_000
+        await run.steps(**values(300))
+        assert [message.firing for message in run.hook.got] == [True, True, False, False]
+
+    run = watched(tmp_path, scenario)
+    assert run.cases == {"Severe": "", "Grave": ""}
     assert len(pages(run.pager.got)) == 2
 
 

@@ -199,6 +199,33 @@ def test_an_alert_that_returns_soon_is_the_same_problem_and_later_another() -> N
     assert is_over([ended], 161 + REACH_STEPS, ended.time + 121)
 
 
+@pytest.mark.parametrize("passed", [1800, -3600 + 1800])
+def test_a_clock_that_was_set_back_keeps_no_critical_incident_quiet(passed: int) -> None:
+    """After half an hour and 50,000 steps. The second one was a consequence until the clock had caught up."""
+    lasting = incident("0.1", 1000, severity="critical")
+    new = later(incident("0.2", 51_000, severity="critical"), passed)
+    assert parent_of(new, lasting) == ""
+    chronic = incident("0.1", 100, "accumulation")
+    ended = msgspec.structs.replace(
+        over(incident("0.2", 50_000, severity="critical"), 50_060), parent="0.1", problem_id="0.1"
+    )
+    again = later(incident("0.3", 50_000 + CRITICAL_REACH_STEPS, severity="critical"), passed)
+    assert parent_of(again, chronic, ended, consequence_of=("accumulation",)) == ""
+
+
+def test_a_clock_that_was_set_back_does_not_delay_the_end_of_a_problem() -> None:
+    ended = over(incident("0.1", 100), 160)
+    assert is_over([ended], 161 + REACH_STEPS, ended.time - 3600)
+    assert is_over([ended], 160 + REACH_STEPS, ended.time - 3600) is False
+
+
+def test_the_end_without_a_step_is_not_taken_for_one_before_the_clock_was_set_back() -> None:
+    """It has the time at which it was made. In a loop of slow steps the last step may have been minutes before."""
+    ended = msgspec.structs.replace(incident("0.1", 100), state="resolved", resolved_time=2e9)
+    assert is_over([ended], 500, 2e9 - 300) is False
+    assert is_over([ended], 500, 2e9 + 61)
+
+
 def test_attempts_have_problems_of_their_own() -> None:
     assert parent_of(incident("1.1", 110, attempt=1), incident("0.1", 100)) == ""
 
