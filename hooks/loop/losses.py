@@ -185,8 +185,7 @@ class BackwardPatch:
             try:
                 result = original(tensors, *args, **kwargs)
             except Exception as error:
-                failure = error
-                self._listeners.tell_of_pass("backward_failed", lambda run: run.backward_failed(failure))
+                self._report_failure(error)
                 raise
             seconds = perf_counter() - begin
             if accumulator is None:
@@ -197,6 +196,11 @@ class BackwardPatch:
             return result
 
         return backward
+
+    def _report_failure(self, error: Exception) -> None:
+        """Call the listeners about a pass that raised. Not in the wrapper: its frame is in the traceback, and a closure
+        there would hold the error, the traceback and all activations in a cycle."""
+        self._listeners.tell_of_pass("backward_failed", lambda run: run.backward_failed(error))
 
     def _read_loss(self, roots: Any, weights: Any) -> Scalar | None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,25 @@ class Trainer:
 
 def references(trainer: Trainer) -> list[weakref.ref[Any]]:
     return [weakref.ref(trainer), weakref.ref(trainer.net), weakref.ref(trainer.optimizer)]
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Only reference counts free objects, as in a loop that turns the garbage collector off."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError("out of memory")
 
 
 def gone(references: list[weakref.ref[Any]]) -> bool:
@@ -159,3 +179,19 @@ def test_a_parameter_that_another_one_replaces(daemon: FakeDaemon) -> None:
         assert first() is None
     daemon.ended()
     assert daemon.series("grad_norm")[21] == pytest.approx(norm, rel=1e-6)
+
+
+def test_the_graph_of_a_backward_pass_that_raised(daemon: FakeDaemon, no_collection: None) -> None:
+    """After an error for lack of memory, a loop tries again with smaller batches."""
+    net = model()
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def step(batch: torch.Tensor) -> None:
+        output = net(batch)
+        held.append(weakref.ref(output))
+        FailingBackward.apply(output).sum().backward()
+
+    with sentinel.attach(net, sgd(net)):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step(next(batches(1)))
+        assert [output() for output in held] == [None]
