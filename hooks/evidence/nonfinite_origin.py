@@ -33,7 +33,7 @@ from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.host_memory import memory_left
 from sentinel.hooks.evidence.nonfinite_trace import Trace, TracedCollective, TraceEvent, finite, label, storages
 from sentinel.hooks.loop.forward_passes import CapturedCall, differentiable, leaves, name_tensors
-from sentinel.hooks.torch_interop.internals import in_backward
+from sentinel.hooks.torch_interop.internals import in_backward, preserve_version
 from sentinel.hooks.torch_interop.layer_table import _is_fsdp, local, nbytes_of, plain_name, unwrap_model
 from sentinel.hooks.torch_interop.tensors import is_expanded
 from sentinel.wire.evidence import Provenance
@@ -275,6 +275,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     modules = [(module, _attributes(module)) for module in model.modules()]
     own = [state for module in model.modules() for value in vars(module).values() for state in _generators(value)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not is_expanded(buffer)]
+    versions = contextlib.ExitStack()
+    for buffer, _ in buffers:
+        versions.enter_context(preserve_version(buffer))
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     numpy = sys.modules.get("numpy")
     drawn = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
@@ -299,6 +302,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, copy in buffers:
                 buffer.copy_(copy)
+        versions.close()  # a graph that the loop still needs may have saved the buffers
 
 
 def _generators(value: Any) -> Iterator[Callable[[], object]]:

@@ -44,6 +44,7 @@ __all__ = [
     "foreach_norm",
     "in_backward",
     "is_any_autocast_enabled",
+    "preserve_version",
     "read_flight_record",
     "release_pinned_memory",
     "script_compiler",
@@ -58,6 +59,9 @@ LoaderIterator = dataloader._BaseDataLoaderIter
 script_compiler: Any = torch.jit._recursive
 """The module whose `create_script_module` converts a module to TorchScript."""
 foreach_norm = torch._foreach_norm
+preserve_version = torch.autograd._unsafe_preserve_version_counter
+"""Context manager that hides from autograd that a tensor was written to; its content must be the same again at the
+end."""
 
 
 def in_backward() -> bool:

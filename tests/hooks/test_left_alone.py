@@ -108,6 +108,35 @@ def test_a_batch_that_is_run_again_leaves_the_generator_as_it_was(daemon: FakeDa
     assert found.content["origin"] == "loss"
 
 
+class Generator(nn.Module):
+    """Its graph saves buffers, one of which each call writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(self.inner(x)) * self.calls  # type: ignore[no-any-return]
+
+
+def test_a_batch_that_is_run_again_leaves_other_graphs_usable(daemon: FakeDaemon) -> None:
+    """The discriminator's step takes place while the generator's graph waits for its backward pass."""
+    generator, discriminator = Generator(), nn.Linear(6, 1)
+    optimizers = sgd(generator), sgd(discriminator)
+    with sentinel.attach([generator, discriminator], [*optimizers]):
+        fake = generator(next(loops.batches(1)))
+        (discriminator(fake.detach()).mean() * torch.inf).backward()
+        optimizers[1].step()
+        nn.init.ones_(discriminator.weight)
+        discriminator(fake).mean().backward()
+        optimizers[0].step()
+    daemon.ended()
+    assert [one.content["origin"] for one in daemon.of(wire.Collected)] == ["loss"]
+    assert generator.calls == generator.norm.num_batches_tracked == 1
+
+
 @pytest.mark.parametrize("models", [1, 2])
 def test_no_batch_is_held_after_the_end(models: int, daemon: FakeDaemon) -> None:
     nets = [loops.model(seed) for seed in range(models)]
