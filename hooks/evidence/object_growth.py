@@ -1,6 +1,7 @@
 """Finds what holds objects that grow from step to step, by two counts some steps apart.
 
-    containers   lists, dicts, sets and deques that are the same at both counts and hold more
+    containers   lists, dicts, sets and deques that are the same at both counts and hold more; without garbage
+                 collection, those alone that variables and attributes name
     names        variables and attributes within reach: tensors that are larger, or end a longer chain of graph nodes
                  (`mean = 0.9 * mean + 0.1 * loss`), and containers that are made again each time (`kept = kept + [x]`)
 
@@ -55,6 +56,12 @@ NEWEST = 16
 NODES = 20_000
 WALK_SECONDS = 0.2
 """Limits of one walk along a chain of graph nodes."""
+MOST_YOUNG = 10_000
+"""Highest threshold of the garbage collector's young generation at which all objects are searched."""
+_NAMED_ALONE = (
+    "containers that only other containers or closures hold: the garbage collector is off or runs rarely, and a search "
+    "of all objects would disturb other threads"
+)
 _KINDS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 
 
@@ -81,11 +88,13 @@ def census(seq: Callable[[], int], models: Callable[[], list[nn.Module]]) -> Gen
     `seq` returns the sequence number of the last finished step.
     """
     began, first = time.perf_counter(), seq()
+    complete = _are_young_few()
     lengths = _lengths()
     yield 0
     sizes = _sizes()
     yield GAP_STEPS
     steps = max(seq() - first, 1)
+    complete = complete and _are_young_few()
     grown = _list_grown(lengths, steps)
     tensors, held = _tensors()
     yield 0
@@ -104,16 +113,24 @@ def census(seq: Callable[[], int], models: Callable[[], list[nn.Module]]) -> Gen
     found.sort(key=lambda holder: (not holder.graph, not holder.tensors, -holder.bytes_per_step))
     return Census(
         seq=seq(), steps=steps, holders=tuple(_distinct(found)), tensors=tensors, tensor_bytes=held,
-        seconds=round(time.perf_counter() - began, 3),
+        seconds=round(time.perf_counter() - began, 3), missing=() if complete else (_NAMED_ALONE,),
     )  # fmt: skip
 
 
+def _are_young_few() -> bool:
+    """Whether the garbage collector runs so often that the young objects are few."""
+    return gc.isenabled() and 0 < gc.get_threshold()[0] <= MOST_YOUNG
+
+
 def _list_containers() -> list[Any]:
-    """List the containers of this process.
+    """List the containers of this process; if all of its objects may be young, those of the names within reach.
 
     The young objects first, and alone: among them are the tuples that other threads are filling at this moment, and
     `tuple(generator)` ends with a SystemError where anything else refers to its tuple. So nothing holds them for long.
     """
+    if not _are_young_few():
+        named = (value for _, _, values in _names() for value in values.values() if type(value) in _KINDS)
+        return list({id(value): value for value in named}.values())
     return [
         one
         for generation in range(len(gc.get_threshold()))

@@ -227,6 +227,26 @@ def test_a_healthy_loop_has_no_holders() -> None:
     assert found.tensors >= 4
 
 
+def test_containers_with_names_are_found_without_garbage_collection() -> None:
+    """A search of all objects would disturb other threads, as all are young: what it leaves out is said."""
+    trainer = Trainer()
+
+    def step(_: int, net: nn.Module) -> None:
+        trainer.history.append(loss_of(net))
+        trainer.logs["loss"].append(torch.zeros(4))
+
+    gc.disable()
+    try:
+        found = counted(step)
+    finally:
+        gc.enable()
+    assert only(found).name == f"Trainer.history, an attribute of a {__name__}.Trainer"
+    assert (only(found).kind, only(found).graph, only(found).entries_per_step) == ("list", True, 1.0)
+    (missing,) = found.missing
+    assert missing.startswith("containers that only other containers or closures hold: the garbage collector is off")
+    assert not counted(step).missing
+
+
 def test_the_census_itself_keeps_nothing() -> None:
     net = model()
     counted(lambda _, net: loss_of(net), net)
