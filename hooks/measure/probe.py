@@ -84,6 +84,18 @@ class Step:
     own_seconds: float = 0.0
     """Seconds between these exits that our own measuring took."""
 
+    def release(self) -> None:
+        """Hold neither the optimizer nor its gradients while it steps: a step that raises is never closed."""
+        self.optimizer = None
+        if self.gradients is not None:
+            self.gradients.release()
+
+    def reclaim(self, optimizer: Any) -> None:
+        """Hold them again, as `optimizer` has stepped."""
+        self.optimizer = optimizer
+        if self.gradients is not None:
+            self.gradients.reclaim()
+
     @property
     def optimizer_seconds(self) -> float:
         """Seconds in `optimizer.step`, without the forward and backward passes inside it."""

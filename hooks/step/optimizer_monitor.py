@@ -179,6 +179,7 @@ class OptimizerMonitor(FastPath):
                 if layers:
                     step.thorough = True
                     self.probes.before(step, 2)
+        step.release()
         return step
 
     # The ends of a step.
@@ -216,6 +217,7 @@ class OptimizerMonitor(FastPath):
             self._inquire(step)
         else:
             step.passes_before = step.totals.passes_seconds
+        step.release()
         if self.device_clock is not None:
             self.device_clock.mark()
         step.entered = time.perf_counter()
@@ -260,6 +262,7 @@ class OptimizerMonitor(FastPath):
         step.left = time.perf_counter()
         if self.device_clock is not None:
             self.device_clock.mark()
+        step.reclaim(self._optimizer())
         if self._deferred:
             self._before(step)
             self._inquire(step, exact=False)

@@ -25,6 +25,7 @@ from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as backward_pass_id
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._compile import _disable_dynamo
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader
 
@@ -59,7 +60,7 @@ LoaderIterator = dataloader._BaseDataLoaderIter
 script_compiler: Any = torch.jit._recursive
 """The module whose `create_script_module` converts a module to TorchScript."""
 foreach_norm = torch._foreach_norm
-preserve_version = torch.autograd._unsafe_preserve_version_counter
+preserve_version = _unsafe_preserve_version_counter
 """Context manager that hides from autograd that a tensor was written to; its content must be the same again at the
 end."""
 

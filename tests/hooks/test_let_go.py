@@ -195,3 +195,48 @@ def test_the_graph_of_a_backward_pass_that_raised(daemon: FakeDaemon, no_collect
         with pytest.raises(RuntimeError, match="out of memory"):
             step(next(batches(1)))
         assert [output() for output in held] == [None]
+
+
+class FailingOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("closure", [None, lambda: 0.0])
+def test_a_step_that_raised(closure: Any, daemon: FakeDaemon, no_collection: None) -> None:
+    """The loop may clear the gradients and try again, or delete the optimizer."""
+    net = model()
+    optimizer = FailingOptimizer(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer):
+        loss_of(net, next(batches(1))).backward()  # type: ignore[no-untyped-call]
+        held = [weakref.ref(parameter.grad) for parameter in net.parameters()]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        assert {gradient() for gradient in held} == {None}
+        watched = weakref.ref(optimizer)
+        del optimizer
+        assert watched() is None
+
+
+def test_gradients_of_optimizers_that_step_inside_the_backward_pass(daemon: FakeDaemon, no_collection: None) -> None:
+    """Such loops clear each gradient as soon as it is applied, so that no two are in memory."""
+    net = model()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in net.parameters()}
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def apply(parameter: torch.Tensor) -> None:
+        alive.append(sum(gradient() is not None for gradient in held))
+        assert parameter.grad is not None
+        held.append(weakref.ref(parameter.grad))
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(apply)
+    with sentinel.attach(net, [*optimizers.values()]):
+        loss_of(net, next(batches(1))).backward()  # type: ignore[no-untyped-call]
+    daemon.ended()
+    assert daemon.layers("layer_grad_norm")[0].keys() == {name for name, _ in net.named_parameters()}
+    assert alive == [0] * len(optimizers)

@@ -42,6 +42,22 @@ class Weights(Probe):
         return float(step.optimizer.param_groups[0]["params"][0].sum().requires_grad)
 
 
+class Applied(Probe):
+    """Compares the gradients before and after the step, which the optimizer does not change."""
+
+    tier = 2
+    signals: ClassVar[Any] = {"gradients_kept": "rank"}
+
+    def before(self, step: Step) -> None:
+        assert step.gradients is not None
+        self.seen = [gradient.clone() for gradient in step.gradients.tensors]
+
+    def after(self, step: Step) -> None:
+        assert step.gradients is not None
+        pairs = zip(self.seen, step.gradients.tensors, strict=True)
+        step.values["gradients_kept"] = float(all(torch.equal(before, after) for before, after in pairs))
+
+
 def offer(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     points = [importlib.metadata.EntryPoint(name, f"{__name__}:{name}", probe.ENTRY_POINTS) for name in names]
     real = importlib.metadata.entry_points
@@ -76,6 +92,20 @@ def test_what_a_probe_computes_of_weights_is_not_recorded_by_autograd(
         Loop(net, optimizer).run(1)
     daemon.ended()
     assert daemon.series("recorded_before") == daemon.series("recorded_after") == {0: 0.0}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_can_be_read_when_the_optimizer_is_done(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    offer(monkeypatch, "Applied")
+    net = model()
+    net[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        Loop(net, optimizer).run(1)
+    daemon.ended()
+    assert daemon.series("gradients_kept") == {0: 1.0}
 
 
 @pytest.mark.faults
