@@ -50,7 +50,7 @@ class PassFilter:
     at."""
 
     def __init__(self, layers: Layers) -> None:
-        self._layers = layers
+        self._layers = weakref.ref(layers)  # its parameters must be freed with the optimizer, not with the session
         self._chosen: list[weakref.ref[torch.Tensor]] = []
         self._passes = 0
         self._before: list[_Mark] = []
@@ -102,7 +102,9 @@ class PassFilter:
         return reached
 
     def _choose(self) -> None:
-        there = [p for _, p, _ in self._layers.measured if isinstance(p, torch.Tensor) and p.grad is not None]
+        layers = self._layers()
+        measured = layers.measured if layers is not None else []
+        there = [p for _, p, _ in measured if isinstance(p, torch.Tensor) and p.grad is not None]
         self._chosen = [weakref.ref(p) for p in there[:: -(-len(there) // FEW)]] if there else []
 
     def _marks(self) -> list[_Mark]:

@@ -77,6 +77,18 @@ def test_callbacks_of_the_user_hold_nothing_alive(daemon: FakeDaemon, capfd: pyt
     assert "is watched no more: its optimizer is gone" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("detached", [True, False])
+def test_parameters_are_freed_with_model_and_optimizer(detached: bool, daemon: FakeDaemon) -> None:
+    trainer = Trainer()
+    monitor = sentinel.attach(trainer.net, trainer.optimizer)
+    fit(trainer.net, trainer.optimizer, 4)
+    if detached:
+        monitor.detach()
+    alive = [*references(trainer), *map(weakref.ref, trainer.net.parameters())]
+    del trainer
+    assert gone(alive)
+
+
 def test_the_thread_that_calls_them_holds_nothing_alive(daemon: FakeDaemon) -> None:
     trainer = Trainer()
     with sentinel.attach(trainer.net, trainer.optimizer) as monitor:
