@@ -265,10 +265,8 @@ class Switch:
         self._stream._end_stretch()
         self._stream._previous_exit = None  # so that the break does not count as a step
         slot = self.session.collector._slots[0]
-        self.session._handles = [
-            *self._stream.hook(),
-            *forward_passes.watch(self._loop.model, self.session.accumulator, slot),
-        ]
+        self._stream.hook(self.session.handles)
+        forward_passes.watch(self._loop.model, self.session.accumulator, slot, self.session.handles)
         patches.listen(self.session._listening)
         self._paused.close()
 

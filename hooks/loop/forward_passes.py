@@ -379,12 +379,14 @@ def _can_autocast(device: str) -> bool:
 
 
 def watch(
-    model: nn.Module, accumulator: StepAccumulator, slot: CallSlot | None = None
-) -> tuple[RemovableHandle, RemovableHandle]:
-    """Time the forward passes of `model`, the object that the loop calls, wrapped or not. `slot`: for its last call."""
+    model: nn.Module, accumulator: StepAccumulator, slot: CallSlot | None, handles: list[RemovableHandle]
+) -> None:
+    """Time the forward passes of `model`, the object that the loop calls, wrapped or not. `slot`: for its last call.
+
+    The handle of each hook is added to `handles` before the next is registered, which may fail.
+    """
     first = next(model.parameters(), None)  # a module may have none yet, such as a loss with its own weights
     stopwatch = ForwardTimer(accumulator, first.device.type if first is not None else "cpu", slot)
-    return (
-        model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True),  # before FSDP's all-gather
-        model.register_forward_hook(_End(stopwatch)),
-    )
+    # Prepended, to run before FSDP's all-gather.
+    handles.append(model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True))
+    handles.append(model.register_forward_hook(_End(stopwatch)))

@@ -266,17 +266,18 @@ class _Setup:
             "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
             "resumes": framework_checkpoints.was_asked(),
         }
-        handles = [handle for stream in streams for handle in stream.hook()]
+        for stream in streams:
+            stream.hook(session.handles)
         slots = [CallSlot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
             if not isinstance(model, torch.jit.ScriptModule):
-                handles += forward_passes.watch(model, session.accumulator, slot)
+                forward_passes.watch(model, session.accumulator, slot, session.handles)
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
         gathering = BackwardGathering(self.optimizers, _whole(self.models, session, points), session.governor)
         for stream in streams:
             stream.within, stream.collector = gathering, collector
         succession = Succession(session, self.models, self._hand_over(session, monitor))
-        session.begin(streams, handles, guard, restorer, gathering, collector, succession)
+        session.begin(streams, guard, restorer, gathering, collector, succession)
 
     def _stream(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:
         optimizer = self.optimizers[index]

@@ -103,7 +103,8 @@ class RunSession:
         """Names of the alerts that stop this run, as given to `attach`."""
         self.collector: EvidenceCollector | None = None
         self._post_mortem = False
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
+        """Those of the hooks on models and optimizers, each added as soon as its hook is registered."""
         self.signals = LoggedSignals(kind)
         accumulator.reinforcement = self.signals.reinforcement
         self._told: set[str] = set()
@@ -116,7 +117,6 @@ class RunSession:
     def begin(
         self,
         streams: Sequence[OptimizerMonitor],
-        handles: Sequence[RemovableHandle],
         guard: StepGuard,
         restorer: Restorer | None,
         gathering: BackwardGathering,
@@ -130,7 +130,6 @@ class RunSession:
         self._streams, self.collector = OptimizerMonitors(streams, gathering), collector
         self._guard = weakref.ref(guard)
         self._restorer = weakref.ref(restorer) if restorer is not None else None
-        self._handles = list(handles)
         self._succession = succession
         self.accumulator.when_captured = self._announce_capture
         if len(streams) == 1:
@@ -213,9 +212,9 @@ class RunSession:
         """
         if any(stream.inside for stream in self.streams):
             return
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
         if self._succession is not None:
             self._succession.close()
 

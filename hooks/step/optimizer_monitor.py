@@ -74,14 +74,15 @@ class OptimizerMonitor(FastPath):
         self._scale: Scalar | None = None
         self._own_scale = own_scale
 
-    def hook(self) -> list[RemovableHandle]:
-        """Register the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
+    def hook(self, handles: list[RemovableHandle]) -> None:
+        """Register the hooks on the optimizer, and add the handle of each to `handles` before the next, which may fail.
+
+        They are hidden from torch.compile, which would trace into them.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
-        return [
-            optimizer.register_step_pre_hook(exclude_from_tracing(BeforeStep(self))),
-            optimizer.register_step_post_hook(exclude_from_tracing(AfterStep(self))),
-        ]
+        handles.append(optimizer.register_step_pre_hook(exclude_from_tracing(BeforeStep(self))))
+        handles.append(optimizer.register_step_post_hook(exclude_from_tracing(AfterStep(self))))
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the start of `optimizer.step(*args, **kwargs)`."""

@@ -512,7 +512,7 @@ def test_a_call_that_runs_a_batch_again_is_not_kept(monkeypatch: pytest.MonkeyPa
     slot = CallSlot(net)
     collector = EvidenceCollector([slot], sent.append)
     slot.known, slot.returned_at = True, math.inf
-    forward_passes.watch(net, accumulator, slot)
+    forward_passes.watch(net, accumulator, slot, [])
     net(torch.ones(2, 6)).sum().backward()
     slot.returned_at = 0.0
     step = Step(7, None, StepTotals(loss=0.0), values={"grad_norm": math.nan})

@@ -116,6 +116,25 @@ def test_a_fault_in_attach_leaves_nothing_behind(swallowed: list[str], monkeypat
     assert len(swallowed) == 1
 
 
+class Hookless(nn.Linear):
+    """A layer that accepts no hook after its forward pass."""
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("no hooks")
+
+
+@pytest.mark.faults
+def test_a_model_that_refuses_a_hook_keeps_none(swallowed: list[str]) -> None:
+    net = Hookless(6, 1)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.01)
+    monitor = sentinel.attach(net, optimizer)
+    assert monitor.state == "unmonitored after an internal fault"
+    assert not net._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert "no hooks" in swallowed[0]
+
+
 @pytest.mark.faults
 def test_callbacks_of_the_user_may_fail(daemon: FakeDaemon, swallowed: list[str]) -> None:
     watched, seen = loop(), threading.Event()
