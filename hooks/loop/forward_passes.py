@@ -293,7 +293,11 @@ class ForwardTimer:
 
     def start(self, model: Any, args: Any, kwargs: Any) -> None:
         slot, accumulator = self._slot, self._accumulator()
-        if accumulator is None or (slot is not None and slot.running) or get_ident() != accumulator.thread:
+        if accumulator is None or (slot is not None and slot.running):
+            return
+        if get_ident() != accumulator.thread:
+            if is_grad_enabled():
+                accumulator.record_run_elsewhere()
             return
         if accumulator.when_next is not None:
             accumulator.next_iteration()

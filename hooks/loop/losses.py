@@ -7,8 +7,10 @@ the scale as `cur_scale` (DeepSpeed's) or `loss_scale`.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 
@@ -28,24 +30,28 @@ from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar, 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
 table by id(), since ids are reused."""
+_ever_scaled = False
+"""Whether any loss was scaled in this process."""
 
 
-class ScaledLosses:
-    """What is known of the losses that were scaled in this process."""
+class ScaledLosses(threading.local):
+    """The losses that were scaled on the calling thread: another thread may train another model, without a scale."""
 
-    def __init__(self) -> None:
-        self.ever = False
-        """Whether any loss was scaled."""
-        self.by: list[Tensor] = []
-        """Scale of the losses scaled since the last backward pass; empty where there are none."""
+    by: Tensor | None = None
+    """Scale of the losses scaled since the last backward pass; None where there are none."""
 
 
 scaled = ScaledLosses()
 
 
+def note_scale(scale: Tensor | None) -> None:
+    """Note that the calling thread multiplied a loss by `scale`. None: the scaler has no scale."""
+    global _ever_scaled
+    _ever_scaled, scaled.by = True, scale
+
+
 def remember(loss: Any, raw: Any) -> None:
     """Remember that `loss` is `raw` scaled: when a backward pass begins at `loss`, the loss is `raw`."""
-    scaled.ever = True
     if isinstance(raw, torch.Tensor):
         setattr(loss, _RAW, (raw.detach(), loss._version))  # the version, as it may be divided in place
     elif isinstance(raw, list | tuple):
@@ -60,13 +66,13 @@ def is_scaled(root: torch.Tensor) -> bool:
 
 def is_scaled_pass(roots: Any) -> bool:
     """Whether a backward pass begins at a scaled loss, or at a loss computed from one."""
-    return bool(scaled.by) or is_scaled(roots)
+    return scaled.by is not None or is_scaled(roots)
 
 
 def plain_loss(root: Any) -> float | None:
     """Return the loss of a pass from `root`, if it is an unscaled number on the host; otherwise, and if it has several
     elements, None."""
-    if type(root) is not Tensor or not root.is_cpu or root.numel() != 1 or (scaled.ever and is_scaled_pass(root)):
+    if type(root) is not Tensor or not root.is_cpu or root.numel() != 1 or (_ever_scaled and is_scaled_pass(root)):
         return None
     loss = root.item()
     return loss if type(loss) is float else None
@@ -90,7 +96,7 @@ def loss_of(roots: Any, weights: Any) -> Scalar | None:
             total = value if total is None else sum_of(total, value)
         return total
     finally:
-        scaled.by.clear()
+        scaled.by = None
 
 
 def _is_scalar(root: torch.Tensor) -> bool:
@@ -111,9 +117,9 @@ def _undo_scale(root: torch.Tensor) -> Scalar:
     if raw is not None and root._version == version:
         return scalar(raw)
     # Scaled, then divided by the number of micro-batches or added up: the result does not have our attribute.
-    if not scaled.by:
+    if scaled.by is None:
         return scalar(root)
-    value, scale = on_one_device((scalar(root), scalar(scaled.by[0])))
+    value, scale = on_one_device((scalar(root), scalar(scaled.by)))
     return value / scale
 
 
@@ -218,7 +224,11 @@ class BackwardPatch:
             return None
         totals = accumulator.totals
         # The pass may follow passes of its step that were discarded, or be of another model.
-        if totals.backwards or not (totals.forwards or not accumulator.sees_forwards):
+        if (
+            totals.backwards
+            or not (totals.forwards or not accumulator.sees_forwards)
+            or get_ident() != accumulator.thread
+        ):
             return None
         return accumulator
 

@@ -75,8 +75,7 @@ def list_accumulators() -> list[StepAccumulator]:
 
 def note_scaled(scaler: GradScaler) -> None:
     """Record that the scaler scaled the loss of the backward pass to come, before anything was patched."""
-    losses.scaled.ever = True
-    losses.scaled.by[:] = [scaler._scale] if scaler._scale is not None else []
+    losses.note_scale(scaler._scale)
     _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(scaler))
 
 
@@ -141,7 +140,7 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
                 _listeners.swallow("scales of losses", "patches.scale", "losses are seen as they are scaled")
             else:
                 _listeners.recover("scales of losses")
-            losses.scaled.by[:] = [self._scale] if self._scale is not None else []
+            losses.note_scale(self._scale)
             _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(self))
         return scaled
 

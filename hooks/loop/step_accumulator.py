@@ -173,6 +173,8 @@ class StepAccumulator:
         """Whether the run is judged as reinforcement learning: copied into each step's totals."""
         self._with_loss: set[int] = set()
         self.thread, self.native = get_ident(), threading.get_native_id()
+        self._ran_on: dict[int, int] = {}
+        """Another thread -> the number of steps when it last ran the model."""
         self.loop_locator = LoopLocator()
         self.unseen = Unseen()
 
@@ -190,6 +192,16 @@ class StepAccumulator:
     def is_training_thread(self) -> bool:
         """Whether the calling thread is the training thread."""
         return get_ident() == self.thread
+
+    def record_run_elsewhere(self) -> None:
+        """Record that the calling thread, which is not the training thread, runs the model with gradients."""
+        self._ran_on[get_ident()] = self.steps
+
+    def may_train_here(self) -> bool:
+        """Whether backward passes of the calling thread may be of the model: it is the training thread, or ran the
+        model since the step before the last. A pool may have another thread for each step, or one for the optimizer."""
+        here = get_ident()
+        return here == self.thread or self.steps - self._ran_on.get(here, -2) < 2
 
     def take(self) -> StepTotals:
         """Close the totals of a step that is over, begin the next, and return them."""

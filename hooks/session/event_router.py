@@ -43,6 +43,9 @@ class EventRouter:
         """None where several optimizers share the passes: gradients that one clears, another may need."""
         self._may_be_ours = True
         """Whether the present pass may be this run's: the model ran since its last step, or is never seen to run."""
+        self._trains_here = False
+        """Whether a pass of the model was seen on the training thread: then a thread that did not run the model has
+        passes of other models only."""
         self._steps: list[tuple[StepAccumulator, int]] = []
         """The other runs of this process, with the number of their steps at the end of the last pass."""
 
@@ -54,11 +57,18 @@ class EventRouter:
     def model_ran(self) -> bool:
         return self.accumulator.totals.forwards > 0 and self.accumulator.is_training_thread()
 
+    def _is_elsewhere(self) -> bool:
+        return self._trains_here and not self.accumulator.may_train_here()
+
     def backward_begins(self, roots: object, *, weighted: bool) -> None:
+        if self._is_elsewhere():
+            return
         accumulator = self.accumulator
         accumulator.totals.weighted |= weighted
         accumulator.sees_forwards = accumulator.sees_forwards or accumulator.totals.forwards > 0
-        self._may_be_ours = not accumulator.sees_forwards or self.model_ran()
+        ran = self.model_ran()
+        self._trains_here |= ran
+        self._may_be_ours = not accumulator.sees_forwards or ran
         if self._pass_filter is not None:
             stepped = [other for other, steps in self._steps if other.steps > steps]
             first = not accumulator.totals.backwards
@@ -81,6 +91,8 @@ class EventRouter:
                     stream.probes.pass_begins(roots)
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
+        if self._is_elsewhere():
+            return
         self.accumulator.in_last_pass = self._pass_filter is None or self._pass_filter.end_pass()
         if not self.accumulator.in_last_pass and not self._may_be_ours:
             loss = None  # the loss of a model that is trained beside this one

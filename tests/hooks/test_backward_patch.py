@@ -75,10 +75,10 @@ def test_listeners_get_a_loss_that_is_weighted_or_scaled() -> None:
     accumulator.calm_to = 10.0
     assert run_pass(one * 2.0, accumulator, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
     losses.remember(scaled := one * 2.0 * 4.0, one * 2.0)
+    losses.note_scale(torch.tensor(4.0))
     assert run_pass(scaled, accumulator) == ["backward_ended"]
     assert accumulator.totals.backwards == 0
     assert run_pass(one * 2.0, accumulator) == []
-    losses.scaled.ever = False
 
 
 @pytest.mark.parametrize("calm_to", [10.0, -math.inf])

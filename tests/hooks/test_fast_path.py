@@ -349,6 +349,24 @@ def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     assert daemon.seqs() == list(range(11))
 
 
+def test_a_pass_of_another_model_on_another_thread_is_not_ours(daemon: FakeDaemon) -> None:
+    net, other, losses = model(), torch.nn.Linear(6, 1), []
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer):
+        for seq, batch in enumerate(batches(24)):
+            optimizer.zero_grad()
+            loss = loss_of(net, batch)
+            if seq:  # before the first pass here, a thread may run this model's passes
+                thread = threading.Thread(target=(other(batch).sum() * 0.0 - 1000.0).backward)
+                thread.start()
+                thread.join()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    daemon.ended()
+    assert daemon.series("loss") == dict(enumerate(losses))
+
+
 def test_between_full_steps_no_listener_is_called(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     loop = Loop(net := model(), adamw(net))
@@ -410,7 +428,7 @@ def train_with_event(happens: Any, *, late: bool = False) -> list[float]:
             losses.append(float(loss.detach()))
             optimizer.happens = functools.partial(happens, monitor) if seq == 6 else None
             optimizer.step()
-            scaled_losses.by.clear()  # from `scaled`, which has no backward pass
+            scaled_losses.by = None  # from `scaled`, which has no backward pass
     return losses
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from sentinel import wire
 from sentinel.errors import AttachError
 from sentinel.hooks.loop import batches
 from tests.hooks import loops
-from tests.hooks.conftest import FakeDaemon
+from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import fit, sgd
 from tests.hooks.sessions import list_sessions
 
@@ -420,6 +421,100 @@ def test_two_threads_that_train(daemon: FakeDaemon) -> None:
     for thread in threads:
         thread.join()
     assert losses_streamed(daemon, 2) == pytest.approx(sorted(losses))
+
+
+def test_a_loss_that_another_thread_scales_leaves_ours_as_it_is(daemon: FakeDaemon) -> None:
+    net, other, losses = loops.model(), nn.Linear(6, 1), []
+    optimizer, scaler = sgd(net), torch.amp.GradScaler("cpu", 65536.0)
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(6):
+            optimizer.zero_grad()
+            loss = loops.loss_of(net, batch)
+            run_on_a_thread(lambda other=other, batch=batch: scaler.scale(loops.loss_of(other, batch)))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    daemon.ended()
+    assert daemon.series("loss") == pytest.approx(dict(enumerate(losses)))
+
+
+class Waiting(torch.autograd.Function):
+    """Waits within its backward pass, once it said that it is there."""
+
+    entered, release = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Waiting.entered.set()
+        Waiting.release.wait(WAIT)
+        return gradient
+
+
+def test_a_pass_of_another_model_that_another_thread_runs_meanwhile_is_not_ours(daemon: FakeDaemon) -> None:
+    net, other, losses = loops.model(), nn.Linear(6, 1), []
+    optimizer = sgd(net)
+    beside = threading.Thread(
+        target=lambda: (Waiting.apply(other(torch.ones(2, 6)).sum()) + 1e6).backward()  # type: ignore[no-untyped-call]
+    )
+    with sentinel.attach(net, optimizer):
+        for seq, batch in enumerate(loops.batches(12)):
+            optimizer.zero_grad()
+            if seq == 8:
+                beside.start()
+                assert Waiting.entered.wait(WAIT)
+            loss = loops.loss_of(net, batch)
+            loss.backward()
+            if seq == 8:
+                Waiting.release.set()
+                beside.join()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    daemon.ended()
+    assert daemon.series("loss") == pytest.approx(dict(enumerate(losses)))
+
+
+@pytest.mark.parametrize(
+    ("moved", "steps"),
+    [
+        ({"backward"}, range(12)),
+        ({"forward", "backward"}, range(3, 12)),
+        ({"forward", "backward", "step"}, range(3, 12)),
+        ({"forward", "backward", "step"}, range(3, 12, 2)),
+    ],
+)
+def test_parts_of_a_step_on_a_thread_of_their_own_are_seen(moved: set[str], steps: range, daemon: FakeDaemon) -> None:
+    net, losses = loops.model(), []
+    optimizer, data = sgd(net), loops.batches(12)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parts: dict[str, Callable[[], object]] = {
+        "forward": lambda: losses.append(loops.loss_of(net, next(data))),
+        "backward": lambda: losses[-1].backward(),
+        "step": step,
+    }
+    with sentinel.attach(net, optimizer):
+        for seq in range(12):
+            with ThreadPoolExecutor(1) as pool:
+                for name, part in parts.items():
+                    if name in moved and seq in steps:
+                        pool.submit(part).result()
+                    else:
+                        part()
+    daemon.ended()
+    assert daemon.series("loss") == pytest.approx({seq: loss.item() for seq, loss in enumerate(losses)})
+
+
+def run_on_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 def test_a_gradient_that_holds_other_tensors_is_left_out(daemon: FakeDaemon) -> None:
