@@ -174,6 +174,10 @@ class Entry(msgspec.Struct, kw_only=True):
             return False
         return self.sent > 0
 
+    def _is_louder(self, case: Case) -> bool:
+        """Whether a case that came while a message was on its way is more severe than what was in that."""
+        return case.state == "firing" and case.id not in self.told and case.id not in self.quiet
+
     def _is_news(self, case: Case) -> bool:
         """Whether a change of this case is worth a message. A consequence's is if the message edits the former one, so
         that no second notification results, or if the whole problem has ended."""
@@ -228,6 +232,7 @@ class Entry(msgspec.Struct, kw_only=True):
         """Note the delivery of these cases, in their state when the attempt began."""
         self.sending = []
         for case in cases:
+            self.told.pop(case.id, None)  # so that those that go on are the last to be forgotten
             self.told[case.id] = digest(case)
             known = self.cases.get(case.id)
             ended = known is not None and known.state != "firing" and digest(known) == self.told[case.id]
@@ -235,9 +240,12 @@ class Entry(msgspec.Struct, kw_only=True):
                 del self.cases[case.id]
         while len(self.told) > TOLD:
             del self.told[next(iter(self.told))]
-        self.sent, self.trouble, self.reference, self.escalated = now, "", reference, False
+        self.sent, self.trouble, self.reference = now, "", reference
         self.rest(now, grouping)
-        if any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case)):
+        self.escalated = bool(self.problem_id) and any(self._is_louder(case) for case in self.list_news())
+        if self.escalated:
+            self._change(now, now + grouping.wait)
+        elif any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case)):
             self._change(now, now + grouping.interval)
         for identity in [one for one in self.ends if one in self.told or not self.pending]:
             self.put(self.ends.pop(identity), now, grouping)

@@ -137,6 +137,40 @@ def test_a_consequence_that_is_soon_over_and_no_news_ends_with_its_problem(sendi
     assert [(one.id, one.state) for one in told(made, NOW + 105)] == [("0.1", "resolved"), ("0.2", "resolved")]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["the first message", "an update"])
+def test_a_more_severe_case_that_comes_while_a_message_is_on_its_way_is_told_after_the_wait(first: bool) -> None:
+    """It waited for the interval, as an edit that notifies no one."""
+    made = Entry(receiver="ops", alert="Mild", problem_id="0.1")
+    mild, also, severe = (
+        msgspec.structs.replace(case(id_, severity=severity), problem_id="0.1")
+        for id_, severity in (("0.1", "warning"), ("0.2", "warning"), ("0.3", "critical"))
+    )
+    made.put(mild, NOW, GROUPING)
+    if not first:
+        told(made, NOW + 5)
+        made.put(also, NOW + 6, GROUPING)
+    sent, under_way = made.due, made.list_news()
+    made.put(severe, sent + 1, GROUPING)
+    made.record_delivery(under_way, sent + 2, GROUPING)
+    assert (made.due, made.escalated) == (sent + 7, True)
+    assert "0.3" in [one.id for one in told(made, made.due)]
+    assert (made.pending, made.escalated) == (False, False)
+
+
+def test_a_case_that_goes_on_while_many_come_and_go_is_not_told_as_new_again() -> None:
+    made = Entry(receiver="ops", alert="Hang", problem_id="0.0")
+    now = NOW
+    for number in range(entries.TOLD + 10):
+        fired = msgspec.structs.replace(case(f"0.{number}", severity="warning" if number else "critical"))
+        made.put(msgspec.structs.replace(fired, problem_id="0.0"), now, GROUPING)
+        told(made, now := made.due)
+        assert (made.pending, made.escalated) == (False, False)
+        if number:
+            over = msgspec.structs.replace(case(f"0.{number}", "resolved", severity="warning"), problem_id="0.0")
+            made.put(over, now, GROUPING)
+            told(made, now := made.due)
+
+
 def test_after_ten_minutes_without_an_answer_only_the_present_state_is_told() -> None:
     fired, over = fired_and_over()
     made = entry(fired)
