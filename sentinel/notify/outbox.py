@@ -61,7 +61,7 @@ class Outbox:
                     return []
                 return _read(database.execute("SELECT body FROM outbox").fetchall())
         except sqlite3.Error as error:
-            self._fault(error)
+            self.report_fault(error)
             return []
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -86,7 +86,7 @@ class Outbox:
             self._unwritten.clear()
             self.trouble = ""
         except sqlite3.Error as error:
-            self._fault(error)
+            self.report_fault(error)
             self._back_out()
 
     def _back_out(self) -> None:
@@ -129,11 +129,8 @@ class Outbox:
             self._database, self._file = database, _identity(self._path, self._file)
         return self._database
 
-    def report_unanswered(self) -> None:
-        """Report that a write takes too long."""
-        self._fault("the disk does not answer")
-
-    def _fault(self, why: object) -> None:
+    def report_fault(self, why: object) -> None:
+        """Report why the outbox is not written, until it is."""
         if not self.trouble:
             log.error("the outbox is not written: %s", why)
         self.trouble = f"notifications are not written ({why}): a restart may lose or repeat them"

@@ -170,7 +170,7 @@ class Pipeline:
     async def _write(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WRITE_AGAIN if self._outbox.waits else None):
+                async with asyncio.timeout(_WRITE_AGAIN):
                     await self._wake_sender.wait()
             await self._save()
 
@@ -181,20 +181,24 @@ class Pipeline:
         save.add_done_callback(self._saves.discard)
         await asyncio.wait([save], timeout=_KEPT_SECONDS)
         if not save.done():
-            self._outbox.report_unanswered()
+            self._outbox.report_fault("the disk does not answer")
 
     async def _save(self) -> None:
         async with self._writing:
             self._wake_sender.clear()
             for entry in [entry for queue in self.queues for entry in queue.remove_over()]:
                 self._dirty[entry.receiver, entry.key] = entry
-            rows = [row(entry, self._clock()) for entry in self._dirty.values()]
-            self._dirty.clear()
-            if not rows and not self._outbox.waits:
+            entries, self._dirty = self._dirty, {}
+            if not entries and not self._outbox.waits:
                 return
+            rows = [row(entry, self._clock()) for entry in entries.values()]
             written = asyncio.ensure_future(asyncio.to_thread(self._outbox.write, rows))
             try:
-                await asyncio.shield(written)
+                await asyncio.wait([written])
             except asyncio.CancelledError:
-                await written  # the thread goes on, and the file must not be closed under it
+                await asyncio.wait([written])  # the thread goes on, and the file must not be closed under it
                 raise
+            finally:
+                if (error := written.exception()) is not None:  # no thread could be started
+                    self._dirty = entries | self._dirty
+                    self._outbox.report_fault(error)

@@ -297,6 +297,34 @@ def test_receivers_are_told_though_the_disk_does_not_answer(tmp_path: Path, monk
     assert not kept.pending
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["the run goes on", "the daemon ends"])
+def test_what_no_thread_could_write_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """The writer's task ended, and the rows were forgotten: a killed daemon had lost the alert."""
+    monkeypatch.setattr(pipelines, "_WRITE_AGAIN", 0.02)
+    outbox = Outbox(tmp_path / "r1.sqlite")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        made = pipeline(outbox, SLOW, ops=Fake())
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            made.put(case())
+            await until(lambda: "can't start new thread" in made.trouble)
+        if ends:
+            await made.close()
+        else:
+            await until(lambda: made.trouble == "")
+        assert [entry.alert for entry in Outbox(tmp_path / "r1.sqlite").entries()] == ["LossSpike"]
+        if not ends:
+            await made.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_rows_that_cannot_be_read_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "r1.sqlite"
     box = Outbox(path)
