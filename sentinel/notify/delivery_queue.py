@@ -68,23 +68,30 @@ class DeliveryQueue:
                 present.add_former(entry)
         self._wake.set()
 
-    def put(self, case: Case, run_id: str, *, moved: bool = False) -> Entry | None:
-        mine = (entry for entry in self.entries.values() if entry.run_id == run_id)
-        known = next((entry for entry in mine if entry.knows(case)), None)
+    def put(self, case: Case, run_id: str, *, moved: bool = False) -> list[Entry]:
+        """Take the case as it is now, and return the entries that changed. Where it was sent as another problem's, it
+        ends there."""
+        knowing = [entry for entry in self.entries.values() if entry.run_id == run_id and entry.knows(case)]
+        known = max(
+            knowing, key=lambda entry: (entry.problem_id == case.problem_id, entry.fires(case.id)), default=None
+        )
         if not self._route.wants(case) and (known is None or case.id not in known.told):
-            return None
-        moves = known is not None and known.problem_id not in ("", case.problem_id)
-        if known is not None and moves and case.state == "firing":  # else its end goes where it was sent before
-            known.drop(case.id)
-            known = None
+            return []
+        former = list[Entry]()
+        if case.state == "firing":  # else its end goes where it was sent before
+            former = [entry for entry in knowing if entry.problem_id not in ("", case.problem_id)]
+            known = None if known in former else known
         entry = known or self._entry_of(case, run_id)
         if entry.finished and case.state == "firing":  # kept for ends that come again alone: what it fired is over
             del self.entries[entry.key]
             entry = self._entry_of(case, run_id)
         entry.edits = self._route.edits
-        (entry.move if moved else entry.put)(case, self._clock(), self._grouping)
+        now = self._clock()
+        (entry.move if moved else entry.put)(case, now, self._grouping)
+        for other in former:
+            other.separate(case, now, self._grouping)
         self._wake.set()
-        return entry
+        return [entry, *former]
 
     def _entry_of(self, case: Case, run_id: str) -> Entry:
         blank = Entry(receiver=self.name, alert=case.alert, problem_id=case.problem_id, run_id=run_id)

@@ -97,6 +97,10 @@ class Entry(msgspec.Struct, kw_only=True):
         """Whether any of its cases fires."""
         return any(case.state == "firing" for case in self.cases.values())
 
+    def fires(self, identity: str) -> bool:
+        """Whether a case fires, as far as the receiver knows or is to know."""
+        return identity in self.cases and self.cases[identity].state == "firing"
+
     def may_be_told(self, identity: str) -> bool:
         """Whether the receiver got a case, or it is being sent."""
         return identity in self.told or identity in self.sending
@@ -166,7 +170,8 @@ class Entry(msgspec.Struct, kw_only=True):
     def _weigh(self, case: Case) -> bool:
         """Return whether a receiver that knows the problem must get this new case as something new: what it knows is
         less severe, or silenced by now. A case that is at most as severe is noted as quiet."""
-        told = [known.level for known in self.cases.values() if known.id not in self.quiet and not known.silenced]
+        own = [known for known in self.cases.values() if known.problem_id == self.problem_id]
+        told = [known.level for known in own if known.id not in self.quiet and not known.silenced]
         if not self.problem_id or not self.cases:
             return False
         if told and max(told) >= case.level:
@@ -175,13 +180,16 @@ class Entry(msgspec.Struct, kw_only=True):
         return self.sent > 0
 
     def _is_louder(self, case: Case) -> bool:
-        """Whether a case that came while a message was on its way is more severe than what was in that."""
+        """Whether a case that was not sent yet is more severe than what was."""
         return case.state == "firing" and case.id not in self.told and case.id not in self.quiet
 
     def _is_news(self, case: Case) -> bool:
         """Whether a change of this case is worth a message. A consequence's is if the message edits the former one, so
         that no second notification results, or if the whole problem has ended."""
         return self.edits or not self.firing or (case.state == "firing" and case.id not in self.quiet)
+
+    def _has_news(self) -> bool:
+        return any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case))
 
     def move(self, case: Case, now: float, grouping: Grouping) -> None:
         """Take the case as it is now; from now on the receiver gets it from elsewhere. It is dropped if nothing of it
@@ -191,16 +199,20 @@ class Entry(msgspec.Struct, kw_only=True):
             return
         self._drop_untold(case.id, now, grouping)
 
-    def _drop_untold(self, identity: str, now: float, grouping: Grouping) -> None:
-        self.drop(identity)
-        if not self.cases:
-            self.rest(now, grouping)
+    def separate(self, case: Case, now: float, grouping: Grouping) -> None:
+        """End a case here that turned out to belong to another problem: what was sent of it must end."""
+        if self.fires(case.id):
+            known = self.cases[case.id]
+            done = (*known.done, f"over here: it belongs to problem {case.problem_id}")
+            over = {"state": "resolved", "problem_id": case.problem_id, "resolved_time": now, "done": done}
+            self.move(msgspec.structs.replace(known, **over), now, grouping)
 
-    def drop(self, identity: str) -> None:
-        """Forget a case, which belongs elsewhere."""
+    def _drop_untold(self, identity: str, now: float, grouping: Grouping) -> None:
         self.cases.pop(identity, None)
         self.ends.pop(identity, None)
-        self.told.pop(identity, None)
+        self.escalated = self.escalated and any(self._is_louder(case) for case in self.list_news())
+        if self.pending and not self._has_news():
+            self.rest(now, grouping)
 
     def list_news(self) -> list[Case]:
         """Return the cases to send now. Empty: all that remain are firing and silenced."""
@@ -245,7 +257,7 @@ class Entry(msgspec.Struct, kw_only=True):
         self.escalated = bool(self.problem_id) and any(self._is_louder(case) for case in self.list_news())
         if self.escalated:
             self._change(now, now + grouping.wait)
-        elif any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case)):
+        elif self._has_news():
             self._change(now, now + grouping.interval)
         for identity in [one for one in self.ends if one in self.told or not self.pending]:
             self.put(self.ends.pop(identity), now, grouping)

@@ -96,7 +96,7 @@ class Pipeline:
         """Send the case as it is now to the receivers that do not have it yet. `run_id`: the run id in the messages, if
         not the run's; for receivers another id means another group. `moved`: it is sent elsewhere from now on."""
         for queue in self.queues:
-            if (entry := queue.put(case, run_id, moved=moved)) is not None:
+            for entry in queue.put(case, run_id, moved=moved):
                 self._dirty[entry.receiver, entry.key] = entry
                 self._wake_sender.set()
 

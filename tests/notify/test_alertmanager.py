@@ -20,7 +20,7 @@ import yaml
 from sentinel.config import settings as config
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Message
-from sentinel.notify.receivers.alertmanager import Alertmanager
+from sentinel.notify.receivers.alertmanager import Alertmanager, alerts
 from sentinel.notify.receivers.webhook import payload
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.notify import hostile
@@ -186,3 +186,12 @@ def test_what_follows_from_a_known_problem_is_inhibited_as_we_ship_it(tmp_path: 
         assert asyncio.run(told(address, message(first, over, joins))).fault is None
         for state, names in (("--inhibited", {"ExplodingGradient"}), ("--active", {"GradientSpike", "LossSpike"})):
             assert {one["labels"]["alertname"] for one in json.loads(amtool(address, state))} == names
+
+
+def test_a_consequence_that_became_a_problem_of_its_own_ends_and_inhibits_no_more() -> None:
+    opener, moved = case("0.1", severity="warning", alert="GradientSpike"), case("0.2", "resolved")
+    opener.problem_id, moved.problem_id = "0.1", "0.2"
+    message = Message(run="train", run_id="r1", alert="GradientSpike", problem_id="0.1", cases=(opener, moved))
+    now = moved.time + 100
+    ends = {one["labels"]["alertname"]: moment(one["endsAt"]).timestamp() > now for one in alerts(message, now)}
+    assert ends == {"GradientSpike": True, "LossSpike": False}

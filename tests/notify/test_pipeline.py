@@ -20,6 +20,7 @@ from sentinel.notify import pipeline as pipelines
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers.webhook import payload
 from tests.notify.cases import case
 
 UNSOUND = "its code returned something other than a Delivery"
@@ -52,10 +53,16 @@ class Hanging(Fake):
 
 
 def pipeline(
-    outbox: Outbox, grouping: Grouping = AT_ONCE, timeout: float = 30.0, severities: Any = SEVERITIES, **fakes: Fake
+    outbox: Outbox,
+    grouping: Grouping = AT_ONCE,
+    timeout: float = 30.0,
+    severities: Any = SEVERITIES,
+    *,
+    edits: bool = False,
+    **fakes: Fake,
 ) -> Pipeline:
     routes = [
-        Route(name, fake, lambda case: case.severity in severities, timeout, grouping, Limiter())
+        Route(name, fake, lambda case: case.severity in severities, timeout, grouping, Limiter(), edits)
         for name, fake in fakes.items()
     ]
     made = Pipeline("train", "r1", routes, outbox=outbox)
@@ -471,6 +478,99 @@ def test_what_is_of_another_problem_at_its_end_ends_where_it_was_told() -> None:
         made.put(over)
         await until(lambda: len(fake.got) == 2)
         assert [(message.group, message.firing) for message in fake.got] == [("r1/0.1", True), ("r1/0.1", False)]
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def one_problem() -> tuple[Case, Case, Case]:
+    """Return the parent of a problem, its consequence, and that consequence as a problem of its own."""
+    parent, consequence = (msgspec.structs.replace(case(id_), problem_id="0.1") for id_ in ("0.1", "0.2"))
+    consequence.alert, consequence.parent = "NonFiniteLoss", "0.1"
+    return parent, consequence, msgspec.structs.replace(consequence, problem_id="0.2", parent="")
+
+
+def list_open(messages: list[Message]) -> tuple[set[str], set[str]]:
+    """Return the keys of a pager's open incidents, and the fingerprints of a webhook's open alerts."""
+    keys, alerts = dict[str, bool](), dict[str, str]()
+    for message in messages:
+        keys[message.group] = message.firing
+        alerts |= {alert["fingerprint"]: alert["status"] for alert in payload(message, "ops")["alerts"]}
+    return {key for key, fires in keys.items() if fires}, {one for one, state in alerts.items() if state == "firing"}
+
+
+@pytest.mark.parametrize("when", ["while it is sent", "after it was sent", "after a restart"])
+def test_a_consequence_that_becomes_a_problem_of_its_own_leaves_nothing_open(tmp_path: Path, when: str) -> None:
+    async def scenario() -> None:
+        parent, consequence, separate = one_problem()
+        is_sent = asyncio.Event()
+
+        class Slow(Fake):
+            async def deliver(self, message: Message) -> Delivery:
+                await super().deliver(message)
+                await is_sent.wait()
+                return DELIVERED
+
+        fake = Slow()
+        made = pipeline(Outbox(tmp_path / "r1.sqlite"), edits=True, ops=fake)
+        made.put(parent)
+        made.put(consequence)
+        await fake.arrived.wait()
+        if when == "while it is sent":
+            made.put(separate)
+        is_sent.set()
+        await until(lambda: not made.pending)
+        if when == "after it was sent":
+            made.put(separate)
+            await until(lambda: not made.pending)
+        await made.close()
+        made = pipeline(Outbox(tmp_path / "r1.sqlite"), edits=True, ops=fake)
+        made.put(separate)
+        await until(lambda: not made.pending)
+        assert list_open(fake.got)[0] == {"r1/0.1", "r1/0.2"}
+        assert len(list_open(fake.got)[1]) == 2
+        for one in (separate, parent):
+            made.put(msgspec.structs.replace(one, state="resolved", resolved_time=pipelines.steady()))
+            await until(lambda: not made.pending)
+            assert f"r1/{one.problem_id}" not in list_open(fake.got)[0]
+        assert list_open(fake.got) == (set(), set())
+        assert [len(entry.cases) for entry in made.entries] == [0, 0]
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_consequence_that_becomes_a_problem_of_its_own_before_it_is_sent_is_no_news_about_the_former_one() -> None:
+    """The receiver got the former problem once more, as if a more severe case had come."""
+
+    async def scenario() -> None:
+        parent, consequence, separate = one_problem()
+        parent.severity = "warning"
+        fake = Fake()
+        made = pipeline(Outbox(None), SLOW, edits=True, ops=fake)
+        made.put(parent)
+        made.hurry()
+        await until(lambda: len(fake.got) == 1 and not made.pending)
+        made.put(consequence)
+        made.put(separate)
+        made.hurry()
+        await until(lambda: not made.pending)
+        assert [(message.group, message.escalated) for message in fake.got] == [("r1/0.1", False), ("r1/0.2", False)]
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_more_severe_case_is_told_though_one_that_became_another_problem_was_as_severe() -> None:
+    async def scenario() -> None:
+        parent, consequence, separate = one_problem()
+        parent.severity = "warning"
+        fake = Fake()
+        made = pipeline(Outbox(None), ops=fake)
+        for one in (parent, consequence, separate, msgspec.structs.replace(consequence, id="0.3", alert="Divergence")):
+            made.put(one)
+            await until(lambda: not made.pending)
+        assert [message.group for message in fake.got if message.escalated] == ["r1/0.1", "r1/0.1"]
         await made.close()
 
     asyncio.run(scenario())

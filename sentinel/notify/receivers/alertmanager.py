@@ -32,12 +32,14 @@ class Alertmanager(Webhook):
 def alerts(message: Message, now: float) -> list[dict[str, Any]]:
     """Return one alert per alert name, consequences apart: its cases have the same labels, which identify it."""
     newest = {(case.alert, case.id in message.quiet): case for case in message.cases}
-    inhibits = max((case.level for (_, quiet), case in newest.items() if not quiet), default=0)
+    moved = {case.id for case in message.cases if case.problem_id not in ("", message.problem_id)}
+    inhibits = max((one.level for (_, quiet), one in newest.items() if not quiet and one.id not in moved), default=0)
     found = []
     for (_, quiet), case in newest.items():
         body = alert(case, message)
         # The alert that inhibits the consequences lasts as long as they do.
-        fires = case.state == "firing" or (message.firing and not quiet and case.level == inhibits)
+        lasts = message.firing and not quiet and case.id not in moved and case.level == inhibits
+        fires = case.state == "firing" or lasts
         # An end before the beginning is refused, and clocks may be set back.
         end = now + AHEAD_SECONDS if fires else max(min(case.resolved_time or now, now), case.time)
         kept = {name: body[name] for name in ("labels", "annotations", "startsAt", "generatorURL")}
