@@ -10,7 +10,7 @@ callable that gets the `sentinel.config.settings.ReceiverSettings` of a settings
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -52,6 +52,16 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 UNKNOWN_ORIGIN = Origin()
 
 
+class Outgrown(NamedTuple):
+    """What a case was until it became more severe."""
+
+    severity: str
+    quiet: bool
+    """Whether it was in `Message.quiet`."""
+    time: float
+    """When it became more severe, in unix seconds."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What a receiver gets about one group: one problem of a run, or a rule that is never part of a problem."""
 
@@ -66,8 +76,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     first."""
     quiet: frozenset[str] = frozenset()
     """Ids of consequences that came after the receiver got the problem, with a case at least as severe."""
+    outgrown: Mapping[str, Outgrown] = {}
+    """Id -> what a case was that has become more severe since the receiver got it."""
     escalated: bool = False
-    """Whether a more severe case has come since the receiver got the problem."""
+    """Whether a more severe case has come, or a case has become more severe, since the receiver got the problem."""
     reference: str = ""
     """The receiver's own id of its last message about this group; empty: it has none that is still about the group."""
     repeated: bool = False

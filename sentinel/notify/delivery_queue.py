@@ -75,7 +75,7 @@ class DeliveryQueue:
         known = max(
             knowing, key=lambda entry: (entry.problem_id == case.problem_id, entry.fires(case.id)), default=None
         )
-        if not self._route.wants(case) and (known is None or case.id not in known.told):
+        if known is None and not self._route.wants(case):
             return []
         former = list[Entry]()
         if case.state == "firing":  # else its end goes where it was sent before
@@ -189,6 +189,7 @@ class DeliveryQueue:
             problem_id=entry.problem_id,
             cases=tuple(cases),
             quiet=frozenset(entry.quiet),
+            outgrown=dict(entry.outgrown),
             escalated=entry.escalated,
             reference=entry.reference,
             repeated=entry.repeats(),

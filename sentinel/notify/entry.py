@@ -15,7 +15,7 @@ import msgspec
 
 from sentinel.config.settings import Grouping
 from sentinel.diagnose.case import Case
-from sentinel.notify import Delivery
+from sentinel.notify import Delivery, Outgrown
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 300.0
@@ -56,6 +56,8 @@ class Entry(msgspec.Struct, kw_only=True):
     would never show a job that hung and was ended within seconds."""
     quiet: list[str] = []
     """Ids of consequences that came when the receiver had, or was to get, a case of the problem at least as severe."""
+    outgrown: dict[str, Outgrown] = {}
+    """See `Message`."""
     edits: bool = True
     """See `Route`."""
     escalated: bool = False
@@ -136,7 +138,15 @@ class Entry(msgspec.Struct, kw_only=True):
         if case.silenced and not fires and case.id in self.cases and not self.may_be_told(case.id):
             self._drop_untold(case.id, now, grouping)
             return
-        escalates = case.id not in self.cases and case.id not in self.told and self._weigh(case)
+        known = self.cases.get(case.id)
+        if known is not None and known.level > case.level:  # a new coordinator may lack the node's case that was worse
+            case = msgspec.structs.replace(case, severity=known.severity)
+        rises = known is not None and known.level < case.level
+        is_new = known is None and case.id not in self.told
+        was_quiet = case.id in self.quiet
+        escalates = (is_new or (rises and fires)) and self._weigh(case)
+        if known is not None and rises and self.may_be_told(case.id):
+            self.outgrown[case.id] = Outgrown(known.severity, was_quiet, now)
         muted = bool(case.silenced) and fires and case.id in self.told
         if muted or self.told.get(case.id) == digest(case):
             if fires or not self.problem_id:
@@ -168,20 +178,23 @@ class Entry(msgspec.Struct, kw_only=True):
         return case.resolved_time - case.time <= UNHEARD_SECONDS and abs(now - case.time) <= HANDED_OVER_SECONDS
 
     def _weigh(self, case: Case) -> bool:
-        """Return whether a receiver that knows the problem must get this new case as something new: what it knows is
-        less severe, or silenced by now. A case that is at most as severe is noted as quiet."""
+        """Return whether a receiver that knows the problem must get this case, which is new or more severe than before,
+        as something new: what it knows is less severe, or silenced by now. Another new case is noted as quiet."""
         own = [known for known in self.cases.values() if known.problem_id == self.problem_id]
         told = [known.level for known in own if known.id not in self.quiet and not known.silenced]
-        if not self.problem_id or not self.cases:
+        rises = case.id in self.cases
+        if not rises and not (self.problem_id and self.cases):
             return False
         if told and max(told) >= case.level:
-            self.quiet = [*self.quiet, case.id][-TOLD:]
+            self.quiet = self.quiet if rises else [*self.quiet, case.id][-TOLD:]
             return False
+        self.quiet = [identity for identity in self.quiet if identity != case.id]
         return self.sent > 0
 
-    def _is_louder(self, case: Case) -> bool:
-        """Whether a case that was not sent yet is more severe than what was."""
-        return case.state == "firing" and case.id not in self.told and case.id not in self.quiet
+    def _is_louder(self, case: Case, level: int) -> bool:
+        """Whether a case is more severe than what was sent; `level`: the most severe of that."""
+        is_new = bool(self.problem_id) and case.id not in self.told
+        return case.state == "firing" and case.id not in self.quiet and (is_new or case.level > level)
 
     def _is_news(self, case: Case) -> bool:
         """Whether a change of this case is worth a message. A consequence's is if the message edits the former one, so
@@ -210,8 +223,8 @@ class Entry(msgspec.Struct, kw_only=True):
     def _drop_untold(self, identity: str, now: float, grouping: Grouping) -> None:
         self.cases.pop(identity, None)
         self.ends.pop(identity, None)
-        self.escalated = self.escalated and any(self._is_louder(case) for case in self.list_news())
         if self.pending and not self._has_news():
+            self.escalated = False
             self.rest(now, grouping)
 
     def list_news(self) -> list[Case]:
@@ -254,7 +267,9 @@ class Entry(msgspec.Struct, kw_only=True):
             del self.told[next(iter(self.told))]
         self.sent, self.trouble, self.reference = now, "", reference
         self.rest(now, grouping)
-        self.escalated = bool(self.problem_id) and any(self._is_louder(case) for case in self.list_news())
+        self.outgrown = {identity: one for identity, one in self.outgrown.items() if identity in self.cases}
+        level = max((case.level for case in cases), default=0)
+        self.escalated = any(self._is_louder(case, level) for case in self.list_news())
         if self.escalated:
             self._change(now, now + grouping.wait)
         elif self._has_news():
@@ -296,6 +311,7 @@ class Entry(msgspec.Struct, kw_only=True):
         self.told = former.told | self.told
         self.sending = [*former.sending, *self.sending]
         self.quiet = [*former.quiet, *self.quiet][-TOLD:]
+        self.outgrown = former.outgrown | self.outgrown
         self.escalated = self.escalated or former.escalated
         self.due = min(self.due, former.due)
         self.since = min(self.since or math.inf, former.since or math.inf) if self.pending or former.pending else 0.0
@@ -308,8 +324,10 @@ class Entry(msgspec.Struct, kw_only=True):
 
 
 def digest(case: Case) -> str:
-    """Return a hash that is equal for cases that say the same to people: by state, members, actions and parent."""
-    said: tuple[object, ...] = (case.state, sorted((m.scope, m.name) for m in case.members), case.done)
+    """Return a hash that is equal for cases that say the same to people: by state, severity, members, actions and
+    parent."""
+    members = sorted((member.scope, member.name) for member in case.members)
+    said: tuple[object, ...] = (case.state, case.severity, members, case.done)
     said += (case.parent,) if case.parent else ()
     return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=8).hexdigest()
 

@@ -132,3 +132,16 @@ def test_an_alert_that_always_fires_somewhere_takes_bounded_memory() -> None:
     (told,) = incidents.take_changes()
     assert (told.state, told.first_step, len(told.done)) == ("firing", 10, DONE)
     assert told.done[-1] == "stacks 999"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["the page is known first", "the case is known first"])
+def test_a_page_keeps_its_severity_though_the_case_that_was_so_severe_is_not_handed_in_again(known: bool) -> None:
+    """Another severity is another alert for a webhook, and the first one would never end."""
+    one = msgspec.structs.replace(make_case(1, "LossSpike", 100), severity="warning")
+    page = msgspec.structs.replace(one, id="n0-0.1", severity="critical")
+    incidents = JobIncidents([] if known else [Page(page, (0, 1))])
+    incidents.add(0, NodeCase(number=1, case=one))
+    if known:
+        incidents.add_page(page)
+    (told,) = incidents.take_changes()
+    assert (told.id, told.severity) == ("n0-0.1", "critical")

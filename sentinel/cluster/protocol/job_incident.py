@@ -48,6 +48,8 @@ class JobIncident:
         """Whether the ranks were asked for the cause, and whether people wait for their answer."""
         self.known = False
         """Whether people may know it by its id."""
+        self.severity = ""
+        """Severity in which people know it from an earlier coordinator."""
         self.joined = self.joined_problem = ""
         """Ids of the incident of another node of which it is a consequence, and of that incident's problem."""
 
@@ -102,7 +104,7 @@ class JobIncident:
         return msgspec.structs.replace(
             best,
             id=self.id,
-            severity=max((case.severity for case in every), key=_urgency),
+            severity=max((self.severity, *(case.severity for case in every)), key=_urgency),
             state="firing" if firing else "rolled_back" if undone else "resolved",
             first_step=every[0].first_step,
             first_seq=min(case.first_seq for case in every),
@@ -155,7 +157,8 @@ class JobIncidents:
                 self._changed[incident.id] = None
             else:
                 self._rename(incident, given.incident)
-        if self._pages.pop(incident.id, None) is not None:
+        if (page := self._pages.pop(incident.id, None)) is not None:
+            incident.severity = page.case.severity
             incident.told = incident.asked = incident.known = True
             self._changed[incident.id] = None
         fired, known = incident.firing, incident.cases.get((node, case.id))
@@ -192,6 +195,7 @@ class JobIncidents:
         """Take an incident that a former coordinator told people of, but not of its end."""
         if (incident := self._incidents.get(case.id)) is not None:
             incident.told = incident.known = True
+            incident.severity = max(incident.severity, case.severity, key=_urgency)
             self._changed[case.id] = None
         else:
             self._pages.setdefault(case.id, Page(msgspec.structs.replace(case, state="firing"), ()))

@@ -14,11 +14,13 @@ from typing import Any
 from sentinel.config import settings as config
 from sentinel.config.settings import Duration, Grouping
 from sentinel.notify import Delivery, Message
-from sentinel.notify.receivers.webhook import Webhook, alert, moment
+from sentinel.notify.receivers.webhook import Webhook, alert, end_outgrown, moment
 
 RESENT_SECONDS = 60.0
 AHEAD_SECONDS = 4 * RESENT_SECONDS
 PATH = "/api/v2/alerts"
+_KEPT = ("labels", "annotations", "startsAt", "endsAt", "generatorURL")
+"""What the API takes of an alert in the webhook's form."""
 
 
 class Alertmanager(Webhook):
@@ -42,9 +44,9 @@ def alerts(message: Message, now: float) -> list[dict[str, Any]]:
         fires = case.state == "firing" or lasts
         # An end before the beginning is refused, and clocks may be set back.
         end = now + AHEAD_SECONDS if fires else max(min(case.resolved_time or now, now), case.time)
-        kept = {name: body[name] for name in ("labels", "annotations", "startsAt", "generatorURL")}
-        found.append({**kept, "endsAt": moment(end)})
-    return found
+        found.append(body | {"endsAt": moment(end)})
+    found += end_outgrown(message, found)
+    return [{name: body[name] for name in _KEPT} for body in found]
 
 
 KIND = config.ReceiverKind(

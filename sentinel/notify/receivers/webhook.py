@@ -9,8 +9,11 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from sentinel.config import settings as config
 from sentinel.diagnose.case import Case
@@ -51,6 +54,7 @@ class Webhook:
 def payload(message: Message, receiver: str) -> dict[str, Any]:
     """Return the body of a message."""
     alerts = [alert(case, message) for case in message.cases]
+    alerts = [*end_outgrown(message, alerts), *alerts]
     for label, text in wording.notes(message):
         alerts[-1]["annotations"][label] = drop_controls(text)
     known_by = {"problem": message.problem_id} if message.problem_id else {"alertname": drop_controls(message.alert)}
@@ -85,6 +89,19 @@ def alert(case: Case, message: Message) -> dict[str, Any]:
         "generatorURL": message.origin.link,
         "fingerprint": fingerprint(labels),
     }
+
+
+def end_outgrown(message: Message, alerts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the ends of the alerts as which cases were sent before they became more severe: another severity is
+    another label, and so another alert. `alerts`: those of the message, which go on."""
+    found = []
+    for case in message.cases:
+        if (was := message.outgrown.get(case.id)) is not None:
+            ended = {"severity": was.severity, "state": "resolved", "resolved_time": max(was.time, case.time)}
+            quiet = message.quiet | {case.id} if was.quiet else message.quiet - {case.id}
+            former = msgspec.structs.replace(message, quiet=quiet)
+            found.append(alert(msgspec.structs.replace(case, **ended), former))
+    return [one for one in found if one["labels"] not in [going_on["labels"] for going_on in alerts]]
 
 
 def _annotations(case: Case, message: Message) -> dict[str, str]:
