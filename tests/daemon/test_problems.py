@@ -255,7 +255,8 @@ def test_a_card_that_dies_with_its_rank_is_one_page_and_the_cause_of_both(tmp_pa
     for receiver in (run.bot, run.hook, run.pager):
         assert len(pages(receiver.got)) == 1
     diagnosis = run.case("RankLost").diagnosis
-    assert diagnosis.cause == "as of GpuFault (0.2): GPU 0: XID 79, the GPU has fallen off the bus"
+    fault = "GPU 0: XID 79, the GPU has fallen off the bus, and it is lost: so says the driver"
+    assert diagnosis.cause == f"as of GpuFault (0.2): {fault}"
     assert diagnosis.confidence == "medium"
 
 

@@ -58,8 +58,8 @@ def test_an_xid_is_named_with_gpu_rank_and_node() -> None:
         ({"new_ecc_errors": 0.0, "nvlinks_lost": 2.0}, "2 NVLinks that had been up went down"),
         ({"gpu_row_remap_failed": 1.0}, "a row of its memory could not be replaced"),
         ({"gpu_silent_seconds": 12.0}, "silent: no answer from the driver in 12 s"),
-        ({"gpu_lost": 1.0}, "lost: it needs a reset"),
-        ({"gpu_xid": 79.0, "gpu_lost": 1.0}, "XID 79, fallen off the bus, and lost: it needs a reset"),
+        ({"gpu_lost": 1.0}, "it is lost: it needs a reset"),
+        ({"gpu_xid": 79.0, "gpu_lost": 1.0}, "XID 79, fallen off the bus, and it is lost: it needs a reset"),
     ],
 )
 def test_the_cause_is_what_the_rule_fired_for(numbers: dict[str, float], cause: str) -> None:

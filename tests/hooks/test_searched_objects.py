@@ -13,7 +13,7 @@ import torch
 from sentinel.hooks.evidence.object_growth import census
 from sentinel.hooks.torch_interop.discovery import list_instances
 
-TUPLES = 20
+TUPLES = 6
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ def _describe_fault(gpu: Gpu, values: Mapping[str, float]) -> str:
         values.get(name, 0.0) for name in ("gpu_silent_seconds", "new_ecc_errors", "nvlinks_lost")
     )
     found = (
-        (code > 0, f"XID {code:.0f}, {texts.get(('xid', int(code)), 'of which the text is not kept')}"),
-        (values.get("gpu_lost", 0.0) > 0, f"lost: {texts.get(('lost', 0), 'as the driver says')}"),
+        (code > 0, f"XID {code:.0f}, {texts.get(('xid', int(code)), 'whose text the kernel log has')}"),
+        (values.get("gpu_lost", 0.0) > 0, f"it is lost: {texts.get(('lost', 0), 'so says the driver')}"),
         (silent > 0, f"silent: no answer from the driver in {silent:.0f} s"),
         (errors > 0, f"{format_count(int(errors), 'uncorrectable ECC error')} since the run began"),
         (values.get("gpu_row_remap_failed", 0.0) > 0, "a row of its memory could not be replaced"),
