@@ -71,13 +71,14 @@ class OwnPages:
     def withhold(self) -> None:
         """Send no more about the job, as another node may be the coordinator, and let that node know what was sent."""
         self._withheld = self._pipeline.withdraw()
-        told = {
-            case.id: entry.ends.get(case.id, case)
+        told = [
+            (case.state == "firing", entry.ends.get(case.id, case))
             for entry in self._withheld
             for case in entry.cases.values()
             if case.state == "firing" or entry.pending
-        }
-        for case in told.values():
+        ]
+        # A case that became a problem of its own has ended in the former one: it is as in the one where it fires.
+        for _, case in sorted(told, key=lambda one: one[0]):
             self._node.record_page(case)
 
     def take_up(self) -> None:

@@ -33,7 +33,7 @@ from sentinel.notify.receivers.webhook import alert
 from sentinel.notify.silences import FILE, Silences
 from sentinel.runs import Run
 from tests.cluster.simulation import make_case
-from tests.notify.test_pipeline import SLOW, Fake
+from tests.notify.test_pipeline import SLOW, Fake, pipeline, until
 
 RUN = "r"
 
@@ -297,3 +297,28 @@ def test_what_waited_when_the_nodes_found_each_other_goes_on_under_the_key_that_
         pages.take_up()
     job.play(lead, [0, 1, 2])
     assert job.deliver(pipeline) == [("r/0.1", "0.1", "firing")]
+
+
+def test_a_page_that_became_a_problem_of_its_own_is_handed_over_as_firing() -> None:
+    """Its end in the former problem, which waits to be sent, is none of the page."""
+
+    async def scenario() -> None:
+        ops = Fake()
+        made = pipeline(Outbox(None), SLOW, edits=True, ops=ops)
+        opener, moved = (msgspec.structs.replace(make_case(n, "Spike", 100), problem_id="n0-0.9") for n in (9, 10))
+        opener.id, moved.id = "n0-0.9", "n0-0.10"
+        for one in (opener, moved):
+            made.put(one)
+        made.hurry()
+        await until(lambda: not made.pending)
+        made.put(msgspec.structs.replace(moved, problem_id="n0-0.10"))
+        former = sorted(made.withdraw(), key=lambda entry: entry.key)  # as the outbox returns them
+        assert [entry.problem_id for entry in former] == ["n0-0.10", "n0-0.9"]
+        made.restore(former)
+        node = Node(0, 1, 0.0, 3)
+        OwnPages(made, node, RUN, list).withhold()
+        handed_in = {given.case.id: given.case.state for given in node.list_events(0).cases}
+        assert handed_in == {"n0-0.9": "firing", "n0-0.10": "firing"}
+        await made.close()
+
+    asyncio.run(scenario())
