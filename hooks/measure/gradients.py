@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ class Gradients:
         """Layer -> reason why its gradient is not measured."""
         self.absent = self.absent_numbers = 0
         """Number of trainable parameters without a gradient, and of the elements in them."""
-        found = self._read()
+        found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
         """This rank's part of each gradient: none is empty, sparse, complex, or a wrapper around other tensors."""
+        self._released: list[weakref.ref[torch.Tensor]] = []
         whole = kernels.measure_in_one_pass(found, scale)
         if whole is None:
             self._leave_out()
@@ -50,18 +52,14 @@ class Gradients:
 
     def release(self) -> None:
         """Let go of the tensors; what was computed of them stays."""
+        self._released = [weakref.ref(tensor) for tensor in self.tensors]
         self.tensors.clear()  # the statistics have the same list
 
     def reclaim(self) -> None:
-        """Read the tensors again, unless the gradient of one is gone or its parameter no longer measured."""
-        now = dict(zip(self._layers.rows, self._read(), strict=True))
-        found: list[Any] = [now.get(row) for row in self.rows]
-        if all(gradient is not None for gradient in found):
+        """Hold the released tensors again, unless one of them is gone."""
+        found = [tensor for released in self._released if (tensor := released()) is not None]
+        if len(found) == len(self._released):
             self.tensors[:] = found
-
-    def _read(self) -> list[Any]:
-        layers = self._layers
-        return [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
 
     def column(self, statistic: int) -> torch.Tensor | bytes:
         """Return one statistic (`statistics.NORM` ...), unscaled: (layers,) float32, packed bytes if on the host."""
