@@ -220,6 +220,24 @@ def test_a_daemon_that_was_frozen_goes_on_counting_where_it_was() -> None:
     heartbeat_writer.close()
 
 
+@pytest.mark.parametrize(("before", "then", "kind"), [(0.1, 1.0, Kind.BUSY), (1.0, 0.0, Kind.BLOCKED)])
+def test_what_a_thread_does_counts_from_where_it_came_to_stand(before: float, then: float, kind: Kind) -> None:
+    """An evaluation of half an hour that waits, and then one long call that computes; and the other way round."""
+    page = memfd(PAGE, pack_heartbeat(beat(progressed=0.0, cpu=0.0, thread=1 << 30)))
+    heartbeat = RankHeartbeat([page], os.getpid())
+    cpu = 0.0
+    for second in range(1, 1900):
+        moved = min(second, 1800)
+        cpu += before if moved == second else then
+        written = beat(progressed=0.0, moved=float(moved), beat=float(second), cpu=cpu, thread=1 << 30)
+        os.pwrite(page, pack_heartbeat(written), 0)
+        stall = heartbeat.look(float(second))
+        assert stall is not None or second in (2, 3), "as it begins to stand"
+    assert stall is not None
+    assert (stall.kind, stall.seconds) == (kind, 99.0)
+    heartbeat.close()
+
+
 def test_the_launchers_sitecustomize_is_no_code_of_the_users() -> None:
     launch = Path(sentinel.__file__).parent / "launch" / "sitecustomize.py"
     (thread,) = threads(

@@ -137,7 +137,8 @@ class RankHeartbeat:
                 self._stacks = descriptor
             else:
                 os.close(descriptor)
-        self._cpu: tuple[int, float, float] | None = None
+        self._cpu: tuple[int, float, float, float] | None = None
+        """Progress, time of the last move, time of the look, and CPU seconds, from which the use of the CPU counts."""
         self._busy: bool | None = None
         self._looked: float | None = None
         self._resumed = self._sign = self._unseen = 0.0
@@ -193,12 +194,17 @@ class RankHeartbeat:
         self._page = self._stacks = -1
 
     def _computes(self, heartbeat: Heartbeat, now: float) -> bool | None:
-        """Whether the thread has used half a core since this stall was first seen; None during its first second."""
-        used = self._estimate_cpu(heartbeat)
+        """Whether the thread has used half a core since it came where it stands; None in the first second without
+        progress."""
+        present = heartbeat.progress, heartbeat.moved, now, self._estimate_cpu(heartbeat)
         if self._cpu is None or self._cpu[0] != heartbeat.progress:
-            self._cpu, self._busy = (heartbeat.progress, now, used), None
-        elif now - self._cpu[1] > 1.0:
-            self._busy = used - self._cpu[2] > BUSY_SHARE * (now - self._cpu[1])
+            self._cpu, self._busy = present, None
+            return None
+        _, moved, since, before = self._cpu
+        if now - since > 1.0:
+            self._busy = present[-1] - before > BUSY_SHARE * (now - since)
+            if moved != heartbeat.moved:  # not at each move: a thread may move more often than once a second
+                self._cpu = present
         return self._busy
 
     def _estimate_cpu(self, heartbeat: Heartbeat) -> float:
