@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import collections
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,12 +79,14 @@ class RuleTest:
         evaluator = Evaluator(self.rules, run="test")
         fired: dict[str, list[int]] = {}
         failures: list[Mismatch] = []
-        at = {expected.step: expected for expected in self.expected}
+        at = collections.defaultdict[int, list[Expected]](list)
+        for expected in self.expected:
+            at[expected.step].append(expected)
         for observation in self._observations():
             for transition in evaluator.observe(observation):
                 if transition.kind == "fired":
                     fired.setdefault(transition.incident.rule, []).append(observation.seq)
-            if expected := at.get(observation.seq):
+            for expected in at.get(observation.seq, ()):
                 failures += _compare_states(expected, evaluator)
         if self.fired is not None and dict(self.fired[1]) != fired:
             failures.append(

@@ -24,6 +24,8 @@ DEPTH_LIMIT = 20
 
 _SHOWN = 40
 """Characters of a value that an error repeats, at most."""
+LONGEST_INTEGER = 30
+"""Characters of a whole number that are read: all bounds are lower than what has more."""
 _TAG = "tag:yaml.org,2002:"
 _CORE = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -34,6 +36,7 @@ _CORE = {
     ),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
 }
+_INTEGER = re.compile(_CORE["int"][0])
 _NAMES = {"bool": "true or false", "int": "a number", "float": "a number", "null": "nothing", "str": "text",
           "seq": "a list", "map": "a mapping"}  # fmt: skip
 
@@ -208,7 +211,10 @@ class YamlNode:
         """Return a whole number within bounds."""
         if self.kind != "int":
             raise self.mismatch(f"{what}: a whole number")
-        value = int(self.word(), 0) if self.word()[:2] in ("0o", "0x") else int(self.word()[:30])
+        word = self.word()[:LONGEST_INTEGER]
+        if not _INTEGER.fullmatch(word):  # it is only tagged as one
+            raise self.mismatch(f"{what}: a whole number")
+        value = int(word, 0 if word[:2] in ("0o", "0x") else 10)
         if not least <= value <= most:
             raise self.error(f"{what}: {value} is not between {least} and {most}")
         return value

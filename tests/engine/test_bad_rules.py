@@ -55,6 +55,14 @@ FILES = {
         HEAD + "    expr: loss > 1\n    min_samples: many\n",
         "my.yaml:5:18: expected min_samples: a whole number, found text (many)",
     ),
+    "text that is tagged as a number": (
+        HEAD + "    expr: loss > 1\n    every: !!int abc\n",
+        "my.yaml:5:12: expected every: a whole number, found a number (abc)",
+    ),
+    "a number of thousands of digits": (
+        HEAD + f"    expr: loss > 1\n    every: 0x{'f' * 4000}\n",
+        f"my.yaml:5:12: every: {0xffffffffffffffffffffffffffff} is not between 1 and 1000",
+    ),
     "a number for a span": (
         HEAD + "    expr: loss > 1\n    for: 3\n",
         "my.yaml:5:10: for: 3 of what? Write `3 steps`, or a time, as `90s`",

@@ -285,6 +285,17 @@ def test_signals_of_the_clock_make_no_step_suspicious() -> None:
     assert target.suspicious is False
 
 
+def test_between_steps_a_rule_uses_only_the_samples_that_its_at_names() -> None:
+    target = evaluator(
+        "alert: A, scope: rank, at: step_seconds, expr: stalled_seconds > 1 and step_seconds > 0, for: 2 of 3 steps"
+    )
+    rank = Entity("rank", "0")
+    step(target, 0, {rank: {"step_seconds": 1.0, "stalled_seconds": 2.0}})
+    for time in (1.0, 2.0):
+        target.observe_between(Observation(seq=0, time=time, values={rank: {"stalled_seconds": 2.0}}))
+    assert target.incidents == []
+
+
 # where.
 
 

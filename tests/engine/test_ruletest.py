@@ -111,6 +111,10 @@ def failures(expectation: str) -> list[str]:
             "    expect: [{step: 1, alerts: [{alert: High, annotations: {summary: loss 8.0}}]}]",
             ["6: step 1: High: expected summary 'loss 8.0', got 'loss 9.0'"],
         ),
+        (
+            "    expect: [{step: 1, alerts: []}, {at: 1s, alerts: [{alert: High}]}, {step: 1, states: {Slow: firing}}]",
+            ["6: step 1: expected alerts [], got [High]", "6: step 1: expected Slow firing, got no data"],
+        ),
         ("    fired: {}", ["6: fired: expected {}, got {High: [1]}"]),
         ("    fired: {High: [1, 3]}", ["6: fired: expected {High: [1, 3]}, got {High: [1]}"]),
     ],

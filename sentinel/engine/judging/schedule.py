@@ -96,12 +96,12 @@ class Schedule:
         return due
 
     def list_rules_over(self, metrics: Iterable[str]) -> list[Due]:
-        """Return the rules over one of these metrics."""
+        """Return the rules over one of these metrics, or that use the steps at which one has a sample."""
         measured = set(metrics)
         return [
             (rule, state, False, rule.condition.plan.always)
             for rule, state in self._all
-            if not rule.metrics.isdisjoint(measured)
+            if not measured.isdisjoint(rule.at or rule.metrics)
         ]
 
 
