@@ -99,7 +99,11 @@ class SentinelCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
     ) -> None:
-        """Attach: model and optimizer are prepared."""
+        """Attach: model and optimizer are prepared.
+
+        The Trainer calls this again, without an end, if a run out of memory is tried again (`auto_find_batch_size`).
+        """
+        self._detach()
         options: dict[str, Any] = {
             "run": args.run_name or None,
             "step": state.global_step,
@@ -132,14 +136,17 @@ class SentinelCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Detach."""
-        self._end_evaluation()
-        monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.detach()
+        self._detach()
 
     def _hand_on(self, columns: dict[str, Any] | None) -> None:
         if self.monitor is not None and columns:
             self._numbers.log(self.monitor, columns)
+
+    def _detach(self) -> None:
+        self._end_evaluation()
+        monitor, self.monitor, self._numbers = self.monitor, None, TrainerNumbers()
+        if monitor is not None:
+            monitor.detach()
 
     def _end_evaluation(self) -> None:
         if self._evaluating:

@@ -174,6 +174,8 @@ def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[
 
 
 _LISTED = 8
+_PER_PARAMETER = ("params", "param_names")
+"""What a group lists for each of its parameters: the daemon refuses a hello of 256 KiB."""
 """Number of optimizers, and of groups in each, that are described: loops may have an optimizer for each parameter."""
 _WIDEST = range(-(2**63), 2**64)
 """Range of the integers that a message can hold."""
@@ -259,7 +261,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     return {
         "class": type(optimizer).__name__,
         "groups": [
-            {"parameters": len(group["params"]), **{k: _value(v) for k, v in group.items() if k != "params"}}
+            {"parameters": len(group["params"]), **{k: _value(v) for k, v in group.items() if k not in _PER_PARAMETER}}
             for group in optimizer.param_groups[:_LISTED]
         ],
     }
@@ -280,8 +282,8 @@ def _value(value: Any) -> Any:
         return float(value)
     if isinstance(value, str):
         return printable(value)
-    if isinstance(value, tuple | list):
-        return [_value(one) for one in value]
+    if isinstance(value, tuple | list) and len(value) <= _LISTED:
+        return [type(one).__name__ if isinstance(one, tuple | list) else _value(one) for one in value]
     return str(value) if isinstance(value, torch.dtype | torch.device) else type(value).__name__
 
 

@@ -203,9 +203,14 @@ class Recorder(DaemonConnection):
     def _open_socket(self, path: Path) -> socket.socket:
         self.keeps = False
         self._size = 0
-        self.path, self._file = _new_file(path)
         # The sender waits on a socket. Nothing ever arrives on this one.
         ours, self._other = socket.socketpair()
+        try:
+            self.path, self._file = _new_file(path)
+        except BaseException:
+            ours.close()
+            self._other.close()
+            raise
         return ours
 
     def flush(self) -> None:

@@ -46,11 +46,12 @@ class StackDumps:
     made."""
 
     def __init__(self) -> None:
+        caught = _caught()  # first: if it fails, no descriptor is left behind
         self.descriptor = os.memfd_create(STACKS, os.MFD_CLOEXEC)
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)  # so that the reader may empty it
         self._registered = self._wound = False
         self._wind_at = 0.0
-        if not _caught():
+        if not caught:
             faulthandler.register(SIGNAL, file=self.descriptor, all_threads=True, chain=False)
             self._registered = True
 

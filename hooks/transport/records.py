@@ -82,11 +82,11 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
     on_device: list[tuple[str, bool, torch.Tensor]] = []
     # Nearly all are floats, nearly always: any more work is measurable in a loop of a few ms.
     for name, value in [pair for pair in step.values.items() if type(pair[1]) is not float]:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            on_device.append((name, False, value))
-            del step.values[name]
-            continue
         try:
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                on_device.append((name, False, _check_number(value)))
+                del step.values[name]
+                continue
             step.values[name] = float(value)
         except Exception:  # the value comes from a plugin's probe
             del step.values[name]
@@ -104,6 +104,13 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen
     if on_device:
         made.transfer = transfers.begin(on_device)
     return made
+
+
+def _check_number(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is one real number. Raises ValueError for another."""
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(f"a tensor of shape {tuple(value.shape)} and {value.dtype} is no number")
+    return value
 
 
 class Transfers:

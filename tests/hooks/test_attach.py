@@ -32,6 +32,18 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
+def test_hello_lists_nothing_for_each_parameter(daemon: FakeDaemon) -> None:
+    """The names of some thousands would make it longer than the daemon takes."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
+    optimizer.param_groups[0]["schedule"] = [[1.0]] * 3 + list(range(1000))
+    with sentinel.attach(net, optimizer):
+        daemon.wait(lambda: daemon.of(wire.Hello))
+    (group,) = daemon.of(wire.Hello)[0].facts["optimizers"][0]["groups"]
+    assert (group["parameters"], group["betas"], group["schedule"]) == (6, [0.9, 0.999], "list")
+    assert "param_names" not in group
+
+
 def test_hello_says_what_the_run_is(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     net = model()
     optimizer = adamw(net)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sentinel import wire
@@ -76,6 +77,16 @@ def test_host_values_are_read_at_once() -> None:
     made = record(step, layers, 9.0, Transfers(), Unseen())
     assert made.ready()
     assert (made.stream, made.seq, made.time, made.values) == (0, 3, 9.0, {"loss": 1.5, "grad_norm": 2.5})
+
+
+@pytest.mark.parametrize("value", [torch.empty(2, device="meta"), torch.empty((), dtype=torch.cfloat, device="meta")])
+def test_a_value_on_a_device_that_is_no_number_is_left_out(value: torch.Tensor) -> None:
+    """It is a plugin's. Read on the sender's thread, it would end the watch over the run."""
+    net = model()
+    layers = Layers(0, [net], torch.optim.SGD(net.parameters(), lr=0.1))
+    made = record(Step(3, None, StepTotals(), values={"loss": 1.5, "mine": value}), layers, 9.0, Transfers(), Unseen())
+    assert made.ready()
+    assert made.values == {"loss": 1.5}
 
 
 def test_packed() -> None:

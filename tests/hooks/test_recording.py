@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.hooks.loop import patches
-from sentinel.hooks.transport import connection
+from sentinel.hooks.transport import connection, heartbeat_writer
 from sentinel.node import paths
 from tests.hooks.loops import Loop, model
 from tests.hooks.sessions import find_session
@@ -53,6 +55,26 @@ def test_what_a_daemon_would_get_is_in_the_file(record: Path, capsys: pytest.Cap
     assert any(isinstance(message, wire.LayerTable) for message in messages)
     assert f"sentinel replay {record}" in capsys.readouterr().err
     assert not paths.runtime_root().exists(), "no daemon"
+
+
+def test_what_cannot_be_opened_leaves_no_file_and_no_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again every half second."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(heartbeat_writer, "_caught", fail)
+    monkeypatch.setattr(connection.socket, "socketpair", fail)
+    for _ in range(3):
+        with pytest.raises(OSError, match="too many"):
+            heartbeat_writer.StackDumps()
+        with pytest.raises(OSError, match="too many"):
+            connection.Recorder(tmp_path / "run.rec")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_record_is_never_written_over(record: Path) -> None:

@@ -89,6 +89,19 @@ def test_weights_are_the_same_to_the_last_bit(daemon: FakeDaemon, tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(with_it.parameters(), without.parameters(), strict=True))
 
 
+def test_a_run_that_the_trainer_begins_again_is_watched_again(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """With `auto_find_batch_size` it does so after an error for lack of memory, and does not end the first try."""
+    trainer = trained(tmp_path, callback())
+    daemon.ended()
+    watch = callback()
+    for _ in range(2):
+        watch.on_train_begin(
+            trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=trainer.optimizer
+        )
+    watch.on_train_end(trainer.args, trainer.state, trainer.control)
+    daemon.wait(lambda: len(daemon.of(wire.Goodbye)) == 3)
+
+
 def test_the_users_step_goes_on_where_a_checkpoint_left_off(daemon: FakeDaemon, tmp_path: Path) -> None:
     trainer = trained(tmp_path, callback())
     trainer.save_model(str(tmp_path))

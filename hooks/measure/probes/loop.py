@@ -128,7 +128,7 @@ class LrSchedule(Probe):
 
     def disarm(self, step: Step) -> None:
         if step.seq == _LOOK:
-            rates = [group["lr"] for group in step.optimizer.param_groups]
+            rates = [group.get("lr") for group in step.optimizer.param_groups]
             if all(isinstance(rate, float | int) and rate == 0 for rate in rates):
                 _, schedulers = discovery.bystanders([step.optimizer])
                 counts = [getattr(one, "_step_count", 1) - 1 for one in schedulers]
