@@ -10,6 +10,7 @@ The store is read without waiting, on the sender's thread: no collective, nothin
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import re
 import secrets
@@ -28,6 +29,8 @@ from sentinel.node import paths
 STORE_SECONDS = 30.0
 """How long the other ranks wait for rank 0's id, and all ranks for a process group."""
 _ID_LIMIT = 40
+_CHECKSUM = 8
+"""Hexadecimal digits of the checksum in the id of a long name."""
 _FRESH = 4
 """Random bytes in a fresh id: enough that two runs of one name on one node do not get the same."""
 
@@ -172,6 +175,14 @@ def plain(text: str, limit: int = _ID_LIMIT) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:limit] or "run"
 
 
+def distinct(text: str, limit: int = _ID_LIMIT) -> str:
+    """Return the same; where `text` is longer or not ASCII, with a part of its checksum: other texts give other ids."""
+    if text.isascii() and len(text) <= limit:
+        return plain(text, limit)
+    checksum = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:_CHECKSUM]
+    return f"{plain(text, limit - _CHECKSUM - 1)}-{checksum}"
+
+
 def printable(text: str) -> str:
     """Return `text` without what UTF-8 cannot encode: names of files and variables may contain any bytes."""
     return text.encode(errors="replace").decode()
@@ -180,12 +191,12 @@ def printable(text: str) -> str:
 def _from_environment(environment: Mapping[str, str], name: str, ordinal: int) -> str | None:
     suffix = f"-{ordinal + 1}" if ordinal else ""
     if named := environment.get("SENTINEL_RUN_ID"):
-        return plain(named, _ID_LIMIT - len(suffix)) + suffix
+        return distinct(named, _ID_LIMIT - len(suffix)) + suffix
     if job := environment.get("SLURM_JOB_ID"):
-        return plain(f"slurm-{_slurm_job(environment, job)}{suffix}-{name}")
+        return distinct(f"slurm-{_slurm_job(environment, job)}{suffix}-{name}")
     elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
     if elastic != "none":
-        return plain(f"{elastic}{suffix}-{name}")
+        return distinct(f"{elastic}{suffix}-{name}")
     return None
 
 

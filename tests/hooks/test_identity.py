@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_each_attach_of_a_process_is_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     first, second = (resolved(environment, monkeypatch, ordinal).run_id for ordinal in (0, 1))
     assert first != second
     assert len(first) == len(second) == 40
+
+
+@pytest.mark.parametrize(
+    "names", [("a-long-name-of-a-pretraining-job-20260101-seed1", "a-long-name-of-a-pretraining-job-20260101-seed2"),
+              ("実験一", "実験二"), ("taux-é", "taux-è")],
+)  # fmt: skip
+@pytest.mark.parametrize("variable", ["SENTINEL_RUN_ID", "TORCHELASTIC_RUN_ID"])
+def test_names_that_no_id_can_hold_give_different_ids(
+    variable: str, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one id, the second run would be taken for a restart of the first."""
+    found = [resolved({variable: name}, monkeypatch, ordinal).run_id for name in names for ordinal in (0, 1, 0)]
+    assert len({*found}) == 4
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,40}", run_id) for run_id in found)
 
 
 def test_ranks_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
