@@ -79,6 +79,7 @@ def test_host_values_are_read_at_once() -> None:
     assert (made.stream, made.seq, made.time, made.values) == (0, 3, 9.0, {"loss": 1.5, "grad_norm": 2.5})
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("value", [torch.empty(2, device="meta"), torch.empty((), dtype=torch.cfloat, device="meta")])
 def test_a_value_on_a_device_that_is_no_number_is_left_out(value: torch.Tensor) -> None:
     """It is a plugin's. Read on the sender's thread, it would end the watch over the run."""
