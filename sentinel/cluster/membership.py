@@ -299,7 +299,7 @@ class Membership:
         cut_off, stays = self._node.is_cut_off(now), self._ending is None and not self._node.is_left_out
         if cut_off and stays and not self._cut_off:
             why = self._orders.describe_absence(now, self._lead)
-            self._say(f"{why}: what is found here is told from here; see `sentinel status`")
+            self._say(f"{why}: this node sends its own alerts itself; see `sentinel status`")
         elif self._cut_off and stays and not cut_off:
             self._say("the other nodes are heard again")
         self._cut_off = cut_off and stays
