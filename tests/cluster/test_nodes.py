@@ -118,7 +118,7 @@ def test_a_node_with_another_secret_says_that_it_hears_no_other(options: tuple[s
         node_daemon(1, 2, address, tmp_path, *options, secret="one that was mistyped") as node,
     ):
         first, second = (
-            next(line for line in _notices(one) if "told from here" in line) for one in (coordinator, node)
+            next(line for line in _notices(one) if "sends its own alerts" in line) for one in (coordinator, node)
         )
         assert first.startswith("[sentinel] this node would be the coordinator, but is in touch with only 1 of 2")
         assert second.startswith(f"[sentinel] the coordinator at {address} is not heard (for ")
