@@ -250,7 +250,7 @@ class Switch:
         self._pause = lambda: monitor.phase("bare")  # so that an unseen loop is not taken for a hang
         self._paused = contextlib.ExitStack()
         self.session: Any = registry.find_session([loop.optimizer])
-        (self._stream,) = self.session.streams  # otherwise only its hooks hold it, and they are removed
+        (self._monitor,) = self.session.monitors  # otherwise only its hooks hold it, and they are removed
 
     def off(self) -> None:
         from sentinel.hooks.loop import patches
@@ -262,10 +262,10 @@ class Switch:
     def on(self) -> None:
         from sentinel.hooks.loop import forward_passes, patches
 
-        self._stream._end_stretch()
-        self._stream._previous_exit = None  # so that the break does not count as a step
+        self._monitor._end_stretch()
+        self._monitor._previous_exit = None  # so that the break does not count as a step
         slot = self.session.collector._slots[0]
-        self._stream.hook(self.session.handles)
+        self._monitor.hook(self.session.handles)
         forward_passes.watch(self._loop.model, self.session.accumulator, slot, self.session.handles)
         patches.listen(self.session._listening)
         self._paused.close()

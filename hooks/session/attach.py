@@ -231,7 +231,7 @@ class _Setup:
         if place()[0] == 0:  # once for all ranks
             armed, scaled = session.hello["rollback"] is not None, self._is_scaled()
             fault_guard.say(_announcement(who.name, session.whole_hello, armed=armed, scaled=scaled))
-            if stray := _list_stray(session.streams):
+            if stray := _list_stray(session.monitors):
                 fault_guard.say(arguments.warn_of_stray(stray))
         return monitor
 
@@ -246,10 +246,10 @@ class _Setup:
             points = probe.points()
         except OSError as error:  # e.g. no file descriptor left
             session.accumulator.unseen.lose("what other packages' probes measure", str(error.strerror))
-        streams = [self._stream(index, session, points) for index in range(len(self.optimizers))]
+        monitors = [self._make_monitor(index, session, points) for index in range(len(self.optimizers))]
         session.stop_on = self.stop_on
         restorer = self._restorer(session, step)
-        guard = streams[0].guard = restorer or StepGuard(
+        guard = monitors[0].guard = restorer or StepGuard(
             session.send, step=step, find_directory=session.who.find_directory, ending=session
         )
         description = facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps)
@@ -260,26 +260,26 @@ class _Setup:
         session.hello = {
             "step_offset": step,
             "facts": description,
-            "unseen": (*self._unseen(streams), *session.hello.get("unseen", ())),
+            "unseen": (*self._unseen(monitors), *session.hello.get("unseen", ())),
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None and restorer is not None else None,
             "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
             "resumes": framework_checkpoints.was_asked(),
         }
-        for stream in streams:
-            stream.hook(session.handles)
+        for one in monitors:
+            one.hook(session.handles)
         slots = [CallSlot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
             if not isinstance(model, torch.jit.ScriptModule):
                 forward_passes.watch(model, session.accumulator, slot, session.handles)
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
         gathering = BackwardGathering(self.optimizers, _whole(self.models, session, points), session.governor)
-        for stream in streams:
-            stream.within, stream.collector = gathering, collector
+        for one in monitors:
+            one.within, one.collector = gathering, collector
         succession = Succession(session, self.models, self._hand_over(session, monitor))
-        session.begin(streams, guard, restorer, gathering, collector, succession)
+        session.begin(monitors, guard, restorer, gathering, collector, succession)
 
-    def _stream(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:
+    def _make_monitor(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:
         optimizer = self.optimizers[index]
         chosen = Probes(
             [*probes.stock(), LrSchedule(optimizer), *probe.load_probes(points), *getattr(optimizer, "probes", ())],
@@ -361,25 +361,25 @@ class _Setup:
             session.disarm(str(error))
             return None
 
-    def _unseen(self, streams: list[OptimizerMonitor]) -> list[str]:
+    def _unseen(self, monitors: list[OptimizerMonitor]) -> list[str]:
         unseen = []
-        if stray := _list_stray(streams):
+        if stray := _list_stray(monitors):
             unseen.append(arguments.describe_stray(stray))
         if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
             unseen.append("how long collectives take (those of FSDP are not timed)")
         if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):
             unseen.append("forward passes (a ScriptModule takes no hooks)")
-        if place()[1] > 1 and not any(stream.layers.replicated or stream.layers.sharded for stream in streams):
+        if place()[1] > 1 and not any(one.layers.replicated or one.layers.sharded for one in monitors):
             unseen.append(
                 "whether replicas drift apart (no DistributedDataParallel that holds all of the model is known)"
             )
-        if len(streams) > 1:
+        if len(monitors) > 1:
             unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
         return unseen
 
 
-def _list_stray(streams: Iterable[OptimizerMonitor]) -> list[str]:
-    return [name for stream in streams for name in stream.layers.stray]
+def _list_stray(monitors: Iterable[OptimizerMonitor]) -> list[str]:
+    return [name for one in monitors for name in one.layers.stray]
 
 
 def _call_later(function: Callable[[int, int], object], steps: int, to: int, at: int) -> object:
@@ -390,7 +390,7 @@ def _call_later(function: Callable[[int, int], object], steps: int, to: int, at:
 def _whole(
     models: list[nn.Module], session: RunSession, points: list[EntryPoint]
 ) -> Callable[[OptimizersInBackward], WholeStep]:
-    """Return the factory of the one stream for optimizers that turn out to step inside the backward pass.
+    """Return the factory of the one monitor for optimizers that turn out to step inside the backward pass.
 
     It holds the models weakly.
     """

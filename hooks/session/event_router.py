@@ -1,6 +1,6 @@
-"""Passes on what the patches see of one run: to its accumulator, streams, batches and collector.
+"""Passes on what the patches see of one run: to its accumulator, monitors, batches and collector.
 
-The streams of a run are held weakly: they die with their optimizers, whose hooks own them.
+The monitors of a run are held weakly: they die with their optimizers, whose hooks own them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class EventRouter:
     def __init__(
         self,
         session: RunSession,
-        streams: OptimizerMonitors,
+        monitors: OptimizerMonitors,
         collector: EvidenceCollector,
         succession: Succession,
     ) -> None:
         self.accumulator, self.batches = session.accumulator, session.batches
-        self._session, self._streams, self._collector, self._succession = session, streams, collector, succession
+        self._session, self._monitors, self._collector, self._succession = session, monitors, collector, succession
         self._scales = self._looked_at = False
         """Whether a loss of this run was scaled; whether a probe looks at the present backward pass."""
-        parts = streams.parts
-        self._pass_filter = PassFilter(parts[0].layers) if len(parts) == 1 else None
+        every = monitors.all_monitors
+        self._pass_filter = PassFilter(every[0].layers) if len(every) == 1 else None
         """None where several optimizers share the passes: gradients that one clears, another may need."""
         self._may_be_ours = True
         """Whether the present pass may be this run's: the model ran since its last step, or is never seen to run."""
@@ -78,17 +78,17 @@ class EventRouter:
                     if accumulator.in_last_pass and other.in_last_pass:
                         accumulator.record_rival()
                         other.record_rival()
-        for stream in self._streams.live:
-            if stream.device_clock is not None and not is_capturing():
-                stream.device_clock.begin_backward()
+        for monitor in self._monitors.active_monitors:
+            if monitor.device_clock is not None and not is_capturing():
+                monitor.device_clock.begin_backward()
         if self._scales and not losses.is_scaled_pass(roots):
-            for stream in self._streams.live:
-                stream.loss_not_scaled()
-        self._looked_at = self._streams.awake
+            for monitor in self._monitors.active_monitors:
+                monitor.loss_not_scaled()
+        self._looked_at = self._monitors.awake
         if self._looked_at:
-            for stream in self._streams.live:
-                if stream.probes.awake:
-                    stream.probes.pass_begins(roots)
+            for monitor in self._monitors.active_monitors:
+                if monitor.probes.awake:
+                    monitor.probes.pass_begins(roots)
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         if self._is_elsewhere():
@@ -100,12 +100,12 @@ class EventRouter:
             self.accumulator.backward_ended(loss, seconds)
         self._steps = [(one, one.steps) for one in patches.list_accumulators() if one is not self.accumulator]
         if self._looked_at:
-            for stream in self._streams.live:
-                if stream.probes.awake:
-                    stream.probes.pass_ended()
+            for monitor in self._monitors.active_monitors:
+                if monitor.probes.awake:
+                    monitor.probes.pass_ended()
         if not is_finite(loss):
             self._collector.freeze_batch()
-        gathering = self._streams.gathering
+        gathering = self._monitors.gathering
         if gathering is not None and gathering.whole is not None:
             gathering.end_pass()
         elif self._may_be_ours and self.accumulator.is_training_thread():
@@ -116,8 +116,8 @@ class EventRouter:
         """Discard the passes of the present step so far: the loop threw them away and takes the step again."""
         self.accumulator.start_over()
         self._collector.start_over()
-        for stream in self._streams.live:
-            stream.start_over()
+        for monitor in self._monitors.active_monitors:
+            monitor.start_over()
 
     def backward_failed(self, error: Exception) -> None:
         self._session.report_failure(error)
@@ -127,54 +127,54 @@ class EventRouter:
 
     def loss_scaled(self, scaler: GradScaler) -> None:
         self._scales = True
-        for stream in self._streams.live:
-            stream.loss_scaled(scaler)
+        for monitor in self._monitors.active_monitors:
+            monitor.loss_scaled(scaler)
 
     def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
-        for stream in self._streams.live:
-            if stream.watches(optimizer):
-                stream.scaler_enters(scaler)
+        for monitor in self._monitors.active_monitors:
+            if monitor.watches(optimizer):
+                monitor.scaler_enters(scaler)
 
     def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
-        for stream in self._streams.live:
-            if stream.watches(optimizer):
-                stream.scaler_exits()
+        for monitor in self._monitors.active_monitors:
+            if monitor.watches(optimizer):
+                monitor.scaler_exits()
 
     def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
-        for stream in self._streams.live:
-            if stream.watches(optimizer):
-                stream.scaler_raised()
+        for monitor in self._monitors.active_monitors:
+            if monitor.watches(optimizer):
+                monitor.scaler_raised()
 
     def gradients_clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
-        for stream in self._streams.live:
-            stream.gradients_clipped(parameters, max_norm, norm)
+        for monitor in self._monitors.active_monitors:
+            monitor.gradients_clipped(parameters, max_norm, norm)
 
 
 class OptimizerMonitors:
-    """The streams of one run whose optimizers are still there. Read on any thread."""
+    """The monitors of one run whose optimizers are still there. Read on any thread."""
 
-    def __init__(self, parts: Sequence[OptimizerMonitor] = (), gathering: BackwardGathering | None = None) -> None:
-        """`parts`: one for each optimizer; `gathering` merges them if the optimizers step in the backward pass."""
-        self._parts = [weakref.ref(part) for part in parts]
+    def __init__(self, monitors: Sequence[OptimizerMonitor] = (), gathering: BackwardGathering | None = None) -> None:
+        """`monitors`: one for each optimizer; `gathering` merges them if the optimizers step in the backward pass."""
+        self._refs = [weakref.ref(monitor) for monitor in monitors]
         self.gathering = gathering
 
     @property
-    def parts(self) -> list[OptimizerMonitor]:
-        """The monitors whose optimizer still exists."""
-        return [stream for ref in self._parts if (stream := ref()) is not None]
+    def all_monitors(self) -> list[OptimizerMonitor]:
+        """The monitor of each optimizer that still exists."""
+        return [monitor for ref in self._refs if (monitor := ref()) is not None]
 
     @property
-    def live(self) -> list[OptimizerMonitor]:
-        """The monitors in use: as `parts`, but one for all optimizers that step inside the backward pass."""
-        parts = self.parts
+    def active_monitors(self) -> list[OptimizerMonitor]:
+        """The monitors in use: as `all_monitors`, but one for all optimizers that step inside the backward pass."""
+        every = self.all_monitors
         whole = self.gathering.whole if self.gathering is not None else None
-        return [whole] if whole is not None and parts else parts
+        return [whole] if whole is not None and every else every
 
     @property
     def awake(self) -> bool:
         """Whether a probe may look at this backward pass. Merged monitors still count as long as they live."""
-        for ref in self._parts:
-            stream = ref()
-            if stream is not None and stream.probes.awake:
+        for ref in self._refs:
+            monitor = ref()
+            if monitor is not None and monitor.probes.awake:
                 return True
         return False

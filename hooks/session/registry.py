@@ -62,7 +62,7 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
         return
     gc.collect()
     for session in _sessions:
-        if not session.streams or (interactive() and not _is_named(session, names)):
+        if not session.monitors or (interactive() and not _is_named(session, names)):
             end(session)
 
 

@@ -68,7 +68,7 @@ LINES = 256
 
 
 class RunSession:
-    """What Sentinel attached to one run. `attach` makes it and adds streams, restorer and handles."""
+    """What Sentinel attached to one run. `attach` makes it and adds monitors, restorer and handles."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RunSession:
         self.meeting_finder = MeetingFinder(self.identify, self.send)
         accumulator.unseen.changed = self.sender.greet_again
         batches.announce = self.sender.greet_again
-        self._streams = OptimizerMonitors()
+        self._monitors = OptimizerMonitors()
         self._listening: EventRouter | None = None
         self._succession: Succession | None = None
         self._guard: weakref.ref[StepGuard] | None = None
@@ -116,7 +116,7 @@ class RunSession:
 
     def begin(
         self,
-        streams: Sequence[OptimizerMonitor],
+        monitors: Sequence[OptimizerMonitor],
         guard: StepGuard,
         restorer: Restorer | None,
         gathering: BackwardGathering,
@@ -127,28 +127,31 @@ class RunSession:
 
         `restorer` is the `guard` where rollback is armed. Raises RuntimeError if no thread can be started.
         """
-        self._streams, self.collector = OptimizerMonitors(streams, gathering), collector
+        self._monitors, self.collector = OptimizerMonitors(monitors, gathering), collector
         self._guard = weakref.ref(guard)
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._succession = succession
         self.accumulator.when_captured = self._announce_capture
-        if len(streams) == 1:
-            streams[0].alone = True
-        self._listening = EventRouter(self, self._streams, collector, succession)
+        if len(monitors) == 1:
+            monitors[0].alone = True
+        self._listening = EventRouter(self, self._monitors, collector, succession)
         patches.listen(self._listening)
         start_thread(self.sender)
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Remove hooks and patches, send what is queued and the goodbye, which is sent once. On the training thread."""
-        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # these call the user's functions
+        ended, monitors = self.ended, (*self._monitors.all_monitors, *self.monitors)  # these call the user's functions
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
-            conclude()  # before the streams let go of anything
-            if goodbye.reason != "exception" and (first := next(iter(self._streams.live), None)) is not None:
+            conclude()  # before the monitors let go of anything
+            if (
+                goodbye.reason != "exception"
+                and (first := next(iter(self._monitors.active_monitors), None)) is not None
+            ):
                 first.report_logged()
-        for stream in streams:
-            stream.retire()
+        for monitor in monitors:
+            monitor.retire()
         self.unhook()
         if not ended:
             self.sender.stop(goodbye, timeout, conclude)
@@ -175,7 +178,7 @@ class RunSession:
         if self.collector is None:
             return
         with fault_guard.swallow_faults("the evidence at the end", "without it"):
-            first = next(iter(self._streams.parts), None)
+            first = next(iter(self._monitors.all_monitors), None)
             optimizer = first.optimizer() if first is not None else None
             if first is None or optimizer is None:
                 self.collector.decline(self.sender.queue.next_seq - 1)
@@ -193,8 +196,8 @@ class RunSession:
         one."""
         self.ended, self.closing_line.trackers = True, None  # the threads of trackers are the parent's
         self.sender.abandon()
-        for stream in (*self._streams.parts, *self.streams):
-            stream.stop()
+        for monitor in (*self._monitors.all_monitors, *self.monitors):
+            monitor.stop()
 
     def _let_go(self) -> None:
         """End what any thread may end: all but the hooks."""
@@ -210,7 +213,7 @@ class RunSession:
 
         Inside a step, as in `on_rollback`, they stay, and do nothing.
         """
-        if any(stream.inside for stream in self.streams):
+        if any(monitor.inside for monitor in self.monitors):
             return
         for handle in self.handles:
             handle.remove()
@@ -219,9 +222,9 @@ class RunSession:
             self._succession.close()
 
     @property
-    def streams(self) -> list[OptimizerMonitor]:
+    def monitors(self) -> list[OptimizerMonitor]:
         """The monitors whose optimizer still exists; one for all optimizers that step inside the backward pass."""
-        return self._streams.live
+        return self._monitors.active_monitors
 
     @property
     def guard(self) -> StepGuard | None:
@@ -236,21 +239,21 @@ class RunSession:
     @property
     def alerts(self) -> UserCallbacks | None:
         """The functions that the user wants called on alerts, as long as the first optimizer lives."""
-        first = next(iter(self._streams.parts), None)
+        first = next(iter(self._monitors.all_monitors), None)
         return first.alerts if first is not None else None
 
     def watches(self, optimizer: object) -> bool:
         """Whether this optimizer is one of ours."""
-        return any(stream.watches(optimizer) for stream in self._streams.parts)
+        return any(monitor.watches(optimizer) for monitor in self._monitors.all_monitors)
 
     def gather(self) -> None:
-        """Treat the optimizers as one stream from now on, as they step inside the backward pass."""
+        """Watch the optimizers through one monitor from now on, as they step inside the backward pass."""
         restorer, guard = self.restorer, self.guard
         self._restorer = self._guard = None
         if guard is not None:
             guard.close()
-        for stream in self._streams.parts:
-            stream.guard = None
+        for monitor in self._monitors.all_monitors:
+            monitor.guard = None
         self.hello = {**self.hello, "rollback": None}
         self._not_seen(
             "what only a step as a whole has: clipping, rollback (the optimizers step inside the backward pass)"
@@ -265,7 +268,7 @@ class RunSession:
         if not passes:
             self.accumulator.unseen.restore(_STEPS)
             return
-        kinds = " and ".join(type(part.optimizer()).__name__ for part in self._streams.parts)
+        kinds = " and ".join(type(monitor.optimizer()).__name__ for monitor in self._monitors.all_monitors)
         self.accumulator.unseen.lose(_STEPS, f"{passes} backward passes, and no step of {kinds}")
         self.say_once(
             f"{passes} backward passes, and no step of {kinds}: nothing is watched without steps; update the "
@@ -300,19 +303,19 @@ class RunSession:
     @property
     def next_seq(self) -> int:
         """Sequence number of the next step of the first optimizer."""
-        streams = self.streams
-        return streams[0].seq if streams else self.sender.queue.next_seq
+        monitors = self.monitors
+        return monitors[0].seq if monitors else self.sender.queue.next_seq
 
     @property
     def stopped(self) -> RunStopped | None:
         """The stop that ended the run, where Sentinel stopped it; else None."""
-        return next((stream.stopped for stream in self.streams if stream.stopped is not None), None)
+        return next((monitor.stopped for monitor in self.monitors if monitor.stopped is not None), None)
 
     def stage(self) -> None:
         """Begin another stage of the training with the next step. On the training thread."""
         self.accumulator.disturb()
-        for stream in self.streams:
-            stream.begin_stage()
+        for monitor in self.monitors:
+            monitor.begin_stage()
 
     def log(self, name: str, value: Scalar) -> None:
         """Add a number to the present step."""
@@ -343,29 +346,29 @@ class RunSession:
         return self.sender.queue.records
 
     def submit(self, record: Record, urgent: bool) -> None:
-        """Queue the record of a stream's step, which is over."""
+        """Queue the record of a step of one monitor, which is over."""
         self.sender.submit(record, urgent=urgent or record.seq in EARLY_STEPS)
         if self.signals.recognise_kind():
             self._announce_kind()
         if record.stream:
             return
         self.closing_line.look_for_trackers()
-        if record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
+        if record.seq == PATIENCE_STEPS - 1 and not self.monitors[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
                 "call monitor.log(loss=...) in the loop to have it watched"
             )
         if self.sender.done:  # it will never be read: measuring would be wasted
             self._let_go()
-            for stream in self.streams:
-                stream.retire()
+            for monitor in self.monitors:
+                monitor.retire()
 
     def send(self, message: wire.Message) -> None:
         """Send a message. After a rollback, call the user's functions."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
-            for stream in self.streams:
-                stream.probes.forget()
+            for monitor in self.monitors:
+                monitor.probes.forget()
             if self.collector is not None:
                 self.collector.rewound()
             restorer = self.restorer
@@ -400,7 +403,9 @@ class RunSession:
         with fault_guard.swallow_faults("the post mortem of memory", "without it"):
             if self.collector is not None and not self._post_mortem and is_out_of_memory(error):
                 self._post_mortem = True
-                optimizers = [one for part in self._streams.parts if (one := part.optimizer()) is not None]
+                optimizers = [
+                    one for monitor in self._monitors.all_monitors if (one := monitor.optimizer()) is not None
+                ]
                 models = self.collector.counting.models()
                 found = post_mortem(error, self.next_seq, models, optimizers, backward=backward)
                 content = msgspec.to_builtins(found)
@@ -410,8 +415,8 @@ class RunSession:
         """Prepare for the capture of a CUDA graph: nothing of ours may be under way then."""
         if self.ended or not self.accumulator.is_training_thread():
             return
-        for stream in self.streams:
-            stream.probes.capturing()
+        for monitor in self.monitors:
+            monitor.probes.capturing()
         guard = self.guard
         if guard is not None:
             guard.pause()
@@ -435,7 +440,7 @@ class RunSession:
 
     def make_farewell(self) -> wire.Goodbye | None:
         """Return the goodbye of a run whose optimizers were deleted; else None. `end` has its own goodbye."""
-        if self.ended or any(stream.alive() for stream in self.streams):
+        if self.ended or any(monitor.alive() for monitor in self.monitors):
             return None
         self._let_go()
         self._alone = True
@@ -446,13 +451,13 @@ class RunSession:
 
     def greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         """Yield the hello and the layer tables. `first`: seq of the first queued record, if there is one."""
-        restorer, guard, streams = self.restorer, self.guard, self.streams
+        restorer, guard, monitors = self.restorer, self.guard, self.monitors
         self.closing_line.identify(identity)
         yield wire.Hello(
             version=__version__,
             identity=identity,
             next_seq=self.next_seq if first is None else first,
-            streams=tuple(type(stream.optimizer()).__name__ for stream in streams),
+            streams=tuple(type(monitor.optimizer()).__name__ for monitor in monitors),
             snapshots=restorer.held if restorer is not None else (),
             promise=guard.promised if guard is not None else 0,
             takes_stop=guard is not None,
@@ -463,8 +468,8 @@ class RunSession:
             takes_closing=self.closing_line.wanted,
             **self.whole_hello,
         )
-        for stream in streams:
-            yield stream.layers.table
+        for monitor in monitors:
+            yield monitor.layers.table
 
     def open_trackers(self, names: Sequence[str]) -> None:
         """Open the trackers that the settings name."""

@@ -122,22 +122,22 @@ class Guard(Protocol):
 class StepHook:
     """A hook of the optimizer. It owns the optimizer monitor."""
 
-    def __init__(self, stream: OptimizerMonitor) -> None:
-        self.stream = stream
+    def __init__(self, monitor: OptimizerMonitor) -> None:
+        self.monitor = monitor
 
 
 class BeforeStep(StepHook):
     """The hook before a step."""
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.stream.begins(args, kwargs)
+        self.monitor.begins(args, kwargs)
 
 
 class AfterStep(StepHook):
     """The hook after a step."""
 
     def __call__(self, *_: Any) -> None:
-        self.stream.ends()
+        self.monitor.ends()
 
 
 Alert = dict[str, Any]

@@ -33,7 +33,7 @@ def loop(**options: Any) -> Loop:
 
 
 def internals(monitor: Monitor) -> tuple[RunSession, OptimizerMonitor]:
-    return find_session(monitor), find_session(monitor).streams[0]
+    return find_session(monitor), find_session(monitor).monitors[0]
 
 
 def received(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

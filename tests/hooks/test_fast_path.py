@@ -493,11 +493,11 @@ def test_a_step_with_a_closure_is_looked_at_whole(named: bool, daemon: FakeDaemo
 def test_an_optimizer_monitor_that_is_stopped_in_a_stretch_counts_no_more_steps(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        (stream,) = find_session(monitor).streams
+        (watching,) = find_session(monitor).monitors
         loop.run(10)
-        stream.stop()
+        watching.stop()
         loop.run(1)
-        assert stream.seq == 10
+        assert watching.seq == 10
 
 
 @pytest.mark.faults

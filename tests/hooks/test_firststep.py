@@ -125,7 +125,7 @@ def test_of_several_optimizers_the_step_says_which_one_leads(daemon: FakeDaemon)
     second.step()
     session = registry.find_session([first, second])
     assert session is not None
-    assert session.streams[0].optimizer() is second
+    assert session.monitors[0].optimizer() is second
 
 
 def test_an_attach_of_the_script_takes_over(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
     assert reached > 12, "the loop got every one"
     session = list_sessions()[-1]
     fit(net, optimizer, 8)
-    (watching,) = session.streams
+    (watching,) = session.monitors
     last = watching.seq - 1
     daemon.wait(lambda: last in daemon.series("loss"))
     assert session.accumulator.unseen.texts == ()

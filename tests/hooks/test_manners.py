@@ -337,14 +337,14 @@ def test_a_pickled_model_needs_no_sentinel(daemon: FakeDaemon) -> None:
 def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
-        accumulator, stream = find_session(monitor).accumulator, find_session(monitor).streams[0]
+        accumulator, watching = find_session(monitor).accumulator, find_session(monitor).monitors[0]
         ema, optimizer = copy.deepcopy(watched.net), copy.deepcopy(watched.optimizer)
         ema(torch.ones(1, 6))
         assert accumulator.totals.forwards == 0
         watched.net(torch.ones(1, 6))
         assert accumulator.totals.forwards == 1
         optimizer.step()
-        assert stream.seq == 0
+        assert watching.seq == 0
 
 
 def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:

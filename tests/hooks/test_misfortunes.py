@@ -203,7 +203,7 @@ def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], mess
         CommandHandler(session).receive(message)
         fit(net, optimizer, 1)
     assert session.next_seq == len(messages)
-    assert session.streams[0].alive()
+    assert session.monitors[0].alive()
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(parameter.isfinite().all() for parameter in net.parameters())
     session.end(wire.Goodbye(reason="detach"), 0.0)

@@ -333,7 +333,7 @@ def test_sparse_complex_empty_and_missing_gradients_are_left_out(daemon: FakeDae
             optimizer.zero_grad()
             net(torch.tensor([1, 2])).backward()
             optimizer.step()
-        left_out = dict(find_session(monitor).streams[0].left_out)
+        left_out = dict(find_session(monitor).monitors[0].left_out)
     daemon.ended()
     assert left_out == {"table.weight": "sparse", "phase": "complex"}
     assert set(daemon.layers("layer_grad_norm")[1]) == {"plain.weight", "plain.bias"}
