@@ -72,7 +72,7 @@ class FastPath(MonitorBase):
         self._losses = self._loss_outliers.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None
-        self._own_since_told = 0.0
+        self._own_since_timed_exit = 0.0
         """Seconds that were ours since the exit of the last step whose times were taken."""
         self._inside = 0
         """How deep the call is between the hooks: a subclass's step may call its parent's. Not reset by a step that
@@ -186,7 +186,7 @@ class FastPath(MonitorBase):
     def _account_stretch(self) -> None:
         if self._stretch_steps:
             self._governor.account(self._stretch_steps, self._stretch_seconds, self._stretch_own)
-            self._own_since_told += self._stretch_own
+            self._own_since_timed_exit += self._stretch_own
             self._stretch_steps, self._stretch_seconds, self._stretch_own = 0, 0.0, 0.0
 
     def _note(self, now: float) -> None:
@@ -194,7 +194,7 @@ class FastPath(MonitorBase):
             self._note_at = now + NOTE_SECONDS
             self._accumulator.loop_locator.note(sys._getframe())
 
-    def _advance(self, *, skipped: bool = False, captured: bool = False) -> None:
+    def _count_step(self, *, skipped: bool = False, captured: bool = False) -> None:
         """Advance to the next step."""
         seq, self.seq = self.seq, self.seq + 1
         if self.collector is not None:

@@ -130,14 +130,14 @@ class BeforeStep(StepHook):
     """The hook before a step."""
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.monitor.begins(args, kwargs)
+        self.monitor.enter_step(args, kwargs)
 
 
 class AfterStep(StepHook):
     """The hook after a step."""
 
     def __call__(self, *_: Any) -> None:
-        self.monitor.ends()
+        self.monitor.exit_step()
 
 
 Alert = dict[str, Any]

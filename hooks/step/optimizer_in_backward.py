@@ -57,26 +57,26 @@ class Measured(Gradients):
 class WholeStep(OptimizerMonitor):
     """The monitor of all optimizers that step inside the backward pass. None of them has its hooks."""
 
-    def close_gathered(self, fill: Callable[[Step], None], own: float) -> None:
-        """Close the step that the parts make up, once all stepped and the pass is over. `fill` adds their samples,
+    def end_gathered_step(self, fill: Callable[[Step], None], own: float) -> None:
+        """End the step that the parts make up, once all stepped and the pass is over. `fill` adds their samples,
         which took `own` seconds."""
         if not self._dead:
-            self._finish(functools.partial(self._close_gathered, fill, own))
+            self._end_and_count(functools.partial(self._end_gathered_step, fill, own))
 
     def count_captured(self) -> None:
         """Count a step whose pass was captured into a CUDA graph; nothing of it is seen."""
-        self._safely(functools.partial(self._next, skipped=False, captured=True))
+        self._safely(functools.partial(self._begin_next_step, skipped=False, captured=True))
 
-    def _close_gathered(self, fill: Callable[[Step], None], own: float) -> None:
+    def _end_gathered_step(self, fill: Callable[[Step], None], own: float) -> None:
         begin = time.perf_counter()
         self._note(begin)
-        step = self._open(self._optimizer(), 0.0)
+        step = self._make_step(self._optimizer(), 0.0)
         step.entered = step.left = begin
         self._own_seconds, self._layers_seconds = own, 0.0
         self._loss_outliers.look_at(step.totals.loss, step.seq)
         self.probes.before(step, 0)
         fill(step)
-        self._close(step)
+        self._measure_and_queue(step)
 
 
 class BackwardGathering:
@@ -113,7 +113,7 @@ class BackwardGathering:
         self._pass = present
         seq = self.whole.seq
         layers = self._governor.due(2, seq)
-        self._steps[id(part)] = part.part(seq, layers=layers, norms=layers or self._governor.due(1, seq))
+        self._steps[id(part)] = part.sample_part(seq, layers=layers, norms=layers or self._governor.due(1, seq))
         self._names[id(part)] = [(layer.model, layer.name) for layer in part.layers.table.layers]
         self._seconds += time.perf_counter() - begin
 
@@ -126,7 +126,7 @@ class BackwardGathering:
             self._steps.clear()
             self.whole.count_captured()
         elif self.whole is not None and self._steps:
-            self.whole.close_gathered(self._fill, self._seconds)
+            self.whole.end_gathered_step(self._fill, self._seconds)
             self._steps.clear()
             self._names.clear()
             self._seconds = 0.0

@@ -64,7 +64,7 @@ class OptimizerMonitor(FastPath):
         self._deferred = self._entered = False
         self._sampling = True
         """Whether gradients are sampled: no longer after an internal fault there."""
-        self._told_exit: float | None = None
+        self._timed_exit: float | None = None
         """Time of the exit of the last step whose times were taken."""
         self._own_seconds = self._layers_seconds = 0.0
         self.device_clock: DeviceClock | None = None
@@ -84,7 +84,7 @@ class OptimizerMonitor(FastPath):
         handles.append(optimizer.register_step_pre_hook(exclude_from_tracing(BeforeStep(self))))
         handles.append(optimizer.register_step_post_hook(exclude_from_tracing(AfterStep(self))))
 
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the start of `optimizer.step(*args, **kwargs)`."""
         if self._dead:
             return
@@ -102,19 +102,19 @@ class OptimizerMonitor(FastPath):
             closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
             if closure is None and self._try_enter():
                 return
-            self._enter(closure if closure is None or callable(closure) else None)
+            self._enter_full_step(closure if closure is None or callable(closure) else None)
         except Exception:
             self._step = None
             self._broke()
 
-    def ends(self) -> None:
+    def exit_step(self) -> None:
         """Handle the end of `optimizer.step`."""
         if self._inside != 1:
             self._inside = max(self._inside - 1, 0)
             return
         try:
             if not self._dead:
-                self._finish(self._exit)
+                self._end_and_count(self._end_step)
         finally:
             self._inside = 0
 
@@ -149,7 +149,7 @@ class OptimizerMonitor(FastPath):
     def scaler_exits(self) -> None:
         """Handle the end of `scaler.step(optimizer)`; if the step was withheld, no hook ran, and this is its exit."""
         if not self._entered and not self._dead:
-            self._finish(self._withheld)
+            self._end_and_count(self._end_withheld_step)
         self._scale = None
 
     def scaler_raised(self) -> None:
@@ -170,7 +170,7 @@ class OptimizerMonitor(FastPath):
         else:
             self._safely(within.enter_part, self)
 
-    def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
+    def sample_part(self, seq: int, *, norms: bool, layers: bool) -> Step:
         """Sample what this optimizer is about to apply, as its part of step `seq`; return that step."""
         step = Step(seq, self._optimizer(), self._accumulator.totals)
         if norms:
@@ -185,7 +185,7 @@ class OptimizerMonitor(FastPath):
 
     # The ends of a step.
 
-    def _enter(self, closure: object) -> None:
+    def _enter_full_step(self, closure: object) -> None:
         begin = time.perf_counter()
         self._entered, self._clip = True, None
         self._end_stretch()
@@ -209,13 +209,13 @@ class OptimizerMonitor(FastPath):
         if not self._deferred:
             clip = self._clipping.take()
             self._loss_outliers.look_at(self._accumulator.totals.loss, self.seq)
-        self._step = step = self._open(optimizer, read_overflow(optimizer))
+        self._step = step = self._make_step(optimizer, read_overflow(optimizer))
         step.clip = clip
         if self._governor.rare(step.seq, first=not self.layers.stream):
-            self._shield(self._enter_rarely, step)
+            self._shield(self._enter_tier_3, step)
         if not self._deferred:
-            self._before(step, looked=True)
-            self._inquire(step)
+            self._sample_due_tiers(step, loss_judged=True)
+            self._trace_nonfinite(step)
         else:
             step.passes_before = step.totals.passes_seconds
         step.release()
@@ -224,7 +224,7 @@ class OptimizerMonitor(FastPath):
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
 
-    def _enter_rarely(self, step: Step) -> None:
+    def _enter_tier_3(self, step: Step) -> None:
         begin = time.perf_counter()
         step.rare = True
         with torch.no_grad():
@@ -232,7 +232,7 @@ class OptimizerMonitor(FastPath):
             self.probes.enter(step)
         self._governor.record_sample(3, time.perf_counter() - begin)
 
-    def _finish(self, end: Callable[[], None]) -> None:
+    def _end_and_count(self, end: Callable[[], None]) -> None:
         """End a step. It is counted even if `end` fails."""
         seq = self.seq
         try:
@@ -244,55 +244,55 @@ class OptimizerMonitor(FastPath):
                 self._step = None
                 self._end_stretch()
                 self._accumulator.take()
-                self._advance()
+                self._count_step()
 
-    def _exit(self) -> None:
+    def _end_step(self) -> None:
         if not (self._on_fast_path and self._try_exit()):
-            self._leave()
+            self._end_full_step()
         elif self.guard is not None:
             self._call_guard(self.guard.exit_step, self.seq - 1, skipped=False)
 
-    def _leave(self) -> None:
+    def _end_full_step(self) -> None:
         step, self._step = self._step, None
         if self._on_fast_path:
-            step = self._fall_back()
+            step = self._reopen_off_fast_path()
         if step is None:  # inside a graph capture: counted, and not seen; or its entry failed
             if self._accumulator.captured:
-                self._next(skipped=False, captured=True)
+                self._begin_next_step(skipped=False, captured=True)
             return
         step.left = time.perf_counter()
         if self.device_clock is not None:
             self.device_clock.mark()
         step.reclaim(self._optimizer())
         if self._deferred:
-            self._before(step)
-            self._inquire(step, exact=False)
-        self._close(step)
+            self._sample_due_tiers(step)
+            self._trace_nonfinite(step, exact=False)
+        self._measure_and_queue(step)
         self._recover()
 
-    def _fall_back(self) -> Step:
+    def _reopen_off_fast_path(self) -> Step:
         """Open the step that is over again, off the fast path: more happened in it than expected at its entry."""
         self._end_stretch()
         self._deferred = False
-        step = self._open(self._optimizer(), 0.0)
+        step = self._make_step(self._optimizer(), 0.0)
         step.clip, step.entered, self._own_seconds = self._clip, self._entered_at, 0.0
         self._loss_outliers.look_at(self._loss, step.seq)
         self.probes.before(step, 0)
         return step
 
-    def _withheld(self) -> None:
+    def _end_withheld_step(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            step = self._open(optimizer, 1.0)
+            step = self._make_step(optimizer, 1.0)
             step.entered = step.left = time.perf_counter()
             self._own_seconds = 0.0
             if self.device_clock is not None:
                 self.device_clock.begin_step()
-            self._before(step)
-            self._inquire(step, withheld=True)
-            self._close(step)
+            self._sample_due_tiers(step)
+            self._trace_nonfinite(step, withheld=True)
+            self._measure_and_queue(step)
 
-    def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
+    def _trace_nonfinite(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
         """Find the origin of a NaN or infinity, if the step has one."""
         if self.collector is not None:
             self._guard_collector(lambda collector: collector.look(step, withheld=withheld, exact=exact))
@@ -305,22 +305,22 @@ class OptimizerMonitor(FastPath):
             if self._unseen.record_failure(ORIGIN, "tracing what is not finite", "without knowing what made it"):
                 self.collector = None
 
-    def _open(self, optimizer: Any, skipped: Scalar) -> Step:
+    def _make_step(self, optimizer: Any, skipped: Scalar) -> Step:
         return Step(
             self.seq,
             optimizer,
             self._accumulator.totals,
             skipped=skipped,
             scale=self._scale if self._scale is not None or self._own_scale is None else self._own_scale(),
-            previous_exit=self._told_exit,
+            previous_exit=self._timed_exit,
             parameters=self.layers,
         )
 
-    def _before(self, step: Step, *, looked: bool = False) -> None:
-        """Sample what is due, the gradients being complete. `looked`: the loss was checked already."""
+    def _sample_due_tiers(self, step: Step, *, loss_judged: bool = False) -> None:
+        """Sample what is due, the gradients being complete. `loss_judged`: the loss was checked already."""
         if step.clip is None:
             step.clip = self._clipping.take()
-        if not looked:
+        if not loss_judged:
             self._loss_outliers.look_at(step.totals.loss, step.seq)
         if step.clip is not None:
             self._loss_outliers.look_at_norm(step.clip[0], step.seq)
@@ -363,11 +363,11 @@ class OptimizerMonitor(FastPath):
                 self.probes.before(step, 2)
             self._layers_seconds = time.perf_counter() - between
             if step.rare:
-                self._rarely(self.probes.before, step)
+                self._call_tier_3(self.probes.before, step)
         self._governor.record_sample(1, between - begin)
         self.left_out.update(step.gradients.left_out)
 
-    def _look_after(self, step: Step) -> None:
+    def _measure_after_update(self, step: Step) -> None:
         if step.gradients is not None:
             self.probes.after(step, 1)
         if step.blind:
@@ -377,24 +377,22 @@ class OptimizerMonitor(FastPath):
             self.probes.after(step, 2)
             self._governor.record_sample(2, self._layers_seconds + time.perf_counter() - begin)
             if step.rare:
-                self._rarely(self.probes.after, step)
+                self._call_tier_3(self.probes.after, step)
 
-    def _rarely(self, call: Callable[[Step, int], None], step: Step) -> None:
+    def _call_tier_3(self, call: Callable[[Step, int], None], step: Step) -> None:
         begin = time.perf_counter()
         call(step, 3)
         self._governor.record_sample(3, time.perf_counter() - begin)
 
-    def _close(self, step: Step) -> None:
-        """Close a step that is over: measure the rest, queue it, go on to the next."""
+    def _measure_and_queue(self, step: Step) -> None:
+        """Finish a step that is over: measure the rest, queue it, go on to the next."""
         whole = (
             not self.alone
             or self.probes.awake
             or step.gradients is not None
             or self._governor.due(0, step.seq, first=not self.layers.stream)
+            or not self._accumulator.is_training_thread()  # the thread that takes the totals becomes it
         )
-        whole = (
-            whole or not self._accumulator.is_training_thread()
-        )  # the thread that takes the totals becomes the training thread
         step.totals = self._accumulator.take() if whole else self._accumulator.totals
         if not self.alone:
             self._accumulator.record_owner(self.layers.stream, step.totals)
@@ -406,7 +404,7 @@ class OptimizerMonitor(FastPath):
             step.totals.logged = {}
         if step.gradients is not None or step.blind:
             with torch.no_grad():
-                self._look_after(step)
+                self._measure_after_update(step)
         self.probes.end_step(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = step.is_withheld
@@ -417,8 +415,8 @@ class OptimizerMonitor(FastPath):
         if on_device and not skipped and self.collector is not None:  # a step that is withheld breaks no weight
             self._guard_collector(lambda collector: collector.hold_batch(record.seq, lambda: record.peek("loss")))
         self._submit(record, news or step.urgent)
-        self._account(step)
-        self._next(skipped=skipped)
+        self._account_step(step)
+        self._begin_next_step(skipped=skipped)
 
     def report_logged(self) -> None:
         """Report what was logged since the last step with that step, as no other comes. On the training thread."""
@@ -432,17 +430,17 @@ class OptimizerMonitor(FastPath):
 
     def _call_relaxed_probes(self, step: Step) -> None:
         begin = time.perf_counter()
-        step.own_seconds = self._own_since_told + self._own_seconds
-        self._own_since_told = -self._own_seconds  # already counted here, and `_account` adds them again
+        step.own_seconds = self._own_since_timed_exit + self._own_seconds
+        self._own_since_timed_exit = -self._own_seconds  # already counted here, and `_account_step` adds them again
         self.probes.call_relaxed_probes(step)
         if not self.layers.stream and (mark := self._governor.mark_opening(step.seq)) is not None:
             step.values["opening_step"] = mark
-        self._told_exit = step.left
+        self._timed_exit = step.left
         self._governor.record_sample(0, time.perf_counter() - begin)
 
-    def _account(self, step: Step) -> None:
+    def _account_step(self, step: Step) -> None:
         self._own_seconds += time.perf_counter() - step.left
-        self._own_since_told += self._own_seconds
+        self._own_since_timed_exit += self._own_seconds
         share = 1.0
         if self.device_clock is not None:
             tier = 3 if step.rare else 2 if step.thorough else 1 if step.gradients is not None else 0
@@ -457,9 +455,9 @@ class OptimizerMonitor(FastPath):
             self._governor.record_step(self.seq, step.left - self._previous_exit, self._own_seconds, share)
         self._previous_exit = step.left
 
-    def _next(self, *, skipped: bool, captured: bool = False) -> None:
+    def _begin_next_step(self, *, skipped: bool, captured: bool = False) -> None:
         plain = self._scaler is None and self._own_scale is None and not captured
         self._scaler = None
-        self._advance(skipped=skipped, captured=captured)
+        self._count_step(skipped=skipped, captured=captured)
         if plain:  # else a step may be withheld
             self._begin_stretch()

@@ -91,14 +91,14 @@ def test_optimizers_in_the_backward_pass_of_a_graph_are_not_measured(daemon: Fak
     optimizers = {p: torch.optim.SGD([p], 1e-2) for p in net.parameters()}
     handles = [p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in optimizers]
     measured: list[bool] = []
-    part = OptimizerMonitor.part
+    part = OptimizerMonitor.sample_part
 
     def counted(self: OptimizerMonitor, *arguments: Any, **named: Any) -> Step:
         measured.append(launches.capturing)
         return part(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch, sentinel.attach(net, list(optimizers.values())):
-        patch.setattr(OptimizerMonitor, "part", counted)
+        patch.setattr(OptimizerMonitor, "sample_part", counted)
         for step, batch in enumerate(batches(4)):
             launches.capturing = step in (1, 2)
             loss_of(net, batch).backward()

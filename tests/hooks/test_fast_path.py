@@ -254,13 +254,13 @@ def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that were not on the fast path."""
     seqs: list[int] = []
-    original = OptimizerMonitor._enter
+    original = OptimizerMonitor._enter_full_step
 
     def enter(self: OptimizerMonitor, closure: object) -> None:
         seqs.append(self.seq)
         original(self, closure)
 
-    monkeypatch.setattr(OptimizerMonitor, "_enter", enter)
+    monkeypatch.setattr(OptimizerMonitor, "_enter_full_step", enter)
     return seqs
 
 

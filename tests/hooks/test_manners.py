@@ -77,8 +77,8 @@ def test_a_probe_that_fails_is_switched_off(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (OptimizerMonitor, "_enter"),
-        (OptimizerMonitor, "_close"),
+        (OptimizerMonitor, "_enter_full_step"),
+        (OptimizerMonitor, "_measure_and_queue"),
         (OptimizerMonitor, "gradients_clipped"),
         (OptimizerMonitor, "scaler_enters"),
         (StepAccumulator, "batch_fetched"),
