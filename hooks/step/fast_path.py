@@ -23,7 +23,7 @@ from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop.grad_clipping import Clip, Clipping
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.probe import OCCASION, Probes
-from sentinel.hooks.step.loss_outliers import LossOutlierResponse
+from sentinel.hooks.step.loss_outliers import OutlierWatch
 from sentinel.hooks.step.monitor_base import MonitorBase
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.transport.records import QUEUE_STEPS, Record
@@ -66,10 +66,8 @@ class FastPath(MonitorBase):
         self.probes, self._accumulator, self._governor = probes, session.accumulator, session.governor
         self._submit, self._queued, self._append = session.submit, session.queued, session.queued.append
         self._clipping = Clipping(lambda: layers.ids)
-        self._loss_outliers = LossOutlierResponse(
-            session.governor, weakref.WeakMethod(self._suspect), first=not layers.stream
-        )
-        self._losses = self._loss_outliers.unjudged
+        self._outlier_watch = OutlierWatch(session.governor, weakref.WeakMethod(self._suspect), first=not layers.stream)
+        self._losses = self._outlier_watch.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None
         self._own_since_timed_exit = 0.0
@@ -94,7 +92,7 @@ class FastPath(MonitorBase):
 
     def begin_stage(self) -> None:
         """Forget what is usual: the next step's task or data change on purpose, and so may its loss."""
-        self._loss_outliers.begin_anew()
+        self._outlier_watch.forget()
         self.probes.forget()
         if not self.layers.stream:
             self._governor.begin_stage(self.seq)
@@ -114,7 +112,7 @@ class FastPath(MonitorBase):
             and not (collector is not None and (collector.moments_asked or collector.counting.asked))
             and self._previous_exit is not None
         ):
-            accumulator.calm(self._loss_outliers.reach)
+            accumulator.calm(self._outlier_watch.loss_limit)
 
     def _end_stretch(self) -> None:
         self._accumulator.calm_to = -math.inf
@@ -144,7 +142,7 @@ class FastPath(MonitorBase):
     def _clips_calmly(self) -> bool:
         """Whether the norm that the loop computed is known, and neither odd nor infinite."""
         norms = [norm for norm, _ in self._clipping.calls.values() if norm is not None]
-        if not all(type(norm) is float and norm <= self._loss_outliers.norm_reach for norm in norms):
+        if not all(type(norm) is float and norm <= self._outlier_watch.norm_limit for norm in norms):
             return False
         self._clip, self._clipped = self._clipping.take(), False
         return True

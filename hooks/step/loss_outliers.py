@@ -32,7 +32,7 @@ BEHIND = 64
 """Most steps that a device may be behind for its losses to be checked."""
 LARGEST = sys.float_info.max
 """The largest finite float."""
-_TELLING = ("loss", "grad_norm", "grad_norm_applied")
+_FINITE_SIGNALS = ("loss", "grad_norm", "grad_norm_applied")
 """Signals that are finite in a healthy run."""
 
 
@@ -44,7 +44,7 @@ class LossOutliers:
         self._count = 0
 
     @property
-    def reach(self) -> float:
+    def limit(self) -> float:
         """The highest loss that is not odd, judged by the losses so far."""
         if self._count < SPAN:
             return LARGEST
@@ -58,8 +58,8 @@ class LossOutliers:
         step, odd, weight = loss - self._mean, False, 1.0 / SPAN
         if self._count <= SPAN:
             weight = 1.0 / self._count
-        elif step > NOISE * self._deviation and step > (reach := LEAST * abs(self._mean)):
-            step, odd = max(NOISE * self._deviation, reach), True
+        elif step > NOISE * self._deviation and step > (limit := LEAST * abs(self._mean)):
+            step, odd = max(NOISE * self._deviation, limit), True
         self._mean += weight * step
         self._deviation += weight * (abs(step) - self._deviation)
         return odd
@@ -72,7 +72,7 @@ class NormOutliers:
         self._mean, self._count = 0.0, 0
 
     @property
-    def reach(self) -> float:
+    def limit(self) -> float:
         """The highest norm that is not odd, judged by the norms so far."""
         return LEAP * self._mean if self._count >= SPAN else LARGEST
 
@@ -81,9 +81,9 @@ class NormOutliers:
         norm, which is judged with the loss. A norm of 0 comes from a step without a gradient, and is ignored."""
         if not 0.0 < norm < math.inf:
             return False
-        odd = norm > (reach := self.reach)
+        odd = norm > (limit := self.limit)
         self._count += 1
-        self._mean += (min(norm, reach) - self._mean) / min(self._count, SPAN)
+        self._mean += (min(norm, limit) - self._mean) / min(self._count, SPAN)
         return odd
 
 
@@ -107,32 +107,32 @@ class LateValues:
             yield value
 
 
-class LossOutlierResponse:
-    """Responds to a loss outlier: everything is sampled for some steps, no snapshot is kept of a state that may be
-    broken, and the sender is woken."""
+class OutlierWatch:
+    """Judges the loss and the gradient norm of each step. After an odd one, everything is sampled for some steps; after
+    an odd or non-finite loss, also no snapshot is kept of a state that may be broken, and the sender is woken."""
 
     def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]], *, first: bool = True) -> None:
         """`warn` notifies the owner, which keeps snapshots. Held weakly: the owner holds this object, and must die with
         the optimizer. `first`: whether this is the first optimizer, whose steps the governor counts."""
-        self._suspicion, self._governor, self._warn, self._first = LossOutliers(), governor, warn, first
+        self._losses, self._governor, self._warn, self._first = LossOutliers(), governor, warn, first
         self._leaps_left = LEAPS
-        self._norms, self._late_norms = NormOutliers(), LateValues("grad_norm")
-        self._odd = self._suspected = self._suspicious = False
-        self._late = LateValues("loss")
+        self._norms = NormOutliers()
+        self._late_losses, self._late_norms = LateValues("loss"), LateValues("grad_norm")
+        self._nonfinite_before = self._outlier_now = self._outlier_before = False
         self.unjudged: list[float] = []
-        """Losses within reach, of the steps since the last call of `look_at`."""
+        """Losses within the limit, of the steps since the last call of `judge_loss`."""
 
     @property
-    def reach(self) -> float:
+    def loss_limit(self) -> float:
         """The highest loss that is not odd."""
-        return self._suspicion.reach
+        return self._losses.limit
 
     @property
-    def norm_reach(self) -> float:
+    def norm_limit(self) -> float:
         """The highest gradient norm that is not odd."""
-        return self._norms.reach
+        return self._norms.limit
 
-    def look_at_norm(self, norm: Scalar | None, seq: int) -> bool:
+    def judge_norm(self, norm: Scalar | None, seq: int) -> bool:
         """Judge the gradient norm of step `seq`; return whether it, or one that arrived late, is odd. A norm on a
         device is not read now. Unlike an odd loss, an odd norm does not prevent a snapshot."""
         odd = [self._norms.observe(late) for late in self._late_norms.take_arrived()]
@@ -144,57 +144,57 @@ class LossOutlierResponse:
         self._governor.attend(seq if self._first else None, ODD_STEPS)
         return True
 
-    def look_at(self, loss: Scalar | None, seq: int) -> None:
+    def judge_loss(self, loss: Scalar | None, seq: int) -> None:
         """Judge the loss of step `seq`, and earlier ones that arrived late. A loss on a device is not read now."""
         if self.unjudged:
-            for known in self.unjudged:  # within reach when the stretch began: against those since, one may be odd
+            for known in self.unjudged:  # within the limit when the stretch began: against those since, one may be odd
                 self._judge(known, seq)
             self.unjudged.clear()
-        if self._late.records:
-            for late in self._late.take_arrived():
+        if self._late_losses.records:
+            for late in self._late_losses.take_arrived():
                 self._judge(late, seq)
         if isinstance(loss, float):
             self._judge(loss, seq)
 
-    def begin_anew(self) -> None:
+    def forget(self) -> None:
         """Forget earlier losses and norms, and those still on a device: the ones to come are not comparable."""
-        self._suspicion = LossOutliers()
+        self._losses = LossOutliers()
         self.unjudged.clear()
-        self._late.records.clear()
+        self._late_losses.records.clear()
         self._norms, self._leaps_left = NormOutliers(), LEAPS
         self._late_norms.records.clear()
 
     def add_record(self, record: Record) -> None:
         """Add the record of a step that is over, for its loss and norm if they come late."""
-        self._late.add(record)
+        self._late_losses.add(record)
         self._late_norms.add(record)
 
     def _judge(self, loss: float, seq: int) -> None:
         if not math.isfinite(loss):
-            self._suspect(seq, NONFINITE_STEPS)
-        elif self._suspicion.observe(loss):
-            self._suspect(seq, ODD_STEPS)
+            self._respond(seq, NONFINITE_STEPS)
+        elif self._losses.observe(loss):
+            self._respond(seq, ODD_STEPS)
 
-    def judge_step(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
+    def end_step(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
         """Judge a step that is over; return whether the sender must be woken. Only the first odd step in a row does
         it: in a run that is broken every step would."""
-        odd = not skipped and _tells_of_trouble(values)
-        if odd:
-            self._suspect(seq + 1, NONFINITE_STEPS)
-        news = (odd and not self._odd) or (self._suspected and not self._suspicious)
-        self._odd, self._suspicious, self._suspected = odd, self._suspected, False
+        nonfinite = not skipped and _has_nonfinite(values)
+        if nonfinite:
+            self._respond(seq + 1, NONFINITE_STEPS)
+        news = (nonfinite and not self._nonfinite_before) or (self._outlier_now and not self._outlier_before)
+        self._nonfinite_before, self._outlier_before, self._outlier_now = nonfinite, self._outlier_now, False
         return news
 
-    def _suspect(self, seq: int, steps: int) -> None:
-        self._suspected = True
+    def _respond(self, seq: int, steps: int) -> None:
+        self._outlier_now = True
         self._governor.attend(seq if self._first else None, steps)
         warn = self._warn()
         if warn is not None:
             warn()
 
 
-def _tells_of_trouble(values: Mapping[str, Scalar]) -> bool:
-    for name in _TELLING:  # noqa: SIM110 (at every step: a generator costs twice the time)
+def _has_nonfinite(values: Mapping[str, Scalar]) -> bool:
+    for name in _FINITE_SIGNALS:  # noqa: SIM110 (at every step: a generator costs twice the time)
         if name in values and not is_finite(values[name]):
             return True
     return False

@@ -73,7 +73,7 @@ class WholeStep(OptimizerMonitor):
         step = self._make_step(self._optimizer(), 0.0)
         step.entered = step.left = begin
         self._own_seconds, self._layers_seconds = own, 0.0
-        self._loss_outliers.look_at(step.totals.loss, step.seq)
+        self._outlier_watch.judge_loss(step.totals.loss, step.seq)
         self.probes.before(step, 0)
         fill(step)
         self._measure_and_queue(step)

@@ -208,7 +208,7 @@ class OptimizerMonitor(FastPath):
         clip = None
         if not self._deferred:
             clip = self._clipping.take()
-            self._loss_outliers.look_at(self._accumulator.totals.loss, self.seq)
+            self._outlier_watch.judge_loss(self._accumulator.totals.loss, self.seq)
         self._step = step = self._make_step(optimizer, read_overflow(optimizer))
         step.clip = clip
         if self._governor.rare(step.seq, first=not self.layers.stream):
@@ -276,7 +276,7 @@ class OptimizerMonitor(FastPath):
         self._deferred = False
         step = self._make_step(self._optimizer(), 0.0)
         step.clip, step.entered, self._own_seconds = self._clip, self._entered_at, 0.0
-        self._loss_outliers.look_at(self._loss, step.seq)
+        self._outlier_watch.judge_loss(self._loss, step.seq)
         self.probes.before(step, 0)
         return step
 
@@ -321,9 +321,9 @@ class OptimizerMonitor(FastPath):
         if step.clip is None:
             step.clip = self._clipping.take()
         if not loss_judged:
-            self._loss_outliers.look_at(step.totals.loss, step.seq)
+            self._outlier_watch.judge_loss(step.totals.loss, step.seq)
         if step.clip is not None:
-            self._loss_outliers.look_at_norm(step.clip[0], step.seq)
+            self._outlier_watch.judge_norm(step.clip[0], step.seq)
         # A withheld step is sampled in full: the user wants to know which layers overflowed.
         first = not self.layers.stream
         every_layer = self._governor.due(2, step.seq, first=first) or step.rare or step.is_withheld
@@ -356,7 +356,7 @@ class OptimizerMonitor(FastPath):
             self.layers.refresh(step.optimizer, step.seq)
             step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
             self.probes.before(step, 1)
-            odd = step.clip is None and self._loss_outliers.look_at_norm(step.gradients.total, step.seq)
+            odd = step.clip is None and self._outlier_watch.judge_norm(step.gradients.total, step.seq)
             between = time.perf_counter()
             if every_layer or odd:
                 step.thorough = True
@@ -408,9 +408,9 @@ class OptimizerMonitor(FastPath):
         self.probes.end_step(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = step.is_withheld
-        news = self._loss_outliers.judge_step(step.seq, step.values, skipped=skipped)
+        news = self._outlier_watch.end_step(step.seq, step.values, skipped=skipped)
         record = records.record(step, self.layers, time.time(), self._transfers, self._unseen)
-        self._loss_outliers.add_record(record)
+        self._outlier_watch.add_record(record)
         on_device = record.transfer is not None and record.transfer.brings("loss")
         if on_device and not skipped and self.collector is not None:  # a step that is withheld breaks no weight
             self._guard_collector(lambda collector: collector.hold_batch(record.seq, lambda: record.peek("loss")))

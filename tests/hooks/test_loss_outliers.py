@@ -12,7 +12,7 @@ import torch
 
 from sentinel import wire
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.step.loss_outliers import LateValues, LossOutlierResponse, LossOutliers, NormOutliers
+from sentinel.hooks.step.loss_outliers import LateValues, LossOutliers, NormOutliers, OutlierWatch
 from sentinel.hooks.transport.records import Record, Transfers
 
 
@@ -25,19 +25,19 @@ def test_a_loss_of_another_stage_is_no_outlier_for_that() -> None:
             told.append(1)
 
     guard = Guard()
-    response = LossOutlierResponse(governor, weakref.WeakMethod(guard.warn))
+    watch = OutlierWatch(governor, weakref.WeakMethod(guard.warn))
     for seq in range(200):
-        response.look_at(1.0 + seq % 7 / 100, seq)
-    response.begin_anew()
-    response.look_at(9.0, 200)
+        watch.judge_loss(1.0 + seq % 7 / 100, seq)
+    watch.forget()
+    watch.judge_loss(9.0, 200)
     assert not told
-    response.look_at(math.nan, 201)
+    watch.judge_loss(math.nan, 201)
     assert told
 
 
 def odd(losses: Iterable[float]) -> list[int]:
-    suspicion = LossOutliers()
-    return [step for step, loss in enumerate(losses) if suspicion.observe(loss)]
+    losses_so_far = LossOutliers()
+    return [step for step, loss in enumerate(losses) if losses_so_far.observe(loss)]
 
 
 def noisy(level: float, noise: float, steps: int, slope: float = 0.0) -> list[float]:
@@ -102,16 +102,16 @@ def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
 def test_a_norm_far_above_those_before_has_its_very_step_looked_at() -> None:
     norms, usual = NormOutliers(), noisy(1.0, 0.3, 300)
     assert [norms.observe(norm) for norm in [*usual, math.inf, 4.0]] == [False] * 302
-    assert norms.reach == pytest.approx(5.0, rel=0.3)
+    assert norms.limit == pytest.approx(5.0, rel=0.3)
     assert norms.observe(60.0)
-    assert norms.reach < 6.0, "an outlier is no new level"
+    assert norms.limit < 6.0, "an outlier is no new level"
     governor, warned = Governor(0.01), Warned()
-    response, record = LossOutlierResponse(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), grad_norm=60.0)
-    assert not any(response.look_at_norm(norm, seq) for seq, norm in enumerate(usual))
-    response.add_record(record)
-    assert not response.look_at_norm(torch.tensor(60.0), 2000)
+    watch, record = OutlierWatch(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), grad_norm=60.0)
+    assert not any(watch.judge_norm(norm, seq) for seq, norm in enumerate(usual))
+    watch.add_record(record)
+    assert not watch.judge_norm(torch.tensor(60.0), 2000)
     arrive(record)
-    assert response.look_at_norm(torch.tensor(1.0), 2001)
+    assert watch.judge_norm(torch.tensor(1.0), 2001)
     assert [seq for seq in range(2001, 2008) if governor.due(2, seq)] == [2001, 2002, 2003, 2004]
     assert warned.times == 0
 
@@ -126,14 +126,14 @@ class Warned:
 
 def test_a_nan_that_comes_late_is_acted_on() -> None:
     warned, governor = Warned(), Governor(0.01)
-    response, record = LossOutlierResponse(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
-    response.add_record(record)
-    response.look_at(torch.tensor(0.0), 2000)
+    watch, record = OutlierWatch(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
+    watch.add_record(record)
+    watch.judge_loss(torch.tensor(0.0), 2000)
     assert (warned.times, governor.due(2, 2003)) == (0, False)
     arrive(record)
-    response.look_at(torch.tensor(0.0), 2001)
+    watch.judge_loss(torch.tensor(0.0), 2001)
     assert (warned.times, governor.due(2, 2003)) == (1, True)
-    assert response.judge_step(2001, {}, skipped=False)
+    assert watch.end_step(2001, {}, skipped=False)
 
 
 def test_steps_without_a_gradient_are_no_measure_of_a_norm() -> None:
@@ -143,22 +143,22 @@ def test_steps_without_a_gradient_are_no_measure_of_a_norm() -> None:
 
 def test_norms_that_leap_all_the_time_are_not_followed_up_without_end() -> None:
     governor = Governor(0.02)
-    response = LossOutlierResponse(governor, weakref.WeakMethod(governor.clear_orders))
+    watch = OutlierWatch(governor, weakref.WeakMethod(governor.clear_orders))
     norms = [1.0 if seq % 20 == 0 else 1e-6 for seq in range(20_000)]
-    followed = [seq for seq, norm in enumerate(norms) if response.look_at_norm(norm, seq)]
+    followed = [seq for seq, norm in enumerate(norms) if watch.judge_norm(norm, seq)]
     assert 0 < len(followed) < 100
 
 
 def test_attention_is_measured_in_steps_of_the_first_optimizer() -> None:
     """A critic makes five steps for one of the generator's; its outlier concerns the generator's present step."""
     governor = Governor(0.02)
-    critic = LossOutlierResponse(governor, weakref.WeakMethod(governor.clear_orders), first=False)
+    critic = OutlierWatch(governor, weakref.WeakMethod(governor.clear_orders), first=False)
     governor.spacing.update({1: 1000, 2: 1000})
     for seq in range(600):
         governor.record_step(seq, 0.01, 0.0)
     for seq in range(3000):
-        critic.look_at(1.0 + seq % 7 / 100, seq)
-    critic.look_at(9.0, 3000)
+        critic.judge_loss(1.0 + seq % 7 / 100, seq)
+    critic.judge_loss(9.0, 3000)
     governor.spacing.update({1: 1000, 2: 1000})
     assert governor.due(2, 601)
     assert governor.due(2, 3001, first=False)
