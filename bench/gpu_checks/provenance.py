@@ -45,7 +45,7 @@ def _check_trace(case: Case, device: str) -> Provenance:
     kept.hold_gradients(output)
     loss = case.loss(output)
     loss.backward()
-    return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
+    return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), refuse_collectives=False)
 
 
 def _check_answer(device: str) -> Iterator[Line]:

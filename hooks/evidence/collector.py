@@ -187,8 +187,10 @@ class EvidenceCollector:
         assert model is not None
         slot.running = True
         try:
-            alone = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-            found = trace_origin(model, slot.kept, step.seq, loss_finite=loss_finite, alone=alone)
+            refuse_collectives = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            found = trace_origin(
+                model, slot.kept, step.seq, loss_finite=loss_finite, refuse_collectives=refuse_collectives
+            )
         finally:
             slot.running = False
         if step.totals.backwards > 1 and found.origin == "nothing":

@@ -48,11 +48,12 @@ _CONSTANT = "the loss's own gradient, which is not held where it is large or ste
 
 
 def trace_origin(
-    model: nn.Module, kept: CapturedCall | None, seq: int, *, loss_finite: bool, alone: bool
+    model: nn.Module, kept: CapturedCall | None, seq: int, *, loss_finite: bool, refuse_collectives: bool
 ) -> Provenance:
     """Run the kept call again and follow what is not finite to its origin. Never raises.
 
-    `alone`: whether there are other ranks, which do not run their batches again. `loss_finite`: of the loop's own loss.
+    `refuse_collectives`: stop at a collective, as other ranks do not run their batches again. `loss_finite`: of the
+    loop's own loss.
     """
     began = time.perf_counter()
     found = Provenance(seq=seq, origin="not known")
@@ -63,7 +64,9 @@ def trace_origin(
             found = Provenance(seq=seq, origin="not known", missing=(reason,), **weights)
         else:
             assert kept is not None
-            fields = _Rerun(inner, kept, alone=alone, deadline=began + SECONDS).fields(loss_finite)
+            fields = _Rerun(inner, kept, refuse_collectives=refuse_collectives, deadline=began + SECONDS).fields(
+                loss_finite
+            )
             found = Provenance(seq=seq, **(weights | fields))
     except TracedCollective as error:
         reason = f"the model's forward or backward pass communicates ({error}), which a rank cannot do alone"
@@ -78,12 +81,14 @@ def trace_origin(
 class _Rerun:
     """One forward and one backward pass under a trace."""
 
-    def __init__(self, model: nn.Module, kept: CapturedCall, *, alone: bool, deadline: float) -> None:
+    def __init__(self, model: nn.Module, kept: CapturedCall, *, refuse_collectives: bool, deadline: float) -> None:
         self._model, self._kept = model, kept
         self._inputs = [*name_tensors(kept.args, "args"), *name_tensors(kept.kwargs, "kwargs")]
         own = [*_name_weights(model)]
         self._weights = {name for name, _ in own}
-        self._trace = Trace(storages(iter([*own, *self._inputs])), alone=alone, deadline=deadline)
+        self._trace = Trace(
+            storages(iter([*own, *self._inputs])), refuse_collectives=refuse_collectives, deadline=deadline
+        )
 
     def fields(self, loss_finite: bool) -> dict[str, Any]:
         """Run the passes, and return the fields of a Provenance."""

@@ -61,16 +61,17 @@ class TraceEvent:
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds the operation in which values stopped being finite."""
 
-    def __init__(self, known: dict[int, str], *, alone: bool, deadline: float) -> None:
+    def __init__(self, known: dict[int, str], *, refuse_collectives: bool, deadline: float) -> None:
         """`known`: storage -> name of a parameter, a buffer, or an input of the model.
 
-        `alone`: other ranks do not take part. After `deadline` (`time.perf_counter`) nothing more is looked at.
+        `refuse_collectives`: raise TracedCollective at a collective, as other ranks do not take part. After `deadline`
+        (`time.perf_counter`) nothing more is looked at.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.late = False
         self.modules: list[tuple[str, str]] = []
         """(name, class) of the modules that are running, the innermost last."""
-        self._known, self._alone, self._deadline = known, alone, deadline
+        self._known, self._refuse_collectives, self._deadline = known, refuse_collectives, deadline
         self._origins: dict[int, TraceEvent] = {}
         """Address of a storage that holds a non-finite value -> where that came from."""
         self._unfilled: set[int] = set()
@@ -78,7 +79,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._alone and func.namespace in _COLLECTIVES:
+        if self._refuse_collectives and func.namespace in _COLLECTIVES:
             raise TracedCollective(str(func))
         kwargs = kwargs or {}
         if self._is_skipped(func):

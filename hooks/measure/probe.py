@@ -53,7 +53,7 @@ class Step:
     """The step's gradients; None where it is not sampled beyond tier 0."""
     thorough: bool = False
     """Whether tier 2 is sampled."""
-    blind: bool = False
+    gradients_missing: bool = False
     """Whether tier 2 is due, but the gradients could not be sampled."""
     rare: bool = False
     """Whether tier 3 is sampled; if so, tier 2 is, too."""
@@ -97,6 +97,12 @@ class Step:
             self.gradients.reclaim()
 
     @property
+    def blind(self) -> bool:
+        """Name of `gradients_missing` in 0.1."""
+        warnings.warn("Step.blind is called gradients_missing now", DeprecationWarning, stacklevel=2)
+        return self.gradients_missing
+
+    @property
     def optimizer_seconds(self) -> float:
         """Seconds in `optimizer.step`, without the forward and backward passes inside it."""
         own = self.left - self.entered
@@ -135,6 +141,10 @@ class Glance:
     """Whether the step must be measured in full after all."""
 
 
+_FORMER = {"over": "disarm", "spared": "skipped_on_fast_path", "blind": "needs_no_gradients"}
+"""Name of an attribute of `Probe` in 0.1 -> its present name."""
+
+
 class Probe:
     """Base of all probes. Override `before`, `after` or both."""
 
@@ -143,22 +153,22 @@ class Probe:
     relaxed: ClassVar[bool] = False
     """For tier 0: in a loop of a few milliseconds the probe is called less often, but at least at every 64th step, with
     the totals of the steps since."""
-    spared: ClassVar[bool] = False
+    skipped_on_fast_path: ClassVar[bool] = False
     """For tier 0: the probe is not called on the fast path, where the optimizer monitor records what it would."""
-    blind: ClassVar[bool] = False
-    """For tier 2: `after` needs no gradients, and is called even where these could not be sampled."""
+    needs_no_gradients: ClassVar[bool] = False
+    """For tier 2: `after` is called even where the gradients could not be sampled."""
     signals: ClassVar[Mapping[str, Scope]] = {}
     """Signals that it measures and that are not in `sentinel.signals`, with their scopes."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        # In 0.1 `disarm` was called `over`; probes may define that, or call it on a base class.
-        defining = next(base for base in cls.__mro__ if {"over", "disarm"} & vars(base).keys())
-        if "disarm" not in vars(defining):
-            warnings.warn(f"{defining.__name__}.over is called disarm now", DeprecationWarning, stacklevel=2)
-            cls.disarm = vars(defining)["over"]  # type: ignore[method-assign]
-        elif "over" not in vars(defining):
-            cls.over = vars(defining)["disarm"]
+        for former, name in _FORMER.items():  # a probe may define the former name, or read it on a base class
+            defining = next(base for base in cls.__mro__ if {former, name} & vars(base).keys())
+            if name not in vars(defining):
+                warnings.warn(f"{defining.__name__}.{former} is called {name} now", DeprecationWarning, stacklevel=2)
+                setattr(cls, name, vars(defining)[former])
+            elif former not in vars(defining):
+                setattr(cls, former, vars(defining)[name])
 
     def arm(self, step: Step) -> None:
         """Called when `step` is over and the next one is an occasion: one of the first `EARLY`, every 64th, or a step
@@ -174,7 +184,7 @@ class Probe:
     def disarm(self, step: Step) -> None:
         """Called when `step` is over, the occasion for which it was armed."""
 
-    over = disarm
+    over, spared, blind = disarm, skipped_on_fast_path, needs_no_gradients
 
     def capturing(self) -> None:
         """Called before a CUDA graph is captured: nodes of autograd that are held would become part of it."""
@@ -192,8 +202,8 @@ class Probe:
         """Called after a rollback and when a stage begins: what was seen so far says nothing of what comes."""
 
     def glance(self, glance: Glance) -> None:
-        """Called on a `spared` probe of tier 0 when a step on the fast path is over and a glance is due. It may take
-        microseconds only, and sets when the next one is due."""
+        """Called on a probe of tier 0 with `skipped_on_fast_path` when a step there is over and a glance is due. It may
+        take microseconds only, and sets when the next one is due."""
 
 
 class ProbeCall(NamedTuple):
@@ -222,7 +232,7 @@ class Probes:
         """What is being tried again, and the part of it that was measured in the present step."""
         self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
         self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
-        self._blind = _moments([probe for probe in probes if probe.blind], "after")
+        self._after_without_gradients = _moments([probe for probe in probes if probe.needs_no_gradients], "after")
         self._enter = _moments(probes, "enter")
         self._arm, self._disarm = _moments(probes, "arm", _OCCASIONS), _moments(probes, "disarm", _OCCASIONS)
         self._begins, self._ended = (_moments(probes, name, _OCCASIONS) for name in ("pass_begins", "pass_ended"))
@@ -231,7 +241,7 @@ class Probes:
         self._glances = _moments(probes, "glance", _OCCASIONS)
         self.glance_at = 0.0 if self._glances else math.inf
         """Time at which a glance is due, by `time.perf_counter`."""
-        self.spared = all(probe.spared or probe.relaxed for probe in probes if probe.tier == 0)
+        self.all_skippable = all(probe.skipped_on_fast_path or probe.relaxed for probe in probes if probe.tier == 0)
         """Whether there are steps at which no probe needs to be called."""
         self.awake = True
         """Whether the present step is an occasion."""
@@ -273,7 +283,8 @@ class Probes:
 
     def after(self, step: Step, tier: int) -> None:
         """Call the probes of one tier when the step is over."""
-        self._call(self._blind if tier == 2 and step.blind else self._after, tier, step)
+        without = tier == 2 and step.gradients_missing
+        self._call(self._after_without_gradients if without else self._after, tier, step)
 
     def glance(self, now: float, values: dict[str, float]) -> bool:
         """Call the probes that look at the fast path; return whether this step must be measured in full."""

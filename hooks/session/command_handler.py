@@ -60,7 +60,7 @@ class CommandHandler:
                 self._ask(message)
             case wire.FindMeeting():
                 session.meeting_finder.find(message)
-        session.answer_if_alone()
+        session.decline_if_optimizers_gone()
         self._hand_to_guard(message)
 
     def _hand_to_guard(self, message: wire.ToRank) -> None:

@@ -109,7 +109,7 @@ class RunSession:
         accumulator.reinforcement = self.signals.reinforcement
         self._told: set[str] = set()
         self.closing_line = ClosingLine(who.name, self.sender)
-        self.ended = self._alone = False
+        self.ended = self._optimizers_gone = False
         """Whether it is over; whether the sender ended it, because the optimizers were deleted."""
         self.unasked = False
         """Whether it was attached at the first step (`sentinel run`): an attach in the script takes its place."""
@@ -133,7 +133,7 @@ class RunSession:
         self._succession = succession
         self.accumulator.when_captured = self._announce_capture
         if len(monitors) == 1:
-            monitors[0].alone = True
+            monitors[0].is_only_optimizer = True
         self._listening = EventRouter(self, self._monitors, collector, succession)
         patches.listen(self._listening)
         start_thread(self.sender)
@@ -443,7 +443,7 @@ class RunSession:
         if self.ended or any(monitor.alive() for monitor in self.monitors):
             return None
         self._let_go()
-        self._alone = True
+        self._optimizers_gone = True
         self.say_once(f"run {self.who.name!r} is watched no more: its optimizer is gone; a new one wants a new attach")
         goodbye = wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
         self.closing_line.note_end(goodbye)
@@ -476,9 +476,9 @@ class RunSession:
         if self.closing_line.open_trackers(names):
             self.sender.greet_again()
 
-    def answer_if_alone(self) -> None:
+    def decline_if_optimizers_gone(self) -> None:
         """If the optimizers were deleted, answer that evidence cannot be given, so that the daemon does not wait."""
-        if self._alone and self.collector is not None:
+        if self._optimizers_gone and self.collector is not None:
             self.collector.decline(self.sender.queue.next_seq - 1)
 
 

@@ -61,7 +61,7 @@ class FastPath(MonitorBase):
         self.collector: EvidenceCollector | None = None
         self.within: BackwardGathering | None = None
         """Gathers the steps of optimizers that step inside the backward pass; None for an optimizer that does not."""
-        self.alone = False
+        self.is_only_optimizer = False
         """Whether this run has no other optimizer. Where there are several, each fills the shared totals directly."""
         self.probes, self._accumulator, self._governor = probes, session.accumulator, session.governor
         self._submit, self._queued, self._append = session.submit, session.queued, session.queued.append
@@ -105,8 +105,8 @@ class FastPath(MonitorBase):
         self._stretch_end = min(self._governor.stretch(self.seq), occasion)
         if (
             self.seq < self._stretch_end
-            and self.alone
-            and probes.spared
+            and self.is_only_optimizer
+            and probes.all_skippable
             and not probes.awake
             and not accumulator.totals.logged
             and not (collector is not None and (collector.moments_asked or collector.counting.asked))

@@ -330,7 +330,7 @@ class OptimizerMonitor(FastPath):
         self.probes.before(step, 0)
         if every_layer or self._governor.due(1, step.seq, first=first):
             self._shield(self._sample, step, every_layer)
-            step.blind = every_layer and step.gradients is None
+            step.gradients_missing = every_layer and step.gradients is None
 
     def _shield(self, sample: Callable[..., None], step: Step, *arguments: bool) -> None:
         """Sample gradients or weights, unless a fault or a pause prevents it."""
@@ -370,7 +370,7 @@ class OptimizerMonitor(FastPath):
     def _measure_after_update(self, step: Step) -> None:
         if step.gradients is not None:
             self.probes.after(step, 1)
-        if step.blind:
+        if step.gradients_missing:
             self.probes.after(step, 2)
         elif step.thorough:
             begin = time.perf_counter()
@@ -387,14 +387,14 @@ class OptimizerMonitor(FastPath):
     def _measure_and_queue(self, step: Step) -> None:
         """Finish a step that is over: measure the rest, queue it, go on to the next."""
         whole = (
-            not self.alone
+            not self.is_only_optimizer
             or self.probes.awake
             or step.gradients is not None
             or self._governor.due(0, step.seq, first=not self.layers.stream)
             or not self._accumulator.is_training_thread()  # the thread that takes the totals becomes it
         )
         step.totals = self._accumulator.take() if whole else self._accumulator.totals
-        if not self.alone:
+        if not self.is_only_optimizer:
             self._accumulator.record_owner(self.layers.stream, step.totals)
         self.probes.after(step, 0)
         if whole:
@@ -402,7 +402,7 @@ class OptimizerMonitor(FastPath):
         else:
             self._accumulator.end_fast_step(step.optimizer_seconds)
             step.totals.logged = {}
-        if step.gradients is not None or step.blind:
+        if step.gradients is not None or step.gradients_missing:
             with torch.no_grad():
                 self._measure_after_update(step)
         self.probes.end_step(step)

@@ -104,7 +104,7 @@ class Daemon:
         self._notes += tuple(self._receivers.notes)
         self._supervision = Supervision(self._tenants)
         self._actions = actions.load_actions()
-        self._deadman = Deadman(settings.heartbeat, self._blind)
+        self._deadman = Deadman(settings.heartbeat, self._explain_unhealthy)
         self._http_frontend = HttpFrontend(
             directory, settings.daemon, self._watches, self._reload, self._deadman, make_assistants, settings.otlp
         )
@@ -424,7 +424,7 @@ class Daemon:
         self._http_frontend.telemetry.replace(settings.otlp)
         self._receivers.replace(settings, self._watches.values())
 
-    def _blind(self) -> str:
+    def _explain_unhealthy(self) -> str:
         return self._http_frontend.unhealthy() or health.reason(self._watches.values(), time.monotonic())
 
     async def _forget(self) -> None:

@@ -44,7 +44,7 @@ def provenance(case: Case, model: Any = None) -> Provenance:
     kept.hold_gradients(output)
     loss = case.loss(output)
     loss.backward()
-    return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
+    return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), refuse_collectives=False)
 
 
 def check(case: Case, found: Provenance) -> None:
@@ -112,7 +112,7 @@ class Talking(nn.Module):
 
 def test_no_rank_begins_a_collective_alone(group: None) -> None:
     model, batch = Talking(), torch.randn(4, WIDTH)
-    found = trace_origin(model, keep((batch,), {}), 7, loss_finite=False, alone=True)
+    found = trace_origin(model, keep((batch,), {}), 7, loss_finite=False, refuse_collectives=True)
     assert found.origin == "not known"
     assert "communicates (c10d.allreduce_" in found.missing[0]
 
@@ -123,7 +123,7 @@ def test_sharded_parameters_are_reported_as_out_of_reach(group: None) -> None:
 
     model = Net(nn.GELU())
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    found = trace_origin(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=True)
+    found = trace_origin(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, refuse_collectives=True)
     assert found.origin == "not known"
     assert "gathered by all ranks" in found.missing[0]
     assert found.weights_finite
@@ -133,7 +133,7 @@ def test_a_batch_that_was_written_into_is_not_trusted() -> None:
     batch = torch.randn(4, WIDTH)
     kept = keep((batch,), {})
     batch.zero_()
-    found = trace_origin(Net(nn.GELU()), kept, 7, loss_finite=False, alone=False)
+    found = trace_origin(Net(nn.GELU()), kept, 7, loss_finite=False, refuse_collectives=False)
     assert found.missing == ("the batch was written into after the model had it",)
 
 
@@ -142,7 +142,7 @@ def test_a_large_batch_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(WIDTH, 1)
     kept = keep((torch.randn(100, WIDTH),), {})
     assert kept is None
-    found = trace_origin(model, kept, 7, loss_finite=False, alone=False)
+    found = trace_origin(model, kept, 7, loss_finite=False, refuse_collectives=False)
     assert "no call of the model was held" in found.missing[0]
 
 
@@ -158,7 +158,9 @@ def test_a_model_that_raises_is_reported() -> None:
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("only once")
 
-    found = trace_origin(Net(Step(broken)), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    found = trace_origin(
+        Net(Step(broken)), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, refuse_collectives=False
+    )
     assert found.missing == ("the model could not be run once more: RuntimeError: only once",)
 
 
@@ -175,14 +177,16 @@ def test_anomaly_detection_is_as_it_was_whatever_raises(
     monkeypatch.setattr(origin_module, place, broken)
     model, batch = Net(nn.GELU()), torch.randn(4, WIDTH)
     with torch.autograd.set_detect_anomaly(before, False):
-        found = trace_origin(model, keep((batch,), {}), 7, loss_finite=True, alone=False)
+        found = trace_origin(model, keep((batch,), {}), 7, loss_finite=True, refuse_collectives=False)
         assert torch.is_anomaly_enabled() is before
     assert "RuntimeError: no room" in found.missing[0]
 
 
 def test_a_memory_that_is_nearly_full_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.hooks.evidence.nonfinite_origin.memory_left", lambda: (100.0, "a test"))
-    found = trace_origin(Net(nn.GELU()), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    found = trace_origin(
+        Net(nn.GELU()), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, refuse_collectives=False
+    )
     assert "0 MB are left" in found.missing[0]
 
 
@@ -360,7 +364,7 @@ def test_what_attention_keeps_padded_for_its_backward_pass_is_no_origin() -> Non
     library.define("_scaled_dot_product_padded_attention_backward(Tensor gradient, Tensor logsumexp) -> Tensor")
     library.impl("_scaled_dot_product_padded_attention", lambda query: (query + 0, torch.full((3,), math.inf)), "CPU")
     library.impl("_scaled_dot_product_padded_attention_backward", lambda gradient, _: gradient / 0 * 0, "CPU")
-    with Trace({}, alone=True, deadline=math.inf) as trace:
+    with Trace({}, refuse_collectives=True, deadline=math.inf) as trace:
         output, padded = torch.ops.aten._scaled_dot_product_padded_attention(torch.ones(3))
         found = torch.ops.aten._scaled_dot_product_padded_attention_backward(output, padded)
     origin = trace.origin(found)

@@ -145,6 +145,19 @@ def test_a_probe_that_defines_what_disarm_was_called_in_version_0_1_is_called() 
     assert step.values["mixin"] == 0.0
 
 
+def test_a_probe_that_sets_flags_under_their_names_of_version_0_1_is_obeyed() -> None:
+    with pytest.warns(DeprecationWarning, match="Former.(spared|blind) is called"):
+
+        class Former(Probe):
+            spared = blind = True
+
+    class Present(Probe):
+        skipped_on_fast_path = True
+
+    assert (Former.skipped_on_fast_path, Former.needs_no_gradients) == (True, True)
+    assert (Present.spared, Present.blind) == (True, False)
+
+
 def test_a_message_can_be_made_about_ranks_and_with_any_attribute() -> None:
     message = make_message(make_case(ranks=3), repeated=True)
     assert [member.name for member in message.cases[0].members] == ["0", "1", "2"]

@@ -167,11 +167,11 @@ SUM_ELEMENTS = 1024
 
 
 class _Sum:
-    """Sums of one parameter's sampled gradients, in their own type and in float32. `alone`: whether the present pass's
-    gradient goes straight into a reduction, and so is not added to a sum in bfloat16."""
+    """Sums of one parameter's sampled gradients, in their own type and in float32. `is_reduced_at_once`: whether the
+    present pass's gradient goes straight into a reduction, and so is not added to a sum in bfloat16."""
 
-    def __init__(self, alone: Callable[[], bool]) -> None:
-        self._alone = alone
+    def __init__(self, is_reduced_at_once: Callable[[], bool]) -> None:
+        self._is_reduced_at_once = is_reduced_at_once
         self.own: torch.Tensor | None = None
         self.exact: torch.Tensor | None = None
         self.broken = self.passes = False
@@ -194,7 +194,7 @@ class _Sum:
 
     def _add(self, part: torch.Tensor) -> None:
         if self.own is None or self.exact is None:
-            if self._alone():
+            if self._is_reduced_at_once():
                 return
             self.own, self.exact = part.clone(), part.float()
         else:
@@ -252,10 +252,10 @@ class Bf16Accumulation(Probe):
             if plain and p.requires_grad and p.dtype is torch.bfloat16
         ]
         coarse += coarse_sums(known.models) if known.sharded else []
-        for parameter, alone in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
+        for parameter, is_reduced_at_once in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
             # On the node, not on the parameter: torch.compile guards on a parameter's hooks, and would compile again.
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._sums.append(_Sum(alone))
+            self._sums.append(_Sum(is_reduced_at_once))
             self._hooked.append((node, node.register_prehook(_weakly(self._sums[-1]))))
 
 

@@ -21,7 +21,7 @@ from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 class StepOutcome(Probe):
     """Values that the loop itself computes, and those that it passes to `monitor.log`."""
 
-    spared = True
+    skipped_on_fast_path = True
 
     def after(self, step: Step) -> None:
         values, totals = step.values, step.totals

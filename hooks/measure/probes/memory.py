@@ -107,7 +107,7 @@ class MemoryProbe(Probe):
     """Resident set size, and the allocator's state where the parameters are on CUDA."""
 
     tier = 0
-    spared = True
+    skipped_on_fast_path = True
 
     def __init__(self) -> None:
         self._host, self._host_supply, self._device_supply = HostMemory(), Supply(), Supply()
@@ -118,7 +118,7 @@ class MemoryProbe(Probe):
         self._urgent = False
 
     def after(self, step: Step) -> None:
-        sampled = (step.thorough or step.blind) and step.seq % SPACING == 0
+        sampled = (step.thorough or step.gradients_missing) and step.seq % SPACING == 0
         if sampled or step.left >= self._due:
             device = next((p.device for group in step.optimizer.param_groups for p in group["params"]), None)
             self._device = device if device is not None and device.type == "cuda" else None

@@ -92,7 +92,7 @@ class LoaderLength(Probe):
     """`loader_batches`, where known. Ranks that run out of batches early leave the others waiting in a collective."""
 
     tier = 2
-    blind = True
+    needs_no_gradients = True
 
     def after(self, step: Step) -> None:
         batches = step.totals.loader_batches

@@ -123,7 +123,7 @@ class Evaluator:
         """Rules that finer samples would help: they are pending or firing, or cannot be judged because of a NaN. A rule
         that reads only what is measured by the clock gains nothing from such samples."""
         pairs = zip(self._states, self._rules, strict=True)
-        return [rule.name for state, rule in pairs if (state.active or state.blind) and not rule.clocked]
+        return [rule.name for state, rule in pairs if (state.active or state.nonfinite) and not rule.clocked]
 
     @property
     def pending(self) -> list[Rule]:

@@ -45,7 +45,7 @@ if there are none."""
 class RuleState:
     """The state of one rule: tracks and judges. Data only, with all its parts, so that it can be copied."""
 
-    __slots__ = ("_skimmed", "active", "blind", "cohort", "judges", "named", "passed", "timed")
+    __slots__ = ("_skimmed", "active", "cohort", "judges", "named", "nonfinite", "passed", "timed")
 
     def __init__(self, rule: Rule) -> None:
         self.cohort = Cohort(rule.condition.plan)
@@ -53,7 +53,7 @@ class RuleState:
         self.judges: dict[Entity, Judge] = {}
         self.active: set[Entity] = set()
         """Entities that are pending or firing."""
-        self.blind: set[Entity] = set()
+        self.nonfinite: set[Entity] = set()
         """Entities that cannot be judged because of a NaN or an infinity."""
         self.timed: set[Entity] = set()
         """Entities whose last judgement may change as time passes, without a sample."""
@@ -119,7 +119,7 @@ class RuleState:
         """Judge the step's table as a whole, after the rule's feeds have their values. True: the condition holds for
         none of its entities, and did not before; only what `catch_up` does is left to do."""
         condition, table = rule.condition, step.table
-        if condition.scan and table and table.scope == rule.scope and not (self.active or self.blind or self.timed):
+        if condition.scan and table and table.scope == rule.scope and not (self.active or self.nonfinite or self.timed):
             slots = Track(condition.plan).slots
             self.cohort.put(condition.plan, slots)
             if _holds_for_none(condition, condition.scan, slots, table, warm):
@@ -187,8 +187,8 @@ class RuleState:
                 verdicts.resolved |= change == "resolved"
             if self.active or judge.suspicious:
                 _mark(self.active, entity, judge.suspicious)
-        if self.blind or note == "nonfinite":
-            _mark(self.blind, entity, note == "nonfinite")
+        if self.nonfinite or note == "nonfinite":
+            _mark(self.nonfinite, entity, note == "nonfinite")
         if self.timed or not warm or slots[ASKED] is not None:
             _mark(self.timed, entity, slots[ASKED] is not None or not warm)
         return verdicts
