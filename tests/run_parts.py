@@ -60,6 +60,9 @@ class EndedRollbacks:
         self.done: list[tuple[str, bool]] = []
         """For each, the case's last text about it, and whether it succeeded."""
 
+    def will_stop(self, case: Case) -> bool:
+        return False
+
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self.done.append((case.done[-1], outcome.ok))

@@ -29,13 +29,13 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from sentinel import wire
 from sentinel.actions import RollbackCases
 from sentinel.actions.held_snapshots import HeldSnapshots, RollbackRanks
-from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, Saved
+from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, SavedRollbacks
 from sentinel.diagnose.case import Case
 from sentinel.runs import RankLink
 from sentinel.text import join_names, name_ranks
@@ -70,7 +70,10 @@ def explain_stopped(reason: str) -> str:
 
 
 class RollbackListener(Protocol):
-    """Handles the end of rollbacks."""
+    """Says what follows a rollback, and handles its end."""
+
+    def will_stop(self, case: Case) -> bool:
+        """Return whether the rule of a case has all ranks leave at one step if it is not rolled back."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         """Handle the end of the rollback for this case."""
@@ -89,11 +92,9 @@ class RollbackAction:
         self._current: RollbackInProgress | None = None
         # Starts at a random number: an answer to a former daemon must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
-        self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
-        """Whether the rule of a case has all ranks leave at one step if it is not rolled back."""
-        self.stopped = ""
+        self.agreed_stop_reason = ""
         """Why all ranks left the run; empty: they did not."""
-        self._stops_for = ""
+        self._immediate_stop_reason = ""
         """Why the ranks were told to stop, each by itself. After that nothing else is asked of them."""
         self._done: list[Outcome] = []
         self._waiting: list[Case] = []
@@ -132,11 +133,11 @@ class RollbackAction:
         case.done = tuple(one for one in case.done if one != WAITS)
         if terms is None:
             return
-        if self.stopped:
-            case.done += (explain_stopped(self.stopped),)
+        if self.agreed_stop_reason:
+            case.done += (explain_stopped(self.agreed_stop_reason),)
             return
-        if self._stops_for:
-            case.done += (f"the run is stopped: {self._stops_for}",)
+        if self._immediate_stop_reason:
+            case.done += (f"the run is stopped: {self._immediate_stop_reason}",)
             return
         if self._current is not None:
             case.done += (WAITS,)
@@ -145,10 +146,10 @@ class RollbackAction:
         counted = self._list_counted(case.first_seq, terms)
         if len(counted) >= terms.budget:
             spent = self._explain_spent(case, counted, terms)
-            if self.is_followed_by_stop(case):
+            if self._listener.will_stop(case):
                 case.done += (f"not rolled back: {spent}",)
             else:
-                self._stop(case, spent)
+                self._order_immediate_stop(case, spent)
             return
         if absence := self._attempt.absence:
             case.done += (f"not rolled back: {absence}",)
@@ -165,12 +166,12 @@ class RollbackAction:
             return
         self._begin(case, to, now)
 
-    def stop(self, case: Case, now: float) -> None:
+    def begin_agreed_stop(self, case: Case, now: float) -> None:
         """Have all ranks leave the run for this case. Nothing is under way."""
-        if self.stopped:
-            case.done += (explain_stopped(self.stopped),)
-        elif self._stops_for:
-            case.done += (f"the run is stopped: {self._stops_for}",)
+        if self.agreed_stop_reason:
+            case.done += (explain_stopped(self.agreed_stop_reason),)
+        elif self._immediate_stop_reason:
+            case.done += (f"the run is stopped: {self._immediate_stop_reason}",)
         elif why := self._attempt.absence or self._find_unable():
             case.done += (f"not stopped: {why}",)
         else:
@@ -202,7 +203,7 @@ class RollbackAction:
             self._incidents.preserve()  # a commit that is sent must be known to the next daemon
             self._broadcast(self._verdict(current))
 
-    def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
+    def add_restore_result(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """Take a rank's answer: it restored its snapshot, or could not."""
         current = self._current
         if current is None or answer.id != current.id:
@@ -213,7 +214,7 @@ class RollbackAction:
         failed = [(number, result.reason) for number, result in current.restored.items() if not result.ok]
         if not failed:
             alert, sign = current.case.alert, current.case.first_seq
-            self._finish(
+            self._end(
                 Outcome(True, alert, current.to, answer.at, answer.seconds, answer.reason, sign, current.stops), now
             )
         elif len(failed) == len(current.restored) and not any(r.touched for r in current.restored.values()):
@@ -221,7 +222,9 @@ class RollbackAction:
         else:
             case = current.case
             self._current = None
-            self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
+            self._order_immediate_stop(
+                case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}"
+            )
             self._incidents.record_action(case)
             self._incidents.preserve()
 
@@ -242,15 +245,15 @@ class RollbackAction:
             current.restored.clear()
             self._retry_after_refusal(wire.Prepared(id=current.id, ok=False, seq=at), now)
 
-    def save_state(self) -> Saved:
+    def save_state(self) -> SavedRollbacks:
         """Return the state for the run's next daemon. Promises without a verdict are left out, and requested again."""
-        saved, current = Saved(self.done, tuple(self._snapshots.bad)), self._current
+        saved, current = SavedRollbacks(self.done, tuple(self._snapshots.bad)), self._current
         if current is not None and current.phase == "restoring":
             saved.case, saved.to, saved.at, saved.id = current.case.id, current.to, current.at, current.id
             saved.ranks, saved.stops = tuple(current.ranks), current.stops
         return saved
 
-    def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
+    def resume(self, saved: SavedRollbacks, cases: Mapping[str, Case], now: float) -> None:
         """Continue from a state that `save_state` returned."""
         self._done, self._snapshots.bad = list(saved.done), set(saved.bad)
         if (case := cases.get(saved.case)) is not None:
@@ -424,12 +427,12 @@ class RollbackAction:
         for rank in self._attempt.live:
             self._link.send(rank.identity.rank, message)
 
-    def _finish(self, outcome: Outcome, now: float) -> None:
+    def _end(self, outcome: Outcome, now: float) -> None:
         assert self._current is not None
         case, self._current = self._current.case, None
         offset = self._attempt.step_offset
         if outcome.ok and outcome.stops:
-            self.stopped = _name_reason(case)
+            self.agreed_stop_reason = _name_reason(case)
             done = f"stopped: all ranks ended training at the exit of step {outcome.at + offset}"
         elif outcome.ok:
             self._done.append(outcome)
@@ -448,10 +451,10 @@ class RollbackAction:
     def _give_up(self, reason: str, now: float) -> None:
         assert self._current is not None
         current = self._current
-        self._finish(Outcome(False, current.case.alert, current.to, reason=reason, stops=current.stops), now)
+        self._end(Outcome(False, current.case.alert, current.to, reason=reason, stops=current.stops), now)
 
-    def _stop(self, case: Case, reason: str) -> None:
-        self._stops_for = reason
+    def _order_immediate_stop(self, case: Case, reason: str) -> None:
+        self._immediate_stop_reason = reason
         case.done += (f"the run is stopped: {reason}",)
         self._broadcast(wire.Stop(reason=f"{reason}. What was seen: {case.summary}"))
 

@@ -28,7 +28,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Whether it was a stop."""
 
 
-class Saved(msgspec.Struct):
+class SavedRollbacks(msgspec.Struct):
     """What a daemon that takes over must know of the rollbacks of an attempt."""
 
     done: tuple[Outcome, ...] = ()

@@ -18,14 +18,14 @@ class StopLeader(Protocol):
     (`RelayedRollback`)."""
 
     @property
-    def stopped(self) -> str:
+    def agreed_stop_reason(self) -> str:
         """Why all ranks left the run; empty: they did not."""
 
     @property
     def phase(self) -> Phase:
         """The phase of the rollback, or the stop, under way."""
 
-    def stop(self, case: Case, now: float) -> None:
+    def begin_agreed_stop(self, case: Case, now: float) -> None:
         """Have all ranks leave the run for this case. Nothing is under way."""
 
 
@@ -41,7 +41,7 @@ class StopAction:
     @property
     def reason(self) -> str:
         """Why all ranks left the run; empty: they did not."""
-        return self._leader.stopped
+        return self._leader.agreed_stop_reason
 
     @property
     def waiting(self) -> bool:
@@ -68,6 +68,6 @@ class StopAction:
         while self._waiting and self._leader.phase == "idle":
             case = self._waiting.pop(0)
             if case.state == "firing":
-                self._leader.stop(case, now)
+                self._leader.begin_agreed_stop(case, now)
                 tried.append(case)
         return tried

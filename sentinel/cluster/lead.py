@@ -178,7 +178,7 @@ class Lead:
     def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
         number, nodes = self._run.attempt.number, self.coordinator.expected
         if self._rollbacks is None or self._rollbacks.attempt != number:
-            self._rollbacks = JobRollbacks(number, self._find_identity(), nodes, relay.done, relay.stopped)
+            self._rollbacks = JobRollbacks(number, self._find_identity(), nodes, relay.done, relay.agreed_stop_reason)
         job = self._rollbacks
         for known in self.coordinator.nodes.values():
             job.take_node(known.state(now), known.pulse.rollback, now)

@@ -176,6 +176,9 @@ class StopMachine:
 
     def preserve(self) -> None: ...
 
+    def will_stop(self, case: Case) -> bool:
+        return False
+
     def end_rollback(self, case: Case, outcome: Outcome) -> None: ...
 
     def follow_rollback(self, cases: list[Case], outcome: Outcome, done: str) -> None:
@@ -216,7 +219,7 @@ class StopSimulation(Simulation):
         for machine, stop, rank in zip(self.nodes, self.stops, self.ranks, strict=True):
             answer = rank.turn(self.now, self.expected)
             if answer is not None and machine.daemon is not None and machine.daemon is stop.daemon:
-                stop.relay.rolled_back(rank.number, answer, machine.clock(self.now))
+                stop.relay.add_restore_result(rank.number, answer, machine.clock(self.now))
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -253,7 +256,7 @@ class StopSimulation(Simulation):
                 run="r", run_id="r", rank=node.number, world_size=self.expected, local_world_size=1,
                 node=node.number, pid=1, session="s",
             )  # fmt: skip
-            lead.rollbacks = JobRollbacks(0, identity, self.expected, relay.done, relay.stopped)
+            lead.rollbacks = JobRollbacks(0, identity, self.expected, relay.done, relay.agreed_stop_reason)
         for known in lead.coordinator.nodes.values():
             lead.rollbacks.take_node(known.state(now), known.pulse.rollback, now)
         lead.rollbacks.advance(now)

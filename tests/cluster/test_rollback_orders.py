@@ -53,6 +53,7 @@ class Node:
         self.relay.apart = ""
         self.failed: list[str] = []
         self.followed: list[Outcome] = []
+        self.stops_without_rollback = False
 
     def break_down(self, sign: int = SIGN, alert: str = "LossSpike", identity: str = "0.1") -> Case:
         """Fire a rule of this node that asks for a rollback; return its case."""
@@ -74,7 +75,7 @@ class Node:
         answer = wire.RolledBack(
             id=asked.id, ok=ok, to=asked.to, at=asked.at, seconds=0.1, reason=reason, touched=touched
         )
-        self.relay.rolled_back(self.number, answer, 0.0)
+        self.relay.add_restore_result(self.number, answer, 0.0)
 
     def told(self, kind: type[Told]) -> list[Told]:
         return [message for message in self.link.messages if isinstance(message, kind)]
@@ -85,6 +86,9 @@ class Node:
     def record_action(self, case: Case) -> None: ...
 
     def preserve(self) -> None: ...
+
+    def will_stop(self, case: Case) -> bool:
+        return self.stops_without_rollback
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         self.failed.append(outcome.reason)
@@ -105,7 +109,7 @@ class Job:
     def restart_coordinator(self) -> None:
         """Give the role to another daemon, which knows what its node's history has."""
         first = self.nodes[0]
-        self.lead = JobRollbacks(0, first.identity, 2, first.relay.done, first.relay.stopped)
+        self.lead = JobRollbacks(0, first.identity, 2, first.relay.done, first.relay.agreed_stop_reason)
 
     def exchange(self, now: float = 0.0, *, silent: str = "", cut: Sequence[int] = ()) -> RollbackOrder | None:
         """Let the reports arrive, then the order. `silent`: why node 1 is not heard; `cut`: nodes it does not reach."""
@@ -267,7 +271,7 @@ def test_once_the_ranks_are_told_to_stop_no_case_begins_a_rollback() -> None:
 def test_words_about_a_rollback_that_was_refused_do_not_end_the_stop_that_is_asked_for_since() -> None:
     job = Job()
     one = job.nodes[1]
-    one.relay.is_followed_by_stop = lambda case: True
+    one.stops_without_rollback = True
     stop = StopAction(one.relay, one)
     case = one.break_down(sign=60)
     stop.fired(case, 0.0)
@@ -444,7 +448,7 @@ class Loop:
         answer = wire.RolledBack(
             id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=0.1, reason="" if ok else "no"
         )
-        self.node.relay.rolled_back(self.node.number, answer, 0.0)
+        self.node.relay.add_restore_result(self.node.number, answer, 0.0)
 
     def _answer(self, asked: wire.Prepare, *, ok: bool, reason: str = "") -> None:
         answer = wire.Prepared(id=asked.id, ok=ok, seq=asked.at - 1, reason=reason)

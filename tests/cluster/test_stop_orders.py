@@ -42,7 +42,7 @@ def restart_daemon(job: Job) -> Node:
 def call_stop(node: Node, identity: str = "0.1", now: float = 0.0) -> Case:
     """Fire a rule of this node that asks that all ranks leave; return its case."""
     fired = msgspec.structs.replace(case("NonFiniteLoss"), id=identity, first_seq=SIGN)
-    node.relay.stop(fired, now)
+    node.relay.begin_agreed_stop(fired, now)
     return fired
 
 
@@ -76,7 +76,7 @@ def test_all_nodes_leave_at_one_step_and_each_knows_why() -> None:
     leave(job)
     assert {commit.reason for commit in job.told(wire.Commit)} == {f"NonFiniteLoss: {asked.summary}"}
     assert asked.done == (f"stopped: all ranks ended training at the exit of step {first.at}",)
-    assert [node.relay.stopped for node in job.nodes] == [f"NonFiniteLoss: {asked.summary}"] * 2
+    assert [node.relay.agreed_stop_reason for node in job.nodes] == [f"NonFiniteLoss: {asked.summary}"] * 2
     assert [(o.ok, o.stops, o.at) for node in job.nodes for o in node.followed] == [(True, True, first.at)] * 2
     assert job.nodes[0].relay.done == ()
     job.restart_coordinator()
@@ -188,7 +188,7 @@ def test_a_rollback_that_is_possible_comes_first_and_a_spent_budget_ends_in_a_st
     broken = None
     for round in range(TERMS.budget + 1):
         for node in job.nodes:
-            node.relay.is_followed_by_stop = lambda case: True
+            node.stops_without_rollback = True
             broken = node.break_down(SIGN, identity=f"0.{round}")
         job.exchange()
         if round < TERMS.budget:
@@ -197,12 +197,12 @@ def test_a_rollback_that_is_possible_comes_first_and_a_spent_budget_ends_in_a_st
     assert "which is the budget" in broken.done[-1]
     assert not job.told(wire.Stop), "that would end the ranks with another status"
     for node in job.nodes:
-        node.relay.stop(node.cases[-1], 0.0)
+        node.relay.begin_agreed_stop(node.cases[-1], 0.0)
     job.exchange()
     leave(job)
     assert broken.done[0].startswith("not rolled back: ")
     assert broken.done[-1].startswith("stopped: all ranks ended training")
-    assert all(node.relay.stopped for node in job.nodes)
+    assert all(node.relay.agreed_stop_reason for node in job.nodes)
 
 
 def test_a_daemon_that_is_restarted_after_a_rollback_asks_for_a_stop() -> None:
@@ -218,7 +218,7 @@ def test_a_daemon_that_is_restarted_after_a_rollback_asks_for_a_stop() -> None:
     stop.fired(msgspec.structs.replace(case("NonFiniteLoss"), id="1.1"), 0.0)
     job.exchange()
     leave(job)
-    assert all(node.relay.stopped for node in job.nodes)
+    assert all(node.relay.agreed_stop_reason for node in job.nodes)
 
 
 def test_a_daemon_that_is_restarted_between_commit_and_step_waits_for_its_rank() -> None:
@@ -234,7 +234,7 @@ def test_a_daemon_that_is_restarted_between_commit_and_step_waits_for_its_rank()
     assert restarted.relay.phase == "restoring"
     for node in job.nodes:
         answer = wire.RolledBack(id=promised.id, ok=True, to=promised.to, at=promised.at, seconds=0.1)
-        node.relay.rolled_back(node.number, answer, 0.0)
+        node.relay.add_restore_result(node.number, answer, 0.0)
     job.exchange()
     assert [len(node.followed) for node in job.nodes] == [1, 1]
     assert broken.state == "rolled_back"
@@ -276,6 +276,6 @@ def test_no_commit_without_all_promises_and_no_rank_leaves_alone(seed: int) -> N
             assert all(committed <= loop.promised for loop in loops)
     assert loops[0].restored == loops[1].restored
     assert len(loops[0].restored) <= 1
-    assert [bool(node.relay.stopped) for node in job.nodes] == [bool(loops[0].restored)] * 2
+    assert [bool(node.relay.agreed_stop_reason) for node in job.nodes] == [bool(loops[0].restored)] * 2
     for one in asked:
         assert one.done[-1].startswith(("stopped: ", "not stopped: ", "nothing: all ranks have ended")), one.done

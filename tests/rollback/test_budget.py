@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from sentinel import wire
-from sentinel.actions.rollback import RollbackAction, Saved, quiet
+from sentinel.actions.rollback import RollbackAction, quiet
+from sentinel.actions.rollback_state import SavedRollbacks
 from sentinel.runs import Attempt
 from tests.diagnose.test_evidence import case
 from tests.run_parts import EndedRollbacks, FakeIncidents, SentMessages
@@ -39,7 +40,7 @@ class Run:
             prepare = [message for message in self.link.messages if isinstance(message, wire.Prepare)][-1]
             self.action.add_promise(0, wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1), 0.0)
             restored = wire.RolledBack(id=prepare.id, ok=True, to=prepare.to, at=prepare.at, seconds=0.1)
-            self.action.rolled_back(0, restored, 0.0)
+            self.action.add_restore_result(0, restored, 0.0)
         return nan.done[-1]
 
 
@@ -79,7 +80,7 @@ def test_the_budget_counts_the_same_after_a_restart_of_the_daemon() -> None:
         run = Run()
         for seq in (400, 700, 1000):
             run.broken(seq)
-        kept = msgspec.msgpack.decode(msgspec.msgpack.encode(run.action.save_state()), type=Saved)
+        kept = msgspec.msgpack.decode(msgspec.msgpack.encode(run.action.save_state()), type=SavedRollbacks)
         run.action = run.new_action()
         run.action.resume(kept, {}, 0.0)
         assert run.broken(run.ended.outcomes[-1].at + distance).startswith("the run is stopped") == goes_on

@@ -14,7 +14,7 @@ from sentinel import wire
 from sentinel.actions import RollbackCases
 from sentinel.actions.held_snapshots import ACTION, HeldSnapshots
 from sentinel.actions.rollback import NO_SNAPSHOT, WAITS, explain_stopped
-from sentinel.actions.rollback_state import Outcome, Phase, Saved
+from sentinel.actions.rollback_state import Outcome, Phase, SavedRollbacks
 from sentinel.cluster.protocol.disk import NodeDisk
 from sentinel.cluster.protocol.messages import WORDS, NodeRollback, RankReport, RollbackOrder, shorten_case
 from sentinel.diagnose.case import Case
@@ -32,7 +32,10 @@ HELD, CASES = 64, 16
 
 
 class RelayListener(Protocol):
-    """Learns how rollbacks end on this node."""
+    """Says what follows a rollback on this node, and learns how it ends."""
+
+    def will_stop(self, case: Case) -> bool:
+        """Return whether the rule of a case has all ranks leave at one step if it is not rolled back."""
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         """Take note that what this case of the node asked for was not done."""
@@ -101,9 +104,7 @@ class RelayedRollback:
         self._withholds = False
         self._followed = 0
         """Id of the last rollback or stop that this node took note of."""
-        self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
-        """Whether a case's rule has all ranks leave at one step if there is no rollback for it."""
-        self.stopped = ""
+        self.agreed_stop_reason = ""
         """Why all ranks left the run; empty: they did not."""
         self._stop_reason = ""
         """Why the ranks would leave, by the last commit."""
@@ -142,10 +143,10 @@ class RelayedRollback:
         self._asked[case.id] = _Ask(case, now, self.apart, stops=False)
         self.pass_on()
 
-    def stop(self, case: Case, now: float) -> None:
+    def begin_agreed_stop(self, case: Case, now: float) -> None:
         """Ask that all ranks leave the run for this case. No rollback is under way."""
-        if self.stopped:
-            case.done += (explain_stopped(self.stopped),)
+        if self.agreed_stop_reason:
+            case.done += (explain_stopped(self.agreed_stop_reason),)
         elif self.no_orders:
             case.done += (f"not stopped: {self.no_orders}",)
         else:
@@ -184,7 +185,7 @@ class RelayedRollback:
             ranks=tuple(self._report_rank(number, rank) for number, rank in sorted(attempt.ranks.items())),
             cases=tuple(sorted(cases, key=lambda case: (case.state == "firing", case.time))[-CASES:]),
             asks=tuple(rolls),
-            followed=tuple(identity for identity, case in rolls.items() if self.is_followed_by_stop(case)),
+            followed=tuple(identity for identity, case in rolls.items() if self._listener.will_stop(case)),
             stops=tuple(shorten_case(ask.case) for ask in self._asked.values() if ask.stops),
             withholds=self._withholds,
             on_disk=self.disk.kept[-HELD:],
@@ -222,7 +223,7 @@ class RelayedRollback:
             self._prepared[rank] = _shorten(answer)
             self.pass_on()
 
-    def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
+    def add_restore_result(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """Pass on that a rank restored its snapshot or leaves, or could not."""
         self._restored[rank] = _shorten(answer)
         self._follow()
@@ -255,11 +256,11 @@ class RelayedRollback:
             elif (not ask.answered or (self.apart and self.phase != "restoring")) and ask.await_words(self.apart):
                 self._cases.record_action(ask.case)
 
-    def save_state(self) -> Saved:
+    def save_state(self) -> SavedRollbacks:
         """Return what the next daemon of this node must know."""
-        return Saved(self.done)
+        return SavedRollbacks(self.done)
 
-    def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
+    def resume(self, saved: SavedRollbacks, cases: Mapping[str, Case], now: float) -> None:
         """Go on from what `save_state` gave."""
         self._done = list(saved.done)
 
@@ -321,7 +322,7 @@ class RelayedRollback:
         stops = first.to == NO_SNAPSHOT
         missing = next((f" ({answer.reason})" for answer in given if answer.reason), "")
         if stops:
-            self.stopped = self._stop_reason or "an order of the job's coordinator"
+            self.agreed_stop_reason = self._stop_reason or "an order of the job's coordinator"
             done = f"stopped: all ranks ended training at the exit of step {first.at + offset}"
         else:
             done = f"rolled back to step {first.to + offset} at the exit of step {first.at + offset}"

@@ -20,7 +20,7 @@ import msgspec
 from sentinel import wire
 from sentinel.actions.held_snapshots import ACTION
 from sentinel.actions.rollback import RollbackAction
-from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.actions.rollback_state import Outcome, SavedRollbacks
 from sentinel.actions.stop import StopAction
 from sentinel.cluster.protocol.disk import find_floor, list_on_all
 from sentinel.cluster.protocol.messages import (
@@ -156,9 +156,8 @@ class JobRollbacks:
         self.ranks = JobRanks(identity, nodes)
         self._orders = _Orders()
         self._action = RollbackAction(self.ranks, self._orders, self, self)
-        self._action.resume(Saved(tuple(done)), {}, 0.0)
-        self._action.stopped = stopped
-        self._action.is_followed_by_stop = self._is_followed_by_stop
+        self._action.resume(SavedRollbacks(tuple(done)), {}, 0.0)
+        self._action.agreed_stop_reason = stopped
         self._stop = StopAction(self._action, self)
         self._firing: list[JobCase] = []
         """Alerts that ask for a rollback."""
@@ -199,7 +198,7 @@ class JobRollbacks:
             if one.prepared is not None:
                 self._action.add_promise(one.rank, one.prepared, now)
             if one.restored is not None:
-                self._action.rolled_back(one.rank, one.restored, now)
+                self._action.add_restore_result(one.rank, one.restored, now)
         for rank in left:
             self._action.drop_rank(rank, now)
         self._take_cases(node, report, now)
@@ -259,9 +258,6 @@ class JobRollbacks:
     def _handles(self, case: Case) -> bool:
         return self._action.handles(case) or self._stop.awaits_turn(case)
 
-    def _is_followed_by_stop(self, case: Case) -> bool:
-        return any(asked.case is case and asked.is_followed_by_stop for asked in self._firing)
-
     def _take_cases(self, node: int, report: NodeRollback, now: float) -> None:
         firing = {case.id: case for case in report.cases if case.state == "firing"}
         stopping = {case.id: case for case in report.stops}
@@ -315,6 +311,10 @@ class JobRollbacks:
 
     def preserve(self) -> None:
         """Do nothing: the next coordinator asks the nodes, and what is not decided by then is aborted."""
+
+    def will_stop(self, case: Case) -> bool:
+        """Return whether all ranks must leave for this case if they are not rolled back."""
+        return any(asked.case is case and asked.is_followed_by_stop for asked in self._firing)
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         """Settle all firing cases if all ranks went back. If the ranks left, or did neither, only the cases say so."""

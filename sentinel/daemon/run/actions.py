@@ -11,7 +11,7 @@ from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.evidence import EvidenceRequests
 from sentinel.actions.restart import JobSupervisor, RestartAction
 from sentinel.actions.rollback import RollbackAction
-from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.actions.rollback_state import Outcome, SavedRollbacks
 from sentinel.actions.stacks import StacksAction
 from sentinel.actions.stop import StopAction
 from sentinel.cluster.protocol.job_extent import count_nodes
@@ -59,7 +59,6 @@ class RunActions:
             self.rollback.pass_on = lambda: self.pass_on()
         else:
             self.rollback = RollbackAction(attempt, link, incidents, self)
-        self.rollback.is_followed_by_stop = lambda case: self._asks(case, StopAction.name)
         self.stop = StopAction(self.rollback, incidents)
         self.restart = RestartAction(attempt, incidents, stacks, self._supervisor)
         self.evidence = EvidenceRequests(attempt, link, incidents)
@@ -154,6 +153,10 @@ class RunActions:
             if case.state == "firing":
                 self.restart.fired(case, now)
 
+    def will_stop(self, case: Case) -> bool:
+        """Return whether the rule of a case has all ranks leave at one step if it is not rolled back."""
+        return self._asks(case, StopAction.name)
+
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
         """Handle the end of the rollback, or of the stop, for this case."""
         if outcome.ok:
@@ -184,7 +187,7 @@ class RunActions:
         kind = self.stop.name if outcome.stops else self.rollback.name
         self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
 
-    def save_state(self) -> Saved:
+    def save_state(self) -> SavedRollbacks:
         """Return what a daemon that takes over must know of the rollbacks."""
         return self.rollback.save_state()
 

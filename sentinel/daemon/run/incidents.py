@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.actions.rollback_state import Outcome, SavedRollbacks
 from sentinel.actions.stacks import StacksAction
 from sentinel.actions.stop import StopAction
 from sentinel.daemon.run.clock import Clock
@@ -38,7 +38,7 @@ class CaseActions(Protocol):
     def fire(self, case: Case, names: Sequence[str], wanted: Sequence[str], now: float) -> None:
         """Do what the rule of a case that fired asks for: actions, by name, and kinds of evidence."""
 
-    def save_state(self) -> Saved:
+    def save_state(self) -> SavedRollbacks:
         """Return what a daemon that takes over must know of the rollbacks."""
 
 

@@ -122,7 +122,7 @@ class RunIngest:
                 rollback.add_promise(number, message, now)
             case wire.RolledBack():
                 rank.snapshots -= set(message.void)
-                rollback.rolled_back(number, message, now)
+                rollback.add_restore_result(number, message, now)
             case wire.Published():
                 if (written := self._actions.publishing.add_part(number, message)) is not None:
                     seq, seconds, nbytes = written

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sentinel._version import __version__
-from sentinel.actions.rollback_state import Saved
+from sentinel.actions.rollback_state import SavedRollbacks
 from sentinel.daemon.run.opening_report import OpeningReport
 from sentinel.engine import LAYOUT, Rule
 
@@ -19,7 +19,7 @@ class SavedState(msgspec.Struct):
     digest: str
     """Digest of the rules that have this state."""
     rules: bytes
-    rollbacks: Saved
+    rollbacks: SavedRollbacks
     rewound_at: int
     clock: tuple[float, float] | None = None
     stages: int = 0
