@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from sentinel.report import ranks
@@ -19,39 +19,34 @@ _RANK_VALUES = 16_384
 """Most steps for the medians of all ranks together; `_RANK_STEPS` is the limit for one rank."""
 
 
-def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> Report:
-    """Return a report on the steps in memory, from live state. `undone`: (to, at) of rollbacks, as seqs. The goodput of
-    a run that was started again is unknown: what it did before is only in its history."""
+def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> Callable[[], Report]:
+    """Read the live state now, and return a function that makes the report on the steps in memory: on a thread, as a
+    large model's layers take a while. `undone`: (to, at) of rollbacks, as seqs. The goodput of a run that was started
+    again is unknown: what it did before is only in its history."""
     attempt = run.attempt
-    steps, offset = list(attempt.recent), attempt.step_offset
-    titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
-    shown = tuple(name for _, names in titles for name in names)
-    columns = dict(_list_series([(step.seq, step.time, step.run) for step in steps], shown))
-    apart = _apart(steps)
-    seconds = max(attempt.find_end() - run.began, 0.0)
-    rollbacks = [Undone(to + offset, at + offset) for to, at in undone]
-    step_seconds = columns["step_seconds"].values if "step_seconds" in columns else ()
-    goodput = measure_goodput(offset, attempt.closed_to + offset, rollbacks, step_seconds, seconds)
-    losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
-    return Report(
-        run=run.name,
-        run_id=run.run_id,
-        attempts=attempt.number + 1,
-        began=run.began,
-        seconds=seconds,
-        first=steps[0].seq + offset if steps else 0,
-        last=steps[-1].seq + offset if steps else 0,
-        facts=dict(attempt.facts),
-        panels=panels_of([(offset, columns)], titles),
-        incidents=tuple(dict(case) for case in cases),
-        rollbacks=tuple(rollbacks),
-        heat=heat_of(list(attempt.recent_layers), offset),
-        ranks=ranks.rows(apart) if len(apart) > 1 else (),
-        matrix=ranks.matrix(apart, offset),
-        devices=tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values()),
-        final_loss=median(losses),
-        goodput=math.nan if attempt.number else goodput,
-    )
+    steps, layers, offset = list(attempt.recent), list(attempt.recent_layers), attempt.step_offset
+    seconds, reached = max(attempt.find_end() - run.began, 0.0), attempt.closed_to + offset
+    rollbacks, number = tuple(Undone(to + offset, at + offset) for to, at in undone), attempt.number
+    facts, incidents = dict(attempt.facts), tuple(dict(case) for case in cases)
+    devices = tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values())
+
+    def make_report() -> Report:
+        titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
+        shown = tuple(name for _, names in titles for name in names)
+        columns = dict(_list_series([(step.seq, step.time, step.run) for step in steps], shown))
+        apart = _apart(steps)
+        step_seconds = columns["step_seconds"].values if "step_seconds" in columns else ()
+        first, last = (steps[0].seq + offset, steps[-1].seq + offset) if steps else (0, 0)
+        return Report(
+            run=run.name, run_id=run.run_id, attempts=number + 1, began=run.began, seconds=seconds,
+            first=first, last=last, facts=facts, panels=panels_of([(offset, columns)], titles), incidents=incidents,
+            rollbacks=rollbacks, heat=heat_of(layers, offset), ranks=ranks.rows(apart) if len(apart) > 1 else (),
+            matrix=ranks.matrix(apart, offset), devices=devices,
+            final_loss=median([step.run["loss"] for step in steps[-20:] if "loss" in step.run]),
+            goodput=math.nan if number else measure_goodput(offset, reached, rollbacks, step_seconds, seconds),
+        )  # fmt: skip
+
+    return make_report
 
 
 def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from html import unescape
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from sentinel.report.content import ChartLine, report
 from sentinel.report.interactive import POINTS, figure
 from sentinel.report.page import page
 from sentinel.runs import Run
-from sentinel.runs.steps import RunStep
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import History, Store
 from sentinel.text import spell_controls
 from tests.report.runs import EVIL, case, history
@@ -78,10 +79,31 @@ def test_the_goodput_of_a_live_run_is_that_of_its_first_attempt() -> None:
     run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns), 0.0)
     assert len(list(run.attempt.take_closed(0.0))) == 100
     run.began = time.time() - 1000.0
-    assert live.report(run, [], []).goodput == pytest.approx(0.01, rel=0.1)
-    assert live.report(run, [], [(19, 69)]).goodput == pytest.approx(0.005, rel=0.1)
+    assert live.report(run, [], [])().goodput == pytest.approx(0.01, rel=0.1)
+    assert live.report(run, [], [(19, 69)])().goodput == pytest.approx(0.005, rel=0.1)
     run.attempt.number = 1
-    assert math.isnan(live.report(run, [], []).goodput)
+    assert math.isnan(live.report(run, [], [])().goodput)
+
+
+def test_the_layers_of_a_live_run_are_read_when_its_report_is_made() -> None:
+    """A daemon begins the report in its loop, which serves ranks, and makes it on a thread."""
+    read = list[str]()
+
+    class Statistics(dict[str, Sequence[float]]):
+        def get(self, name: str, default: Any = None) -> Any:
+            read.append(name)
+            return super().get(name, default)
+
+    run = Run("gpt", "gpt", 0.0)
+    for seq in range(3):
+        layers = LayerStats(("head",), Statistics(layer_grad_norm=array("f", [1.0])), b"\1")
+        run.attempt.recent_layers.append((seq, layers))
+    make_report = live.report(run, [], [])
+    assert read == []
+    run.attempt.recent_layers.clear()  # the run goes on meanwhile
+    heat = make_report().heat
+    assert heat is not None
+    assert heat.values == ((1.0,) * 3,)
 
 
 def test_the_heat_map_keeps_the_worst_of_each_column(tmp_path: Path) -> None:

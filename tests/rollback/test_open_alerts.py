@@ -172,7 +172,7 @@ def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) ->
 def shown(watched: Watched) -> dict[str, str]:
     """Return what a person reads in `status`, in `top` and on the page."""
     run = watched.told()
-    live = report(watched.watch.run, [], [])
+    live = report(watched.watch.run, [], [])()
     return {
         "status": "\n".join(describe_rollback(run["rollback"])),
         "top": "\n".join(line.text for line in frame([run], [], Traces(), 120, 40)),

@@ -153,9 +153,9 @@ class HttpFrontend:
             return self._read_stored().live(run_id)
         cases = views.incidents([watch])
         undone = [(outcome.to, outcome.at) for outcome in watch.actions.rollback.done if outcome.ok]
-        content = live.report(watch.run, cases, undone)
+        make_report = live.report(watch.run, cases, undone)
         (status,) = views.status([watch])["runs"]
-        return lambda: live_page.fragment(content, status)
+        return lambda: live_page.fragment(make_report(), status)
 
     def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
         return self._read_stored().whole(run_ids, zoom)
