@@ -103,7 +103,7 @@ def summary(reports: Sequence[Report]) -> str:
         ("lasted", [format_duration(report.seconds) for report in reports]),
         ("steps", [f"{report.first:,} to {report.last:,}" for report in reports]),
         ("attempts", [str(report.attempts) for report in reports]),
-        ("loss, last 20 steps", [format_number(report.final_loss) for report in reports]),
+        ("loss, last 20 steps", [format_number(_find_final_loss(report)) for report in reports]),
         ("median step", [_step_time(report) for report in reports]),
         (GOODPUT, [f"{report.goodput:.0%}" if math.isfinite(report.goodput) else "-" for report in reports]),
         ("incidents", [_count_incidents(report) for report in reports]),
@@ -362,12 +362,16 @@ def _undone(report: Report) -> str:
 
 
 def _step_time(report: Report) -> str:
-    return _unit(spread_median(list_step_times(report)), "seconds")
+    return _unit(spread_median(list_values(report, "step_seconds")), "seconds")
 
 
-def list_step_times(report: Report) -> Sequence[float]:
-    """Return the seconds of the steps that are shown."""
-    return next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
+def _find_final_loss(report: Report) -> float | None:
+    return report.final_loss if list_values(report, "loss") else None
+
+
+def list_values(report: Report, signal: str) -> Sequence[float]:
+    """Return the values of a signal at the steps that are shown; none if it was not reported."""
+    return next((line.values for p in report.panels for line in p.lines if line.name == signal), ())
 
 
 def _unit(value: float, unit: str) -> str:
@@ -377,9 +381,9 @@ def _unit(value: float, unit: str) -> str:
     return f"{words} s" if unit == "seconds" and not words.endswith("ms") else words
 
 
-def format_number(value: float) -> str:
-    """Return a number with four digits."""
-    return f"{value:.4g}" if math.isfinite(value) else "not finite"
+def format_number(value: float | None) -> str:
+    """Return a number with four digits; a dash for None, which was not reported."""
+    return "-" if value is None else f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
 _DRAW = "drawCharts(document.querySelector('main'));"

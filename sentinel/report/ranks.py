@@ -24,11 +24,12 @@ Columns = Mapping[str, Series]
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """The medians of one rank over its steps; NaN for a signal without samples."""
+    """The medians of one rank over its steps; NaN for a signal without finite samples."""
 
     rank: int
     steps: int
-    loss: float
+    loss: float | None
+    """None: it reported no loss."""
     step_seconds: float
     data_seconds: float
     rss_bytes: float
@@ -56,7 +57,8 @@ def _row(rank: int, columns: Columns) -> RankRow:
         return spread_median(columns[name].values if name in columns else ())
 
     steps = max(len(series.seqs) for series in columns.values())
-    return RankRow(rank, steps, *(middle(name) for name in ("loss", "step_seconds", "data_seconds", "rss_bytes")))
+    loss = middle("loss") if "loss" in columns else None
+    return RankRow(rank, steps, loss, *(middle(name) for name in ("step_seconds", "data_seconds", "rss_bytes")))
 
 
 def matrix(ranks: Mapping[int, Columns], offset: int) -> Heat | None:

@@ -12,7 +12,7 @@ from sentinel.diagnose import folding
 from sentinel.report.content import Report
 from sentinel.report.markup import escape
 from sentinel.report.outcomes import list_severities
-from sentinel.report.page import GOODPUT, TITLES, format_number, is_shown, list_step_times
+from sentinel.report.page import GOODPUT, TITLES, format_number, is_shown, list_values
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
 from sentinel.text import UNRESOLVED, format_count, format_duration, format_moment, name_ranks
@@ -77,15 +77,17 @@ def _format_end(report: Report) -> str:
     return f"{end:%H:%M:%S}" if end.date() == datetime.date.today() else format_moment(end.timestamp())
 
 
-def _find_loss(report: Report, status: Mapping[str, Any]) -> float:
-    return float(status.get("values", {}).get("loss", report.final_loss))
+def _find_loss(report: Report, status: Mapping[str, Any]) -> float | None:
+    """Return the newest loss; None without one. The status has only the last steps, which may not have sampled it."""
+    loss = status.get("values", {}).get("loss", next(reversed(list_values(report, "loss")), None))
+    return None if loss is None else float(loss)
 
 
 def _format_speed(report: Report, state: str) -> str:
     """Return the steps per second, of the last steps, or of all steps of a run that has ended."""
     if state == "stalled":
         return "0"
-    values = list_step_times(report)
+    values = list_values(report, "step_seconds")
     seconds = median(values if state == "ended" else values[-_RECENT:])
     speed = 1 / seconds if seconds > 0 else math.nan
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" if speed > 0 else "-"
@@ -93,7 +95,7 @@ def _format_speed(report: Report, state: str) -> str:
 
 def _format_rest(report: Report, steps: int) -> str:
     """Return how long this many steps take at the speed of the last ones."""
-    seconds = median(list_step_times(report)[-_RECENT:]) * max(steps, 0)
+    seconds = median(list_values(report, "step_seconds")[-_RECENT:]) * max(steps, 0)
     return format_duration(seconds) if math.isfinite(seconds) else "-"
 
 

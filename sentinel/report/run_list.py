@@ -42,7 +42,7 @@ def _row(row: dict[str, Any]) -> str:
         f"<a data-run='{identity}'>{name}</a> <small>{identity if identity != name else ''}</small>",
         f"<span class='state {escape(row['state'])}' title='{outcome}'>{outcome}</span>",
         "-" if row["step"] is None else f"{row['step']:,}",
-        "-" if row["loss"] is None else format_number(row["loss"]),
+        format_number(row["loss"]),
         f"<span class='{escape(worst)}' title='{escape(alert)}'>{escape(found)}</span>",
         name_start(row),
         name_took(row),

@@ -7,10 +7,13 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from sentinel.report.content import ChartLine, Report, ReportPanel
 from sentinel.report.page import incidents, summary
+from sentinel.report.page import ranks as medians
+from sentinel.report.ranks import RankRow
 from sentinel.report.run_header import run_header
 from tests.report.runs import case
 
@@ -54,6 +57,20 @@ def test_the_header_has_the_current_figures() -> None:
     for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 1 min 5 s", "No incident is open."):
         assert words in text
     assert "steps/s 0 " in " ".join(said(run(), rank(0, "stalled", 72.0)).split())
+
+
+def test_a_loss_that_is_not_reported_is_no_loss_that_is_not_finite() -> None:
+    silent = msgspec.structs.replace(run(), final_loss=math.nan)
+    ranks = (RankRow(0, 10, None, 0.5, math.nan, math.nan), RankRow(1, 10, math.nan, 0.5, math.nan, math.nan))
+    assert "loss -" in " ".join(said(silent, rank(0, "live"), values={}).split())
+    assert "<th>loss, last 20 steps</th><td>-</td>" in summary([silent])
+    table = medians(msgspec.structs.replace(silent, ranks=ranks))
+    assert "<td>0</td><td>10</td><td>-</td>" in table
+    assert "<td>1</td><td>10</td><td>not finite</td>" in table
+    curve = ReportPanel("loss", "1", (ChartLine("loss", [0, 1], [2.0, math.nan]),))
+    broken = msgspec.structs.replace(silent, panels=(curve,))
+    assert "loss not finite" in " ".join(said(broken, rank(0, "live"), values={}).split())
+    assert "<th>loss, last 20 steps</th><td>not finite</td>" in summary([broken])
 
 
 def test_the_goodput_is_shown_where_it_is_known_with_what_it_counts() -> None:
