@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sentinel.report import ranks
+from sentinel.report.outcomes import find_outcome
 from sentinel.report.ranks import COLUMNS, Heat, RankRow, median, spread_median
 from sentinel.runs.steps import LayerStats
 from sentinel.signals import SIGNALS
@@ -80,6 +81,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the last 20 losses."""
     goodput: float = math.nan
     """The result of `measure_goodput`; NaN: unknown."""
+    reached: int = -1
+    """The step that the run stands at: below `last` if it was resumed from further back; -1 before the first."""
+    outcome: str = ""
+    """How the run ended, in words; empty while it is watched."""
     job: tuple[str, ...] = ()
     """The nodes of a job over several, and what the report lacks of them, in words."""
 
@@ -103,6 +108,7 @@ def report(history: History, *, over: bool = False) -> Report:
     reached, undone = offsets[last] + history.last_seq(last), _list_undone(history, offsets)
     step_seconds = lines["step_seconds"].values if "step_seconds" in lines else ()
     apart = {rank: history.columns(names, attempt=last, rank=rank) for rank in history.ranks(last)}
+    cases = history.final_incidents() if over else history.incidents()
     return Report(
         run=history.run,
         run_id=history.run_id,
@@ -113,7 +119,7 @@ def report(history: History, *, over: bool = False) -> Report:
         last=max(ends, default=0),
         facts=history.facts(last),
         panels=panels,
-        incidents=tuple(history.final_incidents() if over else history.incidents()),
+        incidents=tuple(cases),
         rollbacks=_rollbacks(history, offsets),
         heat=heat_of(history.layers(attempt=last), offsets[last]),
         ranks=ranks.rows(apart),
@@ -121,6 +127,8 @@ def report(history: History, *, over: bool = False) -> Report:
         devices=_devices(history, last),
         final_loss=median(lines["loss"].values[-20:]) if "loss" in lines else math.nan,
         goodput=measure_goodput(min(offsets.values()), reached, undone, step_seconds, seconds),
+        reached=reached,
+        outcome=find_outcome(history, last, cases).words if over else "",
     )
 
 

@@ -19,15 +19,15 @@ _APART = frozenset({"firing", "pending", "nonfinite"})
 """States in which each entity has a row of its own."""
 
 
-def fragment(report: Report, status: Mapping[str, Any]) -> str:
-    """Return the HTML of one run. `status`: the run's part of the API's status."""
+def fragment(report: Report, status: Mapping[str, Any], gpus: str = "now") -> str:
+    """Return the HTML of one run. `status`: the run's part of the API's status. `gpus`: what its readings are."""
     shown = {
         "curves": "".join(charts([report])),
         "incidents": incidents(report, False),
         "layers": layers(report)
         or _nothing("Gradient norm by layer", "No statistics of layers yet: they are sampled."),
         "ranks": _nodes(status.get("job")) + _states(status["ranks"]) + ranks(report),
-        "gpus": devices(report, "now" if status["ranks"] else "highest")
+        "gpus": devices(report, gpus)
         or _nothing("GPUs", "None is read: the run trains on a CPU, or the driver is silent."),
         "rules": _rules(status["rules"]),
         "run": f"<h2>About</h2>{summary([report])}{facts([report])}",

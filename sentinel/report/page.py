@@ -109,6 +109,8 @@ def summary(reports: Sequence[Report]) -> str:
         ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
     ]
+    if any(report.outcome for report in reports):
+        rows.insert(3, ("outcome", [report.outcome or "not over" for report in reports]))
     if any(report.job for report in reports):
         rows.append(("job", ["; ".join(report.job) or "on one node" for report in reports]))
     head = "".join(f"<th>{escape(report.run)}</th>" for report in reports)

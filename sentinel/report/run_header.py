@@ -57,7 +57,8 @@ def _describe_state(report: Report, ranks: Sequence[Mapping[str, Any]]) -> tuple
     """Return the state of a run as one word, and in words."""
     states = {str(rank["state"]) for rank in ranks}
     if states <= {"gone"}:
-        return "ended", f"ended at {_format_end(report)}"
+        outcome = "ended" if report.outcome in ("", "ended") else f"{report.outcome}; last seen"
+        return "ended", f"{outcome} at {_format_end(report)}"
     if states <= {"gone", "lost"}:
         return "lost", f"no rank is connected since {_format_end(report)}"
     for state in ("lost", "silent"):

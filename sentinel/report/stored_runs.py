@@ -116,7 +116,7 @@ class StoredRuns:
             content = self._read(path, over=run is None)
         except ConfigError as error:
             return live_page.trouble(error)
-        return (_OF_ANOTHER if run else "") + live_page.fragment(content, run or _status(content))
+        return (_OF_ANOTHER if run else "") + live_page.fragment(content, run or _status(content), "highest")
 
     def _make_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
         try:
@@ -147,11 +147,6 @@ def _status(content: Report) -> dict[str, Any]:
     """Return the status of an ended run as a daemon would give it: no rank is connected."""
     values = {line.name: line.values[-1] for panel in content.panels for line in panel.lines}
     return {
-        "run": content.run,
-        "run_id": content.run_id,
-        "step": content.last,
-        "values": values,
-        "ranks": [],
-        "rules": [],
-        "rollback": {"armed": False},
-    }
+        "run": content.run, "run_id": content.run_id, "step": content.reached, "values": values, "ranks": [],
+        "rules": [], "rollback": {"armed": False},
+    }  # fmt: skip

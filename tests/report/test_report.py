@@ -27,6 +27,7 @@ from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import ChartLine, report
 from sentinel.report.interactive import POINTS, figure
 from sentinel.report.page import page
+from sentinel.report.stored_runs import StoredRuns
 from sentinel.runs import Run
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import History, Store
@@ -68,6 +69,26 @@ def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:
     with History(tmp_path / "gpt.sqlite") as kept:
         found = report(kept, over=True)
     assert (found.seconds, found.goodput) == (200.0, pytest.approx(80 / 200))
+
+
+def test_a_run_that_was_resumed_from_further_back_stands_where_it_came_to(tmp_path: Path) -> None:
+    store = Store(tmp_path / "gpt.sqlite", run="gpt", run_id="gpt")
+    for attempt, offset, steps in ((0, 0, 100), (1, 40, 20)):
+        store.records.begin_attempt(attempt, msgspec.msgpack.encode({"step_offset": offset}))
+        for seq in range(steps):
+            values = {"loss": 1.0}
+            store.records.add_step(attempt, RunStep(seq, 1e9 + seq, {0: values}, values))
+    store.close()
+    said = re.sub(r"<[^>]*>", " ", StoredRuns(tmp_path / "gpt.sqlite").live("gpt")())
+    assert "step 59" in " ".join(said.split())
+
+
+def test_how_a_run_ended_is_said_as_in_the_list_of_runs(tmp_path: Path) -> None:
+    kept = history(tmp_path / "gpt.sqlite")  # it lacks the end
+    header = StoredRuns(kept).live("gpt")().partition("</header>")[0]
+    assert "not known: its history lacks its end; last seen at " in header
+    assert "ended at" not in header
+    assert "<th>outcome</th><td>not known: its history lacks its end</td>" in written(tmp_path / "r.html", kept)
 
 
 def test_the_goodput_of_a_live_run_is_that_of_its_first_attempt() -> None:

@@ -192,7 +192,7 @@ def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Pope
     text = httpx2.get(f"{url}/live?run=gpt", headers=allowed).text
     for words in (
         'data-state="ended"',
-        "ended at",
+        "last seen at",
         "1 incident open at the end",
         "<dd>199</dd>",
         "until the end",

@@ -204,7 +204,7 @@ def test_all_runs_are_listed_each_with_an_address_of_its_own(many: str, chromium
         assert all(row[3] == "199" for row in rows)
         assert "torn.sqlite" in page.asked("document.querySelector('.alarm').textContent")
         page.click("[data-run='2-run']")
-        page.until("document.querySelector('h1')?.textContent.startsWith('vit ended at')")
+        page.until("document.querySelector('h1')?.textContent.startsWith('vit not known')")
         assert page.asked("location.hash") == "#token&run=2-run"
         page.asked("history.back()")
         page.until("document.querySelector('.runs')")
@@ -254,6 +254,7 @@ def test_the_list_has_the_runs_of_other_daemons(broken: Served, chromium: str, t
         page.click("[data-run=r1]")
         page.until("document.querySelector('[data-stored]') && document.querySelector('[data-state=running]')")
         assert page.asked(FIGURES)["step"] == "319"
+        assert page.asked("document.querySelector('[data-view=gpus] thead th').textContent") == "highest"
         assert page.complaints == []
 
 
