@@ -3,13 +3,14 @@
 // in it, which the browser sends nowhere, goes into the header of our requests.
 const main = document.querySelector('main');
 const views = document.getElementById('views');
-const note = document.getElementById('note');
+const note = document.getElementById('note'), moment = document.getElementById('moment');
 const answer = document.getElementById('answer');
 const pause = document.getElementById('pause');
 const filter = document.getElementById('filter'), words = document.getElementById('find'), firing = document.getElementById('firing');
 const FOCUSABLE = 'a[href], button, summary, input, [tabindex]';
 const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: for a live run, for histories, and if nothing new comes
-let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '';
+const PATIENCE = 30000;  // ms to wait for an answer: a daemon that stands still neither answers nor closes the connection
+let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '', answered = false;
 let place = '';  // the path of what is shown, or was requested
 const picked = new Set();
 
@@ -17,6 +18,7 @@ const runOf = () => address.seen.get('run') ?? '', otherOf = () => address.seen.
 const viewOf = () => address.seen.get('view') ?? 'all';
 const clock = () => new Date().toLocaleTimeString().replace(/\s/g, '\u00a0');
 const isHidden = shown => shown.closest('section[hidden]') !== null;
+const draw = () => window.uPlot && drawCharts(main);
 const isWhole = () => otherOf() !== '' || viewOf() === 'whole';
 
 function pathOf() {
@@ -31,35 +33,40 @@ function closePathOf() {
   return pathOf() + (steps && isWhole() && isThinned() ? '&steps=' + encodeURIComponent(steps) : '');
 }
 
+// A screen reader reads out each change of the note, but not of the time beside it.
+function say(words, time = '') {
+  if (note.textContent !== words) note.textContent = words;
+  moment.textContent = time;
+}
+
 async function asked(path, method = 'GET') {
-  const response = await fetch(path, {method, headers: {Authorization: 'Bearer ' + address.token}});
+  const headers = {Authorization: 'Bearer ' + address.token};
+  const response = await fetch(path, {method, headers, signal: AbortSignal.timeout(PATIENCE)});
   if (response.status === 401)
-    throw new Error(`This address lacks the token: \`${['sentinel page', runOf()].join(' ').trim()}\` prints the whole one.`);
+    throw new Error((answered ? 'Another daemon answers at this address' : 'This address lacks the token') +
+      `: \`${['sentinel page', runOf()].join(' ').trim()}\` prints the whole one.`);
   if (response.status >= 500) throw new Error(`The daemon failed (HTTP ${response.status}); its log says why.`);
   return response.text();
 }
 
-// The content stays. The note is shown once; each failed request writes a line into the browser's console.
+// The content stays, marked as old. Each failed request writes a line into the browser's console.
 function silent(error) {
-  if (!(error instanceof TypeError)) {
-    note.textContent = error.message;
-    return;
-  }
-  if (silentSince) return;
-  silentSince = clock();
+  silentSince ||= clock();
   const run = main.querySelector('[data-id]')?.dataset.id;
-  note.textContent = `The daemon does not answer since ${silentSince}: its run has ended, or it is being restarted. ` +
-    (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : '');
+  say(error.name === 'Error' ? error.message + (answered ? ` Nothing new since ${silentSince}.` : '') :
+    `The daemon does not answer since ${silentSince}: its run has ended, or it is being restarted. ` +
+    (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : ''));
   document.body.classList.add('stale');
 }
 
+// A hidden page is requested seldom: its title counts the open incidents.
 async function refresh() {
   clearTimeout(timer);
   try {
-    if (!paused && !document.hidden && !(isWhole() && main.dataset.path === closePathOf())) await update();
+    if (!paused && !(isWhole() && main.dataset.path === closePathOf())) await update();
   } finally {
     clearTimeout(timer);
-    timer = setTimeout(refresh, wait);
+    timer = setTimeout(refresh, document.hidden ? SELDOM : wait);
   }
 }
 
@@ -75,7 +82,7 @@ async function update() {
   }
   // The element under the pressed pointer must stay until the release; and an answer may come after a newer request.
   if (pressed || paused || path !== closePathOf()) return;
-  silentSince = '';
+  [silentSince, answered] = ['', true];
   document.body.classList.remove('stale');
   keepingPlace(() => {
     main.innerHTML = text;
@@ -87,7 +94,9 @@ async function update() {
   const stored = !header?.dataset.state || main.querySelector('[data-stored]');
   wait = ended ? Math.min(2 * wait, SELDOM) : stored ? SOMETIMES : OFTEN;
   if (isWhole() && path !== closePathOf()) wait = 0;
-  note.textContent = ended || isWhole() ? '' : 'Live. ' + clock();
+  if (!window.uPlot && main.querySelector('figure[data-plot]')) say('Interactive charts are there now: load this page again.');
+  else if (ended || isWhole()) say('');
+  else say('Live.', clock());
   show();
 }
 
@@ -130,11 +139,6 @@ function show() {
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
   document.getElementById('tools').hidden = [...main.querySelectorAll('.uplot')].every(isHidden);
   filterIncidents();
-}
-
-function draw() {
-  if (window.uPlot) drawCharts(main);
-  else if (main.querySelector('figure[data-plot]')) note.textContent = 'Interactive charts are there now: load this page again.';
 }
 
 // Shows an incident with all its consequences if one of them contains each of the words.
@@ -222,7 +226,7 @@ pause.addEventListener('click', () => {
   paused = !paused;
   pause.textContent = paused ? 'Go on' : 'Pause';
   pause.setAttribute('aria-pressed', String(paused));
-  if (paused) note.textContent = 'Paused.';
+  if (paused) say('Paused.');
   refreshNow();
 });
 document.addEventListener('visibilitychange', refreshNow);

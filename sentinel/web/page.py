@@ -54,7 +54,7 @@ def shell() -> str:
 placeholder="critical loss" title="Keys: / to filter, j and k to the next and the previous incident"></label>
 <label><input type="checkbox" id="firing"> open</label> <span id="found" role="status"></span></span>
 {charts.TOOLS}
-<span id="note" role="status"></span><span id="answer" role="status"></span></div>
+<span id="note" role="status"></span><span id="moment"></span><span id="answer" role="status"></span></div>
 <main><p>Waiting for the daemon.</p></main>
 {library}<script src="/charts.js"></script><script src="/page.js"></script>
 </body>

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import msgspec
 import pytest
 
 from sentinel.node import paths
+from sentinel.report.stored_runs import StoredRuns
+from sentinel.web import http
 from tests.daemon.simulated import daemon_process
 from tests.waiting import until
 
@@ -51,6 +56,22 @@ def served(settings: Path) -> Iterator[Served]:
         file = paths.run_directory("r1") / paths.STATE
         until(file.exists, "the state file")
         yield Served(socket, process, json.loads(file.read_text()))
+
+
+@contextmanager
+def served_here(stored: StoredRuns, port: int = 0, token: str = "token") -> Iterator[str]:
+    """Serve the page of stored runs from this process; yield its address."""
+    server = http.HttpServer(http.application(stored, token))
+    listening = http.listener(port)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(listening),))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(server.end)
+        thread.join()
+        loop.close()
 
 
 def _rules(folder: Path) -> Path:

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -27,13 +25,13 @@ from sentinel.report.content import report
 from sentinel.report.page import page as report_page
 from sentinel.report.stored_runs import StoredRuns
 from sentinel.store import History
-from sentinel.web import charts, http
+from sentinel.web import charts
 from sentinel.web.page import VIEWS
 from tests.browser import Browser, browser
 from tests.daemon.simulated import SimulatedRank
 from tests.report.runs import EVIL, case, history
 from tests.waiting import until
-from tests.web.conftest import Served
+from tests.web.conftest import Served, served_here
 
 pytestmark = [pytest.mark.processes, pytest.mark.browser]
 
@@ -646,22 +644,6 @@ def test_still_charts_of_the_page_lead_to_its_incidents(chromium: str, tmp_path:
         page.click("#views [data-view=whole]")
         page.until("document.querySelector('.summary') && document.querySelector('path.curve')")
         assert page.complaints == []
-
-
-@contextmanager
-def served_here(stored: StoredRuns) -> Iterator[str]:
-    """Serve the page of stored runs from this process, with the token `token`; yield its address."""
-    server = http.HttpServer(http.application(stored, "token"))
-    listening = http.listener(0)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(listening),))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(server.end)
-        thread.join()
-        loop.close()
 
 
 def test_incidents_are_filtered_and_selected_by_keys(private_places: Path, chromium: str, tmp_path: Path) -> None:
