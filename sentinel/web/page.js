@@ -107,7 +107,7 @@ function refreshNow() {
 
 // Open details stay open, and the keyboard focus stays: on the n-th of the elements that lead to the same place.
 function keepingPlace(change) {
-  const key = found => found.dataset.pick || found.id || found.getAttribute('href') || found.textContent;
+  const key = found => (found.closest('article')?.id ?? '') + (found.dataset.pick || found.id || found.getAttribute('href') || found.textContent);
   const alike = name => [...main.querySelectorAll(FOCUSABLE)].filter(found => key(found) === name);
   const open = [...main.querySelectorAll('details[open] > summary')].map(key);
   const focus = main.contains(document.activeElement) ? document.activeElement : null;
@@ -165,6 +165,7 @@ function stepTo(way) {
 function open() {
   if (place !== pathOf()) {
     place = pathOf();
+    setPaused(false);  // otherwise nothing would be shown
     delete main.dataset.path;
     main.textContent = isWhole() ? 'Reading the history.' : '';
     draw();
@@ -222,11 +223,15 @@ document.addEventListener('click', async event => {
   }
 });
 
-pause.addEventListener('click', () => {
-  paused = !paused;
+function setPaused(wanted) {
+  paused = wanted;
   pause.textContent = paused ? 'Go on' : 'Pause';
   pause.setAttribute('aria-pressed', String(paused));
   if (paused) say('Paused.');
+}
+
+pause.addEventListener('click', () => {
+  setPaused(!paused);
   refreshNow();
 });
 document.addEventListener('visibilitychange', refreshNow);
@@ -235,5 +240,5 @@ document.addEventListener('kept', () => {
   if (isWhole() && main.dataset.path && main.dataset.path !== closePathOf()) refreshNow();
 });
 document.addEventListener('pointerdown', () => { pressed = true; });
-for (const end of ['pointerup', 'pointercancel']) document.addEventListener(end, () => { pressed = false; });
+for (const end of ['pointerup', 'pointercancel', 'contextmenu']) document.addEventListener(end, () => { pressed = false; });
 open();

@@ -14,7 +14,7 @@ from sentinel.report.stored_runs import StoredRuns
 from sentinel.web import fetch_charts
 from tests.browser import browser
 from tests.daemon.simulated import SimulatedRank
-from tests.report.runs import history
+from tests.report.runs import case, history
 from tests.waiting import until
 from tests.web.conftest import Served, served_here
 
@@ -113,3 +113,47 @@ def test_a_page_with_still_charts_says_when_the_interactive_ones_are_there(
         monkeypatch.setattr(fetch_charts, "FOLDER", library)
         page.asked("refresh()")
         assert page.asked("document.getElementById('note').textContent").endswith("load this page again.")
+
+
+def test_after_a_pause_what_is_opened_is_shown(chromium: str, private_places: Path, tmp_path: Path) -> None:
+    runs = private_places / "state" / "runs"
+    runs.mkdir(parents=True)
+    history(runs / "gpt.sqlite")
+    with served_here(StoredRuns()) as address, browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{address}/#token")
+        page.until("document.querySelector('[data-run=gpt]')")
+        page.click("#pause")
+        assert page.asked("document.getElementById('note').textContent") == "Paused."
+        page.click("[data-run=gpt]")
+        page.until("document.querySelector('[data-state=ended]')")
+        page.click("#home")
+        page.until("document.querySelector('.runs')")
+        assert page.asked("document.getElementById('pause').textContent") == "Pause"
+
+
+def test_of_details_of_the_same_name_only_those_that_were_opened_stay_open(chromium: str, tmp_path: Path) -> None:
+    cases = [case(number, 20 * number, stacks={"0": "File train.py"}) for number in (1, 2)]
+    stored = StoredRuns(history(tmp_path / "gpt.sqlite", cases=tuple(cases)))
+    with served_here(stored) as address, browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{address}/#token&run=gpt")
+        page.until("document.querySelectorAll('details').length === 2")
+        page.click("#case-1 summary")
+        page.asked("refresh()")
+        opened = "[...document.querySelectorAll('details[open]')].map(one => one.closest('article').id)"
+        assert page.asked(opened) == ["case-1"]
+
+
+def test_a_context_menu_does_not_stop_the_page(served: Served, chromium: str, tmp_path: Path) -> None:
+    """Where the menu opens at the press of the button, the browser gets no release of it."""
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, [3.0])
+        page.go(f"{served.url}/#{served.state['token']}&run=r1")
+        page.until("document.querySelector('.state.running')")
+        for event in (
+            "PointerEvent('pointerdown', {button: 2, bubbles: true})",
+            "MouseEvent('contextmenu', {bubbles: true})",
+        ):
+            page.asked(f"document.querySelector('main').dispatchEvent(new {event})")
+        rank.steps(1, [2.0])
+        page.until("document.querySelector('header dd').textContent === '1'")
