@@ -19,16 +19,14 @@ POINTS = 2048
 
 
 def figure(plot: Plot, zoom: tuple[float, float] | None = None) -> str:
-    """Return a figure; "" without a finite value. `zoom`: first and last of steps that have `POINTS` by themselves."""
+    """Return a figure. `zoom`: first and last of steps that have `POINTS` by themselves."""
     scale = fit_scale(plot)
-    if scale is None:
-        return ""
     low, high = zoom or plot.span
     content = {
         "title": spell_controls(plot.title),
         "caption": spell_controls(caption(plot)),
         "unit": plot.unit,
-        "log": scale.logarithmic,
+        "log": scale is not None and scale.logarithmic,
         "thinned": any(len(drawn.line.steps) > POINTS for drawn in plot.lines),
         "lines": [line for drawn in plot.lines for line in _lines(drawn, low, high)],
     }

@@ -395,6 +395,33 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         assert page.complaints == []
 
 
+@pytest.mark.charts
+def test_a_signal_that_is_not_finite_at_any_step_is_drawn_as_crosses(
+    served: Served, chromium: str, tmp_path: Path
+) -> None:
+    """As of a run that went on after a NaN until the daemon's memory held no other step."""
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, [math.nan] * 10, grad_norm=[math.inf] * 10, step_seconds=[0.2] * 10)
+        page.go(f"{served.url}/#{served.state['token']}&run=r1")
+        page.until("document.querySelectorAll('.charts .uplot').length === 3")
+        legends = read_legends(page)
+        assert (legends["loss"], legends["grad_norm"]) == ("not finite", "not finite")
+        crosses = page.asked("""new Promise(done => {
+            const context = CanvasRenderingContext2D.prototype, {moveTo} = context;
+            let strokes = 0;
+            context.moveTo = function (x, y) {
+                strokes += y < 30;
+                moveTo.call(this, x, y);
+            };
+            dispatchEvent(new Event('hashchange'));  // all charts are made again
+            requestAnimationFrame(() => requestAnimationFrame(() => done(strokes)));
+        })""")
+        assert crosses >= 2 * 2 * 10
+        page.asked("refresh()")
+        assert page.complaints == []
+
+
 DRAWN = """new Promise(done => {
     const found = {}, context = CanvasRenderingContext2D.prototype, {fillText, moveTo, lineTo} = context;
     const of = one => found[one.canvas.closest('figure').querySelector('figcaption').firstChild.textContent] ??=
