@@ -133,9 +133,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         nearest = f"the last before it is of step {self.step(sampled[-1])}" if sampled else "there is none before it"
         return f"the gradient norm of step {self.step(seq)}, which was not sampled ({nearest})"
 
-    def latest(self, signal: str) -> float | None:
-        """Return the newest value of a signal; None where there is none."""
-        found = self.series(signal)
+    def latest(self, signal: str, rank: int | None = None) -> float | None:
+        """Return the newest value of a signal, the run's or a rank's own; None where there is none."""
+        found = self.series(signal, rank)
         return found[-1][1] if found else None
 
     def usual(self, signal: str, before: int | None = None, most: int = 50) -> float | None:

@@ -128,6 +128,24 @@ def test_fragmentation_with_its_setting(retries: float, confidence: str) -> None
     assert "expandable_segments:True" in found.remedy
 
 
+def test_fragmentation_is_measured_on_the_rank_that_it_fired_for() -> None:
+    """Of each figure the run has the largest of any rank."""
+
+    def figures(reserved: float, allocated: float, idle: float) -> dict[str, float]:
+        return {
+            "memory_reserved_bytes": reserved, "memory_allocated_bytes": allocated, "memory_inactive_split_bytes": idle,
+            "allocation_retries": 0.0,
+        }  # fmt: skip
+
+    ranks = {0: figures(70e9, 65e9, 1e9), 1: figures(60e9, 20e9, 30e9)}
+    steps = [RunStep(seq, float(seq), ranks, figures(70e9, 65e9, 30e9)) for seq in range(60)]
+    evidence = Evidence(alert="Fragmentation", since=59, until=59, last=steps[-1], steps=steps, ranks=(1,))
+    assert diagnose(evidence, "").evidence[0] == (
+        "rank 1: reserved 60 GB, of which 20 GB in live tensors after the step and 30 GB in free pieces of split "
+        "blocks (50%)"
+    )
+
+
 def test_a_frozen_parameter_that_moved_has_a_name() -> None:
     def values(seq: int) -> dict[str, float]:
         looked = {

@@ -285,13 +285,17 @@ FULL = OutOfMemory(
 )  # fmt: skip
 
 
-def mortem(found: OutOfMemory | None, world: int = 1) -> Finding:
-    steps = run_of(41, lambda _: {"batch_size": 32.0})
+def mortem(found: OutOfMemory | None, world: int = 1, batch: float = 32.0, **facts: str) -> Finding:
+    """Diagnose rank 0 of a job, of which each rank takes `batch` samples at a time."""
+    own = {"batch_size": batch}
+    steps = [
+        RunStep(seq, float(seq), dict.fromkeys(range(world), own), {"batch_size": batch * world}) for seq in range(41)
+    ]
     ranks = Attempt(0, 0.0)
     ranks.hello(msgspec.structs.replace(hello(0), identity=wire.Identity(run="r", run_id="r", world_size=world)), 0.0)
     evidence = Evidence(
         alert="OutOfMemory", since=40, until=40, last=steps[-1], steps=steps, ranks=(0,), live=ranks.ranks,
-        out_of_memory={0: found} if found else {},
+        out_of_memory={0: found} if found else {}, facts=facts,
     )  # fmt: skip
     return diagnose(evidence, "what the rule says")
 
@@ -306,6 +310,23 @@ def test_the_parts_and_the_cheapest_change_that_fits() -> None:
     assert found.remedy.startswith("set PYTORCH_ALLOC_CONF=expandable_segments:True")
     whole = mortem(msgspec.structs.replace(FULL, reserved=70 * GB))
     assert whole.remedy == "half of the micro-batch (32 to 16) with 2 times the accumulation"
+
+
+def test_the_micro_batch_is_one_ranks_and_one_sample_is_not_split() -> None:
+    full = msgspec.structs.replace(FULL, reserved=70 * GB)
+    assert mortem(full, world=8, batch=4.0).remedy == "half of the micro-batch (4 to 2) with 2 times the accumulation"
+    assert mortem(full, world=8, batch=1.0).remedy.startswith("activation checkpointing")
+
+
+def test_states_that_the_first_step_makes_are_in_what_must_fit() -> None:
+    """Of two tensors per parameter the optimizer has made a few; no activation is left by then."""
+    begun = msgspec.structs.replace(
+        FULL, phase="optimizer", parameters=16 * GB, gradients=16 * GB, optimizer=4 * GB, allocated=40 * GB,
+        reserved=40 * GB, limit=60 * GB, requested=GB // 10, free=20 * GB,
+    )  # fmt: skip
+    assert mortem(begun, optimizer="AdamW").remedy == "an 8-bit optimizer (bitsandbytes: AdamW8bit)"
+    assert "8-bit" not in mortem(begun, optimizer="AdamW8bit").remedy
+    assert "micro-batch" not in mortem(begun, optimizer="AdamW").remedy + mortem(begun, optimizer="SGD").remedy
 
 
 def test_states_that_are_too_large_are_sharded() -> None:

@@ -76,6 +76,20 @@ def test_passes_are_those_of_the_ranks_that_are_seen() -> None:
     assert "among 4 ranks; passes a step: 1," in told_cause.cause
 
 
+def test_sums_over_ranks_are_quoted_for_one_rank() -> None:
+    def steps(found: dict[str, float], summed: str) -> list[RunStep]:
+        run = found | {summed: 2 * found[summed]}
+        return [RunStep(seq, float(seq), {0: found, 1: found}, run) for seq in range(60)]
+
+    passes = steps({"micro_batches": 4.0, "accumulation_error": 0.004}, "micro_batches")
+    _, lost = fire_and_diagnose("LowPrecisionAccumulation", passes)
+    assert lost.cause.startswith("gradients of 4 passes are added up")
+    batches = steps({"batch_size": 16.0, "step_seconds": 0.1, "forward_seconds": 0.03, "backward_seconds": 0.03,
+                     "optimizer_seconds": 0.02}, "batch_size")  # fmt: skip
+    idle = judged("LowUtilization", batches, numbers={"0": {"busy": 0.12}})
+    assert "for a batch of 16 on each rank," in idle.cause
+
+
 def slow_rank(part: str) -> list[RunStep]:
     """Return steps of three ranks: the second is 40 ms late in a part from step 100 on; step 125 is quick on all."""
 

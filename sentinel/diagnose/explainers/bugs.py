@@ -74,4 +74,5 @@ def low_precision_accumulation(evidence: Evidence) -> Finding:
     quoted, passes = evidence.quote("lost"), evidence.latest("micro_batches")
     if quoted is None or not passes:
         return report_unknown("the sum in float32 beside it", command=SAMPLE_MORE)
+    passes /= evidence.rank_count  # the signal is of all these ranks together
     return finding(evidence.alert, "bf16-sum", lost=quoted[0], passes=passes)

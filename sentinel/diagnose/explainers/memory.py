@@ -65,9 +65,8 @@ def creep(evidence: Evidence) -> Finding:
         return add_holders(evidence, Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,)), None)
     source, rise = max(rises, key=lambda found: found[1].share)
     name = source.name
-    whose = f"rank {rank}: " if rank and rank > 0 else ""
     fact = (
-        f"{whose}{name} was {format_bytes(rise.low)} at step {evidence.step(rise.first)} and never under "
+        f"{_name_rank(rank)}{name} was {format_bytes(rise.low)} at step {evidence.step(rise.first)} and never under "
         f"{format_bytes(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
     )
     until = _until_full(evidence, rise, source, rank)
@@ -135,6 +134,10 @@ class _Rise:
         return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
 
 
+def _name_rank(rank: int | None) -> str:
+    return f"rank {rank}: " if rank else ""
+
+
 def _find_beginning(samples: Sequence[tuple[int, float]], rise: _Rise) -> int:
     """Return the step at which a level became the rise: among the samples of the rise and as many before it, the one
     with the least absolute deviations from the level. A rise longer than what is in memory begins with the oldest
@@ -173,13 +176,15 @@ def _until_full(evidence: Evidence, rise: _Rise, source: _Source, rank: int | No
 @explains("Fragmentation")
 def fragmentation(evidence: Evidence) -> Finding:
     """Quote how much lies idle in pieces, and whether it already cost cache flushes."""
-    values = next((step.run for step in reversed(evidence.steps) if "memory_reserved_bytes" in step.run), {})
-    reserved, allocated = values.get("memory_reserved_bytes", 0.0), values.get("memory_allocated_bytes", 0.0)
-    idle, retries = values.get("memory_inactive_split_bytes", 0.0), evidence.series("allocation_retries")[-50:]
+    rank = evidence.ranks[0] if evidence.ranks else None  # the run's figures are each of another rank
+    names = ("memory_reserved_bytes", "memory_allocated_bytes", "memory_inactive_split_bytes")
+    reserved, allocated, idle = (evidence.latest(name, rank) or 0.0 for name in names)
+    retries = evidence.series("allocation_retries", rank)[-50:]
     flushed = retries[-1][1] - retries[0][1] if retries else 0.0
     facts = [
-        f"reserved {format_bytes(reserved)}, of which {format_bytes(allocated)} in live tensors after the step and "
-        f"{format_bytes(idle)} in free pieces of split blocks ({idle / reserved:.0%})" if reserved else "",
+        f"{_name_rank(rank)}reserved {format_bytes(reserved)}, of which {format_bytes(allocated)} in live tensors "
+        f"after the step and {format_bytes(idle)} in free pieces of split blocks ({idle / reserved:.0%})"
+        if reserved else "",
         f"{flushed:.0f} cache flushes (failed cudaMalloc) in the last {len(retries)} samples" if flushed else "",
     ]  # fmt: skip
     return Finding(

@@ -15,6 +15,10 @@ _CHECKPOINTED = 0.6
 more (Chen et al. 2016, arXiv:1604.06174)."""
 _MARGIN = 1.05
 """Room over the failed request, as it is not the last of its size."""
+_ADAM_STATES = 2
+"""State tensors that Adam keeps of each parameter, of the size of its gradient."""
+_SMALLER_STATES = ("8bit", "4bit", "Fp8")
+"""Parts of the names of optimizers whose states are that small already."""
 
 
 @explains("OutOfMemory")
@@ -24,8 +28,9 @@ def out_of_memory(evidence: Evidence) -> Finding:
     found = evidence.out_of_memory.get(rank) if rank is not None else None
     if found is None:
         return report_unknown(_MISSING, command="grep -i 'tried to allocate' LOG")
-    wanted = max(found.requested - found.free, 0) * _MARGIN
-    changes = [(text, saved) for text, saved in _changes(found, evidence) if saved > 0]
+    states = _complete_states(found, evidence)
+    wanted = max(found.requested - found.free, states - found.optimizer - found.free, 0) * _MARGIN
+    changes = [(text, saved) for text, saved in _changes(found, evidence, states) if saved > 0]
     chosen = next((text for text, saved in changes if saved >= wanted), None)
     parts = sorted(_parts(found).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
@@ -56,25 +61,44 @@ def _parts(found: OutOfMemory) -> dict[str, int]:
     }
 
 
-def _changes(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, float]]:
+def _is_adam(evidence: Evidence) -> bool:
+    """Return whether the optimizer's states are Adam's, of the parameters' own type; True where it is not known."""
+    optimizer = str(evidence.facts.get("optimizer", "Adam"))
+    return "Adam" in optimizer and not any(name in optimizer for name in _SMALLER_STATES)
+
+
+def _complete_states(found: OutOfMemory, evidence: Evidence) -> float:
+    """Return the bytes of the optimizer's states once all are made: Adam makes them in its first step, in which this
+    may have happened."""
+    if found.phase == "optimizer" and _is_adam(evidence):
+        return max(found.optimizer, _ADAM_STATES * found.gradients)
+    return found.optimizer
+
+
+def _changes(found: OutOfMemory, evidence: Evidence, states: float) -> Iterator[tuple[str, float]]:
     """Yield (what to do, bytes that it saves), the cheapest first: settings, then time, then precision, then
-    machines."""
+    machines. `states`: bytes of the optimizer's states."""
     if found.device == "cuda":
         setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
         yield f"{setting}: {format_bytes(found.idle)} lie idle in pieces", found.idle
-    size = evidence.latest("batch_size")
-    for part in (2, 4):
-        batch = f" ({size:.0f} to {size / part:.0f})" if size and size >= part else ""
-        share = "half" if part == 2 else "a quarter"
-        text = f"{share} of the micro-batch{batch} with {part} times the accumulation"
-        yield text, found.activations * (1 - 1 / part)
-    yield "activation checkpointing of each block (torch.utils.checkpoint)", found.activations * _CHECKPOINTED
-    if found.optimizer:
-        yield "an 8-bit optimizer (bitsandbytes: AdamW8bit)", found.optimizer * 0.75
+    if found.phase != "optimizer":  # there, activations are gone
+        yield from _save_activations(found, evidence)
+    if states and _is_adam(evidence):
+        yield "an 8-bit optimizer (bitsandbytes: AdamW8bit)", states * 0.75
     world = evidence.world_size
     if world > 1 and not found.gathered:
-        states = found.parameters + found.gradients + found.optimizer
-        yield f"fully_shard over the {world} ranks", states * (1 - 1 / world)
+        yield f"fully_shard over the {world} ranks", (found.parameters + found.gradients + states) * (1 - 1 / world)
+
+
+def _save_activations(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, float]]:
+    size = evidence.latest("batch_size", evidence.ranks[0])  # the run's is the sum over the ranks
+    for part in (2, 4):
+        if size is None or size >= part:
+            batch = f" ({size:.0f} to {size / part:.0f})" if size is not None else ""
+            share = "half" if part == 2 else "a quarter"
+            text = f"{share} of the micro-batch{batch} with {part} times the accumulation"
+            yield text, found.activations * (1 - 1 / part)
+    yield "activation checkpointing of each block (torch.utils.checkpoint)", found.activations * _CHECKPOINTED
 
 
 def _facts(found: OutOfMemory) -> Iterator[str]:

@@ -217,8 +217,8 @@ def low_utilization(evidence: Evidence) -> Finding:
     if own > _MOSTLY * step:
         return finding(evidence.alert, "own-code", facts, share=min(own / step, 1.0), **known)
     if None not in passes and spent > _MOSTLY * step:
-        size = evidence.latest("batch_size")
-        batch = f", for a batch of {size:.0f}" if size else ""
+        size, ranks = evidence.latest("batch_size"), evidence.rank_count  # the signal is their sum
+        batch = f", for a batch of {size / ranks:.0f}{' on each rank' if ranks > 1 else ''}" if size else ""
         return finding(evidence.alert, "small-batch", facts, spent=spent * 1e3, batch=batch, **known)
     missing = "kernel times, which tell a small batch from waits for the host"
     return report_unknown(missing, command=_PROFILE, evidence=facts)
