@@ -35,6 +35,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    if arguments[0].startswith("--local"):  # of torch.distributed.launch and deepspeed, which put it before the script
+        local, *arguments = arguments
+        arguments.insert(2 if arguments[0] == "-m" else 1, local)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = str(Path.cwd())

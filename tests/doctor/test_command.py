@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,10 +65,32 @@ def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
             "torchrun --nproc-per-node 2 train.py",
             "torchrun --nproc-per-node 2 -m sentinel.hooks.examine train.py",
         ),
+        (
+            "python -m torch.distributed.run --nproc-per-node 2 train.py",
+            "python -m torch.distributed.run --nproc-per-node 2 -m sentinel.hooks.examine train.py",
+        ),
+        ("torchrun --module package.train -v", "torchrun -m sentinel.hooks.examine -m package.train -v"),
+        ("srun -n 2 python -m package.train", "srun -n 2 python -m sentinel.hooks.examine -m package.train"),
+        ("numactl -m 0 python train.py", "numactl -m 0 python -m sentinel.hooks.examine train.py"),
+        (
+            "deepspeed --num_gpus 2 train.py --deepspeed",
+            "deepspeed --num_gpus 2 --module sentinel.hooks.examine train.py --deepspeed",
+        ),
     ],
 )
 def test_the_command_is_rewritten_to_start_the_examiner(command: str, expected: str) -> None:
     assert rewritten(command.split()) == expected.split()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("target", ["train.py", "-m train"])
+def test_the_local_rank_that_a_launcher_puts_first_is_the_scripts(target: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(' '.join(sys.argv[1:]))\n")
+    facts = tmp_path / "facts"
+    command = [sys.executable, "-m", "sentinel.hooks.examine", "--local_rank=0", *target.split(), "--lr", "1"]
+    environment = {**os.environ, "SENTINEL_EXAMINATION": str(facts), "PYTHONPATH": os.getcwd()}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert json.loads((tmp_path / "facts.0.json").read_text())["error"].endswith("with --local_rank=0 --lr 1")
 
 
 def test_a_command_that_is_no_training_is_refused_in_a_sentence() -> None:

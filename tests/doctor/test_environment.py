@@ -153,6 +153,26 @@ def test_two_names_that_differ_are_worse_than_an_old_one() -> None:
     assert finding.severity == "warning"
 
 
+@pytest.mark.parametrize(
+    ("torch", "variable", "found"),
+    [
+        ("2.9.1+cu128", "PYTORCH_CUDA_ALLOC_CONF", set()),
+        ("2.9.1+cu128", "PYTORCH_ALLOC_CONF", {"not-read-yet-pytorch-alloc-conf"}),
+        ("2.10.0", "PYTORCH_CUDA_ALLOC_CONF", {"renamed-pytorch-cuda-alloc-conf"}),
+        ("2.7.1", "PYTORCH_CUDA_ALLOC_CONF", set()),
+        ("unknown", "PYTORCH_ALLOC_CONF", set()),
+    ],
+)
+def test_a_new_name_is_advised_only_where_torch_reads_it(torch: str, variable: str, found: set[str]) -> None:
+    assert names(torch=torch, variables={variable: "expandable_segments:True"}) == found
+
+
+def test_a_flight_recorder_of_an_older_torch_keeps_the_old_name() -> None:
+    assert names(torch="2.7.1", variables={"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}) == set()
+    (finding,) = findings(msgspec.structs.replace(HEALTHY, torch="2.7.1", variables={"TORCH_FR_BUFFER_SIZE": "2000"}))
+    assert finding.line == "TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
+
+
 def test_settings_with_brackets_are_one_setting() -> None:
     assert names(variables={"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],backend:native"}) == set()
 
@@ -184,6 +204,20 @@ LOADER = {"samples": 64, "batch_size": 8, "drop_last": True, "workers": 0, "pin_
 def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, facts: dict[str, object]) -> None:
     """The facts are synthetic, as no GPU was at hand."""
     assert {finding.name for finding in model.findings({**CUDA, **facts})} == {name}
+
+
+def test_a_rate_is_judged_with_its_own_optimizer() -> None:
+    """SGD's usual rate beside Adam's is not Adam's."""
+
+    def optimizer(kind: str, rate: float) -> dict[str, object]:
+        group = {"lr": rate, "betas": [], "flat": 0, "all": 1}
+        return {"class": kind, "groups": [group], "stale": 0, "frozen": []}
+
+    facts = {**CUDA, "cuda": False, "rates": [[0.1], [1e-3]]}
+    usual = {**facts, "optimizers": [optimizer("SGD", 0.1), optimizer("Adam", 1e-3)]}
+    assert list(model.findings(usual)) == []
+    high = {**facts, "optimizers": [optimizer("SGD", 1e-3), optimizer("Adam", 0.1)]}
+    assert [finding.name for finding in model.findings(high)] == ["rate-high"]
 
 
 @pytest.mark.parametrize(("batches", "found"), [((100, 100), []), ((100, 96), ["uneven-shards"]), ((0, 100), [])])

@@ -191,7 +191,7 @@ def fragmentation(evidence: Evidence) -> Finding:
         "the caching allocator's free memory lies in pieces that fit no request: sizes change from step to step",
         "high" if flushed else "medium",
         "set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts (PYTORCH_CUDA_ALLOC_CONF before "
-        "torch 2.9); pad batches to a few sizes; run the largest batch first",
+        "torch 2.10); pad batches to a few sizes; run the largest batch first",
         ("the sizes that were asked for: torch.cuda.memory._record_memory_history()",),
         tuple(fact for fact in facts if fact),
     )

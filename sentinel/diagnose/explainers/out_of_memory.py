@@ -79,7 +79,7 @@ def _changes(found: OutOfMemory, evidence: Evidence, states: float) -> Iterator[
     """Yield (what to do, bytes that it saves), the cheapest first: settings, then time, then precision, then
     machines. `states`: bytes of the optimizer's states."""
     if found.device == "cuda":
-        setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
+        setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.10)"
         yield f"{setting}: {format_bytes(found.idle)} lie idle in pieces", found.idle
     if found.phase != "optimizer":  # there, activations are gone
         yield from _save_activations(found, evidence)

@@ -16,7 +16,10 @@ import msgspec
 
 from sentinel.errors import ConfigError
 
-_MODULE = ("-m", "sentinel.hooks.examine")
+_EXAMINER = "sentinel.hooks.examine"
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""Modules that start the script in other processes: these are to be examined."""
 _LARGEST = 64 * 1024 * 1024
 
 
@@ -46,13 +49,18 @@ def examine_command(command: Sequence[str], *, steps: int, seconds: float) -> Ex
 
 
 def rewritten(command: Sequence[str]) -> list[str]:
-    """Return `python train.py` as `python -m sentinel.hooks.examine train.py`; torchrun and accelerate take -m, too."""
-    words = list(command)
+    """Return `python train.py` as `python -m sentinel.hooks.examine train.py`; launchers take -m or --module, too."""
+    words, flag = list(command), "-m"
+    runs_modules = False  # of other programs, such as numactl, -m is something else
     for at, word in enumerate(words):
-        if word == "-m" and Path(words[0]).name.startswith("python") and at + 1 < len(words):
-            return [*words[:at], *_MODULE, *words[at:]]
-        if word.endswith(".py"):
-            return [*words[:at], *_MODULE, *words[at:]]
+        name = Path(word).name
+        if runs_modules and word in ("-m", "--module") and at + 1 < len(words):
+            if words[at + 1] not in _LAUNCHER_MODULES:
+                return [*words[:at], flag, _EXAMINER, "-m", *words[at + 1 :]]
+        elif word.endswith(".py"):
+            return [*words[:at], flag, _EXAMINER, *words[at:]]
+        flag = "--module" if name == "deepspeed" else flag
+        runs_modules = runs_modules or name.startswith("python") or name in _LAUNCHERS
     raise ConfigError(f"{' '.join(command)}: no script (.py) or -m module in it: sentinel doctor -- python train.py")
 
 

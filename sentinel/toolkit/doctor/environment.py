@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import resource
 from collections.abc import Iterator, Mapping
 
@@ -14,17 +15,24 @@ from sentinel.toolkit.doctor.driver import Driver, driver, torch_cuda
 from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 
 _RENAMED = {
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_CPP_STACK": "TORCH_FR_CPP_STACK",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
-    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
+    (2, 2): {
+        "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+        "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
+        "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
+    },
+    (2, 8): {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_TRACE_CPP_STACK": "TORCH_FR_CPP_STACK",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
+    },
+    (2, 10): {  # torch 2.9 warns of the old name, and leaves out the new one on CUDA: pytorch/pytorch issue 183387
+        "PYTORCH_HIP_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
+    },
 }
-"""Present names of variables by their old ones, which are still read."""
+"""The first version of torch that reads a new name -> new names of variables by their old ones, which all versions
+read."""
 _NOTES = "pytorch.org/docs/stable/torch_nccl_environment_variables.html"
 _CUDA_NOTES = "pytorch.org/docs/stable/notes/cuda.html"
 _NCCL = "docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
@@ -98,7 +106,7 @@ def findings(machine: Machine) -> Iterator[DoctorFinding]:
     yield from _torch(machine)
     yield from drivers.findings(machine.driver, machine.cuda, machine.variables)
     yield from _limits(machine)
-    yield from _check_renamed(machine.variables)
+    yield from _check_renamed(machine.variables, machine.torch)
     yield from _allocator(machine.variables)
     yield from _slow(machine.variables)
     yield from _hangs(machine.variables)
@@ -122,13 +130,20 @@ def _limits(machine: Machine) -> Iterator[DoctorFinding]:
         yield describe_finding("threads", threads=threads, cores=machine.cores)
 
 
-def _check_renamed(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    for old, new in _RENAMED.items():
-        if old not in variables:
+def _check_renamed(variables: Mapping[str, str], torch: str) -> Iterator[DoctorFinding]:
+    version = tuple(map(int, re.findall(r"\d+", torch)[:2]))
+    for since, names in _RENAMED.items():
+        if version < since:
+            for new, old in {new: old for old, new in names.items()}.items():  # of several old names the last one
+                if version and new in variables and old not in variables:
+                    facts = {"torch": torch, "old": old, "new": new, "value": variables[new]}
+                    yield describe_finding("not-read-yet", slug=_slug(new), **facts)
             continue
-        both = new in variables and variables[new] != variables[old]
-        name = "renamed/both" if both else "renamed"
-        yield describe_finding(name, slug=_slug(old), old=old, new=new, value=variables[old])
+        for old, new in names.items():
+            if old in variables:
+                both = new in variables and variables[new] != variables[old]
+                name = "renamed/both" if both else "renamed"
+                yield describe_finding(name, slug=_slug(old), old=old, new=new, value=variables[old])
 
 
 def _slug(variable: str) -> str:

@@ -107,19 +107,18 @@ def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Doc
         yield describe_finding("adam-weight-decay")
     if optimizer["frozen"]:
         yield describe_finding("frozen-in-optimizer", optimizer=name, names=join_names(optimizer["frozen"], _NAMES))
-    yield from _groups(name, groups, facts)
+    yield from _groups(name, groups)
 
 
-def _groups(name: str, groups: list[dict[str, Any]], facts: dict[str, Any]) -> Iterator[DoctorFinding]:
+def _groups(name: str, groups: list[dict[str, Any]]) -> Iterator[DoctorFinding]:
     for group in groups:
         betas, decay = group["betas"], group.get("weight_decay", 0)
         if len(betas) == 2 and betas[0] > betas[1]:
             yield describe_finding("betas-swapped", optimizer=name, first=betas[0], second=betas[1])
         if name == "AdamW" and decay >= _DECAY and 0 < group["flat"] < group["all"]:
             yield describe_finding("decay-on-norms", decay=decay, flat=group["flat"])
-        rates = [max(rates) for rates in facts["rates"] if rates]
-        if name in _ADAMS and rates and max(rates) >= _HIGH_RATE:
-            yield describe_finding("rate-high", optimizer=name, rate=max(rates))
+        if name in _ADAMS and (rate := group.get("lr", 0.0)) >= _HIGH_RATE:
+            yield describe_finding("rate-high", optimizer=name, rate=rate)
 
 
 def _loaders(facts: dict[str, Any]) -> Iterator[DoctorFinding]:

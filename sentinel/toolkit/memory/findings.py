@@ -100,7 +100,7 @@ def _fragmentation(gpu: Occupancy, peak: TimelineMoment | None, settings: dict[s
     else:
         do = (
             "PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts (PYTORCH_CUDA_ALLOC_CONF before "
-            "torch 2.9); if it can't be, max_split_size_mb:512 and batches padded to a few sizes"
+            "torch 2.10); if it can't be, max_split_size_mb:512 and batches padded to a few sizes"
         )
     return Advice("warning", what, do)
 
@@ -123,7 +123,8 @@ def _failures(snapshot: AllocatorSnapshot) -> list[Advice]:
             )
         )
         do = (
-            "fragmentation, not size: PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "fragmentation, not size: PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before "
+            "torch 2.10)"
             if torn
             else "it is too much, not torn: see `sentinel plan` for what fits, and the largest stacks below"
         )
