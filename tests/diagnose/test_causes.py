@@ -99,6 +99,15 @@ def test_memory_that_creeps_is_measured_on_its_rise_and_against_what_is_left() -
     assert found.cause.endswith(f"the resident set grows by 100 MB a step, and {gone}")
 
 
+def test_memory_that_several_ranks_of_a_node_take_is_gone_sooner() -> None:
+    def values(seq: int) -> dict[str, float]:
+        return {"memory_held_bytes": 1e9 + 1e6 * seq, "memory_left_bytes": 8e9 - 8e6 * seq}
+
+    found = diagnosis("MemoryCreep", run_of(101, values))
+    gone = "the 7.2 GB that are left, of which all together take 8 MB a step, are gone in 900 steps"
+    assert found.cause.endswith(f"the resident set grows by 1 MB a step, and {gone}")
+
+
 def test_samples_that_are_far_apart_and_few() -> None:
     steps = run_of(2048, lambda seq: {"rss_bytes": 3e8 + 5e4 * seq} if seq % 64 == 0 else {})
     assert diagnosis("MemoryCreep", steps).cause.endswith("grows by 50 kB a step")

@@ -21,6 +21,8 @@ _WINDOW = 192
 """Newest samples that are used where no straight rise is left among those in memory."""
 _LEAST = 12
 """Samples that are needed for a line."""
+_OTHERS = 1.5
+"""Factor of a process's own rise from which on what is left falls because of others, too: ranks with the same leak."""
 _PAIRS = 128
 """Low-water marks that the slope is made of, at most: all their pairs are used."""
 
@@ -115,9 +117,7 @@ class _Rise:
         self.first, self.last = samples[0][0], samples[-1][0]
         self.stretch = len(values) // 4
         self.low, self.high = min(values[: self.stretch]), min(values[-self.stretch :])
-        thinned = samples[:: max(1, len(samples) // _PAIRS)]
-        pairs = itertools.combinations(thinned, 2)
-        self.bytes_per_step = statistics.median((b - a) / (n - m) for (m, a), (n, b) in pairs)
+        self.bytes_per_step = _measure_slope(samples)
         self.newest = values[-1]
 
     @property
@@ -132,6 +132,12 @@ class _Rise:
         samples = samples[-(count_steady_samples(value for _, value in samples) or _WINDOW) :]
         rise = cls(samples) if len(samples) >= _LEAST else None
         return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
+
+
+def _measure_slope(samples: Sequence[tuple[int, float]]) -> float:
+    """Return the median slope of pairs of samples (Theil-Sen), per step."""
+    pairs = itertools.combinations(samples[:: max(1, len(samples) // _PAIRS)], 2)
+    return statistics.median((b - a) / (n - m) for (m, a), (n, b) in pairs)
 
 
 def _name_rank(rank: int | None) -> str:
@@ -159,11 +165,16 @@ def _first_series(evidence: Evidence, signals: Sequence[str], rank: int | None) 
 
 
 def _until_full(evidence: Evidence, rise: _Rise, source: _Source, rank: int | None) -> str:
+    """Return words for when none is left. Others take of it, too, so its own fall counts where that is faster."""
     left, limit = evidence.series(source.left, rank), evidence.facts.get(source.limit)
     if left:
         by = evidence.facts.get(source.limited_by)
-        there = f"the {format_bytes(left[-1][1])} that are left{f' ({by})' if by else ''} are gone"
-        steps = left[-1][1] / rise.bytes_per_step
+        during = [sample for sample in left if sample[0] >= rise.first]
+        taken = max(rise.bytes_per_step, -_measure_slope(during) if len(during) >= _LEAST else 0.0)
+        alone = taken <= _OTHERS * rise.bytes_per_step
+        others = "" if alone else f", of which all together take {format_bytes(taken)} a step,"
+        there = f"the {format_bytes(left[-1][1])} that are left{f' ({by})' if by else ''}{others} are gone"
+        steps = left[-1][1] / taken
     elif isinstance(limit, int | float) and limit > rise.newest:
         there, steps = f"{format_bytes(limit)} are full", (limit - rise.newest) / rise.bytes_per_step
     else:
