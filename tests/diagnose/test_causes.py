@@ -321,6 +321,24 @@ def test_a_run_that_already_clips_is_not_advised_to_clip() -> None:
     assert spiked(100.0) == "clip harder: the limit is 100, and the usual norm 0.9; lower the rate"
 
 
+def test_a_tied_weight_has_the_gradient_of_its_first_name() -> None:
+    tied = msgspec.structs.replace(table("lm_head.weight")[0], tied_to="wte.weight")
+    blocks = layered([10], lambda _: {"wte.weight": {"layer_grad_norm": 1.0, "layer_update_ratio": 1e-3}})
+    steps = run_of(20, lambda _: {"parameters_without_gradient": 1.0, "learning_rate": 1e-3, "update_ratio": 1e-3})
+    unused = judged("UnusedParameters", steps, blocks, table=[*table("wte.weight", "aux.weight"), tied])
+    assert unused.cause.startswith(
+        "1 parameter tensors that train and are in the optimizer get no gradient: aux.weight"
+    )
+    stuck = judged("LossNotDecreasing", steps, blocks, table=[*table("wte.weight"), tied])
+    assert "1 of 1 parameter tensors move" in stuck.evidence[0]
+
+
+def test_gradients_of_long_ago_are_in_no_moments_by_now() -> None:
+    """For over 1,024 steps no gradient norm is known."""
+    steps = run_of(2048, lambda seq: {"loss": 5.0 if seq > 2030 else 2.0} | ({"grad_norm": 1.0} if seq < 900 else {}))
+    assert judged("Divergence", steps, since=2040, facts={"optimizer": "AdamW"}).cause.startswith("the data are others")
+
+
 def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
     blocks = layered(range(20), lambda _: {"0.weight": {"layer_grad_norm": 1.0}})
     steps = run_of(20, lambda _: {"parameters_without_gradient": 1.0})

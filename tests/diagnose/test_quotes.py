@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from sentinel.diagnose.evidence import Finding
@@ -141,6 +142,17 @@ def test_how_many_were_clipped_is_one_number() -> None:
     summary, found = fire_and_diagnose("AlwaysClipping", steps)
     assert summary.startswith("20 of the last 20 sampled gradients were clipped")
     assert ": 20 of the last 20 sampled gradients were clipped" in found.cause
+
+
+def test_a_divergence_begins_where_the_loss_or_the_gradient_left_its_past() -> None:
+    def values(seq: int) -> dict[str, float]:
+        loss = math.nan if seq == 199 else 50.0 if seq == 198 else 2.0
+        return {"loss": loss, "loss_scale": 65536.0 if seq < 160 else 1024.0, "grad_norm": 1.0}
+
+    found = judged("NonFiniteLoss", run_of(200, values))
+    assert found.cause == (
+        "divergence: loss or gradient norm were unusual from step 198 on, 1 step before the loss overflowed"
+    )
 
 
 def test_how_many_batches_were_repeated_is_one_number() -> None:

@@ -142,7 +142,8 @@ def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
     if limit is not None:
         norms = [(seq, min(norm, limit)) for seq, norm in norms]
     usual = statistics.median(norm for _, norm in norms)
-    at, norm = max((found for found in norms if found[0] > before - _BETWEEN), key=lambda found: found[1])
+    near = [found for found in norms if found[0] > before - _BETWEEN]
+    at, norm = max(near, key=lambda found: found[1], default=(0, 0.0))
     if usual <= 0 or norm < _HUGE * usual:
         return None
     known: dict[str, Any] = {"norm": norm, "at": evidence.step(at), "times": norm / usual, "usual": usual}

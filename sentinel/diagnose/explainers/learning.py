@@ -87,7 +87,7 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
     if rate is None or ratio is None or not moves:
         return report_unknown("the size of the updates: it is sampled rarely", command=SAMPLE_MORE)
     moved, norm = sum(value > 0 for value in moves.values()), evidence.usual("grad_norm")
-    trained = [layer.name for layer in evidence.table if layer.trainable] or list(moves)
+    trained = [layer.name for layer in evidence.table if layer.trainable and not layer.tied_to] or list(moves)
     gradients = f"gradient norm {norm:.3g}; " if norm is not None else ""
     facts = (
         f"learning rate {rate:.2g}; updates are {ratio:.1g} of the weights; {gradients}"
@@ -143,7 +143,8 @@ def frozen_statistics(evidence: Evidence) -> Finding:
 def unused_parameters(evidence: Evidence) -> Finding:
     """Name the parameters that the layer statistics do not have."""
     there = evidence.column("layer_grad_norm")
-    idle = [layer for layer in evidence.table if layer.trainable and layer.name not in there]
+    # A tied parameter has its statistics under its first name.
+    idle = [layer for layer in evidence.table if layer.trainable and not layer.tied_to and layer.name not in there]
     several = len(evidence.facts.get("optimizers", ())) > 1  # the table is only of the first one
     names = [layer.name for layer in idle if layer.held or several]
     foreign = sum(map(_is_foreign, names))

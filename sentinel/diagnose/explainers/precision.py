@@ -30,7 +30,7 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
             ("the module that made it",),
         )
     if at < nonfinite_at or (gradient and gradient.seq < nonfinite_at):
-        first = min(sign.seq for sign in evidence.signs)
+        first = min(sign.seq for sign in (loss, gradient) if sign is not None)  # the loss scale falls for itself, too
         return Finding(
             f"divergence: loss or gradient norm were unusual from step {evidence.step(first)} on, "
             f"{format_count(nonfinite_at - first, 'step')} before the loss overflowed",
