@@ -138,6 +138,17 @@ def test_an_evaluator_that_is_not_rewindable_keeps_nothing_and_finds_the_same() 
     assert not bare.save_state()[1]
 
 
+def test_rules_that_a_reload_does_not_change_keep_their_windows_in_a_later_rewind() -> None:
+    observations = run_of(5, 45)
+    reloaded, untouched = fed(observations[:30]), fed(observations[:36])
+    reloaded.replace_rules(load_rules(RULES, "test.yaml").rules)
+    for observation in observations[30:]:
+        reloaded.observe(observation)
+    reloaded.rewound(35, 44)
+    untouched.rewound(35, 35)  # only disarms what fires
+    assert repr(reloaded.status()) == repr(untouched.status())
+
+
 def test_a_rewind_to_before_anything_was_kept_begins_with_empty_windows() -> None:
     observations = run_of(7, 90)
     for told_of in (False, True):

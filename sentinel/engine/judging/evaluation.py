@@ -161,11 +161,15 @@ class Evaluator:
         which nothing was kept, begins with empty windows. Returns the transitions of the work that was left."""
         if self._history is not None:
             return []
-        self._history = ObservationHistory(plans_of(self._rules))
         transitions = self.finish_pending()
+        self._begin_history()
+        return transitions
+
+    def _begin_history(self) -> None:
+        """Make the present state the oldest that `rewound` can go back to."""
+        self._history = ObservationHistory(plans_of(self._rules))
         if self._seq >= 0:
             self._history.checkpoint(self._seq, dumps(self._states))
-        return transitions
 
     def observe_between(self, observation: Observation) -> list[Transition]:
         """Take numbers that are measured by the clock, between two steps; `seq` is that of the last step.
@@ -245,8 +249,7 @@ class Evaluator:
                 self._states[place] = RuleState(rule)
         self._schedule = Schedule(self._rules, self._states)
         if self._history is not None:
-            self._history = ObservationHistory(plans_of(self._rules))
-            self._history.checkpoint(self._seq, dumps(self._states))
+            self._begin_history()
         ended = [
             self._incidents.end(rule, "resolved", self._seq, self._time)
             for rule in list(self._incidents.open)
@@ -327,7 +330,7 @@ class Evaluator:
         self._staged = frozenset(rule.name for rule in self._rules if rule.staged)
         self._states = [known.get(rule.text) or RuleState(rule) for rule in self._rules]
         if self._history is not None:
-            self._history = ObservationHistory(plans_of(self._rules))
+            self._begin_history()
         self._schedule = Schedule(self._rules, self._states)
         kept = {rule.name for rule in self._rules if rule.text in known}
         ended = [
