@@ -125,3 +125,27 @@ def test_a_rewind_forgets_what_is_left(wide: None) -> None:
     states = [[(r.entity, r.state, r.values) for r in e.status() if r.rule == "Held"] for e in (rewound, clean)]
     assert states[0]
     assert states[0] == states[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), at=st.integers(6, 40))
+def test_a_rewind_amid_the_work_loses_nothing_of_rules_that_go_on(seed: int, at: int) -> None:
+    observations, lasting = list(run_of(seed, 60)), {rule.name for rule in LOADED if not rule.undoable}
+
+    def judge() -> dict[str, list[tuple[object, ...]]]:
+        evaluator, transitions = Evaluator(LOADED, run="t"), list[Transition]()
+        for one in observations:
+            transitions += evaluator.observe(one)
+            if one.seq == at:
+                transitions += evaluator.rewound(at - 3, at)
+        return by_rule([*transitions, *evaluator.finish_pending()])
+
+    narrow = judge()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observation, "WIDE", 3)
+        patch.setattr(rule_state, "PIECE", 2)
+        patch.setattr(evaluation, "PORTION", 1)
+        wide = judge()
+    assert {"Slow", "Apart"} <= lasting
+    for rule in lasting:
+        assert wide.get(rule) == narrow.get(rule), rule

@@ -202,10 +202,11 @@ class RunIncidents:
 
     def apply_rewind(self, ended: Sequence[Transition], log: IncidentLog, cases: Sequence[Case], done: str) -> None:
         """Carry through the transitions that a rollback for these cases caused. `log`: as in `apply`."""
-        for transition in ended:
-            if (other := log.find_case(transition.incident)) is not None and all(other is not c for c in cases):
+        for incident, kind in ended:
+            other = log.find_case(incident) if kind == "rolled_back" else None
+            if other is not None and all(other is not c for c in cases):
                 other.done = (done,)
-        self.apply(ended, 0.0, log)
+        self.apply(ended, time.monotonic(), log)
 
     def find_asking(self, action: str) -> dict[str, int]:
         """Return the pending or firing rules that ask for this action, of this node and of the job, with the first step

@@ -264,7 +264,10 @@ class Evaluator:
         back as `ObservationHistory` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled
         back, and nothing fires: a condition that held already at `to` is pending. Rules over signals that a rollback
         does not take back, such as step times and memory, go on unchanged. Before the first step, all warm up again.
+        Also returns the transitions of the work that was left of the rules that go on.
         """
+        staying = [name for name, (rule, *_) in self._works.items() if not rule.undoable]
+        transitions = [transition for name in staying for transition in self._finish(name)]
         self._works.clear()
         if self._start is not None and to < self._start[0]:  # it starts over
             self._start = self._stage = None
@@ -290,7 +293,7 @@ class Evaluator:
             for rule in list(self._incidents.open)
             if rule in names
         ]
-        return [Transition(incident, "rolled_back") for incident in ended]
+        return transitions + [Transition(incident, "rolled_back") for incident in ended]
 
     def save_state(self) -> tuple[bytes, list[tuple[int, bytes]]]:
         """Return the state after the last step, and the older states that `rewound` can go back to, by seq."""
