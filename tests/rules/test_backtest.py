@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sentinel.cli import cli
-from sentinel.engine import RUN, Observation, Rewound, load_rules, rules_of
+from sentinel.engine import RUN, Entity, Observation, Rewound, Table, load_rules, rules_of
 from sentinel.engine.backtest import backtest
 from sentinel.node import paths
 from sentinel.runs.steps import RunStep
@@ -245,6 +245,28 @@ def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
         (15, "rolled_back", "loss > 2 * mean(past(loss), 5)"), (18, "firing", "loss > 2 * mean(past(loss), 5)"),
     ]  # fmt: skip
     assert report.steps == 30
+
+
+@pytest.mark.parametrize(("slow_from", "fired", "first"), [(290, 292, 290), (298, 250, 298)])
+def test_steps_of_an_alert_that_lasts_over_a_resume_are_those_of_the_log(slow_from: int, fired: int, first: int) -> None:
+    """Step 299 is followed by step 250 again. No rollback undoes times, so that the alert goes on."""
+    before = [Observation(i, float(i), {RUN: {"step_seconds": 3.0 if i >= slow_from else 1.0}}) for i in range(300)]
+    after = [Observation(i + 50, i + 50.0, {RUN: {"step_seconds": 3.0 if i < 270 else 1.0}}) for i in range(250, 300)]
+    report = backtest(
+        rules("alert: Slow, expr: step_seconds > 2, for: 3 steps"), [*before, Rewound(249, 299, -50), *after], run="x"
+    )
+    (alert,) = report.alerts
+    assert (alert.step, alert.first_step, alert.state, alert.over_step) == (fired, first, "resolved", 270)
+
+
+def test_a_rule_over_statistics_of_layers_looked_at_them() -> None:
+    table = Table((Entity("layer", "a"),), {"layer_grad_norm": [9.0], "layer_nonfinite": [0.0]})
+    (looked,) = backtest(
+        rules("alert: A, scope: layer, expr: not absent(layer_nonfinite) and layer_grad_norm > 99"),
+        [Observation(0, 0.0, {RUN: {"loss": 1.0}}, table)],
+        run="x",
+    ).rules
+    assert (looked.judged, looked.state, looked.missing) == (1, "inactive", ())
 
 
 def test_a_rule_reports_the_metrics_that_it_lacked_first() -> None:
