@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.loop import patches
 from sentinel.hooks.session import registry
 from sentinel.hooks.session.attach import attach
@@ -34,7 +34,7 @@ def attach_at_step(optimizer: Any) -> None:
         _seen.add(optimizer)
     except TypeError:  # one without a hash would look new at every step
         return
-    with fault_guard.swallow_faults("attaching at the first step", "unmonitored"):
+    with faults.swallow_faults("attaching at the first step", "unmonitored"):
         if registry.find_session([optimizer]) is None:
             _attach(optimizer)
 
@@ -46,7 +46,7 @@ def attach_at_backward() -> None:
     """
     if _forked or tensors.is_capturing():
         return
-    with fault_guard.swallow_faults("attaching at the first backward pass", "unmonitored until the first step"):
+    with faults.swallow_faults("attaching at the first backward pass", "unmonitored until the first step"):
         optimizers, modules = discovery.trainers()
         hashed = [one for one in optimizers if type(one).__hash__ is not None and one not in _seen]
         if len(hashed) != 1 or registry.find_session([*optimizers]) or discovery.engine_of(hashed[0]) is not None:
@@ -81,7 +81,7 @@ def _attach(first: Any) -> None:
             watched.append(optimizer)
             models.update({id(owner): owner for owner in owners})
         elif optimizer is first:
-            fault_guard.say(
+            faults.say(
                 f"the parameters of {type(first).__name__} are in no torch.nn.Module that can be found: "
                 "training goes on unmonitored"
             )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session.attach import attach
 from sentinel.hooks.session.monitor import Monitor, TrainerNumbers
@@ -172,7 +172,7 @@ class SentinelCallback(Callback):
         self._phase.close()
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
-            with fault_guard.swallow_faults("leaving Lightning", "some of it may still be in place"):
+            with faults.swallow_faults("leaving Lightning", "some of it may still be in place"):
                 monitor.__exit__(type(exception) if exception else None, exception, None)
 
 

@@ -158,9 +158,9 @@ class _Trial:
 
         import sentinel
         from sentinel.errors import RollbackError
-        from sentinel.hooks.core import unseen
+        from sentinel.hooks.core import faults
 
-        unseen.RETRY_SECONDS = RETRY_SECONDS
+        faults.RETRY_SECONDS = RETRY_SECONDS
         silence()
         os.environ.update(self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)})
         store = join_store(self.folder, host=rank == 0)

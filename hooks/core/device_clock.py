@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 
 MOST_AWAITED = 8
 """Most steps whose events are not read yet; further steps are not measured."""
@@ -119,7 +119,7 @@ class DeviceClock:
             self._broken = True
             self._shares.clear()
             self._awaited.clear()
-            fault_guard.swallow("the clock of the GPU", "with the time on the host as the cost of the statistics")
+            faults.swallow("the clock of the GPU", "with the time on the host as the cost of the statistics")
 
 
 def make_device_clock(parameters: list[torch.Tensor]) -> DeviceClock | None:

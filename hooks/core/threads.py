@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 
 EXIT_SECONDS = 60.0
 """Seconds that process exit waits for its threads: one may hang, say on a file system that does not answer."""
@@ -59,7 +59,7 @@ def say_if_late(doing: str, *, speaks: bool) -> Iterator[None]:
             late = (
                 f"{doing} has taken {LATE_SECONDS:g} s so far and goes on; if it does not end, check that file system"
             )
-            timer = threading.Timer(LATE_SECONDS, fault_guard.say, (late,))
+            timer = threading.Timer(LATE_SECONDS, faults.say, (late,))
             timer.daemon = True
             start_thread(timer)
     try:
@@ -84,7 +84,7 @@ class Task:
             if run is not None:
                 run()
         except BaseException:
-            fault_guard.swallow(self._thread.name, "without it")
+            faults.swallow(self._thread.name, "without it")
         finally:
             del run
             self._done.set()

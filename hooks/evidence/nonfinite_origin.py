@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.host_memory import memory_left
 from sentinel.hooks.evidence.nonfinite_trace import Trace, TracedCollective, TraceEvent, finite, label, storages
 from sentinel.hooks.loop.forward_passes import CapturedCall, differentiable, leaves, name_tensors
@@ -72,7 +72,7 @@ def trace_origin(
         reason = f"the model's forward or backward pass communicates ({error}), which a rank cannot do alone"
         found = Provenance(seq=seq, origin="not known", missing=(reason,))
     except Exception as error:
-        fault_guard.let_through(error)
+        faults.let_through(error)
         reason = f"the model could not be run once more: {type(error).__name__}: {str(error)[:200]}"
         found = Provenance(seq=seq, origin="not known", missing=(reason,))
     return msgspec.structs.replace(found, seconds=round(time.perf_counter() - began, 3))

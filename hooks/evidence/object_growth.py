@@ -27,9 +27,9 @@ import msgspec
 from torch import Tensor, nn
 
 from sentinel import wire
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import is_passing
 from sentinel.hooks.core.host_memory import memory_left
-from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.evidence.nonfinite_trace import library
 from sentinel.hooks.evidence.referrers import (
     attributes,
@@ -398,10 +398,10 @@ class ObjectGrowth:
             self._tell(end.value)
         except Exception as error:
             self._end()
-            fault_guard.let_through(error)
+            faults.let_through(error)
             if not is_passing(error):
-                fault_guard.swallow("the census of tensors", "without it")
-            self._tell(Census(seq=self._seq, steps=0, missing=(f"who holds it: {fault_guard.describe(error)}",)))
+                faults.swallow("the census of tensors", "without it")
+            self._tell(Census(seq=self._seq, steps=0, missing=(f"who holds it: {faults.describe(error)}",)))
 
     def _tell(self, found: Census) -> None:
         self._send(wire.Collected(what="census", seq=found.seq, content=msgspec.to_builtins(found)))

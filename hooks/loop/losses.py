@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.unseen import is_passing
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import is_passing
 from sentinel.hooks.loop.loop_events import Listeners
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop import tensors
@@ -154,7 +154,7 @@ def _read(owner: Any, name: str) -> Scalar | None:
     try:
         return to_scalar(getattr(owner, name, None))
     except Exception as error:  # a property that is not ready yet
-        fault_guard.let_through(error)
+        faults.let_through(error)
         if is_passing(error):  # the caller counts it, and the step goes without
             raise
         return None
@@ -241,7 +241,7 @@ class BackwardPatch:
                 accumulator.backward_ended(loss, seconds)
                 return
         except Exception as error:  # a loss that cannot be read
-            fault_guard.let_through(error)
+            faults.let_through(error)
         told = self._read_loss(root, None)
         self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(told, seconds))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.loop.loop_locator import LoopLocator
 from sentinel.hooks.torch_interop.tensors import Scalar, sum_of
 from sentinel.wire.heartbeat_page import Work

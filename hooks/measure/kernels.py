@@ -17,9 +17,9 @@ from types import ModuleType
 
 import torch
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import is_passing
 from sentinel.hooks.core.threads import Task, Worker
-from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Statistics, TorchStatistics
 from sentinel.node.compiled_kernel import load_kernel
 
@@ -133,7 +133,7 @@ class DeviceKernel:
                 return None
             found: Statistics = kernel.measure_tensors(tensors, scale)
         except Exception as error:
-            fault_guard.let_through(error)
+            faults.let_through(error)
             if not is_passing(error):
                 self._give_up()
             return None
@@ -157,7 +157,7 @@ class DeviceKernel:
     def _give_up(self) -> None:
         """Stop using the kernel, which cannot be had here: no thread, no C compiler, an old GPU, a full disk."""
         self._usable = False
-        fault_guard.swallow("the Triton kernel", "with torch's operations in its place")
+        faults.swallow("the Triton kernel", "with torch's operations in its place")
 
 
 device_kernel = DeviceKernel(is_usable())

@@ -23,8 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.torch_interop.layer_table import Layers
@@ -350,5 +350,5 @@ def load_probes(points: Sequence[importlib.metadata.EntryPoint]) -> list[Probe]:
         try:
             found.append(point.load()())
         except Exception:
-            fault_guard.swallow(f"the probe {point.name} ({point.value})", "without this probe")
+            faults.swallow(f"the probe {point.name} ({point.value})", "without this probe")
     return found

@@ -27,9 +27,9 @@ import msgspec
 import torch
 
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import RETRY_SECONDS, Retry
 from sentinel.hooks.core.identity import group_store, place
-from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 
 BEFORE = "SENTINEL_RESUME_BEFORE"
 """Environment variable with a step: only a checkpoint saved before it is used. Set by `sentinel run` after a later
@@ -218,7 +218,7 @@ def _conclude(folder: Path, seen: CheckpointView, kind: CheckpointFormat) -> str
     if not seen.chosen:
         return None
     if _first():
-        fault_guard.say(f"going on after {seen.steps} steps, from {folder / seen.chosen}")
+        faults.say(f"going on after {seen.steps} steps, from {folder / seen.chosen}")
     return str(folder / seen.chosen)
 
 
@@ -229,9 +229,9 @@ def _set_aside(folder: Path, seen: CheckpointView, kind: CheckpointFormat) -> No
         void = kind.name_void(folder / name)
         try:
             (folder / name).rename(void)
-            fault_guard.say(f"{name} is set aside as {void.name}: {why}")
+            faults.say(f"{name} is set aside as {void.name}: {why}")
         except OSError as error:
-            fault_guard.say(f"{name} is passed over: {why}; it cannot be renamed ({error.strerror})")
+            faults.say(f"{name} is passed over: {why}; it cannot be renamed ({error.strerror})")
 
 
 def _first() -> bool:

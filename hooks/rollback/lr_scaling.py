@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 
 

@@ -29,9 +29,9 @@ import torch
 
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import Unseen, is_passing
 from sentinel.hooks.core.identity import neighbours
-from sentinel.hooks.core.unseen import Unseen, is_passing
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt
 from sentinel.hooks.rollback.disk_writer import DiskWriter
@@ -262,7 +262,7 @@ class Restorer(StepGuard):
         except RollbackError as error:
             reason, flawed = str(error), True
         except Exception as fault:
-            fault_guard.let_through(fault)
+            faults.let_through(fault)
             self._disarm(fault)
             reason, touched = f"restored in part at most: {fault}", True
         seconds = time.perf_counter() - started
@@ -361,7 +361,7 @@ class Restorer(StepGuard):
     def _fail(self, fault: Exception) -> None:
         """Handle a fault in taking a snapshot. After a passing error another may be taken; any other fault disarms
         rollback."""
-        fault_guard.let_through(fault)
+        faults.let_through(fault)
         if not is_passing(fault):
             self._disarm(fault)
             return

@@ -24,8 +24,8 @@ from typing import Protocol
 
 from sentinel import wire
 from sentinel.errors import EXIT_BY_RULE, RunStopped
-from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.fault_guard import defer_signals
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import defer_signals
 from sentinel.hooks.core.identity import place
 from sentinel.hooks.core.threads import start_thread
 from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt, RankConsensus, TwoPhaseCommit
@@ -112,9 +112,9 @@ class StepGuard:
             return
         leaving, self._leaving = self._leaving, None
         if leaving is None:
-            fault_guard.say(f"the run is stopped at step {seq + self._step}: {self._stop.reason}")
+            faults.say(f"the run is stopped at step {seq + self._step}: {self._stop.reason}")
         else:
-            with fault_guard.swallow_faults("the end of a stopped run", "which ends all the same"):
+            with faults.swallow_faults("the end of a stopped run", "which ends all the same"):
                 self._leave(leaving, self._stop)
         raise self._stop
 
@@ -163,14 +163,12 @@ class StepGuard:
         seconds = max((limit for _, limit in self.last_functions), default=LAST_SECONDS)
         until = time.monotonic() + seconds
         if place()[0] == 0:
-            fault_guard.say(
-                f"the run is stopped at step {step}, on all ranks, with exit code {stop.status}: {stop.reason}"
-            )
+            faults.say(f"the run is stopped at step {step}, on all ranks, with exit code {stop.status}: {stop.reason}")
         if self._ending is not None:
             self._ending.begin_stop()
         watchdog = threading.Timer(seconds, self._end_process, (stop, seconds))
         watchdog.daemon = True
-        with fault_guard.swallow_faults("the limit of on_stop", "without it"):
+        with faults.swallow_faults("the limit of on_stop", "without it"):
             start_thread(watchdog)
         for function, _ in self.last_functions:
             _call_last(function, step)
@@ -179,7 +177,7 @@ class StepGuard:
 
     def _end_process(self, stop: RunStopped, seconds: float) -> None:
         """End the process, on a separate thread: the training thread does not come back."""
-        fault_guard.say(f"on_stop took over {seconds:g} s on rank {place()[0]}: the process is ended")
+        faults.say(f"on_stop took over {seconds:g} s on rank {place()[0]}: the process is ended")
         if self._ending is not None:
             self._ending.say_goodbye(stop)
         os._exit(stop.status)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sentinel.errors import AttachError, RollbackError, StateError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.governor import OVERHEAD, OVERHEAD_GPU, Governor
 from sentinel.hooks.core.identity import RunIdentity, place, spans_nodes
 from sentinel.hooks.core.opening import Opening
@@ -100,7 +100,7 @@ def attach(
     settings = _settings(config)
     _check_unwatched(optimizers)
     if sys.platform not in ("linux", "darwin"):
-        fault_guard.say(f"{sys.platform} is not supported; training goes on unmonitored")
+        faults.say(f"{sys.platform} is not supported; training goes on unmonitored")
         return Monitor(run or "", None, why=f"unmonitored: {sys.platform} is not supported")
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     try:
@@ -125,7 +125,7 @@ def attach(
     except (AttachError, RollbackError):
         raise
     except Exception:
-        fault_guard.swallow("attach", "unmonitored")
+        faults.swallow("attach", "unmonitored")
         return Monitor(run or "", None, why="unmonitored after an internal fault")
 
 
@@ -230,9 +230,9 @@ class _Setup:
         registry.add(session)
         if place()[0] == 0:  # once for all ranks
             armed, scaled = session.hello["rollback"] is not None, self._is_scaled()
-            fault_guard.say(_announcement(who.name, session.whole_hello, armed=armed, scaled=scaled))
+            faults.say(_announcement(who.name, session.whole_hello, armed=armed, scaled=scaled))
             if stray := _list_stray(session.monitors):
-                fault_guard.say(arguments.warn_of_stray(stray))
+                faults.say(arguments.warn_of_stray(stray))
         return monitor
 
     def _is_scaled(self) -> bool:

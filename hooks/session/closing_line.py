@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sentinel import wire
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import place
 from sentinel.hooks.trackers import Summary
 from sentinel.hooks.trackers.tracker_threads import Trackers
@@ -91,7 +91,7 @@ class ClosingLine:
             found=found,
         )
         if self._prints:
-            fault_guard.say(text)
+            faults.say(text)
         if self.trackers is not None:
             incidents = summary.incidents if summary is not None else {}
             self.trackers.end(Summary(text, max(steps - 1, 0) + step_offset, incidents))

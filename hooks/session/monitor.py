@@ -13,7 +13,7 @@ import torch
 
 from sentinel import wire
 from sentinel.errors import AttachError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import printable
 from sentinel.hooks.rollback.step_guard import LAST_SECONDS
 from sentinel.hooks.session.session import PHASE_LETTERS, RunSession
@@ -165,7 +165,7 @@ class Monitor:
 
     def _leave(self, goodbye: wire.Goodbye) -> None:
         if self._session is not None:
-            with fault_guard.swallow_faults("detach", "some of it may still be in place"):
+            with faults.swallow_faults("detach", "some of it may still be in place"):
                 self._session.leave(goodbye, GOODBYE_SECONDS)
 
     def _enter_phase(self, name: str) -> None:
@@ -197,7 +197,7 @@ class TrainerNumbers:
 
     def log(self, monitor: Monitor, columns: Mapping[str, object]) -> None:
         """Log finite numbers for the present step. Never waits for a device: values on one are not checked."""
-        with fault_guard.swallow_faults("the trainer's numbers", "they are lost"):
+        with faults.swallow_faults("the trainer's numbers", "they are lost"):
             found: dict[str, float | torch.Tensor] = {}
             for column, value in columns.items():
                 if isinstance(value, int | float | torch.Tensor) and _is_finite(value):
@@ -212,7 +212,7 @@ class TrainerNumbers:
             if len(self._names) >= LIMIT:
                 if not self._full:
                     self._full = True
-                    fault_guard.say(f"the trainer logs more than {LIMIT} numbers: {column!r} and others are left out")
+                    faults.say(f"the trainer logs more than {LIMIT} numbers: {column!r} and others are left out")
                 return ""
             name = clean_name(column, self._names.values())
             self._names[column] = name = "" if name in SIGNALS else name

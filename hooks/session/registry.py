@@ -10,7 +10,7 @@ import types
 from collections.abc import Sequence
 
 from sentinel import wire
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import in_notebook, printable
 from sentinel.hooks.session.session import RunSession
 
@@ -68,7 +68,7 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
 
 def end(session: RunSession, why: str = " is watched no more") -> None:
     """End a session before the process ends: a new one takes its place."""
-    fault_guard.say(f"run {session.who.name!r}{why}")
+    faults.say(f"run {session.who.name!r}{why}")
     session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
 
 
@@ -104,7 +104,7 @@ def _leave() -> None:
     # The interpreter sets `last_value` before it prints a traceback; at a prompt it may be hours old.
     error = getattr(sys, "last_value", None) if not interactive() else None
     for session in _sessions:
-        with fault_guard.swallow_faults("the end of the process", "without a goodbye"):
+        with faults.swallow_faults("the end of the process", "without a goodbye"):
             if session.ended:
                 session.say_closing()
             else:
@@ -118,7 +118,7 @@ def _goodbye(session: RunSession, error: BaseException | None) -> wire.Goodbye:
     if error is None:
         return wire.Goodbye(reason="exit", next_seq=seq)
     session.report_failure(error, backward=False)
-    return wire.Goodbye(reason="exception", next_seq=seq, detail=printable(fault_guard.describe(error)[:200]))
+    return wire.Goodbye(reason="exception", next_seq=seq, detail=printable(faults.describe(error)[:200]))
 
 
 def _halt() -> None:

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import RETRY_SECONDS, Retry
 from sentinel.hooks.core.identity import attempt, find_node, leads_node, local_rank, members, spans_nodes
 from sentinel.hooks.core.threads import say_if_late
-from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
@@ -124,7 +124,7 @@ def resume(
         spread = f", written by {world_then} ranks" if world_then != exchange.world else ""
         if unseen:
             spread += f"; what {name_ranks(unseen)} had is not seen here, and was not compared with theirs"
-        fault_guard.say(f"going on after step {taken.step}, from {path}{spread}")
+        faults.say(f"going on after step {taken.step}, from {path}{spread}")
     return taken.step + 1
 
 
@@ -172,13 +172,13 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
                 damaged.add(step)
                 retry = Retry()
                 if exchange.rank == 0:
-                    fault_guard.say(f"the snapshot of step {step} is passed over, it is damaged: {why}")
+                    faults.say(f"the snapshot of step {step} is passed over, it is damaged: {why}")
             case PassParts(steps, ranks, older):
                 why = search_parts(folder, steps[0], ranks, looker, exchange, older=older)
                 passed.update(dict.fromkeys(steps, why))
                 retry = Retry()
                 if exchange.rank == 0:
-                    fault_guard.say(why)
+                    faults.say(why)
             case Refuse(why):
                 raise RollbackError(f"resume: {why}")
             case wait:
@@ -186,7 +186,7 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_
                     raise RollbackError(f"resume: {wait.why} (for {RETRY_SECONDS:.0f} s). Nothing was changed")
                 if exchange.rank == 0 and wait.why != told:
                     told = wait.why
-                    fault_guard.say(f"resume: {told}; looked at again for {RETRY_SECONDS:.0f} s")
+                    faults.say(f"resume: {told}; looked at again for {RETRY_SECONDS:.0f} s")
                 retry.pause()
 
 
@@ -209,7 +209,7 @@ def _retry(path: Path, read: Callable[[], _Read]) -> _Read:
         except _NO_SNAPSHOT as error:
             raise RollbackError(
                 f"resume: {path}: its files have their checksums and hold no snapshot that can be read "
-                f"({fault_guard.describe(error)}). Nothing was changed; resume(before=...) goes on from an older one"
+                f"({faults.describe(error)}). Nothing was changed; resume(before=...) goes on from an older one"
             ) from error
         retry.pause()
 
@@ -246,10 +246,10 @@ def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> None:
                 steps.update(snapshots.set_aside(place, after, damaged))
     except OSError as error:
         # Harmless: the next snapshot names its parent, and these are off its line.
-        fault_guard.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
+        faults.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
         return
     if steps:
-        fault_guard.say(
+        faults.say(
             f"snapshots of steps {', '.join(map(str, sorted(steps)))} are set aside as .void-*; they are deleted once "
             "newer ones are there and were read back"
         )
@@ -285,14 +285,14 @@ class AwaitedState:
         self._handles.append(optimizer.register_step_pre_hook(before_step))
 
     def _before_forward(self, *_: object) -> None:
-        with fault_guard.swallow_faults("giving back what was read from the snapshot", "without it"):
+        with faults.swallow_faults("giving back what was read from the snapshot", "without it"):
             self._give()
 
     def _before_step(self, *_: object) -> None:
-        with fault_guard.swallow_faults("giving back what was read from the snapshot", "without it"):
+        with faults.swallow_faults("giving back what was read from the snapshot", "without it"):
             self._give()
             if self._awaited:
-                fault_guard.say(
+                faults.say(
                     f"the snapshot has {', '.join(sorted(self._awaited))}, which this run has not made by its first "
                     "step: make it before, or give it to resume()"
                 )

@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from sentinel import wire
 from sentinel._version import __version__
 from sentinel.errors import RunStopped
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import is_out_of_memory
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, printable
 from sentinel.hooks.core.threads import start_thread
-from sentinel.hooks.core.unseen import is_out_of_memory
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.oom_report import post_mortem
 from sentinel.hooks.loop import patches
@@ -177,7 +177,7 @@ class RunSession:
         """
         if self.collector is None:
             return
-        with fault_guard.swallow_faults("the evidence at the end", "without it"):
+        with faults.swallow_faults("the evidence at the end", "without it"):
             first = next(iter(self._monitors.all_monitors), None)
             optimizer = first.optimizer() if first is not None else None
             if first is None or optimizer is None:
@@ -338,7 +338,7 @@ class RunSession:
         """Print a line on the terminal, unless it was printed before."""
         if text not in self._told and len(self._told) < LINES:
             self._told.add(text)
-            fault_guard.say(text)
+            faults.say(text)
 
     @property
     def queued(self) -> deque[Record]:
@@ -400,7 +400,7 @@ class RunSession:
 
     def report_failure(self, error: BaseException, *, backward: bool = True) -> None:
         """Report an exception of the loop, as far as seen: if memory ran out, send what it was used for."""
-        with fault_guard.swallow_faults("the post mortem of memory", "without it"):
+        with faults.swallow_faults("the post mortem of memory", "without it"):
             if self.collector is not None and not self._post_mortem and is_out_of_memory(error):
                 self._post_mortem = True
                 optimizers = [
@@ -486,5 +486,5 @@ def _call(function: Callable[..., object], *arguments: object) -> None:
     try:
         function(*arguments)
     except Exception as error:
-        fault_guard.let_through(error)
-        fault_guard.log.warning("sentinel: %r raised", function, exc_info=True)
+        faults.let_through(error)
+        faults.log.warning("sentinel: %r raised", function, exc_info=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.host_memory import memory_left
 from sentinel.hooks.snapshot.capture import Cell
 from sentinel.hooks.torch_interop.internals import release_pinned_memory
@@ -104,7 +104,7 @@ def give_back() -> None:
 
     Waits for the GPUs; does not raise if one has failed.
     """
-    with fault_guard.swallow_faults("giving pinned memory back", "torch keeps it"):
+    with faults.swallow_faults("giving pinned memory back", "torch keeps it"):
         release_pinned_memory()
 
 

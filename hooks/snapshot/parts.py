@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sentinel.errors import RollbackError, StateError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.snapshot.capture import Capture, Copies, Part, Stateful, thaw_tree
 from sentinel.hooks.snapshot.state_owners import Owners, check_shown, list_leaves
 from sentinel.hooks.snapshot.training_state import (
@@ -41,7 +41,7 @@ class StatefulPart(Part):
             with _NoCollectives():  # type: ignore[no-untyped-call]
                 state = self._owner.state_dict()
         except Exception as error:
-            fault_guard.let_through(error)
+            faults.let_through(error)
             raise RollbackError(f"{self.name}: its state_dict() raised {error!r}") from error
         return capture.now(state, self.name)
 
@@ -51,7 +51,7 @@ class StatefulPart(Part):
         try:
             self._owner.load_state_dict(value)
         except Exception as error:
-            fault_guard.let_through(error)
+            faults.let_through(error)
             raise RollbackError(f"{self.name} could not be loaded: {error!r}") from error
 
 
@@ -77,7 +77,7 @@ class ExtraState(Part):
             try:
                 state = module.get_extra_state()
             except Exception as error:
-                fault_guard.let_through(error)
+                faults.let_through(error)
                 whose = f"{type(module).__name__} {name}".rstrip()
                 raise RollbackError(f"{whose}: its get_extra_state() raised {error!r}") from error
             kept[name] = capture.now(state, f"{name}._extra_state")

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from sentinel.errors import RollbackError
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.core.threads import Task, Worker
-from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Immediate, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, WriteDetector, give_back
 from sentinel.hooks.snapshot.parts import RunState

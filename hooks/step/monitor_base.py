@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sentinel.errors import RunStopped
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.core.threads import Worker
-from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.torch_interop import internals
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class UserCallbacks:
             return
         self.dropped += 1
         if self.dropped == 1:
-            fault_guard.say("on_alert: a function is slower than the alerts come; some are not handed to it")
+            faults.say("on_alert: a function is slower than the alerts come; some are not handed to it")
 
 
 def _call_functions(alert: Alert, functions: _Functions) -> None:
@@ -179,4 +179,4 @@ def _call_functions(alert: Alert, functions: _Functions) -> None:
         try:
             function(alert)
         except Exception:
-            fault_guard.log.warning("sentinel: %r raised", function, exc_info=True)
+            faults.log.warning("sentinel: %r raised", function, exc_info=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.torch_interop.internals import LoaderIterator
 
 MOST_OWNERS = 32
@@ -54,7 +54,7 @@ def list_copied_generators(source: Any) -> list[str]:
             return []
         return _look_into(dataset) if workers >= 2 and prepare is None else []
     except Exception as error:  # of a loader with computed attributes, or of a stub in place of numpy
-        fault_guard.let_through(error)
+        faults.let_through(error)
         return []
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.core.threads import start_thread
 from sentinel.hooks.trackers import IncidentMark, Summary, Tracker, make_mark, mlflow, tensorboard, trackio, wandb
 from sentinel.text import format_count
@@ -70,7 +70,7 @@ class TrackerThread(threading.Thread):
                 pass
             self.tracker.close()
         except Exception:
-            fault_guard.swallow(self.name, "without it")
+            faults.swallow(self.name, "without it")
 
     def _turn(self) -> bool:
         """Do one write, when it is due. Returns False after the last."""
@@ -88,7 +88,7 @@ class TrackerThread(threading.Thread):
                 self._drop(len(self._marks), "the run was over first" if self.tracker.open else "no run is open there")
         if last and self._dropped:
             lost = format_count(self._dropped, "mark")
-            fault_guard.say(f"trackers: {lost} of incidents not written into {self._label}: {self._fault}")
+            faults.say(f"trackers: {lost} of incidents not written into {self._label}: {self._fault}")
         return not last
 
     def _write(self, marks: list[IncidentMark], summary: Summary | None) -> int:
@@ -101,12 +101,12 @@ class TrackerThread(threading.Thread):
             with self._change:
                 self._drop(len(marks), f"it raised {kind}")
             if summary is not None:
-                fault_guard.say(f"trackers: {self._label} raised {kind}; the summary may not be there")
+                faults.say(f"trackers: {self._label} raised {kind}; the summary may not be there")
             return len(marks)
 
     def _drop(self, count: int, fault: str) -> None:
         if count and not self._dropped:
-            fault_guard.say(f"trackers: {self._label}: marks of incidents are dropped: {fault}")
+            faults.say(f"trackers: {self._label}: marks of incidents are dropped: {fault}")
         self._dropped, self._fault = self._dropped + count, fault
 
 
@@ -126,7 +126,7 @@ class Trackers:
         if last or now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             for thread in self._threads:
-                with fault_guard.swallow_faults(thread.name, "incidents may not be marked there"):
+                with faults.swallow_faults(thread.name, "incidents may not be marked there"):
                     thread.tracker.look()
 
     def put(self, alert: Mapping[str, Any]) -> None:
@@ -147,4 +147,4 @@ class Trackers:
         for thread in self._threads if summary is not None else ():
             thread.join(max(until - time.monotonic(), 0.0))
             if thread.is_alive():
-                fault_guard.say(f"{thread.name}: not everything was written within {END_SECONDS:g} s")
+                faults.say(f"{thread.name}: not everything was written within {END_SECONDS:g} s")

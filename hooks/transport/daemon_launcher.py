@@ -17,8 +17,8 @@ from pathlib import Path
 
 from sentinel import wire
 from sentinel.errors import ConfigError
-from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.unseen import is_passing
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import is_passing
 from sentinel.hooks.transport import connection
 from sentinel.hooks.transport.connection import DaemonConnection, Recorder
 from sentinel.node import locks, paths
@@ -315,14 +315,14 @@ class DaemonLocator:
     def _recording(self, path: Path, identity: wire.Identity) -> DaemonConnection:
         made = connection.Recorder(path)
         if identity.rank == 0:
-            fault_guard.say(f"recording to {made.path}; no daemon watches. Afterwards: sentinel replay {made.path}")
+            faults.say(f"recording to {made.path}; no daemon watches. Afterwards: sentinel replay {made.path}")
         return made
 
     def _path(self, run_id: str) -> Path:
         path = self._address or paths.address()
         if path is not None:
             if self._settings is not None:
-                fault_guard.say(f"config={self._settings} is not used: the daemon at {path} has settings of its own")
+                faults.say(f"config={self._settings} is not used: the daemon at {path} has settings of its own")
                 self._settings = None
             return path
         if self._launcher is None:
@@ -357,4 +357,4 @@ class DaemonLocator:
     def _say_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            fault_guard.say(text)
+            faults.say(text)

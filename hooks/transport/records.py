@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from sentinel import wire
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.measure.probes.memory import OF_PROCESS
 from sentinel.hooks.torch_interop.layer_table import Layers

@@ -20,9 +20,9 @@ import msgspec
 
 from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import Unseen, is_passing
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.core.unseen import Unseen, is_passing
 from sentinel.hooks.transport.connection import NO_SIGNAL, DaemonConnection, QueuedFrame, Recorder
 from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
@@ -193,10 +193,10 @@ class Sender(threading.Thread):
                 try:
                     self._leave_record()
                 except (OSError, ConfigError) as error:
-                    fault_guard.say(f"the last steps are not judged: {error}")
+                    faults.say(f"the last steps are not judged: {error}")
         except Exception:
             self.state = "unmonitored after an internal fault"
-            fault_guard.swallow("the sender", "unmonitored")
+            faults.swallow("the sender", "unmonitored")
         finally:
             self._end()
 
@@ -440,7 +440,7 @@ class Sender(threading.Thread):
         self._daemon_locator.record_loss()
 
     def _give_up(self, reason: str) -> None:
-        fault_guard.say(f"{reason}; training goes on unmonitored")
+        faults.say(f"{reason}; training goes on unmonitored")
         self.done = True
         if not self.state.startswith("refused"):
             self.state = f"unmonitored: {reason}"
@@ -453,5 +453,5 @@ class Sender(threading.Thread):
         self.queue.clear()
         for part in (connection, self._daemon_locator, self._wake_sender, self._wake_receiver, self._heartbeat_writer):
             if part is not None:  # a program that has closed all descriptors has closed ours, too
-                with fault_guard.swallow_faults("the end of the sender", "some of it may still be open"):
+                with faults.swallow_faults("the end of the sender", "some of it may still be open"):
                     part.close()

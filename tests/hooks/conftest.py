@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sentinel import testing, wire
-from sentinel.hooks.core import fault_guard, governor, opening
+from sentinel.hooks.core import faults, governor, opening
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.loop import forward_passes
 from sentinel.hooks.measure import probe
@@ -69,7 +69,7 @@ def known_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(autouse=True)
 def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Internal faults that did not reach the loop; they fail a test that is not marked `faults`."""
-    fault_guard._told.clear()
+    faults._logged.clear()
     kept = _Kept()
     logger = logging.getLogger("sentinel.hooks")
     logger.addHandler(kept)

@@ -22,8 +22,8 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.core import fault_guard, unseen
-from sentinel.hooks.core.fault_guard import defer_signals
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import defer_signals
 from sentinel.hooks.loop import losses
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.gradients import Gradients
@@ -60,7 +60,7 @@ def handler() -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try what failed again at the next step."""
-    monkeypatch.setattr(unseen, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(faults, "FIRST_PAUSE", 0.0)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def test_a_handler_that_assigns_to_its_arguments() -> None:
 
     former = signal.signal(signal.SIGUSR1, translate)
     try:
-        with pytest.raises(TimeUp), fault_guard.swallow_faults("a test", "without it"):
+        with pytest.raises(TimeUp), faults.swallow_faults("a test", "without it"):
             signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, former)
@@ -376,8 +376,8 @@ def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
 def test_what_failed_for_long_is_tried_again_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed for long must be seen again within 30 s of the end of the trouble."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(unseen, "time", clock)
-    kept, tries = unseen.Unseen(), [0.0]
+    monkeypatch.setattr(faults, "time", clock)
+    kept, tries = faults.Unseen(), [0.0]
     while clock.now < 600:
         if not kept.is_paused("a test"):
             tries.append(clock.now)

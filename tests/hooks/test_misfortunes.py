@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core import faults
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.session import registry
 from sentinel.hooks.session.command_handler import CommandHandler
@@ -68,12 +68,12 @@ def test_a_log_handler_that_raises() -> None:
             raise OSError("the disk is full")
 
     handler = Raises()
-    fault_guard.log.addHandler(handler)
+    faults.log.addHandler(handler)
     try:
-        with fault_guard.swallow_faults("a test", "nothing"):
+        with faults.swallow_faults("a test", "nothing"):
             raise ValueError
     finally:
-        fault_guard.log.removeHandler(handler)
+        faults.log.removeHandler(handler)
 
 
 SIGPIPE_SCRIPT = """

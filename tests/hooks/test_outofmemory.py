@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.core.unseen import is_out_of_memory
+from sentinel.hooks.core.faults import is_out_of_memory
 from sentinel.hooks.evidence import oom_report
 from sentinel.hooks.evidence.oom_report import post_mortem
 from sentinel.wire.evidence import OutOfMemory

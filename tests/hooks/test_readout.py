@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sentinel import wire
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.faults import Unseen
 from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.torch_interop.layer_table import Layers

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import sentinel.examples
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks.core import unseen
+from sentinel.hooks.core import faults
 from sentinel.hooks.rollback import framework_checkpoints
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
@@ -96,7 +96,7 @@ def integration(request: pytest.FixtureRequest) -> Integration:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the minute in which what fails is tried again."""
-    monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(faults, "RETRY_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("short")
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_is_incomplete_for_a_moment_is_not_passed_over(
     clock = SimpleNamespace(
         monotonic=time.monotonic, sleep=lambda _: shutil.copytree(whole, folder, dirs_exist_ok=True)
     )
-    monkeypatch.setattr(unseen, "time", clock)
+    monkeypatch.setattr(faults, "time", clock)
     assert checkpoint(folder) == str(newest)
     assert sorted(folder.iterdir()) == before
 

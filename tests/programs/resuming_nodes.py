@@ -14,13 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import unseen
+from sentinel.hooks.core import faults
 from tests.rollback.test_disk import again
 from tests.rollback.training import Training
 
 
 def main() -> None:
-    unseen.RETRY_SECONDS = 0.3
+    faults.RETRY_SECONDS = 0.3
     dist.init_process_group("gloo")
     training = Training()
     folder = Path(sys.argv[1 + int(os.environ["GROUP_RANK"])])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import sentinel
-from sentinel.hooks.core import unseen
+from sentinel.hooks.core import faults
 from sentinel.hooks.snapshot import directory, node_parts
 from tests.programs.rolling import Training
 
@@ -36,7 +36,7 @@ def list_written(places: set[Path], node_count: int) -> set[int]:
 
 def main() -> None:
     way, folder, places = sys.argv[1], Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]]
-    unseen.RETRY_SECONDS = 1.0
+    faults.RETRY_SECONDS = 1.0
     dist.init_process_group("gloo")
     rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
     place = places[rank // local]

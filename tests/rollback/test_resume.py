@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import threads, unseen
+from sentinel.hooks.core import faults, threads
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import choice, directory, node_parts
@@ -49,7 +49,7 @@ def place(kept: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the minute in which reads are tried again to 0.3 s."""
-    monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(faults, "RETRY_SECONDS", 0.3)
 
 
 def files_of(place: Path) -> list[str]:
@@ -138,7 +138,7 @@ class Clock:
 def test_a_read_is_tried_again_for_a_minute(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that is back after 58 s costs nothing; one that is away for longer is an error after a minute."""
     clock = Clock()
-    monkeypatch.setattr(unseen, "time", clock)
+    monkeypatch.setattr(faults, "time", clock)
     read = directory.read_manifest
     back_at = 1058.0
 
@@ -317,7 +317,7 @@ def test_a_file_system_that_is_not_mounted_yet(place: Path, tmp_path: Path, monk
     timer.start()
     assert again(Training(), mounted) == 11
     timer.join()
-    monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(faults, "RETRY_SECONDS", 0.3)
     (tmp_path / "other").mkdir()
     with pytest.raises(RollbackError, match=r"empty.*is its file system mounted"):
         again(Training(), tmp_path / "other" / "mount" / "snapshots")
@@ -394,10 +394,10 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
     ranks: Ranks, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes after that minute, and does not see the directory at first."""
-    monkeypatch.setattr(unseen, "RETRY_SECONDS", 5.0)
+    monkeypatch.setattr(faults, "RETRY_SECONDS", 5.0)
     ahead = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
-    monkeypatch.setattr(unseen, "time", clock)
+    monkeypatch.setattr(faults, "time", clock)
     decided: list[object] = []
 
     def decide(*arguments: Any, **more: Any) -> Any:

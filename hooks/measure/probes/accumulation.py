@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.unseen import is_passing
+from sentinel.hooks.core import faults
+from sentinel.hooks.core.faults import is_passing
 from sentinel.hooks.loop.losses import is_scaled
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.torch_interop import tensors
@@ -187,10 +187,10 @@ class _Sum:
                 self._add(spread(gradient, SUM_ELEMENTS))
         except Exception as error:
             self.broken = self.passes = True
-            fault_guard.let_through(error)
+            faults.let_through(error)
             self.passes = is_passing(error)
             if not self.passes:
-                fault_guard.swallow("the sums of gradients", "they are not looked at")
+                faults.swallow("the sums of gradients", "they are not looked at")
 
     def _add(self, part: torch.Tensor) -> None:
         if self.own is None or self.exact is None:
