@@ -29,7 +29,9 @@ def watch_restorers(
         receive(restorer, message)
         reach(after, message)
 
-    def create_one(restorer: Restorer, *arguments: Any, send: Any, **more: Any) -> None:
+    def create_one(restorer: Restorer, *arguments: Any, session: Any, **more: Any) -> None:
+        send = session.send
+
         def send_one(message: wire.FromRank) -> None:
             send(message)
             if isinstance(message, wire.RolledBack):
@@ -38,7 +40,8 @@ def watch_restorers(
                     {"id": message.id, "ok": message.ok, "to": message.to, "at": message.at, "why": message.reason}
                 )
 
-        create(restorer, *arguments, send=send_one, **(more | {"verdict_seconds": verdict_seconds}))
+        session.send = send_one
+        create(restorer, *arguments, session=session, **(more | {"verdict_seconds": verdict_seconds}))
 
     def write_one(consensus: RankConsensus, promise: wire.Prepare, name: str, text: str) -> str:
         before, after = ("ready", "said") if name.startswith("rank-") else ("deciding", "decided")

@@ -292,14 +292,15 @@ def _write_snapshots() -> Path:
 def _train(folder: Path) -> None:
     import torch
 
+    from bench.armed import RecordingSession
     from sentinel import wire
     from sentinel.hooks.rollback.options import Rollback
     from sentinel.hooks.rollback.restorer import Restorer
 
     model, optimizer = _make(torch.Generator().manual_seed(1))
-    answers: list[Any] = []
+    session = RecordingSession()
     terms = Rollback(every=4, keep=2, margin=1, directory=folder / "snapshots", disk_keep=3)
-    restorer = Restorer(terms, models=[model], optimizers=[optimizer], send=answers.append)
+    restorer = Restorer(terms, models=[model], optimizers=[optimizer], session=session)
     for seq in range(STEPS[-1] + 3):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
@@ -310,10 +311,10 @@ def _train(folder: Path) -> None:
             (folder / f"{seq}.txt").write_text(_digest(model))
         if (step := seq - 2) in STEPS:
             restorer.receive(wire.Publish(id=seq, seq=step, step=step, run="proof", run_id="proof", attempt=0))
-            while not any(isinstance(one, wire.Published) and one.id == seq for one in answers):
+            while not any(isinstance(one, wire.Published) and one.id == seq for one in session.sent):
                 time.sleep(0.01)
     restorer.close()
-    assert all(one.ok for one in answers if isinstance(one, wire.Published)), answers
+    assert all(one.ok for one in session.sent if isinstance(one, wire.Published)), session.sent
 
 
 def _list_files(place: Path) -> dict[str, str]:

@@ -22,8 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,7 +36,7 @@ from sentinel.hooks.rollback.agreement import NOWHERE, InDoubt
 from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback
-from sentinel.hooks.rollback.step_guard import VERDICT_SECONDS, RunEnding, StepGuard
+from sentinel.hooks.rollback.step_guard import VERDICT_SECONDS, GuardSession, StepGuard
 from sentinel.hooks.snapshot.capture import Stateful, check_plain
 from sentinel.hooks.snapshot.host_buffer import Budget, estimate_bytes
 from sentinel.hooks.snapshot.parts import RunState
@@ -50,6 +49,28 @@ SUSPICION_SECONDS = 0.5
 """Time of five batches on the wire: the daemon's `Withhold` or `Prepare` has arrived by then, or it saw nothing."""
 _SNAPSHOTS = "snapshots for rollback"
 """What is reported as not available for a while."""
+
+
+class RestorerSession(GuardSession, Protocol):
+    """What the restorer needs of `session.RunSession`."""
+
+    @property
+    def unseen(self) -> Unseen:
+        """Records what fails in our hooks."""
+
+    @property
+    def batches(self) -> Batches | None:
+        """Skips batches after a rollback."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no daemon judges the steps at present."""
+
+    def defer(self, method: Callable[[], None]) -> None:
+        """Call `method` once the loop is done with the present iteration, if that is seen before the next step."""
+
+    def disarm(self, reason: str) -> None:
+        """Report that rollback ends by itself."""
 
 
 class Restorer(StepGuard):
@@ -67,32 +88,23 @@ class Restorer(StepGuard):
         scaler: Any = None,
         schedulers: Sequence[Stateful] | None = None,
         given: Sequence[Any] = (),
-        batches: Batches | None = None,
-        send: Callable[[wire.FromRank], None],
+        session: RestorerSession,
         step: int = 0,
-        defer: Callable[[Callable[[], None]], object] = lambda _: None,
-        disarmed: Callable[[str], object] = lambda _: None,
         verdict_seconds: float = VERDICT_SECONDS,
-        unseen: Unseen | None = None,
-        find_directory: Callable[[], Path | None] = lambda: None,
-        ending: RunEnding | None = None,
-        is_cut_off: Callable[[], bool] = lambda: False,
     ) -> None:
         """Check that the snapshots fit into memory, and that all of the run's state can be captured.
 
         `scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`: the
-        user's number of the first step; `defer` calls a function once the loop is done with the present iteration, if
-        it can tell before the next step; `disarmed` gets the reason if rollback ends by itself; `unseen` records what
-        fails; `find_directory` returns the run's runtime directory; `is_cut_off` whether the daemon is gone. Raises
-        RollbackError if the snapshots would not fit into memory, or cannot be kept on disk; StateError if something
-        cannot be captured.
+        user's number of the first step. Raises RollbackError if the snapshots would not fit into memory, or cannot be
+        kept on disk; StateError if something cannot be captured.
         """
-        super().__init__(send, step=step, verdict_seconds=verdict_seconds, find_directory=find_directory, ending=ending)
+        super().__init__(session, step=step, verdict_seconds=verdict_seconds)
+        self._session: RestorerSession = session
         self.functions: list[Callable[[int, int], object]] = []
         """The user's functions to call after a restore. They may hold the model, and die with the optimizer as this
         does."""
         self.terms = terms
-        self._every, self._batches = terms.every, batches
+        self._every = terms.every
         owners = Owners(
             models, optimizers, given=given, scaler=scaler, scheduler=schedulers, taken=[*terms.state.values()]
         )
@@ -114,16 +126,15 @@ class Restorer(StepGuard):
         size = estimate_bytes([*parameters, *buffers], optimizers, extra)
         twice = self._run.settles_late and terms.directory is not None
         afford.expect(size * 2 if twice else size, neighbours())
-        self._defer, self._disarmed, self._is_cut_off = defer, disarmed, is_cut_off
         self._disk = DiskWriter(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
-        self._unseen = unseen or Unseen()
+        self._unseen = session.unseen
         self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford, unseen=self._unseen)
         self._rates = LoweredRates(optimizers, self._unseen)
-        self._room = threading.Lock()
+        self._ring_lock = threading.Lock()
         self._unhealthy_until = NOWHERE
-        self._suspected_until = self._settled_at = self._taken_at = 0.0
-        self._overdue = False
-        self._void: tuple[int, ...] = ()
+        self._suspected_until = self._no_snapshot_until = self._taken_at = 0.0
+        self._retake_torn = False
+        self._unreported_void: tuple[int, ...] = ()
         self._fault = ""
 
     @property
@@ -137,10 +148,10 @@ class Restorer(StepGuard):
         """Called first in the first optimizer's step, before it changes anything."""
         try:
             if self._disk is not None:
-                self._finish()
+                self._copy_late_state()
             self._rates.lower()
             if self._ring.copying:
-                self._settle()
+                self._complete_copy()
         except Exception as fault:
             self._fail(fault)
 
@@ -153,12 +164,12 @@ class Restorer(StepGuard):
             self._note_exit()
             self._rates.put_back()
             if skipped and self._disk is not None:
-                self._finish()
+                self._copy_late_state()
             if skipped and self._ring.copying:
-                self._settle()
+                self._complete_copy()
             if self._promise.reach_step(seq):
                 self._keep_promise()
-            elif (seq % self._every == 0 or self._overdue) and self._may_take(seq) and not self._fault:
+            elif (seq % self._every == 0 or self._retake_torn) and self._may_take(seq) and not self._fault:
                 self._take(seq)
         except Exception as fault:
             self._fail(fault)
@@ -169,7 +180,7 @@ class Restorer(StepGuard):
         captured."""
         try:
             if self._ring.copying:
-                self._settle()
+                self._complete_copy()
             if self._disk is not None:
                 self._ring.finish()
         except Exception as fault:
@@ -188,26 +199,26 @@ class Restorer(StepGuard):
     def _may_take(self, seq: int) -> bool:
         paused = self._unseen.pausing and self._unseen.is_paused(_SNAPSHOTS)
         now = time.monotonic()
-        if self._is_cut_off():  # steps are not judged: by age alone snapshots of a fault would pass for good ones
+        if self._session.is_cut_off:  # steps are not judged: by age alone snapshots of a fault would pass for good ones
             self.suspect()
             return False
         suspicious = now <= self._suspected_until and now <= self._taken_at + SUSPICION_SECONDS
-        return seq > self._unhealthy_until and now > self._settled_at and not suspicious and not paused
+        return seq > self._unhealthy_until and now > self._no_snapshot_until and not suspicious and not paused
 
     def _take(self, seq: int) -> None:
-        with self._room:  # a snapshot that is being given up must not be promised
+        with self._ring_lock:  # a snapshot that is being given up must not be promised
             if self._promise.bound:
                 return
             void = self._ring.make_room(seq)
         if void is None:  # one is being written to disk, the other is the good one
             return
-        self._void += void
-        self._overdue = False
+        self._unreported_void += void
+        self._retake_torn = False
         self._taken_at = time.monotonic()
         self._check_once()
         self._report(self._ring.begin(seq))
         if self._disk is not None:
-            self._defer(self._finish)
+            self._session.defer(self._copy_late_state)
 
     def _check_once(self) -> None:
         """Check, once the optimizers have made their state, that all of it can be captured."""
@@ -215,27 +226,27 @@ class Restorer(StepGuard):
             self._checked = True
             self._run.check_optimizers()
 
-    def _finish(self) -> None:
+    def _copy_late_state(self) -> None:
         """Copy what the loop changes after the step. Called between the steps too, where nothing of ours may raise."""
         try:
             self._ring.finish()
         except Exception as fault:
             self._fail(fault)
 
-    def _settle(self) -> None:
+    def _complete_copy(self) -> None:
         complete, torn = self._ring.settle()
         self._report(complete)
-        self._overdue = torn
+        self._retake_torn = torn
 
     def _report(self, complete: Snapshot | None) -> None:
         if complete is None:
             return
         self._unseen.restore(_SNAPSHOTS)
-        void, self._void = self._void, ()
+        void, self._unreported_void = self._unreported_void, ()
         taken = wire.SnapshotTaken(
             seq=complete.seq, nbytes=complete.nbytes, seconds=complete.seconds, time=time.time(), void=void
         )
-        self._send(taken)
+        self._session.send(taken)
 
     def _carry_out(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         return super()._carry_out(promise, verdict) if promise.stops else self._restore_promised(promise, verdict)
@@ -255,7 +266,7 @@ class Restorer(StepGuard):
                 void = self._ring.void_after(promise.to)
                 if self._disk is not None:
                     self._disk.rewound(promise.to)
-                ok, reason = True, self._after(verdict, younger)
+                ok, reason = True, self._adjust_loop(verdict, younger)
         except InDoubt as error:
             reason, touched = f"the other ranks may have restored step {promise.to} or not: {error}", True
             self._stop = RunStopped(f"{reason}. Start the job again: only that brings all ranks to one state")
@@ -292,12 +303,12 @@ class Restorer(StepGuard):
                 if parameter.grad is not None:
                     parameter.grad.zero_()
 
-    def _after(self, verdict: wire.Commit, younger: Sequence[str]) -> str:
+    def _adjust_loop(self, verdict: wire.Commit, younger: Sequence[str]) -> str:
         """Lower rates and leave out batches. Returns what could not be done."""
         missing = [self._rates.multiply(verdict.lr_factor)]
         missing += [f"{name} was made after the snapshot: left as it is" for name in younger]
-        if self._batches is not None:
-            missing.append(self._batches.skip(verdict.skip_batches))
+        if self._session.batches is not None:
+            missing.append(self._session.batches.skip(verdict.skip_batches))
         return "; ".join(filter(None, missing))
 
     # Called by the receiver.
@@ -322,8 +333,8 @@ class Restorer(StepGuard):
 
     def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared | None:
         # If this comes too late, the daemon asks again: what is held must still be held then.
-        self._settled_at = time.monotonic() + SUSPICION_SECONDS
-        with self._room:
+        self._no_snapshot_until = time.monotonic() + SUSPICION_SECONDS
+        with self._ring_lock:
             return super()._prepare_answer(message)
 
     def _find_hindrance(self, message: wire.Prepare) -> str:
@@ -333,21 +344,21 @@ class Restorer(StepGuard):
         return self._fault or f"no snapshot of step {message.to} is held, but {list(held)}"
 
     def _publish(self, message: wire.Publish) -> None:
-        with self._room:
+        with self._ring_lock:
             snapshot = self._ring.pin(message.seq) if self._disk is not None else None
         if snapshot is None or self._disk is None:
             if self._disk is not None:
                 self._disk.give_up()
             held = list(self.held)
             reason = self._fault or f"the snapshot of step {message.seq} is not held, but {held}, or one is written"
-            self._send(wire.Published(id=message.id, ok=False, seq=message.seq, reason=reason))
+            self._session.send(wire.Published(id=message.id, ok=False, seq=message.seq, reason=reason))
             return
         self._disk.publish(message, snapshot, self._run.parts, self._end_publication)
 
     def _end_publication(self, answer: wire.Published) -> None:
-        with self._room:
+        with self._ring_lock:
             self._ring.unpin()
-        self._send(answer)
+        self._session.send(answer)
 
     def close(self) -> None:
         """Release the memory and restore the learning rates. Nothing is promised from then on."""
@@ -374,7 +385,7 @@ class Restorer(StepGuard):
             self._fault = str(fault) if known else repr(fault)
             logger.error("rollback is disarmed, training goes on: %s", self._fault, exc_info=not known)
             self._ring.close()
-            self._disarmed(self._fault)
+            self._session.disarm(self._fault)
 
 
 @contextmanager

@@ -41,8 +41,14 @@ LAST_SECONDS = 600.0
 LastFunction = Callable[[int], object]
 
 
-class RunEnding(Protocol):
-    """What the guard needs of `session.RunSession` when a run is stopped."""
+class GuardSession(Protocol):
+    """What the guard needs of `session.RunSession`."""
+
+    def send(self, message: wire.FromRank) -> None:
+        """Send a message to the daemon."""
+
+    def find_directory(self) -> Path | None:
+        """Return the run's runtime directory; None as long as it is not known."""
 
     def begin_stop(self) -> None:
         """Begin the phase after training: time that passes in it is no hang."""
@@ -59,21 +65,19 @@ class StepGuard:
 
     def __init__(
         self,
-        send: Callable[[wire.FromRank], None],
+        session: GuardSession,
         *,
         step: int = 0,
         verdict_seconds: float = VERDICT_SECONDS,
-        find_directory: Callable[[], Path | None] = lambda: None,
-        ending: RunEnding | None = None,
     ) -> None:
-        """`step`: the user's number of the first step; `find_directory` returns the run's runtime directory."""
+        """`step`: the user's number of the first step."""
         self.last_functions: list[tuple[LastFunction, float]] = []
         """The user's functions for a stop, each with its seconds. They may hold the model, and die with the
         optimizer."""
-        self._send, self._step, self._ending = send, step, ending
+        self._session, self._step = session, step
         self._verdict_seconds = verdict_seconds
         self._promise = TwoPhaseCommit()
-        self._consensus = RankConsensus(verdict_seconds, find_directory)
+        self._consensus = RankConsensus(verdict_seconds, session.find_directory)
         self._step_seconds, self._exited = 0.0, 0.0
         self._stop: RunStopped | None = None
         self._leaving: wire.Prepare | None = None
@@ -133,14 +137,16 @@ class StepGuard:
             self._go_on(promise, f"no verdict within {self._verdict_seconds:g} s: went on without")
         elif promise is not None and verdict is not None:
             with defer_signals():
-                self._send(self._carry_out(promise, verdict))
+                self._session.send(self._carry_out(promise, verdict))
 
     def _go_on(self, promise: wire.Prepare, reason: str) -> None:
         """Go on as if nothing had been asked: then no rank does what was promised."""
         self._promise.break_off(promise)
         self._consensus.withhold(promise)
         logger.warning("%s at step %d: %s", "stop" if promise.stops else "rollback", promise.at, reason)
-        self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=promise.at, seconds=0.0, reason=reason))
+        self._session.send(
+            wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=promise.at, seconds=0.0, reason=reason)
+        )
 
     def _carry_out(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         """Leave if all ranks do, as the commit of a stop is there."""
@@ -164,8 +170,7 @@ class StepGuard:
         until = time.monotonic() + seconds
         if place()[0] == 0:
             faults.say(f"the run is stopped at step {step}, on all ranks, with exit code {stop.status}: {stop.reason}")
-        if self._ending is not None:
-            self._ending.begin_stop()
+        self._session.begin_stop()
         watchdog = threading.Timer(seconds, self._end_process, (stop, seconds))
         watchdog.daemon = True
         with faults.swallow_faults("the limit of on_stop", "without it"):
@@ -178,8 +183,7 @@ class StepGuard:
     def _end_process(self, stop: RunStopped, seconds: float) -> None:
         """End the process, on a separate thread: the training thread does not come back."""
         faults.say(f"on_stop took over {seconds:g} s on rank {place()[0]}: the process is ended")
-        if self._ending is not None:
-            self._ending.say_goodbye(stop)
+        self._session.say_goodbye(stop)
         os._exit(stop.status)
 
     # Called by the receiver.
@@ -189,7 +193,7 @@ class StepGuard:
         match message:
             case wire.Prepare():
                 if (answer := self._prepare_answer(message)) is not None:
-                    self._send(answer)
+                    self._session.send(answer)
             case wire.Commit() | wire.Abort():
                 self._promise.decide(message)
             case wire.Stop():

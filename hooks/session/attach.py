@@ -249,9 +249,7 @@ class _Setup:
         monitors = [self._make_monitor(index, session, points) for index in range(len(self.optimizers))]
         session.stop_on = self.stop_on
         restorer = self._restorer(session, step)
-        guard = monitors[0].guard = restorer or StepGuard(
-            session.send, step=step, find_directory=session.who.find_directory, ending=session
-        )
+        guard = monitors[0].guard = restorer or StepGuard(session, step=step)
         description = facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps)
         if restorer is not None and restorer.terms.directory is not None and spans_nodes():
             from sentinel.hooks.session.resume_over_nodes import describe_sharing  # needed as rarely as the restorer
@@ -347,15 +345,8 @@ class _Setup:
                 given=self.given,
                 scaler=self.scaler,
                 schedulers=self.scheduler,
-                batches=session.batches,
-                send=session.send,
+                session=session,
                 step=step,
-                defer=session.accumulator.defer,
-                disarmed=session.disarm,
-                unseen=session.accumulator.unseen,
-                find_directory=session.who.find_directory,
-                ending=session,
-                is_cut_off=lambda: session.sender.is_cut_off,
             )
         except StateError as error:
             session.disarm(str(error))

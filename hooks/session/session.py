@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,7 @@ from sentinel import wire
 from sentinel._version import __version__
 from sentinel.errors import RunStopped
 from sentinel.hooks.core import faults
-from sentinel.hooks.core.faults import is_out_of_memory
+from sentinel.hooks.core.faults import Unseen, is_out_of_memory
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, printable
 from sentinel.hooks.core.threads import start_thread
@@ -227,6 +228,11 @@ class RunSession:
         return self._monitors.active_monitors
 
     @property
+    def unseen(self) -> Unseen:
+        """Records what fails in our hooks, and what the run is not watched for."""
+        return self.accumulator.unseen
+
+    @property
     def guard(self) -> StepGuard | None:
         """Does what was promised at the exits of steps; None if steps are in the backward pass, or no more come."""
         return self._guard() if self._guard is not None else None
@@ -266,10 +272,10 @@ class RunSession:
     def tell_idle(self, passes: int) -> None:
         """Report that so many backward passes came after the last step, and no step; 0: a step came after all."""
         if not passes:
-            self.accumulator.unseen.restore(_STEPS)
+            self.unseen.restore(_STEPS)
             return
         kinds = " and ".join(type(monitor.optimizer()).__name__ for monitor in self._monitors.all_monitors)
-        self.accumulator.unseen.lose(_STEPS, f"{passes} backward passes, and no step of {kinds}")
+        self.unseen.lose(_STEPS, f"{passes} backward passes, and no step of {kinds}")
         self.say_once(
             f"{passes} backward passes, and no step of {kinds}: nothing is watched without steps; update the "
             "parameters by optimizer.step(), and attach the optimizer that does"
@@ -278,7 +284,7 @@ class RunSession:
     def disarm(self, reason: str) -> None:
         """Report that rollback is not, or no longer, available: the daemon need not wait for it."""
         self.hello = {**self.hello, "rollback": None}
-        self.accumulator.unseen.lose("rollback", f"disarmed: {reason}")
+        self.unseen.lose("rollback", f"disarmed: {reason}")
 
     def _announce_capture(self) -> None:
         what = "the steps that a CUDA graph replays, and whether they hang"
@@ -297,7 +303,7 @@ class RunSession:
         return {
             **self.hello,
             "facts": {**facts, **self.batches.facts, **({"judged_as": judged_as} if judged_as else {})},
-            "unseen": (*self.hello["unseen"], *self.accumulator.unseen.texts),
+            "unseen": (*self.hello["unseen"], *self.unseen.texts),
         }
 
     @property
@@ -386,6 +392,19 @@ class RunSession:
         if self._listening is not None:
             self._listening.expect_trial_passes()
 
+    def find_directory(self) -> Path | None:
+        """Return the run's runtime directory; None as long as it is not known."""
+        return self.who.find_directory()
+
+    def defer(self, method: Callable[[], None]) -> None:
+        """Call `method` once the loop is done with the present iteration, if that is seen before the next step."""
+        self.accumulator.defer(method)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no daemon judges the steps at present."""
+        return self.sender.is_cut_off
+
     def begin_stop(self) -> None:
         """Begin the phase after training is over on all ranks: time that passes before the end is no hang."""
         self.enter_phase(STOPPING)
@@ -423,7 +442,7 @@ class RunSession:
 
     def make_heartbeat_writer(self) -> HeartbeatWriter | None:
         """Return a new heartbeat writer; None where there can be no heartbeat, which is reported."""
-        unseen = self.accumulator.unseen
+        unseen = self.unseen
         try:
             made = HeartbeatWriter(self.accumulator)
         except OSError as error:  # macOS, or no descriptor left

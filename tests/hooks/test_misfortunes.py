@@ -136,7 +136,7 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
         restorer = list_sessions()[-1].restorer
         assert restorer is not None
         for wrong in (float("nan"), 0.0, -1.0, 2.0):
-            restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong), younger=())
+            restorer._adjust_loop(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong), younger=())
         assert len([batch for batch in loader if batch is not None]) == 6
         fit(net, optimizer)
     assert all(parameter.isfinite().all() for parameter in net.parameters())

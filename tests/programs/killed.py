@@ -123,13 +123,16 @@ def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
     """Make restorers add their answers to a commit to `told`."""
     create = Restorer.__init__
 
-    def made(restorer: Restorer, *arguments: Any, send: Callable[[wire.FromRank], None], **more: Any) -> None:
+    def made(restorer: Restorer, *arguments: Any, session: Any, **more: Any) -> None:
+        send = session.send
+
         def noted(message: wire.FromRank) -> None:
             send(message)
             if isinstance(message, wire.RolledBack):
                 told.append({"ok": message.ok, "to": message.to, "at": message.at, "reason": message.reason})
 
-        create(restorer, *arguments, send=noted, **(more | {"verdict_seconds": verdict_seconds}))
+        session.send = noted
+        create(restorer, *arguments, session=session, **(more | {"verdict_seconds": verdict_seconds}))
 
     Restorer.__init__ = made  # type: ignore[method-assign, assignment]
 

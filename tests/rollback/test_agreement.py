@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.hooks.rollback.agreement import TwoPhaseCommit
 from sentinel.hooks.rollback.options import Rollback
@@ -42,7 +43,7 @@ class Rank:
             Rollback(every=1000, keep=2, margin=0),
             models=[self.model],
             optimizers=[self.optimizer],
-            send=lambda message: answers.put((number, message)),
+            session=RecordingSession(send=lambda message: answers.put((number, message))),
         )
         self.seq = -1
         self.weights: list[float] = []

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import sentinel
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks.rollback.framework_checkpoints import BEFORE
@@ -120,7 +121,7 @@ def test_only_the_bytes_of_the_tensors_are_written(tmp_path: Path) -> None:
         Rollback(every=1, keep=2, margin=1, directory=tmp_path),
         models=[model],
         optimizers=[optimizer],
-        send=sent.append,
+        session=RecordingSession(sent=sent),
     )
     restorer.enter_step(0)
     restorer.exit_step(0, skipped=False)

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sentinel
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.errors import StateError
 from sentinel.hooks.rollback.options import Rollback
@@ -133,6 +134,7 @@ class Run:
         self.on_next: Callable[[], object] = lambda: None
         self.restorer: Restorer | None = None
         self.sent: list[Any] = []
+        self.disarmed: list[str] = []
         self.watched = arguments.optimizers_of(self.given)
 
     def all_given(self) -> list[Any]:
@@ -145,8 +147,13 @@ class Run:
             self.seq = sentinel.resume(self.model, self.given, directory=resume, **self._named())
         if terms is not None:
             self.restorer = Restorer(
-                terms, models=[self.model], optimizers=self.watched, given=self.all_given(), send=self.sent.append,
-                defer=lambda function: setattr(self, "on_next", function), step=self.seq, **self._named(),
+                terms, models=[self.model], optimizers=self.watched, given=self.all_given(), step=self.seq,
+                session=RecordingSession(
+                    sent=self.sent,
+                    disarmed=self.disarmed,
+                    defer=lambda function: setattr(self, "on_next", function),
+                ),
+                **self._named(),
             )  # fmt: skip
             self.watched[0].register_step_pre_hook(lambda *_: self._enter())
         self.watched[0].register_step_post_hook(lambda *_: self._exit())
@@ -485,11 +492,11 @@ def test_refused_by_name(case: Case) -> None:
     try:
         run.start(Rollback(every=5, keep=2, margin=5))
         assert run.restorer is not None
-        run.restorer._disarmed = said.append
         for batch in DATA[:3]:
             run.step(batch)
     except StateError as error:
         said.append(str(error))
+    said += run.disarmed
     assert len(said) == 1
     assert case.refused in said[0]
 
@@ -557,7 +564,7 @@ def test_names_on_disk_are_the_same_whatever_is_around_the_models(
     nets, models, optimizer = made(former)
     sent: list[Any] = []
     terms = Rollback(every=1, keep=2, margin=0, directory=tmp_path)
-    restorer = Restorer(terms, models=models, optimizers=[optimizer], send=sent.append)
+    restorer = Restorer(terms, models=models, optimizers=[optimizer], session=RecordingSession(sent=sent))
     for seq in range(2):
         nets[1](nets[0](DATA[seq][:, :4])).square().mean().backward()  # the wrappers have tests of their own
         optimizer.step()

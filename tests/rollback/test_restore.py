@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
 from sentinel.hooks.loop.batches import Batches
@@ -157,7 +158,11 @@ def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> 
     scale = torch.amp.GradScaler("cpu", init_scale=4.0) if scaler else None
     sent: list[Any] = []
     restorer = Restorer(
-        Rollback(every=1, margin=0), models=[model], optimizers=[first, second], scaler=scale, send=sent.append
+        Rollback(every=1, margin=0),
+        models=[model],
+        optimizers=[first, second],
+        scaler=scale,
+        session=RecordingSession(sent=sent),
     )
     for seq in range(3):
         loss = model[1](model[0](torch.ones(1, 3))).sum() * (torch.nan if seq == 2 else 1.0)
@@ -295,7 +300,9 @@ def test_learning_rates_of_a_second_optimizer_and_after_close() -> None:
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     first, second = (torch.optim.SGD(module.parameters(), lr=1.0) for module in model)
     sent: list[Any] = []
-    restorer = Restorer(Rollback(every=1, margin=0), models=[model], optimizers=[first, second], send=sent.append)
+    restorer = Restorer(
+        Rollback(every=1, margin=0), models=[model], optimizers=[first, second], session=RecordingSession(sent=sent)
+    )
     rates: list[float] = []
     seq = 0
 
@@ -333,7 +340,9 @@ def test_an_optimizer_that_finds_its_own_rate(alone: int) -> None:
     optimizers = [kind(module.parameters(), lr=1.0) for kind, module in zip(kinds, model, strict=True)]
     optimizers[alone].param_groups[0]["lr"] = None
     sent: list[Any] = []
-    restorer = Restorer(Rollback(every=1, margin=0), models=[model], optimizers=optimizers, send=sent.append)
+    restorer = Restorer(
+        Rollback(every=1, margin=0), models=[model], optimizers=optimizers, session=RecordingSession(sent=sent)
+    )
     rates: list[float] = []
     for seq in range(4):
         if seq == 2:
@@ -488,7 +497,7 @@ def test_state_that_was_loaded_is_put_back_where_other_state_cannot_be_loaded() 
 
     training = Training()
     restorer, sent = training.arm(
-        Rollback(every=5, keep=2, margin=5, state={"ema": training.ema, "later": Broken()}), disarmed=sent_nowhere
+        Rollback(every=5, keep=2, margin=5, state={"ema": training.ema, "later": Broken()}), disarm=sent_nowhere
     )
     for seq in range(7):
         training.step(DATA[seq])
@@ -513,7 +522,7 @@ def test_a_restore_is_undone_where_there_is_no_memory_for_new_tensors(
 ) -> None:
     """Optimizer state that is gone gets new tensors, on a GPU that is nearly full."""
     training = Training()
-    restorer, sent = training.arm(disarmed=sent_nowhere)
+    restorer, sent = training.arm(disarm=sent_nowhere)
     for seq in range(7):
         training.step(DATA[seq])
     before: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.errors import RunStopped
 from sentinel.hooks.core import store_client
@@ -159,7 +160,9 @@ def test_a_rank_in_doubt_does_not_train_on(ranks: Ranks, capsys: pytest.CaptureF
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent: list[wire.FromRank] = []
-    restorer = Restorer(Rollback(every=1, margin=0), models=[model], optimizers=[optimizer], send=sent.append)
+    restorer = Restorer(
+        Rollback(every=1, margin=0), models=[model], optimizers=[optimizer], session=RecordingSession(sent=sent)
+    )
     for seq in range(3):
         restorer.enter_step(seq)
         restorer.exit_step(seq, skipped=False)

@@ -12,9 +12,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
+from sentinel.hooks.rollback.step_guard import VERDICT_SECONDS
 from sentinel.hooks.snapshot.directory import DiskSnapshot, list_published
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -115,17 +117,19 @@ class Training:
         seq, self.seq = self.seq, self.seq + 1
         self.on_exit(seq, skipped)
 
-    def arm(self, terms: Rollback | None = None, **more: Any) -> tuple[Restorer, list[Any]]:
-        """Add a restorer; return it, and the list of the messages that it sends."""
-        sent: list[Any] = []
+    def arm(
+        self, terms: Rollback | None = None, *, verdict_seconds: float = VERDICT_SECONDS, step: int = 0, **given: Any
+    ) -> tuple[Restorer, list[Any]]:
+        """Add a restorer; return it, and the list of the messages that it sends. `given`: as of `RecordingSession`."""
+        session = RecordingSession(defer=lambda function: setattr(self, "on_next", function), **given)
         restorer = Restorer(
             terms or Rollback(every=5, keep=2, margin=5, state={"ema": self.ema}), models=[self.model],
-            optimizers=[self.optimizer], scaler=self.scaler, schedulers=[self.schedule], send=sent.append,
-            defer=lambda function: setattr(self, "on_next", function), **more,
+            optimizers=[self.optimizer], scaler=self.scaler, schedulers=[self.schedule],
+            session=session, verdict_seconds=verdict_seconds, step=step,
         )  # fmt: skip
         self.on_enter = restorer.enter_step
         self.on_exit = lambda seq, skipped: restorer.exit_step(seq, skipped=skipped)
-        return restorer, sent
+        return restorer, session.sent
 
     def _backward(self, batch: Tensor) -> Tensor:
         if self.scaler is not None:
