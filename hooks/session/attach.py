@@ -106,20 +106,20 @@ def attach(
     try:
         models = discovery.replicating(models)
         setup = _Setup(
-            models,
-            optimizers,
-            given,
-            scaler,
-            scheduler,
-            loader,
-            rollback,
-            provenance,
-            overhead,
-            kind,
-            served,
-            settings,
-            total_steps,
-            tuple(stop_on),
+            models=models,
+            optimizers=optimizers,
+            given=given,
+            scaler=scaler,
+            scheduler=scheduler,
+            loader=loader,
+            rollback=rollback,
+            provenance=provenance,
+            overhead=overhead,
+            kind=kind,
+            address=served,
+            settings=settings,
+            total_steps=total_steps,
+            stop_on=tuple(stop_on),
         )
         return setup.open_session(RunIdentity(run, registry.count_sessions()), step or 0)
     except (AttachError, RollbackError):
@@ -179,7 +179,7 @@ def _is_on_device(models: list[nn.Module]) -> bool:
     return any(not parameter.is_cpu for model in models for parameter in model.parameters())
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Setup:
     """The checked arguments of `attach`, from which a session is made."""
 
@@ -271,10 +271,11 @@ class _Setup:
             if not isinstance(model, torch.jit.ScriptModule):
                 forward_passes.watch(model, session.accumulator, slot, session.handles)
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
-        gathering = BackwardGathering(self.optimizers, _whole(self.models, session, points), session.governor)
+        factory = _WholeStepFactory(self.models, session, points)
+        gathering = BackwardGathering(self.optimizers, factory.make, session.governor)
         for one in monitors:
             one.within, one.collector = gathering, collector
-        succession = Succession(session, self.models, self._hand_over(session, monitor))
+        succession = Succession(session, self.models, SessionSuccession(self, monitor, session).follow)
         session.begin(monitors, guard, restorer, gathering, collector, succession)
 
     def _make_monitor(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:
@@ -287,48 +288,6 @@ class _Setup:
         layers = Layers(index, self.models, optimizer)
         scale = EngineLossScale(self.given[index])
         return OptimizerMonitor(session, optimizer, layers, chosen, own_scale=scale if scale.found else None)
-
-    def _hand_over(self, session: RunSession, monitor: Monitor) -> Callable[[Any, int], None]:
-        """Return the function that makes the session for an optimizer that now trains the models. It holds none of
-        them."""
-        models = [weakref.ref(model) for model in self.models]
-        bare = replace(
-            self,
-            models=[],
-            optimizers=[],
-            given=[],
-            scaler=None,
-            scheduler=None,
-            loader=None,
-            rollback=None,
-        )
-        followed, held = weakref.ref(monitor), weakref.ref(session)
-
-        def hand_over(heir: Any, missed: int) -> None:
-            former, present = held(), [model for ref in models if (model := ref()) is not None]
-            if former is None or former.ended:
-                return
-            steps, restorer, alerts = former.next_seq + missed, former.restorer, former.alerts
-            to_alert = alerts.functions if alerts is not None else ()
-            to_rewind = tuple(restorer.functions) if restorer is not None else ()
-            last = tuple(former.guard.last_functions) if former.guard is not None else ()
-            terms = restorer.terms if restorer is not None else None
-            watched = registry.find_session([heir]) is not None
-            registry.succeed(former, heir)
-            if watched:
-                return
-            setup = replace(bare, models=present, optimizers=[heir], given=[heir], rollback=terms)
-            made = setup.open_session(former.who.again(), former.hello["step_offset"] + steps)
-            for function in to_alert:
-                made.on_alert(function)
-            for rewind in to_rewind:
-                made.after_rollback(functools.partial(_call_later, rewind, steps))
-            for ending, seconds in last:
-                made.on_stop(ending, seconds=seconds)
-            if (monitor := followed()) is not None:
-                monitor.follow(made)
-
-        return hand_over
 
     def _restorer(self, session: RunSession, step: int) -> Restorer | None:
         if self.rollback is None:
@@ -369,8 +328,52 @@ class _Setup:
         return unseen
 
 
-def _list_stray(monitors: Iterable[OptimizerMonitor]) -> list[str]:
-    return [name for one in monitors for name in one.layers.stray]
+class SessionSuccession:
+    """Opens the session for an optimizer that took over the models from the one that is watched.
+
+    It holds neither models nor optimizers, session nor monitor.
+    """
+
+    def __init__(self, setup: _Setup, monitor: Monitor, session: RunSession) -> None:
+        """`setup`: the arguments of the present session, of which those remain that name no object of the script."""
+        self._template = replace(
+            setup, models=[], optimizers=[], given=[], scaler=None, scheduler=None, loader=None, rollback=None
+        )
+        self._models = [weakref.ref(model) for model in setup.models]
+        self._monitor, self._session = weakref.ref(monitor), weakref.ref(session)
+
+    def follow(self, optimizer: Any, missed_steps: int) -> None:
+        """End the present session, and watch `optimizer` instead, unless another session does.
+
+        `missed_steps`: number of its steps that were not seen.
+        """
+        former = self._session()
+        if former is None or former.ended:
+            return
+        steps, restorer, guard, alerts = former.next_seq + missed_steps, former.restorer, former.guard, former.alerts
+        on_alert = alerts.functions if alerts is not None else ()
+        on_rollback = tuple(restorer.functions) if restorer is not None else ()
+        on_stop = tuple(guard.last_functions) if guard is not None else ()
+        watched = registry.find_session([optimizer]) is not None
+        registry.succeed(former, optimizer)
+        if watched:
+            return
+        setup = replace(
+            self._template,
+            models=[model for ref in self._models if (model := ref()) is not None],
+            optimizers=[optimizer],
+            given=[optimizer],
+            rollback=restorer.terms if restorer is not None else None,
+        )
+        made = setup.open_session(former.who.again(), former.hello["step_offset"] + steps)
+        for function in on_alert:
+            made.on_alert(function)
+        for rewind in on_rollback:
+            made.after_rollback(functools.partial(_call_later, rewind, steps))
+        for ending, seconds in on_stop:
+            made.on_stop(ending, seconds=seconds)
+        if (monitor := self._monitor()) is not None:
+            monitor.follow(made)
 
 
 def _call_later(function: Callable[[int, int], object], steps: int, to: int, at: int) -> object:
@@ -378,22 +381,22 @@ def _call_later(function: Callable[[int, int], object], steps: int, to: int, at:
     return function(to + steps, at + steps)
 
 
-def _whole(
-    models: list[nn.Module], session: RunSession, points: list[EntryPoint]
-) -> Callable[[OptimizersInBackward], WholeStep]:
-    """Return the factory of the one monitor for optimizers that turn out to step inside the backward pass.
+class _WholeStepFactory:
+    """Makes the one monitor of optimizers that turn out to step inside the backward pass. Holds the models weakly."""
 
-    It holds the models weakly.
-    """
-    refs = [weakref.ref(model) for model in models]
+    def __init__(self, models: Sequence[nn.Module], session: RunSession, points: list[EntryPoint]) -> None:
+        self._models, self._session, self._points = [weakref.ref(model) for model in models], session, points
 
-    def make(optimizers: OptimizersInBackward) -> WholeStep:
-        chosen = Probes([*probes.stock(), *probe.load_probes(points)], session.accumulator.unseen)
-        layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
-        session.gather()
-        return WholeStep(session, optimizers, layers, chosen)
+    def make(self, optimizers: OptimizersInBackward) -> WholeStep:
+        """Make the monitor, and let the session watch through it."""
+        chosen = Probes([*probes.stock(), *probe.load_probes(self._points)], self._session.accumulator.unseen)
+        layers = Layers(0, [model for ref in self._models if (model := ref()) is not None], optimizers)
+        self._session.gather()
+        return WholeStep(self._session, optimizers, layers, chosen)
 
-    return make
+
+def _list_stray(monitors: Iterable[OptimizerMonitor]) -> list[str]:
+    return [name for one in monitors for name in one.layers.stray]
 
 
 def _announcement(run: str, hello: dict[str, Any], *, armed: bool, scaled: bool) -> str:

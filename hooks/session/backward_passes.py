@@ -152,15 +152,15 @@ class Succession:
         self,
         session: RunSession,
         models: Sequence[nn.Module],
-        hand_over: Callable[[Any, int], None],
+        follow: Callable[[Any, int], None],
     ) -> None:
         """Look for a successor among the optimizers that step.
 
-        `hand_over` is called with an optimizer that trains the models in place of ours, and with the number of its
+        `follow` is called with an optimizer that trains the models in place of ours, and with the number of its
         steps that were missed, as far as that is known.
         """
         self._models = [weakref.ref(model) for model in models]
-        self._session, self._hand_over = session, hand_over
+        self._session, self._follow = session, follow
         self._handle: RemovableHandle | None = None
         self._heir: weakref.ref[Any] | None = None
         self._ids: frozenset[int] = frozenset()
@@ -182,7 +182,7 @@ class Succession:
         if heir is not None:
             self.close()
             self._passes = 0
-            self._hand_over(heir, clearings or 0)
+            self._follow(heir, clearings or 0)
         elif self._handle is None:
             parameters = (p for ref in self._models if (model := ref()) is not None for p in model.parameters())
             self._ids = frozenset(id(p) for p in parameters if p.requires_grad)
