@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from sentinel import wire
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import place
 from sentinel.hooks.trackers import Summary
-from sentinel.hooks.trackers.tracker_threads import Trackers
+from sentinel.hooks.trackers.tracker_threads import RunTrackers
 from sentinel.hooks.transport.sender import GREETING, RECORDING, STREAMING, Sender
 from sentinel.text import close_run, name_reached
 
@@ -26,49 +25,34 @@ class _LastMoment(NamedTuple):
 class ClosingLine:
     """The closing line of a run. Printed once, unless another session goes on with the run."""
 
-    def __init__(self, run_name: str, sender: Sender) -> None:
-        self._run_name, self._sender = run_name, sender
+    def __init__(self, run_name: str, sender: Sender, trackers: RunTrackers) -> None:
+        self._run_name, self._sender, self._trackers = run_name, sender, trackers
         self.began = time.time()
         self.closing: wire.Closing | None = None
         """The daemon's findings at the end of the run; None until they arrive."""
-        self.trackers: Trackers | None = None
-        """The trackers that the settings name, on the first rank; None elsewhere."""
         self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
         """Whether this process prints the line: the first rank does, unless `sentinel run` does."""
-        self._run_id, self._rank = "", 0
+        self._run_id = ""
         self._last: _LastMoment | None = None
 
     @property
     def wanted(self) -> bool:
         """Whether this process uses what the daemon says at the end."""
-        return self._prints or self.trackers is not None
+        return self._prints or self._trackers.is_open
 
     def identify(self, identity: wire.Identity) -> None:
         """Set which rank of which run this is."""
-        self._run_id, self._rank = identity.run_id, identity.rank
+        self._run_id = identity.run_id
         self._prints = self._prints and identity.rank == 0
-
-    def open_trackers(self, names: Sequence[str]) -> bool:
-        """Open the trackers that the settings name. Returns whether they are new: the first rank then asks for the
-        alerts."""
-        if not names or self.trackers is not None or self._rank:
-            return False
-        self.trackers = Trackers(names)
-        return True
-
-    def look_for_trackers(self, *, last: bool = False) -> None:
-        """Let the trackers look for what the script has open by now. `last`: no step comes after."""
-        if self.trackers is not None:
-            self.trackers.look(last=last)
 
     def note_end(self, goodbye: wire.Goodbye) -> None:
         """Note that the run is over; `say` prints the line."""
         self._last = _LastMoment(goodbye, self._sender.state)
 
-    def hand_over(self) -> None:
-        """End the trackers of this session where the run is not over, because another session goes on with it."""
-        if self._last is None and self.trackers is not None:
-            self.trackers.end(None)
+    @property
+    def is_due(self) -> bool:
+        """Whether the run is over, and the line was not printed yet."""
+        return self._last is not None
 
     def say(self, step_offset: int) -> None:
         """Print the closing line, and give it to the trackers, if the run is over and that was not said.
@@ -92,9 +76,8 @@ class ClosingLine:
         )
         if self._prints:
             faults.say(text)
-        if self.trackers is not None:
-            incidents = summary.incidents if summary is not None else {}
-            self.trackers.end(Summary(text, max(steps - 1, 0) + step_offset, incidents))
+        incidents = summary.incidents if summary is not None else {}
+        self._trackers.end(Summary(text, max(steps - 1, 0) + step_offset, incidents))
 
     def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
         """Return what the daemon found, as far as known here, and whether the history says more, or will."""

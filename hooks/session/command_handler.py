@@ -139,5 +139,5 @@ class CommandHandler:
         alerts = self._session.alerts
         if message.alert and alerts is not None:
             alerts.put(message.alert)
-        if message.alert and self._session.closing_line.trackers is not None:
-            self._session.closing_line.trackers.put(message.alert)
+        if message.alert:
+            self._session.trackers.put(message.alert)

@@ -41,6 +41,7 @@ from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar
+from sentinel.hooks.trackers.tracker_threads import RunTrackers
 from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import Record
@@ -109,7 +110,10 @@ class RunSession:
         self.signals = LoggedSignals(kind)
         accumulator.reinforcement = self.signals.reinforcement
         self._told: set[str] = set()
-        self.closing_line = ClosingLine(who.name, self.sender)
+        self._rank = 0
+        """As in the last hello."""
+        self.trackers = RunTrackers()
+        self.closing_line = ClosingLine(who.name, self.sender, self.trackers)
         self.ended = self._optimizers_gone = False
         """Whether it is over; whether the sender ended it, because the optimizers were deleted."""
         self.unasked = False
@@ -157,11 +161,12 @@ class RunSession:
         if not ended:
             self.sender.stop(goodbye, timeout, conclude)
             self.sender.state = "detached"
-        self.closing_line.hand_over()
+        if not self.closing_line.is_due:  # another session goes on with the run
+            self.trackers.end(None)
 
     def leave(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """End the session because the run is over, and print the closing line."""
-        self.closing_line.look_for_trackers(last=True)
+        self.trackers.look(last=True)
         if not self.ended:
             self.closing_line.note_end(goodbye)
         self.end(goodbye, timeout)
@@ -195,7 +200,8 @@ class RunSession:
     def abandon(self) -> None:
         """Stop in a forked child, which is not the run. Takes no lock: another thread of the parent may have held
         one."""
-        self.ended, self.closing_line.trackers = True, None  # the threads of trackers are the parent's
+        self.ended = True
+        self.trackers.abandon()
         self.sender.abandon()
         for monitor in (*self._monitors.all_monitors, *self.monitors):
             monitor.stop()
@@ -358,7 +364,7 @@ class RunSession:
             self._announce_kind()
         if record.stream:
             return
-        self.closing_line.look_for_trackers()
+        self.trackers.look()
         if record.seq == PATIENCE_STEPS - 1 and not self.monitors[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
@@ -471,6 +477,7 @@ class RunSession:
     def greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         """Yield the hello and the layer tables. `first`: seq of the first queued record, if there is one."""
         restorer, guard, monitors = self.restorer, self.guard, self.monitors
+        self._rank = identity.rank
         self.closing_line.identify(identity)
         yield wire.Hello(
             version=__version__,
@@ -491,8 +498,8 @@ class RunSession:
             yield monitor.layers.table
 
     def open_trackers(self, names: Sequence[str]) -> None:
-        """Open the trackers that the settings name."""
-        if self.closing_line.open_trackers(names):
+        """Open the trackers that the settings name: the first rank does, and then asks for the alerts."""
+        if self._rank == 0 and self.trackers.open(names):
             self.sender.greet_again()
 
     def decline_if_optimizers_gone(self) -> None:

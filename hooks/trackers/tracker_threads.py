@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sentinel.hooks.core import faults
@@ -110,18 +110,36 @@ class TrackerThread(threading.Thread):
         self._dropped, self._fault = self._dropped + count, fault
 
 
-class Trackers:
-    """The trackers of one run."""
+class RunTrackers:
+    """The trackers of one run. None are open until the settings have named them, and only the first rank opens any."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """Open those of these names that are known. Raises RuntimeError if no thread can be started."""
-        self._threads = [TrackerThread(name, KINDS[name]()) for name in names if name in KINDS]
+    def __init__(self) -> None:
+        self.is_open = False
+        """Whether trackers were named, and opened as far as they are known."""
+        self._threads: list[TrackerThread] = []
         self._look_at = 0.0
-        for thread in self._threads:
+
+    def open(self, names: Sequence[str]) -> bool:
+        """Open those of these names that are known, unless that is done. Returns whether it was done now.
+
+        Raises RuntimeError if no thread can be started.
+        """
+        if not names or self.is_open:
+            return False
+        threads = [TrackerThread(name, KINDS[name]()) for name in names if name in KINDS]
+        for thread in threads:
             start_thread(thread)
+        self._threads, self.is_open = threads, True
+        return True
+
+    def abandon(self) -> None:
+        """Have no trackers from now on, in a forked child: the threads are the parent's."""
+        self._threads, self.is_open = [], False
 
     def look(self, *, last: bool = False) -> None:
         """See which runs the script has open, now and then, and at the `last` moment. On the training thread."""
+        if not self._threads:
+            return
         now = time.monotonic()
         if last or now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
@@ -131,7 +149,7 @@ class Trackers:
 
     def put(self, alert: Mapping[str, Any]) -> None:
         """Queue the mark of an alert, as `on_alert` gets it. On the sender's thread."""
-        mark = make_mark(alert)
+        mark = make_mark(alert) if self._threads else None
         if mark is not None:
             for thread in self._threads:
                 thread.put(mark)
