@@ -60,7 +60,7 @@ def _check_answer(device: str) -> Iterator[Line]:
                 loop.model.get_parameter("head.weight")[0, 0] = torch.nan
             if ask:
                 daemon.wait(lambda served=daemon: served.of(wire.Hello))
-                monitor._session.collector.ask()
+                monitor._session.collector.ask("provenance")
             loop.run(4)
         loops.append(loop)
     told = [one.content for one in daemon.of(wire.Collected) if one.what == "provenance"]

@@ -36,35 +36,49 @@ from sentinel.wire.evidence import Moment, Moments, Provenance
 
 PAUSE_STEPS = 1000
 """Steps without a trace after one, unless the daemon asks: a dead run is not looked into at every step."""
-MOST = 8
+MOST_TRACES = 8
 """The most traces in one process, unless the daemon asks for more."""
 _TELLING = ("grad_norm", "grad_norm_applied")
 
 
 class EvidenceCollector:
-    """Finds out where a non-finite value came from. One for all streams of a run.
+    """Collects what the daemon asks for, and looks into non-finite values by itself. One for all optimizers of a run.
 
     All methods but `ask` are called on the training thread.
     """
 
     def __init__(self, slots: Sequence[CallSlot], send: Callable[[wire.Message], None]) -> None:
         """`slots`: the last call of each model."""
-        self.asked = False
-        """Whether evidence was asked for and not answered yet."""
+        self.provenance_asked = False
+        """Whether the origin of a non-finite value was asked for and not answered yet."""
         self.moments_asked = False
         """Whether the next step's gradients and second moments were asked for."""
-        self.counting = ObjectGrowth(slots, send)
+        self.object_growth = ObjectGrowth(slots, send)
         self._slots: list[CallSlot] = list(slots)
         self._recent = RecentBatches()
         self._send = send
         self._not_before = 0
-        self._held = 0
+        self._traces = 0
         self._waited = False
         """Whether the present question was already a reason to wait for a device."""
 
-    def ask(self) -> None:
-        """Look into the next step that is not finite, withheld or not. May be called on any thread."""
-        self._waited, self.asked = False, True
+    def ask(self, what: str) -> bool:
+        """Collect evidence that the daemon asks for. Returns False if it is none that is collected here.
+
+        `what`: the origin of a non-finite value (`provenance`), in the next step that is not finite, withheld or not;
+        the next step's gradients and second moments (`moments`); which objects grow (`census`). May be called on any
+        thread.
+        """
+        match what:
+            case "provenance":
+                self._waited, self.provenance_asked = False, True
+            case "moments":
+                self.moments_asked = True
+            case "census":
+                self.object_growth.ask()
+            case _:
+                return False
+        return True
 
     def freeze_batch(self) -> None:
         """Keep the present micro-batch, as a backward pass from a non-finite loss is over: it is the one at fault."""
@@ -84,14 +98,14 @@ class EvidenceCollector:
             self._tell_moments(step.optimizer, step.parameters, step.seq)
         loss_finite = is_finite(step.totals.loss)
         broken = withheld or not loss_finite or (step.values and _is_broken(step))
-        if not broken and self.asked and not self._waited:
+        if not broken and self.provenance_asked and not self._waited:
             loss_finite, broken = self._read_step(step)
         if not broken:
             return
-        if not self.asked and (withheld or step.seq < self._not_before or self._held >= MOST):
+        if not self.provenance_asked and (withheld or step.seq < self._not_before or self._traces >= MOST_TRACES):
             return
-        self.asked, self._waited, self._not_before = False, False, step.seq + PAUSE_STEPS
-        self._held += 1
+        self.provenance_asked, self._waited, self._not_before = False, False, step.seq + PAUSE_STEPS
+        self._traces += 1
         found = [self._trace_slot(slot, step, loss_finite) for slot in self._slots if slot.model() is not None]
         if found:
             worst = min(found, key=_telling)
@@ -136,8 +150,8 @@ class EvidenceCollector:
         there = not broken or all(p.device.type == "cpu" for _, p, _ in parameters.measured)
         if self.moments_asked and there:
             self._tell_moments(optimizer, parameters, seq)
-        if self.counting.asked:
-            self.counting.conclude()
+        if self.object_growth.asked:
+            self.object_growth.conclude()
         self.decline(seq)
 
     def decline(self, seq: int) -> None:
@@ -146,7 +160,7 @@ class EvidenceCollector:
             self.moments_asked = False
             missing = ("gradients and second moments: the run ended before they were looked at",)
             self._send_moments(Moments(seq=seq, missing=missing))
-        self.counting.decline(seq)
+        self.object_growth.decline(seq)
 
     def _tell_moments(self, optimizer: Any, parameters: Layers, seq: int) -> None:
         self.moments_asked = False
@@ -179,8 +193,8 @@ class EvidenceCollector:
         else:
             for slot in self._slots:
                 slot.frozen = False
-        if first and self.counting.asked:
-            self.counting.advance(seq)
+        if first and self.object_growth.asked:
+            self.object_growth.advance(seq)
 
     def _trace_slot(self, slot: CallSlot, step: Step, loss_finite: bool) -> Provenance:
         model = slot.model()

@@ -78,16 +78,9 @@ class CommandHandler:
                 session.send(wire.Reply(id=message.id, ok=True, content={"text": format_stacks()}))
             case "collectives":
                 self._tell_collectives(message)
-            case "provenance" if collector is not None:
-                collector.ask()
-                session.send(wire.Reply(id=message.id, ok=True))
-            case "moments" if collector is not None:
-                collector.moments_asked = True
-                session.accumulator.disturb()
-                session.send(wire.Reply(id=message.id, ok=True))
-            case "census" if collector is not None:
-                collector.counting.ask()
-                session.accumulator.disturb()
+            case what if collector is not None and collector.ask(what):
+                if what != "provenance":  # a step that is not finite leaves the fast path by itself
+                    session.accumulator.disturb()
                 session.send(wire.Reply(id=message.id, ok=True))
             case what:
                 session.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))

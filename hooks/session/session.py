@@ -431,7 +431,7 @@ class RunSession:
                 optimizers = [
                     one for monitor in self._monitors.all_monitors if (one := monitor.optimizer()) is not None
                 ]
-                models = self.collector.counting.models()
+                models = self.collector.object_growth.models()
                 found = post_mortem(error, self.next_seq, models, optimizers, backward=backward)
                 content = msgspec.to_builtins(found)
                 self.send(wire.Collected(what="out_of_memory", seq=found.seq, content=content))

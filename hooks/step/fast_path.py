@@ -109,7 +109,7 @@ class FastPath(MonitorBase):
             and probes.all_skippable
             and not probes.awake
             and not accumulator.totals.logged
-            and not (collector is not None and (collector.moments_asked or collector.counting.asked))
+            and not (collector is not None and (collector.moments_asked or collector.object_growth.asked))
             and self._previous_exit is not None
         ):
             accumulator.calm(self._outlier_watch.loss_limit)

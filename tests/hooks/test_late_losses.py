@@ -63,7 +63,7 @@ class Loop:
         """Break the weights, ask for the origin, and return the answer of the next step."""
         with torch.no_grad():
             next(self.net.parameters()).fill_(math.nan)
-        self.collector.ask()
+        self.collector.ask("provenance")
         self.step(healthy(), loss=math.nan)
         (found,) = self.list_answers()
         return found
@@ -192,7 +192,7 @@ def test_what_running_a_batch_again_finds_is_not_replaced() -> None:
     loop.step(healthy())
     loop.step(bad(), loss=math.nan)
     loop.arrive()
-    loop.collector.ask()
+    loop.collector.ask("provenance")
     loop.step(bad(), loss=math.nan)  # the weights are whole: the step was not applied
     (found,) = loop.list_answers()
     assert (found.seq, found.rerun) == (2, True)

@@ -290,15 +290,15 @@ def test_what_a_device_holds_is_waited_for_once_when_asked() -> None:
 
     look(0, math.nan)
     assert not sent
-    collector.ask()
+    collector.ask("provenance")
     look(1, 1.0)
     look(2, math.nan)  # the one look was spent on a healthy step
     assert not sent
-    collector.ask()
+    collector.ask("provenance")
     look(3, math.nan)
     (found,) = [msgspec.convert(one.content, Provenance) for one in sent if isinstance(one, wire.Collected)]
     assert (found.seq, found.origin, found.tensors) == (3, "data", ("args[0]",))
-    assert not collector.asked
+    assert not collector.provenance_asked
 
 
 def test_nothing_is_kept_where_the_user_says_so(daemon: FakeDaemon) -> None:
