@@ -21,7 +21,7 @@ _LABELS = ("targets", "labels")
 NORMS = (nn.LayerNorm, nn.RMSNorm, NormWithStatistics, nn.GroupNorm)
 
 
-def facts(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[int]) -> dict[str, Any]:
+def describe_models(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[int]) -> dict[str, Any]:
     """Return facts about all optimizers that train something, and about the models that own what they train.
 
     `reached`: ids of parameters that had a gradient at a step.
@@ -151,7 +151,7 @@ def _group(group: dict[str, Any], norms: set[int]) -> dict[str, Any]:
     }
 
 
-def forward(module: nn.Module, args: Any) -> dict[str, Any]:
+def describe_forward(module: nn.Module, args: Any) -> dict[str, Any]:
     """Return facts about the first forward pass: autocast and the batch's size."""
     types = sorted({p.device.type for p in module.parameters()} | {"cpu"}, reverse=True)
     on = next((kind for kind in types if torch.is_autocast_enabled(kind)), None)
@@ -193,7 +193,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
 
 
-def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
+def describe_loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
     """Return a DataLoader's settings, and how often its labels change."""
     try:
         samples, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -31,6 +32,7 @@ from sentinel.hooks.evidence import referrers
 from sentinel.hooks.examine import model_facts
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.internals import LoaderIterator, in_backward
+from sentinel.wire.examination import ExaminedLoop
 
 _MOST_EVENTS = 512
 """Most events of one step: a loop that accumulates a thousand micro-batches shows no more than one of a hundred."""
@@ -67,11 +69,9 @@ class Examination:
         self._exhausted: set[str] = set()
         """Keys of loaders that were read to their end."""
         self._inputs: dict[nn.Module, dict[str, float]] = {}
-        self._facts: dict[str, Any] = {
-            "forward": None, "loaders": {}, "post_norm": {}, "losses": [], "rates": [], "waits": [], "uncleared": 0,
-            "softmax_before_loss": False, "undivided": 0, "divided": 0, "no_gradient": [], "schedulers": 0,
-            "closure": False, "held": None,
-        }  # fmt: skip
+        self._post_norm: dict[str, set[int]] = {}
+        """Class of a layer whose output is that of its norm -> ids of such layers."""
+        self._loop = ExaminedLoop()
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -100,19 +100,23 @@ class Examination:
         """Return all that was seen so far."""
         seconds = time.perf_counter() - self._began
         optimizers, modules = discovery.trainers()
+        loop = msgspec.structs.replace(
+            self._loop,
+            steps=self._steps,
+            after=self._events,
+            seconds=seconds,
+            error=error,
+            ended=ended,
+            anomaly=torch.is_anomaly_enabled(),
+            inputs=model_facts.name_layers(self._inputs, modules),
+            post_norm={kind: len(layers) for kind, layers in self._post_norm.items()},
+        )
         return {
-            **self._facts,
-            "steps": self._steps,
-            "after": self._events,
-            "seconds": seconds,
-            "error": error,
-            "ended": ended,
-            "anomaly": torch.is_anomaly_enabled(),
+            **msgspec.structs.asdict(loop),
             "cuda": torch.cuda.is_available(),
             "matmul_precision": torch.get_float32_matmul_precision(),
             "torch": torch.__version__,
-            "inputs": model_facts.name_layers(self._inputs, modules),
-            **model_facts.facts(optimizers, modules, self._reached),
+            **model_facts.describe_models(optimizers, modules, self._reached),
         }
 
     def _note(self, event: str) -> None:
@@ -131,7 +135,7 @@ class Examination:
         return original(*args, **kwargs)
 
     def _scheduler_made(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._facts["schedulers"] += 1
+        self._loop.schedulers += 1
         result = original(*args, **kwargs)  # which steps once
         if self._events[-1:] == ["scheduler"]:
             self._events.pop()
@@ -149,7 +153,7 @@ class Examination:
             referrers.mark_loss(raw, len(self._steps))
             del raw
         if self._drawn:
-            self._facts["loaders"][self._drawn]["trains"] = True
+            self._loop.loaders[self._drawn]["trains"] = True
         before = {key: [(t, t._version) for t in held if t.any()] for key, held in self._spent.items()}
         self._note("backward")
         result = original(tensors, *args, **kwargs)
@@ -165,13 +169,16 @@ class Examination:
         return original(optimizer, *args, **kwargs)
 
     def _loss(self, root: Tensor) -> None:
-        if root.numel() == 1 and len(self._facts["losses"]) < 64:
-            self._facts["losses"].append(float(root.detach().float()))
+        if root.numel() == 1 and len(self._loop.losses) < 64:
+            self._loop.losses.append(float(root.detach().float()))
         names = _lineage(root.grad_fn)
-        self._facts["divided" if names[:1] and names[0].startswith(("Div", "Mul")) else "undivided"] += 1
+        if names[:1] and names[0].startswith(("Div", "Mul")):
+            self._loop.divided += 1
+        else:
+            self._loop.undivided += 1
         for outer, inner in itertools.pairwise(names):
             if outer.startswith("LogSoftmax") and inner.startswith("Softmax"):
-                self._facts["softmax_before_loss"] = True
+                self._loop.softmax_before_loss = True
 
     def _scale(self, original: Any, scaler: GradScaler, outputs: Any) -> Any:
         self._note("scale" if scaler.is_enabled() else "")
@@ -195,19 +202,19 @@ class Examination:
             self._first = weakref.ref(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         dirty = {id(tensor) for tensor in self._dirty.pop(id(optimizer), ())}
-        self._facts["uncleared"] += any(id(p.grad) in dirty for p in parameters)
+        self._loop.uncleared += any(id(p.grad) in dirty for p in parameters)
         if optimizer is self._first():
-            self._facts["held"] = referrers.find_holder(len(self._steps)) or self._facts["held"]
+            self._loop.held = referrers.find_holder(len(self._steps)) or self._loop.held
             if len(self._steps) == self._asked:
                 self._finish(self.facts())
         if callable(kwargs.get("closure", next(iter(args[1:]), None))):  # torch passes the optimizer as the first
-            self._facts["closure"] = True
+            self._loop.closure = True
         else:
             alive = sum(p.grad is not None for p in parameters)
             moved = sum(p.grad is not None and bool(p.grad.any()) for p in parameters[:: max(1, len(parameters) // 64)])
-            self._facts["no_gradient"].append([len(parameters), alive, moved])
+            self._loop.no_gradient.append([len(parameters), alive, moved])
         self._note("step" if not self._in_scaler else "step in scaler")
-        self._facts["rates"].append([float(group["lr"]) for group in optimizer.param_groups])
+        self._loop.rates.append([float(group["lr"]) for group in optimizer.param_groups])
 
     def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -218,16 +225,16 @@ class Examination:
             return
         self._steps.append(self._events)
         self._events = []
-        if not self._facts["waits"] or len(self._steps) == 1:
-            self._facts["waits"], self._began = [], time.perf_counter()
+        if not self._loop.waits or len(self._steps) == 1:
+            self._loop.waits, self._began = [], time.perf_counter()
 
     # Modules and data.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0 and torch.is_grad_enabled():
             self._note("forward" if module.training else "forward in eval")
-            if self._facts["forward"] is None:
-                self._facts["forward"] = model_facts.forward(module, args)
+            if self._loop.forward is None:
+                self._loop.forward = model_facts.describe_forward(module, args)
         self._depth += 1
         weighted = isinstance(module, _WEIGHTED) and module not in self._inputs
         if weighted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -244,14 +251,14 @@ class Examination:
             self._normed = output
         elif output is self._normed and output is not None and not isinstance(module, nn.Sequential):
             kind = type(module).__name__
-            self._facts["post_norm"].setdefault(kind, set()).add(id(module))
+            self._post_norm.setdefault(kind, set()).add(id(module))
         if self._depth == 0:
             self._normed, self._product = None, (None, None)
 
     def _loader(self, original: Any, loader: data.DataLoader[Any]) -> Any:
         key = str(id(loader))
-        if torch.is_grad_enabled() and (key in self._facts["loaders"] or len(self._facts["loaders"]) < 16):
-            known = self._facts["loaders"].setdefault(key, {**model_facts.loader(loader), "trains": False})
+        if torch.is_grad_enabled() and (key in self._loop.loaders or len(self._loop.loaders) < 16):
+            known = self._loop.loaders.setdefault(key, {**model_facts.describe_loader(loader), "trains": False})
             if known["trains"] and key in self._exhausted:
                 self._note("epoch")
         iterator = original(loader)
@@ -268,9 +275,9 @@ class Examination:
             self._drawn = ""  # the next training pass is not from this loader
             raise
         finally:
-            if len(self._facts["waits"]) < 1024:
-                self._facts["waits"].append(time.perf_counter() - began)
-        self._drawn = key if key in self._facts["loaders"] else ""
+            if len(self._loop.waits) < 1024:
+                self._loop.waits.append(time.perf_counter() - began)
+        self._drawn = key if key in self._loop.loaders else ""
         return batch
 
 
@@ -290,7 +297,6 @@ def _subclasses(kind: type) -> list[type]:
 
 def write_and_exit(path: Path, facts: dict[str, Any]) -> None:
     """Write the facts as JSON, whole or not at all, and end the process: the script was run for these steps only."""
-    facts["post_norm"] = {kind: len(modules) for kind, modules in facts["post_norm"].items()}
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(facts, default=str), encoding="utf-8")
     temporary.replace(path)

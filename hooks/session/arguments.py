@@ -174,9 +174,9 @@ def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[
 
 
 _LISTED = 8
+"""Number of optimizers, and of groups in each, that are described: loops may have an optimizer for each parameter."""
 _PER_PARAMETER = ("params", "param_names")
 """What a group lists for each of its parameters: the daemon refuses a hello of 256 KiB."""
-"""Number of optimizers, and of groups in each, that are described: loops may have an optimizer for each parameter."""
 _WIDEST = range(-(2**63), 2**64)
 """Range of the integers that a message can hold."""
 

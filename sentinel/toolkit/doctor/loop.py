@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
+from sentinel.wire.examination import ExaminedLoop
 
 _WAIT = 0.3
 """Share of the time above which waiting for data is reported: more workers give back about a third."""
@@ -25,22 +28,23 @@ _WARM = 1e-4
 
 def findings(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     """Yield findings from the facts that `sentinel.hooks.examine.recorder` saw."""
-    steps: list[list[str]] = facts["steps"]
+    loop = msgspec.convert(facts, ExaminedLoop)
+    steps = loop.steps
     if not steps:
         return
-    yield from _scaling(facts, steps)
-    yield from _clipping([*steps, facts["after"]])
-    yield from _gradients(facts, steps)
-    yield from _losses(facts)
-    yield from _schedule(facts, steps)
-    yield from _data(facts)
-    if facts["anomaly"]:
+    yield from _scaling(loop, steps)
+    yield from _clipping([*steps, loop.after])
+    yield from _gradients(loop, steps, optimizers=len(facts["optimizers"]))
+    yield from _losses(loop)
+    yield from _schedule(loop, steps, [model["post_norm_layers"] for model in facts["models"]])
+    yield from _data(loop)
+    if loop.anomaly:
         yield describe_finding("anomaly-mode")
 
 
-def _scaling(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorFinding]:
+def _scaling(loop: ExaminedLoop, steps: list[list[str]]) -> Iterator[DoctorFinding]:
     every = [event for step in steps for event in step]
-    autocast = (facts["forward"] or {}).get("autocast", "")
+    autocast = (loop.forward or {}).get("autocast", "")
     scaled = "scale" in every
     if autocast == "float16" and not scaled:
         yield describe_finding("fp16-without-scaler")
@@ -61,26 +65,22 @@ def _clipping(steps: list[list[str]]) -> Iterator[DoctorFinding]:
             yield describe_finding("clip-after-step")
 
 
-def _gradients(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorFinding]:
-    if facts["uncleared"]:
-        yield describe_finding("gradients-not-cleared", steps=facts["uncleared"])
-    counts = facts["no_gradient"]
+def _gradients(loop: ExaminedLoop, steps: list[list[str]], *, optimizers: int) -> Iterator[DoctorFinding]:
+    if loop.uncleared:
+        yield describe_finding("gradients-not-cleared", steps=loop.uncleared)
+    counts = loop.no_gradient
     if counts and not any(moved for _, _, moved in counts):
         emptied = any(_is_between(step, "backward", "zero_grad", "step") for step in steps)
         yield describe_finding("no-gradient/cleared" if emptied else "no-gradient", steps=len(counts))
-    yield from _accumulation(facts, steps)
+    if optimizers == 1:
+        yield from _accumulation(loop, steps)
     if all("forward in eval" in step and "forward" not in step for step in steps):
         yield describe_finding("training-in-eval-mode")
 
 
-def _accumulation(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorFinding]:
+def _accumulation(loop: ExaminedLoop, steps: list[list[str]]) -> Iterator[DoctorFinding]:
     counts = [step.count("backward") for step in steps]
-    if (
-        len(facts["optimizers"]) == 1
-        and not facts["closure"]
-        and min(counts) > 1
-        and facts["undivided"] > facts["divided"]
-    ):
+    if not loop.closure and min(counts) > 1 and loop.undivided > loop.divided:
         yield describe_finding("accumulation-not-normalised", passes=counts[0])
 
 
@@ -94,43 +94,43 @@ def _is_between(step: list[str], first: str, inner: str, last: str) -> bool:
     return places[inner] > places[first] >= 0
 
 
-def _losses(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
-    losses = facts["losses"]
+def _losses(loop: ExaminedLoop) -> Iterator[DoctorFinding]:
+    losses = loop.losses
     bad = [at for at, loss in enumerate(losses) if not math.isfinite(loss)]
     if bad:
         yield describe_finding("loss-not-finite", loss=losses[bad[0]], number=bad[0] + 1)
-    if facts["softmax_before_loss"]:
+    if loop.softmax_before_loss:
         yield describe_finding("softmax-before-cross-entropy")
-    if facts["held"]:
-        yield describe_finding("loss-graph-kept", **facts["held"])
+    if loop.held:
+        yield describe_finding("loss-graph-kept", **loop.held)
 
 
-def _schedule(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[DoctorFinding]:
+def _schedule(loop: ExaminedLoop, steps: list[list[str]], post_norm_layers: Sequence[int]) -> Iterator[DoctorFinding]:
     every = [event for step in steps for event in step]
-    rates = [max(rates) for rates in facts["rates"] if rates]
-    every += facts["after"]
-    if facts["schedulers"] and "scheduler" not in every and (facts["ended"] or "epoch" in every):
-        until = "before the script ended" if facts["ended"] else "in the first epoch"
-        yield describe_finding("scheduler-never-stepped", schedulers=facts["schedulers"], until=until)
+    rates = [max(rates) for rates in loop.rates if rates]
+    every += loop.after
+    if loop.schedulers and "scheduler" not in every and (loop.ended or "epoch" in every):
+        until = "before the script ended" if loop.ended else "in the first epoch"
+        yield describe_finding("scheduler-never-stepped", schedulers=loop.schedulers, until=until)
     if "scheduler" in steps[0]:
         yield describe_finding("scheduler-before-optimizer")
     if len(rates) > 1 and not any(rates):
         yield describe_finding("rate-zero", steps=len(rates))
-    layers = max([*facts["post_norm"].values(), *(model["post_norm_layers"] for model in facts["models"])], default=0)
+    layers = max([*loop.post_norm.values(), *post_norm_layers], default=0)
     if layers > 1 and len(rates) > 1 and rates[-1] <= rates[0] and rates[0] >= _WARM:
         yield describe_finding("post-norm-without-warmup", layers=layers, rate=rates[0])
 
 
-def _data(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
-    waits = facts["waits"]
-    share = sum(waits) / facts["seconds"] if facts["seconds"] else 0.0
-    alone = [loader for loader in facts["loaders"].values() if loader["workers"] == 0]
+def _data(loop: ExaminedLoop) -> Iterator[DoctorFinding]:
+    waits = loop.waits
+    share = sum(waits) / loop.seconds if loop.seconds else 0.0
+    alone = [loader for loader in loop.loaders.values() if loader["workers"] == 0]
     if waits and alone and share > _WAIT and sum(waits) / len(waits) > _WAIT_SECONDS:
         yield describe_finding("input-bound", share=share)
-    for layer, values in facts["inputs"].items():
+    for layer, values in loop.inputs.items():
         if values["rms"] > _LARGE_INPUT:
             yield describe_finding("input-not-normalised", layer=layer, **values)
-    for loader in facts["loaders"].values():
+    for loader in loop.loaders.values():
         changes, by_chance = loader["label_changes"], loader["label_changes_by_chance"]
         if loader["trains"] and loader["batches"] > 1 and by_chance >= _CHANGES and changes < _SORTED * by_chance:
             yield describe_finding(
