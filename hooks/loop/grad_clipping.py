@@ -1,22 +1,13 @@
-"""Reads the gradient norm before clipping, for free, from the loop's own clipping; and what GradScaler left scaled.
-
-The wrappers around the functions that clip report the norm that these computed anyway.
-
-Clipping may be part of a compiled region that must not break (`fullgraph=True`): there dynamo traces through the
-wrappers as if they did not exist, and the clipping is not seen.
-"""
+"""Reads the gradient norm before clipping, for free, from the loop's own clipping; and what GradScaler left scaled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.compiler import is_dynamo_compiling
 
-from sentinel.hooks.loop.loop_events import Listeners
 from sentinel.hooks.torch_interop.layer_table import local
 from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar
 
@@ -110,38 +101,3 @@ def read_overflow(optimizer: object) -> Scalar:
         return 0.0
     value = scalar(found)
     return float(value > 0) if isinstance(value, float) else value.clamp(max=1.0)
-
-
-class ClippingPatch:
-    """Makes the two wrappers, by `total_norm` and `clip`. Each wrapper does nothing once `live` is [False]."""
-
-    def __init__(self, listeners: Listeners) -> None:
-        self._listeners = listeners
-        self._norm_type = 2.0
-        """Type of the last total norm: the function that clips gets the norm, not its type."""
-
-    def total_norm(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Return a wrapper around `get_total_norm`."""
-
-        def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            if not is_dynamo_compiling() and live[0]:
-                self._norm_type = float(norm_type)
-            return original(tensors, norm_type, *args, **kwargs)
-
-        return get_total_norm
-
-    def clip(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Return a wrapper around `clip_grads_with_norm_`."""
-
-        def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling() or not live[0]:
-                return original(parameters, max_norm, total_norm, *args, **kwargs)
-            if not isinstance(parameters, torch.Tensor):
-                parameters = list(parameters)
-            result = original(parameters, max_norm, total_norm, *args, **kwargs)
-            clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-            norm = total_norm if self._norm_type == 2.0 else None
-            self._listeners.tell("gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, norm))
-            return result
-
-        return clip_grads_with_norm_

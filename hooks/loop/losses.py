@@ -1,30 +1,21 @@
 """Reads the loss that a backward pass begins at, without its loss scale.
 
-The patch around `torch.autograd.backward` sees the pass and how long it took. Optimizers that scale by themselves keep
-the scale as `cur_scale` (DeepSpeed's) or `loss_scale`.
+Optimizers that scale by themselves keep the scale as `cur_scale` (DeepSpeed's) or `loss_scale`.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
-from collections.abc import Callable
-from threading import get_ident
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
 
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.faults import is_passing
-from sentinel.hooks.loop.loop_events import Listeners
-from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop import tensors
 from sentinel.hooks.torch_interop.discovery import WRAPPERS
-from sentinel.hooks.torch_interop.internals import backward_pass_id
 from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar, sum_of, to_scalar
 
 _RAW = "_sentinel_raw"
@@ -158,93 +149,3 @@ def _read(owner: Any, name: str) -> Scalar | None:
         if is_passing(error):  # the caller counts it, and the step goes without
             raise
         return None
-
-
-_LOSSES = "losses"
-"""What is not seen after a passing error, as reported to the user."""
-_ALL_WANTED = -math.inf
-"""The value of `StepAccumulator.calm_to` at which all of a step is wanted."""
-
-
-class BackwardPatch:
-    """Replaces `torch.autograd.backward`; `around` makes the wrapper."""
-
-    def __init__(self, listeners: Listeners) -> None:
-        self._listeners = listeners
-
-    def around(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Return a wrapper around `original`, which does nothing once `live` is [False]."""
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # A backward inside a backward (reentrant checkpointing) is part of the outer one. Where a mode or a tensor
-            # subclass handles the call first (`with torch.device(...)` is a mode), it calls this again.
-            if not live[0] or backward_pass_id() != -1 or has_torch_function(_several(tensors)):
-                return original(tensors, *args, **kwargs)
-            weights = args[0] if args else kwargs.get("grad_tensors")
-            accumulator = self._quiet_accumulator() if weights is None else None
-            if accumulator is None:
-                weighted = weights is not None
-                self._listeners.tell_of_pass(
-                    "backward_begins", lambda run: run.backward_begins(tensors, weighted=weighted)
-                )
-            begin = perf_counter()
-            try:
-                result = original(tensors, *args, **kwargs)
-            except Exception as error:
-                self._report_failure(error)
-                raise
-            seconds = perf_counter() - begin
-            if accumulator is None:
-                loss = self._read_loss(tensors, weights)
-                self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(loss, seconds))
-            else:
-                self._record_end(tensors, seconds, accumulator)
-            return result
-
-        return backward
-
-    def _report_failure(self, error: Exception) -> None:
-        """Call the listeners about a pass that raised. Not in the wrapper: its frame is in the traceback, and a closure
-        there would hold the error, the traceback and all activations in a cycle."""
-        self._listeners.tell_of_pass("backward_failed", lambda run: run.backward_failed(error))
-
-    def _read_loss(self, roots: Any, weights: Any) -> Scalar | None:
-        try:
-            loss = loss_of(roots, weights)
-        except Exception:
-            self._listeners.swallow(_LOSSES, "patches.loss", "the loss is not seen")
-            return None
-        self._listeners.recover(_LOSSES)
-        return loss
-
-    def _quiet_accumulator(self) -> StepAccumulator | None:
-        """Return the accumulator that may record the pass that begins on its own; None if listeners must be called."""
-        accumulator = self._listeners.accumulator
-        if accumulator is None or accumulator.calm_to == _ALL_WANTED or accumulator.unseen.pausing:
-            return None
-        totals = accumulator.totals
-        # The pass may follow passes of its step that were discarded, or be of another model.
-        if (
-            totals.backwards
-            or not (totals.forwards or not accumulator.sees_forwards)
-            or get_ident() != accumulator.thread
-        ):
-            return None
-        return accumulator
-
-    def _record_end(self, root: Any, seconds: float, accumulator: StepAccumulator) -> None:
-        """End a pass that began without listeners. Where its loss is within the noise, the accumulator records it, and
-        no listener is called."""
-        try:
-            loss = plain_loss(root)
-            if loss is not None and loss <= accumulator.calm_to and loss - loss == 0.0:  # the last excludes -infinity
-                accumulator.backward_ended(loss, seconds)
-                return
-        except Exception as error:  # a loss that cannot be read
-            faults.let_through(error)
-        told = self._read_loss(root, None)
-        self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(told, seconds))
-
-
-def _several(roots: Any) -> tuple[Any, ...] | list[Any]:
-    return roots if isinstance(roots, tuple | list) else (roots,)

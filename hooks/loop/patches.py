@@ -12,29 +12,139 @@
 
 Installed at the first `listen`, removed at the last `unlisten`. Where other code patched over ours in between, our
 wrapper cannot be removed from under it: it stays and does nothing. All except those of clipping are hidden from
-torch.compile (`exclude_from_tracing`), as a traced wrapper would cause more graph breaks and see nothing.
+torch.compile (`exclude_from_tracing`), as a traced wrapper would cause more graph breaks and see nothing. Clipping may
+be part of a compiled region that must not break (`fullgraph=True`): there dynamo traces through the wrappers as if they
+did not exist, and the clipping is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import clip_grad
+from torch.overrides import has_torch_function
 
+from sentinel.hooks.core import faults
 from sentinel.hooks.loop import forward_passes, losses
-from sentinel.hooks.loop.grad_clipping import ClippingPatch
-from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
-from sentinel.hooks.loop.losses import BackwardPatch
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.losses import loss_of, plain_loss
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
-from sentinel.hooks.torch_interop.internals import LoaderIterator, exclude_from_tracing, script_compiler
+from sentinel.hooks.torch_interop.internals import (
+    LoaderIterator,
+    backward_pass_id,
+    exclude_from_tracing,
+    script_compiler,
+)
+from sentinel.hooks.torch_interop.tensors import Scalar
+
+
+class LoopEvents(Protocol):
+    """Events that a run receives. Every call is on the training thread, or on one that works for it; none may raise."""
+
+    accumulator: StepAccumulator
+    batches: Batches
+
+    def model_ran(self) -> bool:
+        """Whether the run's model ran, on this thread, since its last step."""
+
+    def backward_begins(self, roots: object, *, weighted: bool) -> None:
+        """A backward pass from `roots` begins. `weighted`: with factors for them, as in `loss.backward(1 / n)`."""
+
+    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
+        """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
+
+    def backward_failed(self, error: Exception) -> None:
+        """A backward pass raised."""
+
+    def loss_scaled(self, scaler: GradScaler) -> None:
+        """`scaler` scaled a loss."""
+
+    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
+        """`scaler.step(optimizer)` begins."""
+
+    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
+        """`scaler.step(optimizer)` is over; the optimizer stepped, or was withheld."""
+
+    def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
+        """`scaler.step(optimizer)` raised."""
+
+    def gradients_clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
+        """The gradients of `parameters`, whose L2 norm was `norm`, were clipped to `max_norm`. None: another norm."""
+
+    def capturing(self) -> None:
+        """A CUDA graph is about to be captured."""
+
+
+class Listeners:
+    """The watched runs. An exception of one of them is logged, and reaches neither the loop nor the other runs."""
+
+    def __init__(self) -> None:
+        self.all: tuple[LoopEvents, ...] = ()
+        self.accumulator: StepAccumulator | None = None
+        """Accumulator of the only watched run; None where there are several, or none."""
+
+    def replace(self, listeners: tuple[LoopEvents, ...]) -> None:
+        """Watch these runs from now on."""
+        self.all = listeners
+        self.accumulator = listeners[0].accumulator if len(listeners) == 1 else None
+
+    def tell(self, event: str, call: Callable[[LoopEvents], object]) -> None:
+        """Call each listener. `event` names the call in the log if it raises."""
+        _call_each(self.all, event, call)
+
+    def tell_of_pass(self, event: str, call: Callable[[LoopEvents], object]) -> None:
+        """Call listeners about a backward pass: where several runs are watched, those whose model ran since their last
+        step; all, where none is known to have run, since a compiled model is not seen."""
+        listeners = self.all
+        if len(listeners) > 1:
+            try:
+                listeners = tuple(one for one in listeners if one.model_ran()) or listeners
+            except Exception:
+                self.swallow("whose passes they are", "patches.model_ran", "passes are taken for every run's")
+        _call_each(listeners, event, call)
+
+    def swallow(self, what: str, where: str, consequence: str) -> None:
+        """Call `Unseen.swallow` for all runs."""
+        for run in self.all:
+            run.accumulator.unseen.swallow(what, where, consequence)
+
+    def recover(self, what: str) -> None:
+        """Call `Unseen.recover` for all runs."""
+        for run in self.all:
+            run.accumulator.unseen.recover(what)
+
+    def find_skipper(self, iterator: object) -> Batches | None:
+        """Return the batches of the run that skips the iterator's next batch; None if no run does."""
+        try:
+            for run in self.all:
+                if run.batches.to_skip(iterator):
+                    return run.batches
+        except Exception:
+            self.swallow("batches to be skipped", "patches.to_skip", "no batch is skipped")
+        return None
+
+
+def _call_each(listeners: tuple[LoopEvents, ...], event: str, call: Callable[[LoopEvents], object]) -> None:
+    for listener in listeners:
+        unseen = listener.accumulator.unseen
+        try:
+            call(listener)
+        except Exception:
+            unseen.swallow(event.replace("_", " "), f"patches.{event}", "this is not seen")
+        else:
+            if unseen.pausing:
+                unseen.recover(event.replace("_", " "))
 
 
 @dataclass(slots=True)
@@ -77,11 +187,6 @@ def note_scaled(scaler: GradScaler) -> None:
     """Record that the scaler scaled the loss of the backward pass to come, before anything was patched."""
     losses.note_scale(scaler._scale)
     _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(scaler))
-
-
-def list_installed() -> tuple[str, ...]:
-    """Return what is patched now, as `owner.name`."""
-    return tuple(f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}" for patch in _patches)
 
 
 def _install() -> None:
@@ -198,3 +303,128 @@ def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., An
         return original(self, *args, **kwargs)
 
     return capture_begin
+
+
+_LOSSES = "losses"
+"""What is not seen after a passing error, as reported to the user."""
+_ALL_WANTED = -math.inf
+"""The value of `StepAccumulator.calm_to` at which all of a step is wanted."""
+
+
+class BackwardPatch:
+    """Replaces `torch.autograd.backward`; `around` makes the wrapper."""
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+
+    def around(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+        """Return a wrapper around `original`, which does nothing once `live` is [False]."""
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            # A backward inside a backward (reentrant checkpointing) is part of the outer one. Where a mode or a tensor
+            # subclass handles the call first (`with torch.device(...)` is a mode), it calls this again.
+            if not live[0] or backward_pass_id() != -1 or has_torch_function(_several(tensors)):
+                return original(tensors, *args, **kwargs)
+            weights = args[0] if args else kwargs.get("grad_tensors")
+            accumulator = self._quiet_accumulator() if weights is None else None
+            if accumulator is None:
+                weighted = weights is not None
+                self._listeners.tell_of_pass(
+                    "backward_begins", lambda run: run.backward_begins(tensors, weighted=weighted)
+                )
+            begin = perf_counter()
+            try:
+                result = original(tensors, *args, **kwargs)
+            except Exception as error:
+                self._report_failure(error)
+                raise
+            seconds = perf_counter() - begin
+            if accumulator is None:
+                loss = self._read_loss(tensors, weights)
+                self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(loss, seconds))
+            else:
+                self._record_end(tensors, seconds, accumulator)
+            return result
+
+        return backward
+
+    def _report_failure(self, error: Exception) -> None:
+        """Call the listeners about a pass that raised. Not in the wrapper: its frame is in the traceback, and a closure
+        there would hold the error, the traceback and all activations in a cycle."""
+        self._listeners.tell_of_pass("backward_failed", lambda run: run.backward_failed(error))
+
+    def _read_loss(self, roots: Any, weights: Any) -> Scalar | None:
+        try:
+            loss = loss_of(roots, weights)
+        except Exception:
+            self._listeners.swallow(_LOSSES, "patches.loss", "the loss is not seen")
+            return None
+        self._listeners.recover(_LOSSES)
+        return loss
+
+    def _quiet_accumulator(self) -> StepAccumulator | None:
+        """Return the accumulator that may record the pass that begins on its own; None if listeners must be called."""
+        accumulator = self._listeners.accumulator
+        if accumulator is None or accumulator.calm_to == _ALL_WANTED or accumulator.unseen.pausing:
+            return None
+        totals = accumulator.totals
+        # The pass may follow passes of its step that were discarded, or be of another model.
+        if (
+            totals.backwards
+            or not (totals.forwards or not accumulator.sees_forwards)
+            or get_ident() != accumulator.thread
+        ):
+            return None
+        return accumulator
+
+    def _record_end(self, root: Any, seconds: float, accumulator: StepAccumulator) -> None:
+        """End a pass that began without listeners. Where its loss is within the noise, the accumulator records it, and
+        no listener is called."""
+        try:
+            loss = plain_loss(root)
+            if loss is not None and loss <= accumulator.calm_to and loss - loss == 0.0:  # the last excludes -infinity
+                accumulator.backward_ended(loss, seconds)
+                return
+        except Exception as error:  # a loss that cannot be read
+            faults.let_through(error)
+        told = self._read_loss(root, None)
+        self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(told, seconds))
+
+
+def _several(roots: Any) -> tuple[Any, ...] | list[Any]:
+    return roots if isinstance(roots, tuple | list) else (roots,)
+
+
+class ClippingPatch:
+    """Makes the two wrappers, by `total_norm` and `clip`. Each wrapper does nothing once `live` is [False]."""
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+        self._norm_type = 2.0
+        """Type of the last total norm: the function that clips gets the norm, not its type."""
+
+    def total_norm(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+        """Return a wrapper around `get_total_norm`."""
+
+        def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            if not is_dynamo_compiling() and live[0]:
+                self._norm_type = float(norm_type)
+            return original(tensors, norm_type, *args, **kwargs)
+
+        return get_total_norm
+
+    def clip(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+        """Return a wrapper around `clip_grads_with_norm_`."""
+
+        def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or not live[0]:
+                return original(parameters, max_norm, total_norm, *args, **kwargs)
+            if not isinstance(parameters, torch.Tensor):
+                parameters = list(parameters)
+            result = original(parameters, max_norm, total_norm, *args, **kwargs)
+            clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+            norm = total_norm if self._norm_type == 2.0 else None
+            self._listeners.tell("gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, norm))
+            return result
+
+        return clip_grads_with_norm_

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sentinel
+from sentinel.hooks.loop import patches
 from sentinel.hooks.session import registry
 from sentinel.hooks.session.session import RunSession
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
@@ -24,3 +25,8 @@ def find_heartbeat_writer(monitor: sentinel.Monitor) -> HeartbeatWriter:
 def list_sessions() -> list[RunSession]:
     """Return this process's sessions, the newest last; ended ones stay until the next one begins."""
     return registry._sessions
+
+
+def list_patches() -> tuple[str, ...]:
+    """Return what is patched now, as `owner.name`."""
+    return tuple(f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}" for patch in patches._patches)

@@ -19,12 +19,11 @@ import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError, ConfigError, RollbackError
 from sentinel.hooks import accelerate, deepspeed
-from sentinel.hooks.loop import patches
 from sentinel.hooks.session import registry
 from sentinel.hooks.transport import daemon_launcher
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, fit, model, sgd
-from tests.hooks.sessions import find_session
+from tests.hooks.sessions import find_session, list_patches
 from tests.zygote import TRAINING, run_fork
 
 
@@ -133,7 +132,7 @@ def test_arguments_that_cannot_be_watched(given: Any, words: str, capsys: pytest
     net = model()
     with pytest.raises(AttachError, match=words):
         sentinel.attach(*given(net, adamw(net)))
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     assert capsys.readouterr().err == ""
 
 
@@ -174,7 +173,7 @@ def test_snapshots_that_do_not_fit(daemon: FakeDaemon, monkeypatch: pytest.Monke
     net = model()
     with pytest.raises(RollbackError, match="too little memory"):
         sentinel.attach(net, adamw(net), rollback=sentinel.Rollback())
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     assert not net._forward_hooks
 
 
@@ -261,7 +260,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     assert first.state == "detached"
     assert gone.make_farewell() is None, "one goodbye is enough"
     assert second.state != "detached"
-    assert len(patches.list_installed()) == len(set(patches.list_installed())), "once, and not once a run"
+    assert len(list_patches()) == len(set(list_patches())), "once, and not once a run"
 
 
 # A fault of the machine is reported once, and training goes on.

@@ -15,8 +15,7 @@ import torch
 
 import sentinel
 from sentinel.hooks.loop import losses
-from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
-from sentinel.hooks.loop.losses import BackwardPatch
+from sentinel.hooks.loop.patches import BackwardPatch, Listeners, LoopEvents
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model

@@ -21,7 +21,7 @@ from sentinel import wire
 from sentinel.hooks import Probe, Step
 from sentinel.hooks.core import governor, opening
 from sentinel.hooks.evidence.collector import EvidenceCollector
-from sentinel.hooks.loop import forward_passes, losses
+from sentinel.hooks.loop import forward_passes, patches
 from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.loop.losses import scaled as scaled_losses
 from sentinel.hooks.loop.step_accumulator import StepAccumulator, StepTotals, Work
@@ -83,7 +83,7 @@ def test_a_signal_while_the_loss_alone_is_read(daemon: FakeDaemon, monkeypatch: 
     loop = Loop(net := model(), adamw(net))
     try:
         with sentinel.attach(loop.net, loop.optimizer):
-            monkeypatch.setattr(losses, "plain_loss", read)
+            monkeypatch.setattr(patches, "plain_loss", read)
             with pytest.raises(TimeUp):
                 loop.run(24)
     finally:

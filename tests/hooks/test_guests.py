@@ -24,7 +24,7 @@ import sentinel
 from sentinel import wire
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.faults import defer_signals
-from sentinel.hooks.loop import losses
+from sentinel.hooks.loop import patches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probe, Step
@@ -407,8 +407,8 @@ class Lacking:
 @pytest.mark.parametrize(
     ("owner", "name", "what"),
     [
-        (losses, "plain_loss", ""),  # the other way to it is tried at once
-        (losses, "loss_of", "losses"),
+        (patches, "plain_loss", ""),  # the other way to it is tried at once
+        (patches, "loss_of", "losses"),
         (EventRouter, "backward_ended", "backward ended"),
         (EventRouter, "gradients_clipped", "gradients clipped"),
         (monitor_module, "_number", "what is logged"),

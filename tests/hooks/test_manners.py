@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.loop import patches
-from sentinel.hooks.loop.loop_events import Listeners
+from sentinel.hooks.loop.patches import Listeners
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probes
 from sentinel.hooks.session import registry
@@ -29,7 +28,7 @@ from sentinel.hooks.transport import connection, records, sender
 from sentinel.runs.step_alignment import BATCH_SECONDS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
-from tests.hooks.sessions import find_session, list_sessions
+from tests.hooks.sessions import find_session, list_patches, list_sessions
 
 
 def loop(**options: Any) -> Loop:
@@ -110,7 +109,7 @@ def test_a_fault_in_attach_leaves_nothing_behind(swallowed: list[str], monkeypat
     monitor = sentinel.attach(watched.net, watched.optimizer)
     watched.run(2)
     assert "unmonitored" in monitor.state
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     assert not watched.net._forward_hooks
     assert not senders()
     assert len(swallowed) == 1
@@ -220,7 +219,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
     thread.join(20)
     assert not thread.is_alive()
     losses = [*losses, *watched.run(50)]
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     assert not thread.queue.records
     monitor.log(loss=1.0)
     monitor.detach()
@@ -253,7 +252,7 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     find_session(monitor).sender.join(20)
     watched.run(3)
     assert monitor.state.startswith("unmonitored")
-    assert patches.list_installed() == (), "nobody will read it: nothing is measured"
+    assert list_patches() == (), "nobody will read it: nothing is measured"
     assert capsys.readouterr().err.count("training goes on unmonitored") == 1
     daemon.wait(lambda: daemon.hung_up)
     assert len(daemon.of(wire.Hello)) == 1
@@ -283,7 +282,7 @@ def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture
     find_session(monitor).sender.join(20)
     watched.run(3)
     assert monitor.state == "refused: protocol 7 is wanted"
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     assert capsys.readouterr().err.count("protocol 7 is wanted") == 1
     assert len(daemon.of(wire.Hello)) == 1
 
@@ -406,7 +405,7 @@ def test_detach_removes_everything(daemon: FakeDaemon) -> None:
     second = sentinel.attach(other.net, other.optimizer)
     assert not any(getattr(owner, name) is was for (owner, name), was in zip(PLACES, before, strict=True))
     first.detach()
-    assert len(PLACES) <= len(patches.list_installed()) == len(set(patches.list_installed()))
+    assert len(PLACES) <= len(list_patches()) == len(set(list_patches()))
     second.detach()
     second.detach()
     assert [getattr(owner, name) for owner, name in PLACES] == before
@@ -476,7 +475,7 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
     assert daemon.ended_as(reason="detach", next_seq=3)
     session = list_sessions()[0]
     session.sender.join(20)
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
 
 
 def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -490,7 +489,7 @@ def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
             assert list(monitor.batches([1, 2])) == [1, 2]
         watched.run(2)
     assert monitor.state == "disabled by SENTINEL_DISABLED"
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     assert not senders()
     assert capsys.readouterr().err == ""
 

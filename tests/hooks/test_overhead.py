@@ -7,8 +7,8 @@ import torch
 
 import sentinel
 from bench.overhead import Switch
-from sentinel.hooks.loop import patches
 from tests.hooks.conftest import FakeDaemon
+from tests.hooks.sessions import list_patches
 
 
 class Small:
@@ -31,7 +31,7 @@ def test_a_bare_block_is_bare_and_what_follows_is_seen(daemon: FakeDaemon, swall
     for _ in range(3):
         loop.step()
     switch.off()
-    assert patches.list_installed() == ()
+    assert list_patches() == ()
     for _ in range(10):
         loop.step()
     switch.on()

@@ -12,11 +12,10 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.loop import patches
 from sentinel.hooks.transport import connection, heartbeat_writer
 from sentinel.node import paths
 from tests.hooks.loops import Loop, model
-from tests.hooks.sessions import find_session
+from tests.hooks.sessions import find_session, list_patches
 
 
 def recorded(path: Path) -> list[wire.FromRank]:
@@ -96,7 +95,7 @@ def test_a_record_ends_at_its_limit_with_a_message(
         while monitor.state != "unmonitored" and not monitor.state.startswith("unmonitored"):
             loop.run(20)
         loop.run(1)
-        assert patches.list_installed() == ()
+        assert list_patches() == ()
     assert record.stat().st_size <= 9000
     assert seqs(recorded(record))
     assert capsys.readouterr().err.count("has reached") == 1
