@@ -9,7 +9,7 @@ from torch import nn
 import sentinel
 from sentinel import wire
 from sentinel.hooks.core import governor
-from sentinel.hooks.measure.probes.outside import SPACING
+from sentinel.hooks.measure.probes.topology import OUTSIDE_SPACING
 from sentinel.hooks.torch_interop import discovery
 from sentinel.signals import OPENING_STEPS
 from tests.hooks.conftest import FakeDaemon
@@ -134,8 +134,10 @@ def test_looks_that_a_busy_machine_left_no_time_for_are_made_later(
     loop = Loop(net, sgd(net[3]))
     with sentinel.attach(net, loop.optimizer):
         loop.run(OPENING_STEPS + 60)
-    first = late // SPACING * SPACING + SPACING
-    assert counted(daemon) == dict.fromkeys(range(first + SPACING, first + 5 * SPACING, SPACING), 4.0)
+    first = late // OUTSIDE_SPACING * OUTSIDE_SPACING + OUTSIDE_SPACING
+    assert counted(daemon) == dict.fromkeys(
+        range(first + OUTSIDE_SPACING, first + 5 * OUTSIDE_SPACING, OUTSIDE_SPACING), 4.0
+    )
 
 
 def test_a_gradient_that_an_earlier_stage_left_is_no_gradient(daemon: FakeDaemon) -> None:

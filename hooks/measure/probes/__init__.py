@@ -7,8 +7,14 @@ from sentinel.hooks.measure.probes.accumulation import Bf16Accumulation, LossRed
 from sentinel.hooks.measure.probes.gradients import Fp16Underflow, GradientDepth, GradientNorm, LayerStatistics
 from sentinel.hooks.measure.probes.loop import LoopScalars, StepOutcome, StepTimes
 from sentinel.hooks.measure.probes.memory import MemoryProbe, StateSize
-from sentinel.hooks.measure.probes.outside import OutsideOptimizer
-from sentinel.hooks.measure.probes.topology import Communication, FrozenStatistics, LoaderLength, Structure, Wrapping
+from sentinel.hooks.measure.probes.topology import (
+    Communication,
+    FrozenStatistics,
+    LoaderLength,
+    OutsideOptimizer,
+    Structure,
+    Wrapping,
+)
 from sentinel.hooks.measure.probes.weights import (
     Checksums,
     LoraAdapters,
