@@ -132,6 +132,8 @@ BAD_CONFIGS = {
     "a huge number": (json.dumps({**LLAMA, "num_hidden_layers": 10**30}), "from 1 to"),
     "negative": (json.dumps({**LLAMA, "vocab_size": -1}), "vocab_size is -1"),
     "heads that do not divide": (json.dumps({**LLAMA, "num_attention_heads": 7}), "no multiple of the 7 heads"),
+    "an encoder with a decoder": (json.dumps({**LLAMA, "is_encoder_decoder": True}), "give a function that builds"),
+    "latent attention": (json.dumps({**LLAMA, "kv_lora_rank": 512}), "multi-head latent attention"),
     "bytes": ("\udcff\udcfe", "cannot be read"),
 }
 

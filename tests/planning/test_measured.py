@@ -94,6 +94,8 @@ class Trained(nn.Module):
         return loss
 
 
+FEW_KEYS = {"num_key_value_heads": 2, "use_cache": False}
+EXPERTS = {"intermediate_size": 512, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
 SIZES = {"num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 2000}
 
 
@@ -105,11 +107,14 @@ SIZES = {"num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 6, "
     [
         ("GPT2Config", "GPT2LMHeadModel", {}),
         ("BertConfig", "BertForMaskedLM", {"intermediate_size": 768}),
-        ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2, "intermediate_size": 512, "use_cache": False}),
-        ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 2, "intermediate_size": 512, "use_cache": False}),
+        ("LlamaConfig", "LlamaForCausalLM", {**FEW_KEYS, "intermediate_size": 512}),
+        ("Qwen2Config", "Qwen2ForCausalLM", {**FEW_KEYS, "intermediate_size": 512}),
         ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"intermediate_size": 768, "use_cache": False}),
+        ("MixtralConfig", "MixtralForCausalLM", {**FEW_KEYS, "intermediate_size": 384, "num_local_experts": 4}),
+        ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**FEW_KEYS, **EXPERTS, "head_dim": 32}),
+        ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**FEW_KEYS, **EXPERTS, "shared_expert_intermediate_size": 256}),
     ],
-    ids=["gpt2", "bert", "llama", "qwen2", "gpt_neox"],
+    ids=["gpt2", "bert", "llama", "qwen2", "gpt_neox", "mixtral", "qwen3_moe", "qwen2_moe"],
 )
 def test_a_config_needs_what_its_real_step_needs(
     config: str, model: str, sizes: dict[str, Any], checkpointing: bool, tmp_path: Path

@@ -24,10 +24,12 @@ _NAMES = {
     "feed_forward": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
+_UNKNOWN = {"is_encoder_decoder": "an encoder with a decoder", "kv_lora_rank": "multi-head latent attention"}
+"""Fields of models that `Transformer` does not describe."""
 _REQUIRED = ("layers", "hidden", "heads", "vocabulary")
 _LARGEST = 10**9
 
-_GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "deepseek_v3", "cohere"}
+_GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "cohere"}
 _LEARNED_POSITIONS = {"gpt2", "bert", "roberta", "opt", "distilbert", "electra", "gpt_bigcode", "camembert"}
 _UNTIED = {
     "llama",
@@ -38,7 +40,6 @@ _UNTIED = {
     "phi3",
     "gpt_neox",
     "olmo2",
-    "deepseek_v3",
     "gptj",
     "falcon",
 }
@@ -52,6 +53,9 @@ def read(path: Path) -> tuple[str, Transformer]:
     content = _content(path)
     if isinstance(content.get("text_config"), dict):  # a multimodal model: the text part is the large one
         content = {**content, **content["text_config"]}
+    for sign, what in _UNKNOWN.items():
+        if content.get(sign):
+            raise ConfigError(f"{path}: {what}, whose sizes are not known here; give a function that builds the model")
     sizes = {ours: _size(path, content, theirs) for ours, theirs in _NAMES.items()}
     missing = [_NAMES[ours][0] for ours in _REQUIRED if not sizes[ours]]
     if missing:
@@ -59,7 +63,8 @@ def read(path: Path) -> tuple[str, Transformer]:
     if not sizes["head_size"] and sizes["hidden"] % sizes["heads"]:
         raise ConfigError(f"{path}: hidden size {sizes['hidden']} is no multiple of the {sizes['heads']} heads")
     kind = str(content.get("model_type", ""))
-    return kind or path.stem, msgspec.convert({**sizes, **_manner(content, kind, sizes)}, Transformer)
+    known = {**sizes, **_mixture(path, content, sizes), **_manner(content, kind, sizes)}
+    return kind or path.stem, msgspec.convert(known, Transformer)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -78,13 +83,27 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _size(path: Path, content: dict[str, Any], theirs: tuple[str, ...]) -> int:
+def _mixture(path: Path, content: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes of a mixture of experts; empty for other models. `intermediate_size` is the width of an expert
+    only where the file gives the experts no width of their own. All layers are taken for mixtures: a few may be
+    dense."""
+    if not sizes["experts"]:
+        return {}
+    width = _size(path, content, ("moe_intermediate_size",)) or sizes["feed_forward"]
+    chosen = _size(path, content, ("num_experts_per_tok",)) or 1
+    shared = _size(path, content, ("n_shared_experts",), least=0)
+    if width and not shared:  # or one that is as wide as several
+        shared = round(_size(path, content, ("shared_expert_intermediate_size",), least=0) / width)
+    return {"feed_forward": width, "experts": sizes["experts"] + shared, "experts_per_token": chosen + shared}
+
+
+def _size(path: Path, content: dict[str, Any], theirs: tuple[str, ...], least: int = 1) -> int:
     name = next((name for name in theirs if content.get(name) is not None), "")
     if not name:
         return 0
     value = content[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST:
-        raise ConfigError(f"{path}: {name} is {value!r:.40}: it must be a whole number from 1 to {_LARGEST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise ConfigError(f"{path}: {name} is {value!r:.40}: it must be a whole number from {least} to {_LARGEST}")
     return value
 
 

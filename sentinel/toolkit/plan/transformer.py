@@ -49,7 +49,9 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     head_dense: bool = False
     """Whether there is a dense layer, GELU and norm before the head, as in BERT."""
     experts: int = 0
-    """Feed-forwards of a mixture; 0: one. Activations are counted as if each token went to one expert."""
+    """Feed-forwards of a mixture, those that are shared included; 0: one, which is no mixture."""
+    experts_per_token: int = 1
+    """Feed-forwards that each token goes through."""
 
     @property
     def queries(self) -> int:
@@ -103,10 +105,13 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         h, q, k, f, s = self.hidden, self.queries, self.keys, self.inner, sequence
         wide = max(e, 4)
         norm = (wide + (e if e < 4 else 0)) * h + (e * h if e == 4 else 0) if self.rms else e * h
-        inputs = 2 * e * h  # of the query/key/value and of the first feed-forward matrix
+        chosen = self.experts_per_token
+        inputs = e * h * (1 + chosen)  # of the query/key/value and of the first feed-forward matrix
+        if self.experts:
+            inputs += e * h * chosen  # what the experts give, which is weighted
         attention: float = e * (q + 2 * k) + e * q
         attention += self._scores(s, e)
-        feed = e * f * (4 if self.gated else 5 if self.elementary_gelu else 2)
+        feed = e * f * (4 if self.gated else 5 if self.elementary_gelu else 2) * chosen
         masks = 2 * h * (e if self.on_cpu else 1) if self.dropout else 0
         return float(s * (2 * norm + inputs + attention + feed + masks))
 
@@ -127,7 +132,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     def _working(self, sequence: int, e: int) -> float:
         """Return the bytes of the activations' gradients that one block's backward holds at once."""
-        widest = self.inner * (3 if self.gated else 2)
+        widest = self.inner * (3 if self.gated else 2) * self.experts_per_token
         scores = 0 if self.fused_attention and not (self.on_cpu and self.dropout) else 2 * self.heads * sequence
         return float(sequence * e * (self.hidden * 2 + max(widest, self.queries * 3, scores)))
 
