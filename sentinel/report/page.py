@@ -99,7 +99,7 @@ def summary(reports: Sequence[Report]) -> str:
     """Return the summary table, with a column per run."""
     rows: list[tuple[str, list[str]]] = [
         ("id", [report.run_id for report in reports]),
-        ("began", [format_moment(report.began) for report in reports]),
+        ("began", [_format_time(report.began) for report in reports]),
         ("lasted", [format_duration(report.seconds) for report in reports]),
         ("steps", [f"{report.first:,} to {report.last:,}" for report in reports]),
         ("attempts", [str(report.attempts) for report in reports]),
@@ -258,8 +258,13 @@ def _describe_time(case: Mapping[str, Any]) -> str:
         return ""
     over = resolved if resolved is not None else time.time() if case["state"] == "firing" else None
     if over is None:
-        return format_moment(fired)
-    return f"{format_moment(fired)}, {'for' if resolved is not None else 'open for'} {format_duration(over - fired)}"
+        return _format_time(fired)
+    return f"{_format_time(fired)}, {'for' if resolved is not None else 'open for'} {format_duration(over - fired)}"
+
+
+def _format_time(when: float) -> str:
+    """Return date and time of day with the time zone: a report is read elsewhere, and a page through a tunnel."""
+    return format_moment(when) + (time.strftime(" %Z", time.localtime(when)) if when else "")
 
 
 def layers(report: Report) -> str:

@@ -15,7 +15,7 @@ from sentinel.report.outcomes import list_severities
 from sentinel.report.page import GOODPUT, TITLES, format_number, is_shown, list_values
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
-from sentinel.text import UNRESOLVED, format_count, format_duration, format_moment, name_ranks
+from sentinel.text import UNRESOLVED, format_count, format_duration, name_ranks
 
 _OPEN = ("firing", UNRESOLVED)
 _RECENT = 20
@@ -73,9 +73,9 @@ def _describe_state(report: Report, ranks: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def _format_end(report: Report) -> str:
-    """Return the time of day of a run's end; with the date if it was another day."""
-    end = datetime.datetime.fromtimestamp(report.began + report.seconds)
-    return f"{end:%H:%M:%S}" if end.date() == datetime.date.today() else format_moment(end.timestamp())
+    """Return the time of day of a run's end, with the time zone; with the date if it was another day."""
+    end = datetime.datetime.fromtimestamp(report.began + report.seconds).astimezone()
+    return end.strftime("%H:%M:%S %Z" if end.date() == datetime.date.today() else "%Y-%m-%d %H:%M:%S %Z")
 
 
 def _find_loss(report: Report, status: Mapping[str, Any]) -> float | None:

@@ -52,6 +52,19 @@ def test_the_header_says_whether_the_run_goes_on(ranks: tuple[dict[str, Any], ..
     assert words in said(run(), *ranks)
 
 
+def test_times_have_their_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser may be in another one, and its reader."""
+    monkeypatch.setenv("TZ", "IST-5:30")
+    time.tzset()
+    try:
+        assert re.search(r"ended at (\S+ )?\d\d:\d\d:\d\d IST", said(run(), rank(0, "gone")))
+        assert re.search(r"<th>began</th><td>[^<]* IST<", summary([run()]))
+        assert "2001-09-09 07:16:40 IST" in incidents(run(case(1, 100)), False)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_the_header_has_the_current_figures() -> None:
     text = " ".join(said(run(), rank(0, "live")).split())
     for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 1 min 5 s", "No incident is open."):
@@ -126,7 +139,7 @@ def test_incidents_come_newest_first_with_their_time_and_their_consequences_insi
     assert places == sorted(places)
     assert text.index("1 consequence") < places[2]
     assert text.count("</article>", 0, places[2]) == 1  # the second is inside the first
-    assert f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, for 1 min 12 s" in text
+    assert f"{time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(began))}, for 1 min 12 s" in text
     assert "open for 1" in text
 
 
