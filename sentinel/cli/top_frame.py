@@ -226,9 +226,10 @@ def _job(job: Mapping[str, Any], width: int) -> list[TopLine]:
 
 
 def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> list[TopLine]:
-    """Return lines of the incidents, the newest last, open ones marked."""
+    """Return lines of the incidents: open ones last, and marked; of those that are over, as many as there is room."""
     if not cases:
         return []
+    cases = sorted(cases, key=lambda case: case["state"] == "firing")
     rows, left = list[list[TopLine]](), max(1, room - 2)
     columns = zip(*((case["alert"], str(case["step"]), in_words(case["state"])) for case in cases), strict=True)
     wide = [max(map(len, column)) for column in columns]

@@ -65,6 +65,13 @@ def test_the_picture_fits_any_terminal(width: int, height: int) -> None:
     assert max(map(len, lines)) <= width
 
 
+def test_an_open_incident_is_shown_however_many_came_after_it() -> None:
+    over = [case(alert="SlowStep", state="resolved") for _ in range(50)]
+    said = text([run()], [case(), *over])
+    assert "1 incident open" in said
+    assert said.splitlines()[-1].startswith("! LossSpike")
+
+
 def test_a_rank_that_is_not_live_is_named() -> None:
     stalled = rank(3, "silent", stall={"seconds": 42.0})
     said = text([run(ranks=[rank(0), rank(1), rank(2), stalled])], [])
