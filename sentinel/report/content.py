@@ -150,7 +150,9 @@ def measure_goodput(
 
 def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, ...]]]:
     """Return titles and signals of the charts of logged numbers, in the order in which they were first logged."""
-    return [(name, (name,)) for name in dict.fromkeys(names) if name not in SIGNALS][:_LOGGED]
+    titles = {title for title, _ in SHOWN}  # a chart is found by its title
+    logged = [name for name in dict.fromkeys(names) if name not in SIGNALS][:_LOGGED]
+    return [(f"{name} (logged)" if name in titles else name, (name,)) for name in logged]
 
 
 def find_unit(signal: str) -> str:

@@ -40,16 +40,13 @@ def grid(span: tuple[float, float], marks: Sequence[Mark], bands: Sequence[Band]
         "span": span,
         "marks": [
             {
-                "step": m.step,
-                "label": m.label,
-                "severity": spell_controls(m.severity),
-                "title": spell_controls(m.title),
-                "linked": m.linked,
+                "step": m.step, "label": m.label, "severity": spell_controls(m.severity),
+                "title": spell_controls(m.title), "linked": m.linked,
             }
             for m in sorted(marks, key=lambda mark: mark.step)
         ],
         "bands": [[band.first, band.last] for band in bands],
-    }
+    }  # fmt: skip
     return f'data-grid="{_attribute(content)}"'
 
 

@@ -15,6 +15,8 @@ from sentinel.report.run_header import run_header
 from sentinel.runs import RANK_MARKS
 from sentinel.text import describe_node_state, format_count, name_ranks
 
+_ROWS = 400
+"""Most rows of the table of rules: those that need attention come first."""
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States in which each entity has a row of its own."""
 
@@ -117,11 +119,13 @@ def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
     cells = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(_entities(several))}</td><td>{escape(several[0]['state'])}</td>"
         f"<td>{escape(_values(several))}</td></tr>"
-        for (_, name, _, _), several in sorted(alike.items(), key=lambda one: one[0][:2])[:400]
+        for (_, name, _, _), several in sorted(alike.items(), key=lambda one: one[0][:2])[:_ROWS]
     )
+    hidden = len(alike) - _ROWS
+    rest = f"<p>And {hidden:,} more rows: <code>sentinel rules status</code></p>" if hidden > 0 else ""
     head = "<tr><th>rule</th><th>of</th><th>state</th><th>numbers</th></tr>"
     reload = '<button type="button" id="reload">Read the rule files again</button>'
-    return f"<h2>Rules</h2>{reload}<table class='names'><thead>{head}</thead>{cells}</table>"
+    return f"<h2>Rules</h2>{reload}<table class='names'><thead>{head}</thead>{cells}</table>{rest}"
 
 
 def _entities(rules: Sequence[Mapping[str, Any]]) -> str:

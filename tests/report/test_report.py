@@ -83,6 +83,16 @@ def test_a_run_that_was_resumed_from_further_back_stands_where_it_came_to(tmp_pa
     assert "step 59" in " ".join(said.split())
 
 
+def test_a_logged_number_named_as_a_chart_has_a_chart_of_its_own(tmp_path: Path) -> None:
+    store = Store(tmp_path / "gpt.sqlite", run="gpt", run_id="gpt")
+    store.records.begin_attempt(0, msgspec.msgpack.encode({}))
+    values = {"loss": 1.0, "rss_bytes": 2e9, "memory": 3.0}
+    store.records.add_step(0, RunStep(0, 1e9, {0: values}, values))
+    store.close()
+    text = written(tmp_path / "r.html", tmp_path / "gpt.sqlite")
+    assert re.findall(r'aria-label="([^"]*) over steps', text) == ["loss", "memory", "memory (logged)"]
+
+
 def test_how_a_run_ended_is_said_as_in_the_list_of_runs(tmp_path: Path) -> None:
     kept = history(tmp_path / "gpt.sqlite")  # it lacks the end
     header = StoredRuns(kept).live("gpt")().partition("</header>")[0]

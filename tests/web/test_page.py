@@ -125,6 +125,21 @@ def test_layers_in_the_same_state_are_one_row_of_the_rules() -> None:
     ]  # fmt: skip
 
 
+def test_rules_that_are_left_out_of_the_table_are_counted() -> None:
+    rules = [
+        {"rule": "DeadLayer", "entity": ("layer", f"{n}"), "state": "firing", "lacking": [], "values": {}}
+        for n in range(412)
+    ]
+    status = {"step": 1, "ranks": [], "rules": rules, "rollback": {"armed": False}}
+    content = Report(
+        run="gpt", run_id="gpt", attempts=1, began=0, seconds=1, first=0, last=1, facts={}, panels=(), incidents=(),
+        rollbacks=(), heat=None, ranks=(), devices=(), final_loss=1.0,
+    )  # fmt: skip
+    said = fragment(content, status)
+    assert said.count("<td>DeadLayer</td>") == 400
+    assert "And 12 more rows: <code>sentinel rules status</code>" in said
+
+
 def test_a_node_of_a_job_is_a_row_with_its_ranks_and_the_incidents_that_it_was_in() -> None:
     node = {"node": 1, "hostname": "host1", "state": "alive", "silent_seconds": 0.0, "step": 1234,
             "ranks": {"8": 1234, "9": 1233, "10": 1234}}  # fmt: skip
