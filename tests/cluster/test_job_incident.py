@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sentinel.cluster.protocol.job_incident import CASES, DONE, JobIncidents, Page
+from sentinel.cluster.protocol.job_incident import CASES, DONE, ENDED_CASES, JobIncidents, Page
 from sentinel.cluster.protocol.messages import NodeCase
 from sentinel.diagnose.case import CaseMember
 from tests.cluster.simulation import make_case
+from tests.engine.test_cost import count_lines
 
 
 def test_a_consequence_on_a_node_is_one_in_the_job() -> None:
@@ -145,3 +146,33 @@ def test_a_page_keeps_its_severity_though_the_case_that_was_so_severe_is_not_han
         incidents.add_page(page)
     (told,) = incidents.take_changes()
     assert (told.id, told.severity) == ("n0-0.1", "critical")
+
+
+def test_an_alert_costs_no_more_where_those_before_it_were_on_many_nodes() -> None:
+    def count_lines_of_an_alert(nodes: int) -> float:
+        incidents = JobIncidents()
+        for number in range(1, 31):
+            add_ended(incidents, number, nodes)
+        incidents.take_changes()
+        return count_lines(lambda: add_ended(incidents, 31, 1))
+
+    assert count_lines_of_an_alert(64) < 1.5 * count_lines_of_an_alert(4)
+
+
+def test_incidents_of_all_nodes_that_are_over_take_bounded_memory() -> None:
+    incidents, nodes, number = JobIncidents(), 64, 0
+    for number in range(1, ENDED_CASES // nodes + 10):
+        add_ended(incidents, number, nodes)
+        incidents.take_changes()
+    assert sum(len(incident.cases) for incident in incidents) <= ENDED_CASES + nodes
+    assert incidents.list_views()[-1].case.id == f"n0-0.{number}"
+
+
+def add_ended(incidents: JobIncidents, number: int, nodes: int) -> None:
+    """Add an incident that fired on each node, and is over."""
+    case = msgspec.structs.replace(
+        make_case(number, "LossSpike", 1000 * number), problem="training", problem_id=f"0.{number}"
+    )
+    over = msgspec.structs.replace(case, state="resolved", resolved_step=case.step + 5, resolved_time=case.time + 5.0)
+    for node in range(nodes):
+        incidents.add(node, NodeCase(number=number, case=over))

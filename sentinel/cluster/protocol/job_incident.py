@@ -17,8 +17,9 @@ from sentinel.diagnose.evidence import SURENESS, Finding
 from sentinel.diagnose.explanations import is_explained_over_nodes
 from sentinel.text import name_nodes
 
-ENDED = 1000
-"""The most ended incidents that are remembered, so that a late case finds its incident."""
+ENDED, ENDED_CASES = 1000, 8192
+"""The most ended incidents that are remembered, so that a late case finds its incident, and the most cases of them: a
+job-wide alert has one on each node, of up to 10 kB."""
 MEMBERS = 1000
 CASES, DONE = 256, 64
 """The most ended cases of an incident, and sentences of what was done: an alert that always fires on some node is one
@@ -52,11 +53,29 @@ class JobIncident:
         """Severity in which people know it from an earlier coordinator."""
         self.joined = self.joined_problem = ""
         """Ids of the incident of another node of which it is a consequence, and of that incident's problem."""
+        self._firing = set[tuple[int, str]]()
+        """Those of `cases` that fire."""
+        self._first, self._last = math.inf, -math.inf
+        """The first step of all its cases so far, and the last of those that ended."""
+        self._merged: Case | None = None
+        """Its cases as one, without what `combine` adds; None: not made since the last of them changed."""
 
     @property
     def firing(self) -> bool:
         """Whether it fires on any node."""
-        return any(case.state == "firing" for case in self.cases.values())
+        return bool(self._firing)
+
+    def put(self, node: int, case: Case) -> None:
+        """Take a node's case as it is now."""
+        first, last = _stretch(case)
+        self.cases[node, case.id], self._merged = case, None
+        self._first = min(self._first, first)
+        if case.state == "firing":
+            self._firing.add((node, case.id))
+        else:
+            self._firing.discard((node, case.id))
+            self._last = max(self._last, last)
+        self._forget_ended()
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -66,12 +85,14 @@ class JobIncident:
     def overlaps(self, case: Case) -> bool:
         """Whether a case of the same attempt and alert belongs to it."""
         first, last = _stretch(case)
+        if last < self._first or (first > self._last and not self._firing):  # as with nearly all that are over
+            return False
         return any(first <= end and begin <= last for begin, end in map(_stretch, self.cases.values()))
 
-    def forget_ended(self) -> None:
+    def _forget_ended(self) -> None:
         """Drop all ended cases but the newest `CASES`, and the first one: the incident has its parent and problem."""
-        if len(self.cases) > CASES:
-            ended = [key for key, case in list(self.cases.items())[1:] if case.state != "firing"]
+        if len(self.cases) - len(self._firing) > CASES:
+            ended = [key for key in list(self.cases)[1:] if key not in self._firing]
             for key in ended[:-CASES]:
                 del self.cases[key]
 
@@ -81,10 +102,20 @@ class JobIncident:
 
     def combine(self) -> Case:
         """Return the incident as one case, in the words of the node with the surest diagnosis, the first of several."""
+        if self._merged is None:
+            self._merged = self._merge()
+        found = self.verdict or self._merged.diagnosis
+        return msgspec.structs.replace(
+            self._merged,
+            id=self.id,
+            severity=max(self.severity, self._merged.severity, key=_urgency),
+            diagnosis=msgspec.structs.replace(found, remedy=found.remedy or self._merged.diagnosis.remedy),
+        )
+
+    def _merge(self) -> Case:
         cases = sorted(self.cases.items(), key=lambda item: (item[1].first_step, item[0]))
         every = [case for _, case in cases]
         (source, _), best = max(cases, key=lambda item: SURENESS[item[1].diagnosis.confidence])
-        verdict = self.verdict or best.diagnosis
         every_member = [
             member if c.of_job else msgspec.structs.replace(member, node=str(node))
             for (node, _), c in cases
@@ -103,8 +134,7 @@ class JobIncident:
             where = f"node {source}; the same on {name_nodes(others)}"
         return msgspec.structs.replace(
             best,
-            id=self.id,
-            severity=max((self.severity, *(case.severity for case in every)), key=_urgency),
+            severity=max((case.severity for case in every), key=_urgency),
             state="firing" if firing else "rolled_back" if undone else "resolved",
             first_step=every[0].first_step,
             first_seq=min(case.first_seq for case in every),
@@ -115,7 +145,6 @@ class JobIncident:
             leaves=last.leaves if not firing else "",
             members=tuple(members.values())[:MEMBERS],
             summary=f"{best.summary} ({where})",
-            diagnosis=msgspec.structs.replace(verdict, remedy=verdict.remedy or best.diagnosis.remedy),
             done=tuple(dict.fromkeys(text for case in every for text in case.done))[-DONE:],
             silenced="",
             told=True,
@@ -164,8 +193,7 @@ class JobIncidents:
         fired, known = incident.firing, incident.cases.get((node, case.id))
         if known == case:
             return
-        incident.cases[node, case.id] = case
-        incident.forget_ended()
+        incident.put(node, case)
         over = known is None and not fired and case.state != "firing"
         if not (over and (given.paged or incident.told)):  # else people know it from the node, or from other cases
             incident.told = True
@@ -206,7 +234,7 @@ class JobIncidents:
             for (where, identity), case in list(incident.cases.items()):
                 if where == node and case.state == "firing" and identity not in known:
                     over = msgspec.structs.replace(case, state="resolved", done=(*case.done, f"over: {why}"))
-                    incident.cases[where, identity] = over
+                    incident.put(where, over)
                     self._changed[incident.id] = None
 
     def close_pages(self, heard: Collection[int]) -> list[Case]:
@@ -296,7 +324,7 @@ class JobIncidents:
 
     def _find(self, node: int, identity: str) -> JobIncident | None:
         """Return the job's incident that has a node's case; None: none has."""
-        return next((incident for incident in self if (node, identity) in incident.cases), None)
+        return next((incident for incident in self if (node, identity) in incident.cases), None) if identity else None
 
     def _find_incident(self, node: int, given: NodeCase) -> JobIncident | None:
         case = given.case
@@ -320,10 +348,14 @@ class JobIncidents:
         return next((page.id for page in same if page.first_step <= last), "")
 
     def _forget(self) -> None:
-        ended = [identity for identity, incident in self._incidents.items() if not incident.firing]
-        for identity in ended[: max(len(ended) - ENDED, 0)]:
-            if identity not in self._changed:
-                del self._incidents[identity]
+        ended = [incident for incident in self if not incident.firing]
+        count, cases = len(ended), sum(len(incident.cases) for incident in ended)
+        for incident in ended:
+            if count <= ENDED and cases <= ENDED_CASES:
+                break
+            count, cases = count - 1, cases - len(incident.cases)
+            if incident.id not in self._changed:
+                del self._incidents[incident.id]
 
 
 class CauseFinder(Protocol):
