@@ -400,6 +400,11 @@ def test_signs_on_one_node_withhold_the_snapshots_of_all() -> None:
     assert one.relay.withhold([]) == ()
     job.exchange()
     assert zero.relay.withhold([]) == ()
+    one.relay.withhold(["LossSpike"])
+    job.exchange()
+    assert zero.relay.withhold([]) == ("node 1",)
+    job.exchange(silent=SILENT)
+    assert zero.relay.withhold([]) == (), "node 1 may be silent for hours"
 
 
 def test_an_order_of_another_attempt_is_not_passed_on() -> None:

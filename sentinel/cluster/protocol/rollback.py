@@ -99,8 +99,10 @@ class JobRanks(RankSet):
 
     @property
     def withholding(self) -> tuple[int, ...]:
-        """The nodes that see signs for which no snapshot may be taken."""
-        return tuple(node for node, report in sorted(self.reports.items()) if report.withholds)
+        """The nodes that see signs for which no snapshot may be taken. What a node saw before it fell silent does not
+        count: it may be silent for hours."""
+        seen = (node for node, report in sorted(self.reports.items()) if report.withholds)
+        return tuple(node for node in seen if not self._silent[node])
 
     def step_seconds(self) -> float:
         """Return the seconds of a step on the slowest node."""
