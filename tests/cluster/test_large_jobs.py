@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.cluster.protocol.messages import MOST_NODES, Beat, NodeState, Pulse, decode, encode
+from sentinel.cluster.protocol.messages import (
+    MOST_NODES,
+    Beat,
+    CaseWords,
+    NodeState,
+    Pulse,
+    RollbackOrder,
+    decode,
+    encode,
+)
 from sentinel.errors import ProtocolError
 
 NODES = tuple(
@@ -18,6 +27,15 @@ NODES = tuple(
 
 def test_a_beat_has_room_for_all_nodes_of_the_largest_job() -> None:
     beat = Beat(epoch=1, expected=MOST_NODES, nodes=NODES, digested={str(one.node): 1_000_000 for one in NODES})
+    assert decode(encode(beat), Beat) == beat
+
+
+def test_a_beat_has_room_for_the_words_about_an_alert_that_asks_for_a_rollback_on_all_nodes() -> None:
+    words = tuple(
+        CaseWords(node=node, case=f"0.{number}", done=("rolling back to step 1000000",), over=False, stops=False)
+        for node in range(MOST_NODES) for number in (11, 12)
+    )  # fmt: skip
+    beat = Beat(epoch=1, expected=MOST_NODES, nodes=NODES, rollback=RollbackOrder(attempt=1, words=words))
     assert decode(encode(beat), Beat) == beat
 
 

@@ -407,6 +407,15 @@ def test_signs_on_one_node_withhold_the_snapshots_of_all() -> None:
     assert zero.relay.withhold([]) == (), "node 1 may be silent for hours"
 
 
+def test_a_case_that_names_all_parameters_of_a_model_asks_as_any_other() -> None:
+    job = Job()
+    broken = job.nodes[0].break_down()
+    names = tuple(f"model.layers.{number // 384}.mlp.experts.{number % 384}.weight" for number in range(20_000))
+    broken.diagnosis = msgspec.structs.replace(broken.diagnosis, layers=names)
+    job.exchange()
+    assert job.told(wire.Prepare)
+
+
 def test_an_order_of_another_attempt_is_not_passed_on() -> None:
     node = Node(0)
     node.relay.take_order(RollbackOrder(attempt=1, message=wire.Prepare(id=1, at=300, to=100)), 0.0)

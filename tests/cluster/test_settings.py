@@ -5,9 +5,11 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sentinel.cluster.protocol.messages import MESSAGE_BYTES, Events, Pulse, decode, encode, trim_case
+from sentinel.cluster.protocol.node import Node
 from sentinel.config.cluster import Meeting
 from sentinel.config.settings import ClusterSettings, parse_settings
 from sentinel.errors import ConfigError, ProtocolError
@@ -112,3 +114,16 @@ def test_a_large_case_is_trimmed_and_the_case_of_the_node_stays_whole() -> None:
     case.stacks = {str(rank): "x" * 32768 for rank in range(8)}
     assert len(encode(Events(node=1, incarnation=1, after=0, upto=1))) + len(str(trim_case(case))) < 4096
     assert len(case.stacks) == 8
+
+
+@pytest.mark.parametrize("part", ["layers", "evidence", "missing"])
+def test_a_case_with_a_large_diagnosis_keeps_no_later_one_from_the_coordinator(part: str) -> None:
+    """A mixture of experts has tens of thousands of parameters; a node that is cut off names all others."""
+    node, case = Node(1, 1, 0.0), make_case(1, "UnusedParameters", 5)
+    lines = tuple(f"model.layers.{number // 384}.mlp.experts.{number % 384}.weight" for number in range(20_000))
+    case.diagnosis = msgspec.structs.replace(case.diagnosis, cause="no gradient", **{part: lines})
+    for one in (case, make_case(2, "LossSpike", 9)):
+        node.record(one)
+    first, second = decode(encode(node.list_events(0)), Events).cases
+    assert first.case.diagnosis.cause == "no gradient"
+    assert second.case.alert == "LossSpike"

@@ -20,6 +20,8 @@ MESSAGE_BYTES = 256 * 1024
 CASE_BYTES = 48 * 1024
 """The most bytes of one case, without its large parts: stacks and the like stay on their node."""
 SHOWN_MEMBERS = 64
+LINES = 16
+"""The most lines of evidence, and of what is missing, in the diagnosis of a case that is too large."""
 TEXT = 4096
 WORDS = 1000
 """The most characters of a sentence in a field that is a `Name`, which has room for 1,024."""
@@ -32,6 +34,8 @@ _Number = Annotated[str, msgspec.Meta(max_length=8)]
 """The number of a rank, as a key."""
 _CASES = msgspec.Meta(max_length=1024)
 _NODES = msgspec.Meta(max_length=MOST_NODES)
+_CASES_OF_NODES = msgspec.Meta(max_length=4 * MOST_NODES)
+"""An alert about the loss fires on all nodes, and others may fire beside it."""
 _SNAPSHOTS = msgspec.Meta(max_length=64)
 
 
@@ -113,7 +117,7 @@ class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The alert that is the reason."""
     sign: Integer = -1
     """The first step that showed the reason."""
-    words: Annotated[tuple[CaseWords, ...], _CASES] = ()
+    words: Annotated[tuple[CaseWords, ...], _CASES_OF_NODES] = ()
     withholding: Annotated[tuple[Ordinal, ...], _NODES] = ()
     """Nodes that see signs for which no rank may take a snapshot."""
     on_all: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
@@ -279,19 +283,25 @@ def decode(payload: bytes, kind: type[Sent]) -> Sent:
 
 
 def trim_case(case: Case) -> Case:
-    """Return a copy that fits into `CASE_BYTES`: without stacks and the like; if need be, without signs and layers."""
+    """Return a copy that fits into `CASE_BYTES`: without stacks and the like; if need be, without signs and layers, and
+    with less of the diagnosis. That may name all parameters of a model, or have a line for each node."""
     large: dict[str, Any] = {"stacks": {}, "census": {}, "out_of_memory": {}, "moments": {}, "provenance": {}}
     small = msgspec.structs.replace(
         case, members=case.members[:SHOWN_MEMBERS], summary=case.summary[:TEXT],
         done=tuple(text[:TEXT] for text in case.done[-4:]), **large,
     )  # fmt: skip
     if len(msgspec.msgpack.encode(small)) > CASE_BYTES:
-        small = msgspec.structs.replace(small, signs=(), layers=(), members=small.members[:4])
+        found = small.diagnosis
+        found = msgspec.structs.replace(
+            found, layers=(), missing=found.missing[:LINES], evidence=found.evidence[:LINES]
+        )
+        small = msgspec.structs.replace(small, signs=(), layers=(), members=small.members[:4], diagnosis=found)
     return small
 
 
 def shorten_case(case: Case) -> Case:
     """Return a copy with only what a rollback's decision needs."""
     return msgspec.structs.replace(
-        trim_case(case), members=(), signs=(), layers=(), done=(), summary=case.summary[:500]
-    )
+        trim_case(case), members=(), signs=(), layers=(), done=(), summary=case.summary[:500],
+        diagnosis=msgspec.structs.replace(case.diagnosis, layers=(), missing=(), evidence=()),
+    )  # fmt: skip
