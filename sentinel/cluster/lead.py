@@ -133,7 +133,8 @@ class Lead:
             self.judge.tick(now)
         self.tell(now)
         states, nodes = self.coordinator.list_nodes(now), self.coordinator.expected
-        if "met" not in self._said and sum(state.state == "alive" for state in states) == nodes:
+        heard = self.coordinator.nodes
+        if "met" not in self._said and sum(one.state == "alive" and one.node in heard for one in states) == nodes:
             self._said.add("met")
             self._say(f"all {nodes} nodes of the job have met")
         for line in self._silences.describe_changes(states):
@@ -180,8 +181,9 @@ class Lead:
         if self._rollbacks is None or self._rollbacks.attempt != number:
             self._rollbacks = JobRollbacks(number, self._find_identity(), nodes, relay.done, relay.agreed_stop_reason)
         job = self._rollbacks
-        for known in self.coordinator.nodes.values():
-            job.take_node(known.state(now), known.pulse.rollback, now)
+        for state in self.coordinator.list_nodes(now):
+            known = self.coordinator.nodes.get(state.node)
+            job.take_node(state, known.pulse.rollback if known is not None else None, now)
         job.advance(now)
         if job.armed and (key := f"armed {number}") not in self._said:
             self._said.add(key)

@@ -312,11 +312,12 @@ class Membership:
             self._leave_role()
         elif self._lead is None and self._session is not None and self._node.election.is_due(now):
             epoch = next_epoch(self._node.election.epoch, self.node, _read_clock())
-            beat = self._node.beat
+            beat = self._node.recall_beat(now)
             pages = restore_pages(beat.incidents, self._run.name, self._run.run_id) if beat is not None else []
             members, count = self._node.members, count_nodes(self._first_identity)
             blame = restore_blame(beat) if beat is not None else None
-            coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame)
+            earlier = beat.nodes if beat is not None else ()
+            coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame, earlier)
             self._lead = Lead(
                 self._run, self._notifier, lambda: self._identity, coordinator, self._begin_judging,
                 self._orders.find_relay, self._say, self._said, self.cause_finder, self.recorder,

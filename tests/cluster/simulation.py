@@ -457,14 +457,14 @@ class Simulation:
         self.carry_out(node.number, daemon.find_order(now))
 
     def take_role(self, node: NodeMachine, daemon: Node) -> None:
-        pages = restore_pages(daemon.beat.incidents if daemon.beat else (), "r", "r")
+        beat = daemon.recall_beat(node.clock(self.now))
+        pages = restore_pages(beat.incidents if beat else (), "r", "r")
         epoch = next_epoch(daemon.election.epoch, node.number, int(1000 * (self.now + 1)))
-        node.lead = LeadMachine(
-            Coordinator(
-                node.number, daemon.members.count(self.expected), epoch, node.clock(self.now), pages, daemon.members
-            ),
-            self.expected,
-        )
+        coordinator = Coordinator(
+            node.number, daemon.members.count(self.expected), epoch, node.clock(self.now), pages, daemon.members,
+            earlier=beat.nodes if beat else (),
+        )  # fmt: skip
+        node.lead = LeadMachine(coordinator, self.expected)
         node.lead.steps.take_own(node.sender.list_unconfirmed(), self.now)
 
     def leave_role(self, node: NodeMachine, daemon: Node) -> None:

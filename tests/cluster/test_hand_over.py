@@ -18,10 +18,11 @@ from sentinel.cluster.own_pages import OwnPages, own_name
 from sentinel.cluster.protocol.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.protocol.election import LEASE_SECONDS, next_epoch
 from sentinel.cluster.protocol.job_incident import JobIncident, JobIncidents
-from sentinel.cluster.protocol.messages import Pulse
+from sentinel.cluster.protocol.messages import Events, NodeCase, Pulse
 from sentinel.cluster.protocol.node import ALONE_SECONDS, Node
 from sentinel.config.settings import SEVERITIES
 from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Finding
 from sentinel.notify import Message, Route
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.notifier import Notifier
@@ -322,3 +323,36 @@ def test_a_page_that_became_a_problem_of_its_own_is_handed_over_as_firing() -> N
         await made.close()
 
     asyncio.run(scenario())
+
+
+def test_a_node_that_dies_as_the_coordinator_is_described_by_the_next_one() -> None:
+    """Its ranks are those that all others wait for, and that a cause must name."""
+    epoch, heard = next_epoch(0, 1), 100.0
+    former = Coordinator(0, 3, next_epoch(0, 0), 0.0)
+    for number in range(3):
+        ranks = {str(number): 40}
+        pulse = Pulse(node=number, incarnation=1, hostname=f"host{number}", attempt=0, step=40, ranks=ranks)
+        former.take_pulse(pulse, heard)
+    node = Node(1, 1, heard - LEASE_SECONDS)
+    node.take_beat(former.make_beat(heard), heard)
+    beat = node.recall_beat(heard + 9.0)
+    assert beat is not None
+    coordinator = Coordinator(1, 3, epoch, heard + 9.0, earlier=beat.nodes)
+    now = heard + 12.0
+    for number in (1, 2):
+        pulse = Pulse(node=number, incarnation=1, hostname=f"host{number}", attempt=0, step=41, epoch=epoch, stamp=now)
+        coordinator.take_pulse(pulse, now)
+    states = coordinator.list_nodes(now)
+    assert [(one.node, one.state, one.silent_seconds) for one in states] == [
+        (0, "silent", 12.0), (1, "alive", 0.0), (2, "alive", 0.0),
+    ]  # fmt: skip
+    assert states[0].ranks == {"0": 40}
+    assert coordinator.name_missing(now).startswith("node 0 (host0: silent for 12 s), ")
+    hang = msgspec.structs.replace(make_case(1, "Hang", 40), diagnosis=Finding("rank 0 stands", "high", ranks=(0,)))
+    for number in (1, 2):
+        given = (NodeCase(number=1, case=hang),) if number == 1 else ()
+        coordinator.take_events(Events(node=number, incarnation=1, after=0, upto=len(given), cases=given))
+    coordinator.take_changes(now, leaving=True)
+    assert coordinator.make_beat(now).blame == {"0": 1}
+    coordinator.take_pulse(Pulse(node=0, incarnation=2, hostname="host0", attempt=0, step=42), now)
+    assert [one.state for one in coordinator.list_nodes(now)] == ["alive"] * 3

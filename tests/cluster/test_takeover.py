@@ -30,6 +30,10 @@ def follows(daemon: NodeDaemon, address: str) -> bool:
     return (job["view"], job["address"]) == ("joined", address) and daemon.states().get(daemon.node) == "alive"
 
 
+def misses(daemon: NodeDaemon, node: int) -> bool:
+    return daemon.states().get(node) == "silent"
+
+
 @contextlib.contextmanager
 def three_nodes(
     folder: Path, options: tuple[str, ...]
@@ -56,6 +60,8 @@ def test_the_next_node_goes_on_under_the_same_key_and_the_old_one_comes_back_as_
 
         until(functools.partial(coordinates, nodes[1]), "node 1 to take over")
         until(functools.partial(follows, nodes[2], addresses[1]), "node 2 to follow it")
+        for node in nodes[1:]:
+            until(functools.partial(misses, node, 0), f"node {node.node} to say that node 0 is silent")
         nodes[2].rank.steps(2, [LOW])
         while pages[-1]["status"] == "firing":  # the next one cannot know what of it was delivered
             pages.append(ops.next())

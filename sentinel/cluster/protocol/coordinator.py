@@ -93,10 +93,11 @@ class Coordinator:
 
     def __init__(
         self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Page] = (),
-        members: wire.Members = _ALL, blame: BlameLedger | None = None,
+        members: wire.Members = _ALL, blame: BlameLedger | None = None, earlier: Iterable[NodeState] = (),
     ) -> None:  # fmt: skip
         """Start without nodes. `node`: the one with the role. `expected`: number of nodes of the job; `members`: which
-        they are. `pages`: those that an earlier coordinator left open; `blame`: what it counted."""
+        they are. `pages`: those that an earlier coordinator left open; `blame`: what it counted; `earlier`: the nodes
+        as it knew them, its own among them."""
         self.node, self.expected, self.members = node, expected, members
         self.epoch = self._first_epoch = epoch
         self.incidents = JobIncidents(pages)
@@ -104,6 +105,9 @@ class Coordinator:
         self._orders = RestartOrders(expected)
         self.nodes: dict[int, KnownNode] = {}
         """The nodes that were heard, by number, its own among them."""
+        self._recalled = {one.node: _recall(one, now) for one in earlier if one.node != node and self.admits(one.node)}
+        """Nodes that only an earlier coordinator has heard. They are described, and not counted on: if it died with its
+        machine, others wait for the ranks there."""
         self._began = now
         self._settle_until = self._close_pages_at = -1.0
         """Set when it acts for the first time."""
@@ -156,6 +160,7 @@ class Coordinator:
         self.members = msgspec.structs.replace(members, job=members.job or self.members.job)
         self.expected = members.count(self.expected)
         self._orders = RestartOrders(self.expected)
+        self._recalled = {node: known for node, known in self._recalled.items() if members.has(node)}
         for node in [node for node in self.nodes if not members.has(node)]:
             del self.nodes[node]
             self.incidents.close_unknown(node, set(), f"node {node} was left out of the job")
@@ -186,6 +191,7 @@ class Coordinator:
         """Take a node's pulse. Returns whether the state of its job or of a rollback changed."""
         if not self.admits(pulse.node):
             return False
+        self._recalled.pop(pulse.node, None)
         known = self.nodes.get(pulse.node)
         is_present = known is None or pulse.incarnation >= known.pulse.incarnation
         if pulse.node == 0 and pulse.job is not None and is_present:
@@ -285,7 +291,8 @@ class Coordinator:
         if incident is None or case.parent:
             return ()
         named = {str(rank) for rank in case.diagnosis.ranks}
-        nodes = tuple(node for node, known in sorted(self.nodes.items()) if not named.isdisjoint(known.pulse.ranks))
+        every = sorted((self._recalled | self.nodes).items())
+        nodes = tuple(node for node, known in every if not named.isdisjoint(known.pulse.ranks))
         return nodes or incident.nodes
 
     def _has_settled(self, now: float) -> bool:
@@ -304,8 +311,9 @@ class Coordinator:
         return {node for node, known in self.nodes.items() if known.known is None}
 
     def list_nodes(self, now: float) -> tuple[NodeState, ...]:
-        """Return the states of all nodes that were heard, by number."""
-        return tuple(known.state(now) for _, known in sorted(self.nodes.items()))
+        """Return the states of all nodes that were heard, by number; also of those that only an earlier coordinator
+        heard."""
+        return tuple(known.state(now) for _, known in sorted((self._recalled | self.nodes).items()))
 
     def order_nodes(self, now: float) -> wire.Order | None:
         """Return the order to all nodes; None: there is none."""
@@ -318,7 +326,9 @@ class Coordinator:
         return self._orders.name_missing(self._list_members(now))
 
     def _list_members(self, now: float) -> list[JobMember]:
-        return [known.describe_job(now) for known in self.nodes.values()]
+        recalled = [known.state(now) for known in self._recalled.values()]
+        absent = [one if one.state == "left" else msgspec.structs.replace(one, state="silent") for one in recalled]
+        return [JobMember(one, None) for one in absent] + [known.describe_job(now) for known in self.nodes.values()]
 
     def _find_present_members(self, now: float) -> wire.Members:
         """Return the members; all nodes where no supervisor has these: the job may be over, and be started again."""
@@ -355,6 +365,15 @@ def find_bound(pulse: Pulse) -> int:
     """Return the highest epoch that a node or its supervisor has heard: the node heeds no lower one."""
     job = pulse.job or pulse.last_job
     return max(pulse.epoch, job.promised if job is not None else 0)
+
+
+def _recall(state: NodeState, now: float) -> KnownNode:
+    """Return a node as an earlier coordinator knew it."""
+    pulse = Pulse(
+        node=state.node, incarnation=state.incarnation, hostname=state.hostname, attempt=state.attempt,
+        step=state.step, ranks=state.ranks, work=state.work, leaving=state.state == "left",
+    )  # fmt: skip
+    return KnownNode(pulse, now - state.silent_seconds)
 
 
 def _order_job(job: wire.JobReport) -> tuple[int, int, int]:
