@@ -80,6 +80,7 @@ def test_routers_of_a_site_need_a_secret_and_the_environment_goes_before_them() 
     ("environment", "words"),
     [
         ({"SENTINEL_CLUSTER": "here"}, "SENTINEL_CLUSTER: 'here' is no host:port"),
+        ({"SENTINEL_CLUSTER": "2001:db8::10"}, "'2001:db8::10' is no host:port; write one such as 10.0.0.1:9478 or ["),
         ({"SENTINEL_CLUSTER": "a:1"}, "set SENTINEL_CLUSTER_SECRET or [cluster] secret_file"),
         ({"SENTINEL_CLUSTER": "a:1", "SENTINEL_CLUSTER_SECRET": "short"}, "a secret of 5 characters; use 16 or more"),
     ],
