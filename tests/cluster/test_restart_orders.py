@@ -64,6 +64,18 @@ def test_a_node_that_is_never_heard_and_one_without_a_supervisor_are_named() -> 
     assert order.why == "waits for node 1 (host1: no `sentinel run` of its own), 1 node never heard"
 
 
+def test_a_node_on_which_sentinel_run_alone_was_started_again_is_named() -> None:
+    """As by a restart policy of its pod: the others, two restarts further, cannot begin without it."""
+    begun = wire.Order(start=1, does="begin", fault=fault())
+    orders = RestartOrders(3)
+    members = [member(0, fault(), start=2, begun=begun), member(1, fault(), start=2, begun=begun), member(2)]
+    assert orders.decide(members, 0.0) is None
+    assert orders.name_missing(members) == (
+        "node 2 (host2: its `sentinel run` was started again, and not on all nodes), "
+        "node 0 (host0: its ranks are at a later start), node 1 (host1: its ranks are at a later start)"
+    )
+
+
 def test_all_begin_after_one_fault_and_the_order_stays_until_each_has() -> None:
     orders = RestartOrders(2)
     ended = [member(0, fault(""), attempt=3), member(1, fault(), attempt=4)]

@@ -90,11 +90,14 @@ class RestartOrders:
 
     def name_missing(self, members: Sequence[JobMember]) -> str:
         """Name the nodes that are not heard, or still run what has ended elsewhere."""
-        starts = [m.job.start for m in members if m.state.state == "alive" and m.job is not None]
+        jobs = [m.job for m in members if m.state.state == "alive" and m.job is not None]
+        start = min((job.start for job in jobs), default=0)
+        is_alone = any(job.start > start for job in jobs) and _find_begun(jobs, start, "") is None
+        behind_first = sorted(members, key=lambda m: m.job is not None and m.job.start > start)
         absent = [
             f"node {m.state.node} ({m.state.hostname}: {why})"
-            for m in members
-            if (why := _why_missing(m, min(starts, default=0)))
+            for m in behind_first
+            if (why := _why_missing(m, start, is_alone=is_alone))
         ]
         if unheard := self._expected - len(members):
             absent.append(f"{unheard} node{'s' if unheard > 1 else ''} never heard")
@@ -202,11 +205,17 @@ def _has_ended(member: JobMember, start: int) -> bool:
     return member.job is not None and member.job.start == start and member.job.fault is not None
 
 
-def _why_missing(member: JobMember, start: int) -> str:
+def _why_missing(member: JobMember, start: int, *, is_alone: bool) -> str:
+    """Return why a node is missing; empty: it is not. `start`: the earliest of a node that is heard. `is_alone`: no
+    order of the job leads from there to the later starts of others."""
     if member.state.state == "silent":
         return f"silent for {member.state.silent_seconds:.0f} s"
     if member.state.state == "left":
         return "its daemon has left"
     if member.job is None:
         return "no `sentinel run` of its own"
+    if member.job.start > start:
+        return "its ranks are at a later start"
+    if is_alone:
+        return "its `sentinel run` was started again, and not on all nodes"
     return "" if _has_ended(member, start) else "its ranks have not ended"
