@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
 from sentinel.engine.expressions.syntax import parse
 from sentinel.engine.judging.evaluation import Evaluator
-from sentinel.engine.judging.incident import Incident
+from sentinel.engine.judging.incident import Incident, Transition
 from sentinel.engine.judging.judgement import Status
 from sentinel.engine.observation import Observation, Rewound, Staged
 from sentinel.engine.rules.rule import Rule
@@ -63,37 +64,51 @@ def backtest(
 ) -> Backtest:
     """Apply rules to recorded steps, as a daemon would have."""
     evaluator = Evaluator(rules, run=run, step_offset=step_offset)
-    fired: list[tuple[Incident, int]] = []
+    numbering, transitions = _Numbering(step_offset), list[Transition]()
     steps, seen = 0, set[str]()
     for item in observations:
         if isinstance(item, Rewound):
-            evaluator.rewound(item.to, item.at)
+            transitions += evaluator.rewound(item.to, item.at)
             evaluator.step_offset = item.step_offset
-            continue
-        if isinstance(item, Staged):
-            transitions = evaluator.begin_stage()
+            numbering.change(item.at + 1, item.step_offset)
+        elif isinstance(item, Staged):
+            transitions += evaluator.begin_stage()
         else:
             steps += 1
-            seen.update(*item.values.values())
-            transitions = evaluator.observe(item)
-        fired += [(t.incident, evaluator.step_offset) for t in transitions if t.kind == "fired"]
-    fired += [(t.incident, evaluator.step_offset) for t in evaluator.finish_pending() if t.kind == "fired"]
+            seen.update(*item.values.values(), item.table.columns if item.table is not None else ())
+            transitions += evaluator.observe(item)
+    transitions += evaluator.finish_pending()
     return Backtest(
-        alerts=tuple(_alert(incident, offset) for incident, offset in fired),
+        alerts=tuple(_alert(one.incident, numbering) for one in transitions if one.kind == "fired"),
         rules=tuple(_list_judging(evaluator, rules, seen)),
         steps=steps,
     )
 
 
-def _alert(incident: Incident, offset: int) -> Alert:
+class _Numbering:
+    """The logged step of each seq. An incident may begin before the log was resumed further back, and end after it."""
+
+    def __init__(self, offset: int) -> None:
+        self._starts, self._offsets = list[int](), [offset]
+
+    def change(self, seq: int, offset: int) -> None:
+        """Add this offset to seqs from `seq` on."""
+        self._starts.append(seq)
+        self._offsets.append(offset)
+
+    def find_step(self, seq: int) -> int:
+        return seq + self._offsets[bisect_right(self._starts, seq)]
+
+
+def _alert(incident: Incident, numbering: _Numbering) -> Alert:
     first = next(iter(incident.members.values()))
     return Alert(
         alert=incident.rule,
         severity=incident.severity,
-        step=incident.seq + offset,
-        first_step=incident.first_seq + offset,
+        step=numbering.find_step(incident.seq),
+        first_step=numbering.find_step(incident.first_seq),
         state=incident.state,
-        over_step=None if incident.resolved_seq is None else incident.resolved_seq + offset,
+        over_step=None if incident.resolved_seq is None else numbering.find_step(incident.resolved_seq),
         summary=incident.summary,
         values=first.values,
         members=tuple(str(entity) for entity in incident.members if entity.scope != "run"),

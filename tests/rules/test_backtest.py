@@ -248,7 +248,7 @@ def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
 
 
 @pytest.mark.parametrize(("slow_from", "fired", "first"), [(290, 292, 290), (298, 250, 298)])
-def test_steps_of_an_alert_that_lasts_over_a_resume_are_those_of_the_log(slow_from: int, fired: int, first: int) -> None:
+def test_the_steps_of_an_alert_over_a_resume_are_those_of_the_log(slow_from: int, fired: int, first: int) -> None:
     """Step 299 is followed by step 250 again. No rollback undoes times, so that the alert goes on."""
     before = [Observation(i, float(i), {RUN: {"step_seconds": 3.0 if i >= slow_from else 1.0}}) for i in range(300)]
     after = [Observation(i + 50, i + 50.0, {RUN: {"step_seconds": 3.0 if i < 270 else 1.0}}) for i in range(250, 300)]
