@@ -157,6 +157,9 @@ def _format_result(result: Result) -> Iterator[str]:
         outcome = f": no loss was read: columns are {join_names(result.no_loss, SHOWN_COLUMNS)}; name it with "
         outcome += "--map COLUMN=loss"
     yield from wrap_text("", f"{result.run}  {result.rows:,} rows of {result.format}{outcome}")
+    if result.judged_from is not None:
+        kept = f"judged from step {result.judged_from:,} on: of the steps before, only some are kept"
+        yield from wrap_text("  ", kept)
     renamed = ", ".join(f"{metric} is its {name}" for metric, name in sorted(result.columns.items()) if metric != name)
     yield from wrap_text("  ", renamed) if renamed else ()
     if result.rl_columns:

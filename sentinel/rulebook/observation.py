@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+import msgspec
+
 from sentinel.engine import RUN, Entity, Observation, Table
 from sentinel.runs.steps import RunStep
 
@@ -20,6 +22,11 @@ def observation(step: RunStep) -> Observation:
     elif layers is not None:
         values.update((Entity("layer", name), stats) for name, stats in layers.items())
     return Observation(seq=step.seq, time=step.time, values=values, table=table)
+
+
+def mark_resumed(first: Observation) -> Observation:
+    """Mark the first step that rules see, where it is not the run's first: they must not take it for the start."""
+    return msgspec.structs.replace(first, values={**first.values, RUN: {**first.values[RUN], "resumed": 1.0}})
 
 
 @functools.lru_cache(maxsize=1 << 16)

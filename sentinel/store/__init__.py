@@ -12,12 +12,13 @@ Each run has its own file, so that damage costs one run, and old runs are delete
 from __future__ import annotations
 
 from sentinel.store.layout import CHUNK_STEPS, RUN, SCHEMA
-from sentinel.store.reader import History, Series, StoredEvent, is_blank
+from sentinel.store.reader import FIRST, History, Series, StoredEvent, is_blank
 from sentinel.store.writer import CLOSING_SECONDS, FLUSH_SECONDS, PATIENCE_SECONDS, Store
 
 __all__ = [
     "CHUNK_STEPS",
     "CLOSING_SECONDS",
+    "FIRST",
     "FLUSH_SECONDS",
     "PATIENCE_SECONDS",
     "RUN",

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from time import time as now
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -42,6 +42,7 @@ _TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
 """Tables of every schema. A file with a view in place of one was not written by Sentinel, and may have any number of
 rows."""
 
+Row = TypeVar("Row")
 _Step = Annotated[int, msgspec.Meta(gt=-FARTHEST, lt=FARTHEST)]
 _Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
 """Unix seconds, up to the year 9999."""
@@ -251,14 +252,25 @@ class History:
 
     def layers(self, *, attempt: int = 0, after: int = -1) -> list[tuple[int, LayerStats]]:
         """Return (seq, statistics of all layers) of the steps after `after`, in order."""
-        query = "SELECT seq, body FROM layers WHERE attempt = ? AND seq > ? ORDER BY seq"
-        found = []
-        for row in self._database.execute(query, (attempt, after)):
-            seq, body = msgspec.convert(row, tuple[_Step, bytes])
-            layers = unpack_layers(body)
-            self._count(len(body), sum(map(len, layers.stats.values())) * 4)
-            found.append((seq, layers))
-        return found
+        return list(self._layers(attempt, after))
+
+    def _layers(self, attempt: int, after: int) -> Iterator[tuple[int, LayerStats]]:
+        query = "SELECT seq, body FROM layers WHERE attempt = ? AND seq > ? ORDER BY seq LIMIT ?"
+        while found := self._database.execute(query, (attempt, after, AT_A_TIME)).fetchall():
+            for after, body in msgspec.convert(found, list[tuple[_Step, bytes]]):
+                layers = unpack_layers(body)
+                self._count(len(body), sum(map(len, layers.stats.values())) * 4)
+                yield after, layers
+
+    def find_whole(self, attempt: int) -> int:
+        """Return the seq from which on all steps are kept, as of older ones only some are; `FIRST` if all are."""
+        if "level" not in {row[1] for row in self._database.execute("PRAGMA table_info(chunks)")}:
+            return FIRST  # of a version that thinned nothing
+        query = "SELECT level > 0, min(first_seq) FROM chunks WHERE attempt = ? AND rank = ? GROUP BY level > 0"
+        firsts = dict(
+            msgspec.convert(self._database.execute(query, (attempt, RUN)).fetchall(), list[tuple[int, _Step]])
+        )
+        return firsts.get(0, FIRST) if 1 in firsts else FIRST
 
     def last_seq(self, attempt: int) -> int:
         """Return the seq of the last step that is kept; -1 where there is none."""
@@ -267,18 +279,21 @@ class History:
         return -1 if found is None else int(found)
 
     def steps(self, *, attempt: int = 0, after: int = -1) -> Iterator[RunStep]:
-        """Yield the closed steps after `after`, in order, as they were judged: with ranks and layers."""
-        layers = dict(self.layers(attempt=attempt, after=after))
-        apart: dict[int, dict[int, dict[str, float]]] = {}
+        """Yield the closed steps after `after`, in order, as they were judged: with ranks and layers. A few chunks of
+        each rank are in memory at a time."""
+        layers = _Beside(self._layers(attempt, after))
         query = "SELECT DISTINCT rank FROM chunks WHERE attempt = ? AND rank != ?"
-        for (rank,) in self._database.execute(query, (attempt, RUN)).fetchall():
-            for chunk in self._chunks(attempt, rank, after):
-                for seq, _, values in chunk.rows():
-                    apart.setdefault(seq, {})[rank] = values
+        numbers = [rank for (rank,) in self._database.execute(query, (attempt, RUN)).fetchall()]
+        ranks = {rank: _Beside(self._values(attempt, rank, after)) for rank in numbers}
         for chunk in self._chunks(attempt, RUN, after):
             for seq, time, values in chunk.rows():
                 if seq > after:
-                    yield RunStep(seq, time, apart.pop(seq, {0: values}), values, layers.pop(seq, None))
+                    reported = {rank: rows.take(seq) for rank, rows in ranks.items()}
+                    apart = {rank: own for rank, own in reported.items() if own is not None}
+                    yield RunStep(seq, time, apart or {0: values}, values, layers.take(seq))
+
+    def _values(self, attempt: int, rank: int, after: int) -> Iterator[tuple[int, dict[str, float]]]:
+        return ((seq, values) for chunk in self._chunks(attempt, rank, after) for seq, _, values in chunk.rows())
 
     def incidents(self) -> list[dict[str, Any]]:
         """Return all incidents of this node, in the order in which they fired."""
@@ -390,6 +405,19 @@ class History:
         self._unpackable += MOST_RATIO * packed - unpacked
         if self._unpackable < 0:
             raise Damaged(f"it unpacks to far more than its {self.path.stat().st_size} bytes can be of a run")
+
+
+class _Beside(Generic[Row]):
+    """Rows in order of steps, read as far as the steps that they stand beside."""
+
+    def __init__(self, rows: Iterator[tuple[int, Row]]) -> None:
+        self._rows, self._head = rows, next(rows, None)
+
+    def take(self, seq: int) -> Row | None:
+        """Return the row of this step, and leave those before it behind."""
+        while self._head is not None and self._head[0] < seq:
+            self._head = next(self._rows, None)
+        return self._head[1] if self._head is not None and self._head[0] == seq else None
 
 
 def _read_by_rank(case: dict[str, Any], name: str) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     format: str = ""
     rows: int = 0
+    judged_from: int | None = None
+    """First step that was judged, if a history has only some of the steps before it."""
     columns: dict[str, str] = {}
     """The log's names by metric."""
     rl_columns: tuple[str, ...] = ()
@@ -120,16 +122,20 @@ def _results(log: LogFile, rules: Sequence[Rule], terms: Terms) -> list[Result]:
 
 def _replay_recording(recording: Recording, run: str, rules: Sequence[Rule], terms: Terms) -> Result:
     wanted: set[str] = set().union(*(rule.metrics for rule in rules))
-    names = logs.choose_columns(recording.names, sorted(wanted), terms.names)
+    names = recording.choose_columns(sorted(wanted), terms.names)
     applied = [rule for rule in rules if recording.timed or not rule.timed]
     if not names:
         return Result(run=run, path=str(recording.path), error=_strange(recording))
-    report = backtest(applied, recording.observations(names), run=run, step_offset=recording.step_offset)
+    try:
+        report = backtest(applied, recording.observations(names), run=run, step_offset=recording.step_offset)
+    except ConfigError as error:  # a history is read again here, and further: with its ranks and layers
+        return Result(run=run, path=str(recording.path), error=str(error))
     return Result(
         run=run,
         path=str(recording.path),
         format=recording.format,
         rows=report.steps,
+        judged_from=recording.judged_from,
         columns=names,
         rl_columns=recording.rl_columns,
         no_loss=() if "loss" in names or "loss" not in wanted else tuple(recording.names),

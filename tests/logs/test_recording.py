@@ -150,3 +150,33 @@ def test_our_own_history_is_replayed_with_ranks_attempts_and_rollbacks(history: 
     }
     assert (second.step_offset, second.series("loss")) == (100, ([100, 101], [0.25, 1.25]))
     assert second.timed
+
+
+def test_a_history_is_judged_by_its_own_names_and_by_those_that_the_user_gives(tmp_path: Path) -> None:
+    store = Store(tmp_path / "r.sqlite", run="r", run_id="r")
+    store.records.begin_attempt(0, b"\x80")
+    for seq, more in enumerate(({"cost": 3.0}, {})):
+        values = {"loss": 1.0, "lr": 0.1, **more}
+        store.records.add_step(0, RunStep(seq, float(seq), {0: values}, values))
+    store.close()
+    (recording,) = read(tmp_path / "r.sqlite")
+    wanted = ("loss", "learning_rate")
+    assert recording.choose_columns(wanted, {}) == {"loss": "loss"}, "live, lr is no learning rate either"
+    chosen = recording.choose_columns(wanted, {"cost": "loss"})
+    assert chosen == {"loss": "cost"}
+    seen = [item.values for item in recording.observations(chosen)]
+    assert [(one[RUN].get("loss"), one[Entity("rank", "0")].get("loss")) for one in seen] == [(3.0, 3.0), (None, None)]
+
+
+def test_the_first_step_of_a_history_that_lacks_the_start_is_no_start(tmp_path: Path) -> None:
+    """As for the daemon: the rules must not take it for one. A rollback to before it makes them start over there."""
+    store = Store(tmp_path / "r.sqlite", run="r", run_id="r")
+    store.records.begin_attempt(0, b"\x80")
+    for seq in range(500, 506):
+        store.records.add_step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+    store.records.add_event(0, 502, "rollback", ok=True, to=480, at=502)
+    store.close()
+    (recording,) = read(tmp_path / "r.sqlite")
+    items = recording.observations({"loss": "loss"})
+    seen = [item for item in items if isinstance(item, Observation)]
+    assert [item.seq for item in seen if "resumed" in item.values[RUN]] == [500, 503]

@@ -9,10 +9,15 @@ from array import array
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from sentinel.cli import cli
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import CHUNK_STEPS, History, Store, thinning
 from sentinel.store.thinning import thin_rows
+from sentinel.toolkit import logs
+from sentinel.toolkit.backtest import Terms, backtest_logs
+from sentinel.toolkit.logs import LogFile
 
 
 def test_the_first_and_the_most_extreme_steps_of_a_bucket_stay() -> None:
@@ -97,3 +102,46 @@ def test_a_history_of_schema_2_is_thinned_further(tmp_path: Path, small: None) -
         seqs = list(history.series("loss").seqs)
     assert seqs[:3] == [0, 16, 32]
     assert seqs[-1024:] == list(range(10 * CHUNK_STEPS - 1024, 10 * CHUNK_STEPS))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_backtest_judges_the_steps_that_are_all_kept(tmp_path: Path) -> None:
+    """Of the others the loudest are kept, which rules would take for usual: a wait at each 16th step for a constant
+    one."""
+    store = Store(tmp_path / "r.sqlite", run="train", run_id="r")
+    store.records.begin_attempt(0, b"\x80")
+    for seq in range(4096):
+        waits = seq % 16 == 8
+        values = {"loss": 1.0, "step_seconds": 1.0 + waits, "data_seconds": 1.0 if waits else 0.01}
+        store.records.add_step(0, RunStep(seq, float(seq), {0: values}, values))
+        if seq % 256 == 255:
+            store.write()
+    store.close()
+    (whole,) = backtest_logs([LogFile(tmp_path / "r.sqlite", "r", True)], Terms(alerts=("InputBound",)), 1)
+    (result,) = whole
+    assert result.alerts == ()
+    assert result.judged_from is not None
+    assert (result.rows, result.judged_from % 256) == (4096 - result.judged_from, 0)
+    assert 1024 <= result.rows < 2048
+    said = CliRunner().invoke(cli, ["rules", "backtest", str(tmp_path / "r.sqlite")]).output
+    assert f"judged from step {result.judged_from:,} on" in said
+    (recording,) = logs.read(tmp_path / "r.sqlite")
+    assert recording.series("loss")[0][:3] == [0, 8, 16], "a picture shows them"
+
+
+def test_steps_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+    """A history of days does not fit into memory at once, with the values of all ranks."""
+    store = Store(tmp_path / "r.sqlite", run="train", run_id="r")
+    for seq in range(2 * CHUNK_STEPS):
+        ranks = {rank: {"loss": float(rank)} for rank in range(2)}
+        store.records.add_step(0, RunStep(seq, float(seq), ranks, {"loss": 0.5}))
+    store.close()
+    with sqlite3.connect(tmp_path / "r.sqlite") as database:
+        database.execute("UPDATE chunks SET body = X'00' WHERE rank = 1 AND first_seq > 0")
+    database.close()
+    with History(tmp_path / "r.sqlite") as history:
+        steps = history.steps()
+        for _ in range(CHUNK_STEPS):
+            assert next(steps).ranks == {0: {"loss": 0.0}, 1: {"loss": 1.0}}
+        with pytest.raises(ValueError, match="cut off"):
+            next(steps)

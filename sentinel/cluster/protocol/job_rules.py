@@ -9,8 +9,8 @@ import msgspec
 
 from sentinel.cluster.protocol.digest import JobSteps
 from sentinel.cluster.protocol.messages import Digest
-from sentinel.engine import RUN, Evaluator, Incident, Rule, Transition
-from sentinel.rulebook.observation import observation
+from sentinel.engine import Evaluator, Incident, Rule, Transition
+from sentinel.rulebook.observation import mark_resumed, observation
 from sentinel.runs import Stage
 from sentinel.runs.steps import RunStep
 from sentinel.signals import CLOCK, SIGNALS
@@ -120,7 +120,7 @@ class JobRules:
             self._values -= _count_values(self.recent.popleft())
         seen = observation(step)
         if not self._evaluator.began and step.seq > 0:  # the coordinator was restarted: it is not the run's start
-            seen = msgspec.structs.replace(seen, values={**seen.values, RUN: {**seen.values[RUN], "resumed": 1.0}})
+            seen = mark_resumed(seen)
         return self._evaluator.observe(seen)
 
     def _remember_only(self, steps: Collection[RunStep]) -> None:

@@ -21,10 +21,11 @@ from sentinel.daemon.run.opening_report import OpeningReport, make_opening_repor
 from sentinel.daemon.run.saved_state import SavedState, digest
 from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case
-from sentinel.engine import RUN, Evaluator, Observation, Rule, Transition
+from sentinel.engine import Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
 from sentinel.rulebook.loader import add_action
+from sentinel.rulebook.observation import mark_resumed
 from sentinel.runs.steps import RunStep
 from sentinel.signals import OPENING_STEPS
 
@@ -153,14 +154,9 @@ class RunIncidents:
         return [*self.begin_stages(step.seq), *self.evaluator.observe(self._as_rules_see(step))]
 
     def _as_rules_see(self, step: RunStep) -> Observation:
-        """Return a step as the rules see it.
-
-        If the first one they see is not the run's first, it is marked as resumed: they must not take it for the start.
-        """
+        """Return a step as the rules see it; the first one, if it is not the run's first, is marked as resumed."""
         seen = self.clock.of_step(step)
-        if self.evaluator.began or step.seq == 0:
-            return seen
-        return msgspec.structs.replace(seen, values={**seen.values, RUN: {**seen.values[RUN], "resumed": 1.0}})
+        return seen if self.evaluator.began or step.seq == 0 else mark_resumed(seen)
 
     def observe_between(self, observation: Observation | None, now: float) -> None:
         """Apply the rules to a measurement between two steps, if there is one."""

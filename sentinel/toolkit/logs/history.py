@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+
+import msgspec
 
 from sentinel.engine import Observation, Rewound, Staged
 from sentinel.errors import ConfigError, LogError
-from sentinel.rulebook.observation import observation
-from sentinel.store import History
-from sentinel.toolkit.logs.recording import LogColumn, Recording
+from sentinel.rulebook.observation import mark_resumed, observation
+from sentinel.store import FIRST, History
+from sentinel.toolkit.logs.recording import Recording
 
 NAME = "Sentinel's history"
 
@@ -24,28 +25,38 @@ class LoggedAttempt(Recording):
         self.run = history.run_id if alone else f"{history.run_id}, attempt {number}"
         self._number = number
         self.step_offset = history.step_offset(number)
-        for seq, time in _times(history, number):
-            self._steps.append(seq + self.step_offset)
-            self._times.append(time)
-        rows = {step: row for row, step in enumerate(self._steps)}
-        for name in history.signals(attempt=number):
-            series = history.series(name, attempt=number)
-            at = array("q", [rows[seq + self.step_offset] for seq in series.seqs])
-            self.columns[name] = LogColumn(at, series.values)
+        for seq, time, values in history.rows(attempt=number):
+            self.add(seq + self.step_offset, time, values)
+        self._whole = history.find_whole(number)
+        if self._whole != FIRST:
+            self.judged_from = self._whole + self.step_offset
 
     @property
     def rl_columns(self) -> tuple[str, ...]:
         """No columns: a column of its own says whether the run was judged as reinforcement learning."""
         return ()
 
+    def choose_columns(self, wanted: Collection[str], named: Mapping[str, str]) -> dict[str, str]:
+        """Return the columns in `wanted`, which have the names of metrics, and those that the user takes for others."""
+        chosen = super().choose_columns(wanted, named)
+        return {metric: column for metric, column in chosen.items() if column == metric or column in named}
+
     def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound | Staged]:
-        """Yield the steps as they were judged."""
+        """Yield the steps as they were judged, and as far as all are kept: of the steps before, the highest are, which
+        windows of samples would take for usual."""
+        taken = {metric: column for metric, column in chosen.items() if metric != column}
         with History(self.path) as history:
             between = sorted(self._list_between(history), key=lambda found: found[0])
-            for step in history.steps(attempt=self._number):
+            first: int | None = None
+            for step in history.steps(attempt=self._number, after=self._whole - 1):
                 while between and step.seq >= between[0][0]:
-                    yield between.pop(0)[1]
-                yield observation(step)
+                    _, item = between.pop(0)
+                    if isinstance(item, Rewound) and first is not None and item.to < first:
+                        first = None  # the rules start over
+                    yield item
+                seen = _take_columns(observation(step), taken)
+                yield seen if first is not None or step.seq == 0 else mark_resumed(seen)
+                first = step.seq if first is None else first
 
     def _list_between(self, history: History) -> Iterator[tuple[int, Rewound | Staged]]:
         """Yield rollbacks and stages between steps, each with the first step after it."""
@@ -72,6 +83,13 @@ def read(path: Path) -> list[Recording]:
         raise LogError(str(error)) from None
 
 
-def _times(history: History, number: int) -> Iterator[tuple[int, float]]:
-    for step in history.steps(attempt=number):
-        yield step.seq, step.time
+def _take_columns(seen: Observation, taken: Mapping[str, str]) -> Observation:
+    """Return an observation with other columns in place of some metrics. `taken`: metric -> column."""
+    if not taken:
+        return seen
+    values = {
+        entity: {name: value for name, value in own.items() if name not in taken}
+        | {metric: own[column] for metric, column in taken.items() if column in own}
+        for entity, own in seen.values.items()
+    }
+    return msgspec.structs.replace(seen, values=values)

@@ -6,14 +6,14 @@ import math
 import statistics
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from sentinel.engine import RUN, Entity, Observation, Rewound, Staged
 from sentinel.errors import LogError
-from sentinel.naming import find_rl_columns
+from sentinel.naming import choose_columns, find_rl_columns
 
 RANK = Entity("rank", "0")
 """The only rank of a log that does not distinguish ranks: its numbers are the run's and rank 0's."""
@@ -86,6 +86,8 @@ class Recording:
         """Name of the run, if the log has it."""
         self.step_offset = 0
         """What to add to a seq to get the logged step, before any rewind."""
+        self.judged_from: int | None = None
+        """First step that the rules see, if the source has only some of the steps before it."""
         self.columns: dict[str, LogColumn] = {}
         self.faults = BadLines(path)
         self._steps, self._times = array("q"), array("d")
@@ -121,6 +123,10 @@ class Recording:
             if column is None:
                 column = self.columns[name] = LogColumn()
             column.put(row, value)
+
+    def choose_columns(self, wanted: Collection[str], named: Mapping[str, str]) -> dict[str, str]:
+        """Return metric -> column for the metrics in `wanted`, as `naming.choose_columns` does."""
+        return choose_columns(self.names, wanted, named)
 
     def check(self) -> Recording:
         """Return the recording itself. Raises LogError if it is empty."""
