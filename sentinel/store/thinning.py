@@ -4,9 +4,9 @@
     to 1,048,576            of each 32 steps the first, and those with the highest loss, gradient norm and step time
     beyond                  the same, of each 512 steps
 
-A row that stays is an original step, never a mean: spikes survive, and so does each step within 200 of an incident. NaN
-counts as the highest value. For layers, one sample in 8 times as many steps stays. Ranks keep the steps that the run
-keeps.
+A row that stays is an original step, never a mean: spikes survive, and so does each step within 200 of an incident.
+What is not finite counts as the highest value. For layers, one sample in 8 times as many steps stays. Ranks keep the
+steps that the run keeps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pack_rows(rows: Sequence[Row]) -> bytes:
 
 
 def _loudness(value: float) -> float:
-    return math.inf if math.isnan(value) else abs(value)
+    return value if math.isfinite(value) else math.inf
 
 
 def _replace(

@@ -30,6 +30,13 @@ def test_the_first_and_the_most_extreme_steps_of_a_bucket_stay() -> None:
     assert thin_rows([], 32) == []
 
 
+def test_a_spike_of_a_negative_loss_stays() -> None:
+    """A log-likelihood, say: the highest loss is the one that is nearest to 0."""
+    rows = [(seq, float(seq), {"loss": -5.0 - (seq == 20)}) for seq in range(32)]
+    rows[11] = (11, 11.0, {"loss": -1.0})
+    assert [seq for seq, *_ in thin_rows(rows, 32)] == [0, 11]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the levels small enough for a test to fill."""
