@@ -24,7 +24,7 @@ from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
-from sentinel.runs import NoRanks, Rank, Run, Runs
+from sentinel.runs import Attempt, NoRanks, Rank, Run, Runs
 from sentinel.store import Store
 
 _READ = 1 << 20
@@ -101,11 +101,18 @@ class _Replay:
 
     def end(self) -> None:
         """End the runs at the end of the files; a rank that said no goodbye was killed there."""
+        ends = {run_id: _find_end(watch.run.attempt) for run_id, watch in self.watches.items()}
         for watch, rank in self._ranks.values():
             watch.ingest.drop_rank(rank, self._now)
-        for watch in self.watches.values():
+        for run_id, watch in self.watches.items():
             if watch.store:
+                watch.store.records.end_attempt(watch.run.attempt.number, ends[run_id])
                 watch.store.close()
+
+
+def _find_end(attempt: Attempt) -> float:
+    """Return the Unix seconds of the last sign of an attempt's ranks: by the clock of the record, not by the node's."""
+    return max(rank.goodbye.time if rank.goodbye is not None else rank.heard for rank in attempt.ranks.values())
 
 
 def make_silent_notifier(context: RunContext) -> Notifier:

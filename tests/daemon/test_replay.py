@@ -58,6 +58,15 @@ def test_a_replay_finds_the_incidents_that_would_have_been(tmp_path: Path) -> No
         assert history.attempts()[0][2] is not None
 
 
+def test_a_run_that_was_killed_ends_with_its_last_step_and_not_with_its_replay(tmp_path: Path) -> None:
+    batches = [steps(at, HEALTHY[at : at + 50]) for at in (0, 50)]
+    goodbye = wire.Goodbye(time=1e9 + 0.5)
+    judged(record(tmp_path / "0", hello(0, 2), *batches), record(tmp_path / "1", hello(1, 2), batches[0], goodbye))
+    with History(places.histories()[0]) as history:
+        ((_, _, ended),) = history.attempts()
+    assert ended == pytest.approx(1e9 + 0.99, abs=0.1)
+
+
 def test_the_files_of_ranks_are_merged_by_time(tmp_path: Path) -> None:
     files = []
     for rank in range(3):
