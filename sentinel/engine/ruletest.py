@@ -292,10 +292,11 @@ class _Reader:
         if "fired" not in self._fields:
             return None
         node = self._fields["fired"]
-        return node, {
+        steps = {
             self._read_rule_name(key): [step.integer("step", 0, 10**9) for step in value.sequence("steps")]
             for key, value in node.items("fired")
         }
+        return node, {name: at for name, at in steps.items() if at}
 
     def _read_rule_name(self, node: YamlNode) -> str:
         if node.word() not in self._names:

@@ -116,6 +116,8 @@ def failures(expectation: str) -> list[str]:
             ["6: step 1: expected alerts [], got [High]", "6: step 1: expected Slow firing, got no data"],
         ),
         ("    fired: {}", ["6: fired: expected {}, got {High: [1]}"]),
+        ("    fired: {High: [1], Slow: []}", []),
+        ("    fired: {High: []}", ["6: fired: expected {}, got {High: [1]}"]),
         ("    fired: {High: [1, 3]}", ["6: fired: expected {High: [1, 3]}, got {High: [1]}"]),
     ],
 )
