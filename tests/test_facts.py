@@ -27,7 +27,7 @@ MEASURED = {
     "daemon/machine.py": {"gpu_lost", "gpu_silent_seconds", "gpu_xid", "gpu_xid_program", "gpu_memory_foreign_bytes"},
     "daemon/ranks/stalls.py": {"stalled_seconds", "stall_limit_seconds", "collectives_differ", "rank_lost"},
     "daemon/run/actions.py": {"snapshot_age_steps", "snapshot_age_limit_steps"},
-    "daemon/run/incidents.py": {"resumed"},  # of a run whose first steps the daemon did not see
+    "rulebook/observation.py": {"resumed"},  # of a run whose first steps the rules do not see
 }
 """Module -> the signals that it measures itself."""
 
