@@ -27,6 +27,7 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import RuleStateError, Transition
 from sentinel.runs import RECENT_STEPS, Attempt, Rank, Stage
 from sentinel.runs.steps import RunStep
+from sentinel.signals import OPENING_STEPS
 from sentinel.store import History
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def _judge_missed(watch: WatchedRun, history: History, steps: list[RunStep], now
     else:
         transitions = [found for step in steps if step.seq > seq for found in incidents.find_transitions(step)]
     incidents.judged_to = steps[-1].seq if steps else seq
+    if steps and incidents.judged_to < OPENING_STEPS - 1:  # the opening examination goes on
+        incidents.first_judged = steps[0].seq
     if state is not None:
         incidents.rewound_at, incidents.opening = state.rewound_at, state.opening
         actions.rollback.resume(state.rollbacks, incidents.log.cases, now)

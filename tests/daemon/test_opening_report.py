@@ -137,6 +137,19 @@ def test_the_next_daemon_of_a_run_does_not_report_it_again() -> None:
         assert not [one for one in rank._arrived if isinstance(one, wire.Notice)]
 
 
+def test_a_daemon_that_takes_over_amid_the_examination_reports_it() -> None:
+    with daemon_process() as (path, process):
+        with SimulatedRank(path) as rank:
+            rank.hello()
+            steps(rank, 0, 40, kept=dict.fromkeys(range(8), 0.0))
+            kept_in_history(lambda history: history.last_seq(0) == 39)
+        kill(process)
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello(next_seq=40)
+        steps(rank, 40, 40, kept={40: 0.0})
+        assert rank.expect(wire.Notice).text == "[sentinel] first 64 steps: 2 checks, nothing found"
+
+
 def test_the_key_of_a_rule_is_checked() -> None:
     text = "group: mine\nrules:\n  - {alert: Mine, expr: loss > 1, from_start: %s}\n"
     (rule,) = load_rules(text % "true", "mine.yaml").rules

@@ -92,7 +92,7 @@ class RunIncidents:
         """Judge the present attempt from its first step on."""
         self.evaluator = self.new_evaluator()
         self.clock = Clock(self._context.run.attempt)
-        self.judged_to = self.rewound_at = self._first_judged = -1
+        self.judged_to = self.rewound_at = self.first_judged = -1
         self.opening: OpeningReport | None = None
         """Result of the opening examination, once it is over."""
         self.stages_begun = 0
@@ -122,7 +122,7 @@ class RunIncidents:
         observed = self._as_rules_see(step)
         transitions = self.evaluator.observe(observed)
         if self.judged_to < 0:
-            self._first_judged = step.seq
+            self.first_judged = step.seq
         opens = self.judged_to < OPENING_STEPS - 1
         self.judged_to, self._judged_time = step.seq, observed.time
         self.evaluations += len(self.rules)
@@ -136,12 +136,12 @@ class RunIncidents:
 
     def end_opening(self, now: float) -> None:
         """Report the result of the opening examination, once, when it or the run is over."""
-        if self.opening is None and self._first_judged >= 0:
+        if self.opening is None and self.first_judged >= 0:
             self.finish_pending(now)
             alerts = [case.alert for case in self.log.present()]
             judged = [rule for rule in self.rules if rule.name not in self.elsewhere]
             report = make_opening_report(
-                judged, self.evaluator.status(), alerts, first=self._first_judged, last=self.judged_to
+                judged, self.evaluator.status(), alerts, first=self.first_judged, last=self.judged_to
             )
             self.opening = report
             self._save_state()  # the next daemon must know what was reported
