@@ -5,6 +5,16 @@ daemon, which the daemon measures and sends. Spacings are powers of two and a ti
 every schedule contains the coarser ones: ranks with different spacings still sample common steps. Of tier 0, the loss,
 the loss scale and withheld steps are taken at every step; its other signals (times, rates) at least at every 64th, in
 loops so fast that its cost is measurable, and never before the first 512 steps are over.
+
+A tier is sampled at a step if any line of its column says so:
+
+                  tier 0            tiers 1 and 2                  tier 3
+    first steps   all of 512        all of 64, then fewer of 512   every 8th of 64           what `Opening` affords
+    attention     every step        every step                     4 times, at every 8th     after `attend`
+    spacing       seq % k == 0      seq % k == 0, and 0 and 1      seq % k == 0, and 0, 1    as the budget allows
+
+Tier 2 is also sampled with tier 3, at a withheld step, and where the norm is odd (`OutlierWatch`). The fast path takes
+steps at which nothing is due, up to `fast_path_end`, and ends early where a loss is odd.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ MEASURED = 2
 COLD_SECONDS = 0.03
 """A first sample that took less is repeated whatever share the user gave: otherwise the spacing would be chosen by the
 cost with cold caches, and be far too coarse."""
-WHOLE = 512
+FULL_STEPS = 512
 """Number of first steps at which all of tier 0 is taken."""
 RELAXED = range(1, 65)
 """Finest and coarsest spacing of tier 0."""
@@ -107,7 +117,7 @@ class CpuRate:
 class Governor:
     """Chooses the tiers' spacings. The training thread records steps, the sender's thread the daemon's orders."""
 
-    def __init__(self, overhead: float = OVERHEAD, opening: Opening | None = None, *, norm_first: bool = False) -> None:
+    def __init__(self, overhead: float, opening: Opening, *, norm_first: bool = False) -> None:
         """`overhead`: share of the loop's time. `opening` samples more of the first steps, with a limit of its own.
         `norm_first`: tier 1 gets half of its part whatever the rest costs; else `overhead` is a hard limit for it."""
         self.spacing = dict(FIRST)
@@ -126,7 +136,7 @@ class Governor:
         self._felt: dict[int, float] = {}
         """Tier -> seconds that the loop felt of its samples, in all optimizers since the first one's last step."""
         self._fixed = Mean()
-        self._whole, self._fast = Mean(), Mean()
+        self._full, self._fast = Mean(), Mean()
         """Seconds of a step off the fast path without its samples, and of one on the fast path."""
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
@@ -155,35 +165,35 @@ class Governor:
         if (seq if first else self._latest + 1) <= self._attend_until:
             return True
         if tier == 0:
-            return seq % self.spacing[0] == 0 or seq < WHOLE
+            return seq % self.spacing[0] == 0 or seq < FULL_STEPS
         return self._is_scheduled(tier, seq) or self._opens(tier, seq)
 
     def _is_scheduled(self, tier: int, seq: int) -> bool:
         """Whether a tier is sampled by its spacing alone, without the opening examination."""
-        if self._opening is not None and 0 < seq <= UNDECIDED:
+        if 0 < seq <= UNDECIDED:
             again = self._tiers[tier].count < MEASURED and self._expect(tier) < COLD_SECONDS
             if not again and self._opening.forbids(self._expect(tier)):
                 return False
         return seq % self.spacing[tier] == 0 or seq < MEASURED
 
-    def stretch(self, seq: int) -> int:
+    def fast_path_end(self, seq: int) -> int:
         """Return the first step from `seq` on at which more is taken than at every step, as far as is known; `seq`
         itself where that is not known yet."""
-        if seq < WHOLE or seq <= self._attend_until or not (self._opening is None or self._opening.is_over(seq)):
+        if seq < FULL_STEPS or seq <= self._attend_until or not self._opening.is_over(seq):
             return seq
         end = -(-seq // self.spacing[0]) * self.spacing[0]
         return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # the step that applies the order
 
-    def rare(self, seq: int, *, first: bool = True) -> bool:
-        """Whether tier 3 must be sampled at step `seq`; called once per step. A request for attention makes it more
-        frequent only at steps of the first optimizer, by which rules judge."""
+    def take_rare_turn(self, seq: int, *, first: bool = True) -> bool:
+        """Return whether tier 3 must be sampled at step `seq`, and count one of the samples that attention asked for as
+        taken; called once per step. Attention counts only at steps of the first optimizer, by which rules judge."""
         if first and self._rare_left and seq % RARE_EVERY == 0:
             self._rare_left -= 1
             return True
         return self._is_scheduled(3, seq) or self._opens(3, seq)
 
     def _opens(self, tier: int, seq: int) -> bool:
-        return self._opening is not None and self._opening.wants(tier, seq, self._expect(tier))
+        return self._opening.wants(tier, seq, self._expect(tier))
 
     def _expect(self, tier: int) -> float:
         """Return the seconds that a sample of a tier takes, those of the tiers below it included."""
@@ -191,13 +201,12 @@ class Governor:
         return sum(self._tiers[part].least for part in range(1, tier + 1))
 
     def mark_opening(self, seq: int) -> float | None:
-        """Return `Opening.mark` of step `seq`; None without an opening examination."""
-        return None if self._opening is None else self._opening.mark(seq)
+        """Return `Opening.mark` of step `seq`."""
+        return self._opening.mark(seq)
 
     def begin_stage(self, seq: int) -> None:
         """Examine the first steps of a stage, which begins at step `seq`: faults from its start show there."""
-        if self._opening is not None:
-            self._opening.begin_stage(seq)
+        self._opening.begin_stage(seq)
 
     def attend(self, seq: int | None, steps: int = NONFINITE_STEPS, *, rare: bool = False) -> None:
         """Sample tiers 1 and 2 for `steps` steps of the first optimizer, from its step `seq` on, or from its next one
@@ -240,8 +249,7 @@ class Governor:
         self.hook_seconds += own
         self._feel_samples(1.0)
         self._take_samples()
-        if self._opening is not None:
-            self._opening.record_first_step(own)
+        self._opening.record_first_step(own)
 
     def _feel_samples(self, share: float) -> None:
         for tier, seconds in self._samples.items():
@@ -267,10 +275,9 @@ class Governor:
         self._count(1, loop, own)
         sampled = sum(self._felt.values())
         self._beside -= sampled
-        self._whole.add(own - sampled)
+        self._full.add(own - sampled)
         self._take_samples()
-        if self._opening is not None:
-            self._opening.record_step(seq, loop, own)
+        self._opening.record_step(seq, loop, own)
         if self._counted >= self._next:
             self._next = next((n for n in DECISIONS if n > self._counted), self._counted + DECIDE_EVERY)
             self._decide()
@@ -299,7 +306,7 @@ class Governor:
         self.costs = {part: round(share, 5) for part, share in costs.items()}
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
-        relaxed = (1.0 + AFTERWARDS) * self._tiers[0].value + self._price_whole_step()
+        relaxed = (1.0 + AFTERWARDS) * self._tiers[0].value + self._price_full_step()
         zero = choose_spacing(relaxed, RELAXED_SHARE * self._overhead * bare, self.wanted[0], RELAXED)
         budget = whole = SEEN * self._overhead * bare
         budget -= self._fixed.value + self._tiers[0].value / zero + others
@@ -318,9 +325,9 @@ class Governor:
         if not self._ordered:
             self.spacing.update(self.wanted)
 
-    def _price_whole_step(self) -> float:
+    def _price_full_step(self) -> float:
         """Return the seconds that a step costs by being off the fast path; 0 where none was on it so far."""
-        return max(self._whole.value - self._fast.value, 0.0) if self._fast.count else 0.0
+        return max(self._full.value - self._fast.value, 0.0) if self._fast.count else 0.0
 
 
 _ANY, _ANY_RARE = range(1, COARSEST + 1), range(1, RARE[-1] + 1)

@@ -52,7 +52,7 @@ class Opening:
     def __init__(self, share: float | None = None) -> None:
         """`share`: largest share of the loop's time that it may take, where that is less than `SHARE`."""
         self._share = SHARE if share is None else min(share, SHARE)
-        self._first, self._whole = 0, STEPS
+        self._first, self._full_steps = 0, STEPS
         self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW - 1)
         """(seconds of a step that were not ours, seconds that were ours), for the last steps."""
         self._spent = 0.0
@@ -65,12 +65,12 @@ class Opening:
         """Examine the stage that begins with step `seq`, unless the last examination was too recent."""
         if seq >= self._first + STEPS and monotonic() - self._stage_at >= STAGE_SECONDS:
             self._stage_at = monotonic()
-            self._first, self._whole, self._spent, self._unmarked = seq, STAGE_STEPS, 0.0, 0
+            self._first, self._full_steps, self._spent, self._unmarked = seq, STAGE_STEPS, 0.0, 0
             self._window.clear()
 
     def is_over(self, seq: int) -> bool:
         """Whether step `seq` is after the examination."""
-        return seq >= self._first + (END if self._whole == STEPS else STAGE_STEPS)
+        return seq >= self._first + (END if self._full_steps == STEPS else STAGE_STEPS)
 
     def wants(self, tier: int, seq: int, expected: float) -> bool:
         """Whether a tier must be sampled at step `seq`, which takes about `expected` seconds with the tiers below it.
@@ -79,9 +79,9 @@ class Opening:
             return False
         at = seq - self._first
         if tier == 3:
-            every = RARE_EVERY if at < self._whole else END
+            every = RARE_EVERY if at < self._full_steps else END
         else:
-            every = 1 if at < self._whole else 4 << (at.bit_length() - STEPS.bit_length())
+            every = 1 if at < self._full_steps else 4 << (at.bit_length() - STEPS.bit_length())
         share = self._share * (1.0 if tier == 3 else 1.0 - RESERVE)
         if at % every == 0 and self._affords(expected, share):
             self._taken = seq
@@ -100,7 +100,7 @@ class Opening:
         if self.is_over(seq):
             self._unmarked += 1
             return 0.0 if self._unmarked <= UNMARKED else None
-        return float(self._share > 0.0 and (seq - self._first < self._whole or seq == self._taken))
+        return float(self._share > 0.0 and (seq - self._first < self._full_steps or seq == self._taken))
 
     def record_first_step(self, own: float) -> None:
         """Record that the first step took `own` seconds of ours, with cold caches. They count in the total, and against

@@ -308,7 +308,7 @@ def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., An
 _LOSSES = "losses"
 """What is not seen after a passing error, as reported to the user."""
 _ALL_WANTED = -math.inf
-"""The value of `StepAccumulator.calm_to` at which all of a step is wanted."""
+"""The value of `StepAccumulator.fast_path_loss_limit` at which all of a step is wanted."""
 
 
 class BackwardPatch:
@@ -365,7 +365,7 @@ class BackwardPatch:
     def _quiet_accumulator(self) -> StepAccumulator | None:
         """Return the accumulator that may record the pass that begins on its own; None if listeners must be called."""
         accumulator = self._listeners.accumulator
-        if accumulator is None or accumulator.calm_to == _ALL_WANTED or accumulator.unseen.pausing:
+        if accumulator is None or accumulator.fast_path_loss_limit == _ALL_WANTED or accumulator.unseen.pausing:
             return None
         totals = accumulator.totals
         # The pass may follow passes of its step that were discarded, or be of another model.
@@ -382,7 +382,8 @@ class BackwardPatch:
         no listener is called."""
         try:
             loss = plain_loss(root)
-            if loss is not None and loss <= accumulator.calm_to and loss - loss == 0.0:  # the last excludes -infinity
+            # The last condition excludes minus infinity.
+            if loss is not None and loss <= accumulator.fast_path_loss_limit and loss - loss == 0.0:
                 accumulator.backward_ended(loss, seconds)
                 return
         except Exception as error:  # a loss that cannot be read

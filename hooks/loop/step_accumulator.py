@@ -145,10 +145,10 @@ class StepAccumulator:
 
     def __init__(self) -> None:
         self.totals = StepTotals()
-        self.calm_to = -math.inf
+        self.fast_path_loss_limit = -math.inf
         """Highest loss at which only the losses of the present steps are wanted: as long as a loss is finite and no
         higher, the code that sees it writes it here, and calls nothing else. Minus infinity: all of a step is wanted.
-        `calm` sets it, and `disturb` resets it."""
+        `allow_fast_path` sets it, and `disturb` resets it."""
         self.disturbed = False
         """Whether `disturb` was called since this was last set to False."""
         self.sees_forwards = False
@@ -181,13 +181,13 @@ class StepAccumulator:
     def disturb(self) -> None:
         """Ask for more than the losses of the present step. On any thread."""
         self.disturbed = True
-        self.calm_to = -math.inf
+        self.fast_path_loss_limit = -math.inf
 
-    def calm(self, to: float) -> None:
-        """Want only the losses from now on, up to `to`, unless `disturbed` has become true meanwhile."""
-        self.calm_to = to
+    def allow_fast_path(self, limit: float) -> None:
+        """Want only the losses from now on, up to `limit`, unless `disturbed` has become true meanwhile."""
+        self.fast_path_loss_limit = limit
         if self.disturbed:
-            self.calm_to = -math.inf
+            self.fast_path_loss_limit = -math.inf
 
     def is_training_thread(self) -> bool:
         """Whether the calling thread is the training thread."""

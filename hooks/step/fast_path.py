@@ -2,9 +2,9 @@
 
 In a loop of 3 ms the processor's caches hold the model's code and data and not ours: each function that is called there
 costs a microsecond, and a step that is measured in full calls many (see docs/performance.md). So stretches of steps
-take the fast path: hooks and patches check that the loss is within the noise (`StepAccumulator.calm_to`), store it, and
-call nothing else. The record of the next step that is measured in full includes what happened meanwhile; that step is
-at the latest the first whose loss is outside the noise.
+take the fast path: hooks and patches check that the loss is within the noise, up to
+`StepAccumulator.fast_path_loss_limit`, store it, and call nothing else. The record of the next step that is measured in
+full includes what happened meanwhile; that step is at the latest the first whose loss is outside the noise.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FastPath(MonitorBase):
         probes, collector, accumulator = self.probes, self.collector, self._accumulator
         accumulator.disturbed = False  # before reading anything that another thread may change
         occasion = self.seq // OCCASION * OCCASION + OCCASION - 1  # at the end of this step, probes are armed
-        self._stretch_end = min(self._governor.stretch(self.seq), occasion)
+        self._stretch_end = min(self._governor.fast_path_end(self.seq), occasion)
         if (
             self.seq < self._stretch_end
             and self.is_only_optimizer
@@ -112,10 +112,10 @@ class FastPath(MonitorBase):
             and not (collector is not None and (collector.moments_asked or collector.object_growth.asked))
             and self._previous_exit is not None
         ):
-            accumulator.calm(self._outlier_watch.loss_limit)
+            accumulator.allow_fast_path(self._outlier_watch.loss_limit)
 
     def _end_stretch(self) -> None:
-        self._accumulator.calm_to = -math.inf
+        self._accumulator.fast_path_loss_limit = -math.inf
         self._on_fast_path = False
 
     def _try_enter(self) -> bool:
@@ -126,7 +126,7 @@ class FastPath(MonitorBase):
         self._clip = None
         if (
             type(loss) is not float
-            or not loss <= accumulator.calm_to
+            or not loss <= accumulator.fast_path_loss_limit
             or loss - loss != 0.0  # minus infinity
             or get_ident() != accumulator.thread
             or (self._clipped and not self._clips_calmly())
@@ -152,7 +152,7 @@ class FastPath(MonitorBase):
         another thread did something meanwhile: a backward pass, a logged number, an order."""
         left = perf_counter()
         accumulator, layers, seq, loss = self._accumulator, self.layers, self.seq, self._loss
-        if accumulator.totals.loss is not loss or accumulator.calm_to == -math.inf:
+        if accumulator.totals.loss is not loss or accumulator.fast_path_loss_limit == -math.inf:
             return False
         values = {"loss": loss}
         if left >= self.probes.glance_at and self.probes.glance(left, values):
@@ -172,7 +172,7 @@ class FastPath(MonitorBase):
             self._submit(record, False)
         self._on_fast_path = False
         if seq + 1 >= self._stretch_end:
-            accumulator.calm_to = -math.inf
+            accumulator.fast_path_loss_limit = -math.inf
         self._stretch_steps += 1
         self._stretch_seconds += left - self._previous_exit  # type: ignore[operator] # never None in a stretch
         self._previous_exit, self.seq = left, seq + 1

@@ -123,7 +123,9 @@ class OptimizerMonitor(FastPath):
     def loss_scaled(self, scaler: GradScaler) -> None:
         """Note that a loss was scaled."""
         self._scaler = scaler
-        self._accumulator.calm_to = -math.inf  # no more than this: another thread's loss may come during a step
+        self._accumulator.fast_path_loss_limit = (
+            -math.inf
+        )  # no more than this: another thread's loss may come during a step
 
     def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
         """Note that the loop clipped these gradients, of L2 norm `norm` until then (None: it used another norm)."""
@@ -211,7 +213,7 @@ class OptimizerMonitor(FastPath):
             self._outlier_watch.judge_loss(self._accumulator.totals.loss, self.seq)
         self._step = step = self._make_step(optimizer, read_overflow(optimizer))
         step.clip = clip
-        if self._governor.rare(step.seq, first=not self.layers.stream):
+        if self._governor.take_rare_turn(step.seq, first=not self.layers.stream):
             self._shield(self._enter_tier_3, step)
         if not self._deferred:
             self._sample_due_tiers(step, loss_judged=True)

@@ -13,9 +13,9 @@ import sentinel
 from sentinel import wire
 from sentinel.daemon.run.spacing import BETWEEN_SECONDS, LEAD_STEPS, PATIENCE_SECONDS, Spacings
 from sentinel.hooks.core import governor as hooks_governor
-from sentinel.hooks.core.governor import Governor
 from sentinel.runs import Attempt
 from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.hooks.governed import make_governor
 from tests.hooks.sessions import list_sessions
 
 
@@ -28,7 +28,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         self.attempt = Attempt(0, 0.0)
-        self.pacings = [Governor(0.01) for _ in range(self.count)]
+        self.pacings = [make_governor(0.01) for _ in range(self.count)]
         self.post: list[tuple[int, wire.Spacing]] = []
         self.orders = 0
         self.now, self.seq = 0.0, 0

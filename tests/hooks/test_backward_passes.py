@@ -29,7 +29,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The path that most steps take."""
     if request.param == "fast path":
         monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
-        monkeypatch.setattr(governor, "WHOLE", 4)
+        monkeypatch.setattr(governor, "FULL_STEPS", 4)
         monkeypatch.setattr(probe, "EARLY", 4)
     return str(request.param)
 

@@ -55,7 +55,7 @@ def scalars() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", scalars())
 def test_a_usual_loss_is_recorded_without_calling_listeners(name: str) -> None:
     accumulator, root = StepAccumulator(), scalars()[name]
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
     assert run_pass(root, accumulator) == []
     assert (accumulator.totals.loss, accumulator.totals.backwards) == (2.0, 1)
 
@@ -64,14 +64,14 @@ def test_a_usual_loss_is_recorded_without_calling_listeners(name: str) -> None:
 @pytest.mark.parametrize("value", [11.0, -math.inf, math.inf, math.nan])
 def test_listeners_get_any_other_loss(value: float, device: str) -> None:
     accumulator = StepAccumulator()
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
     assert run_pass(torch.ones((), device=device, requires_grad=True) * value, accumulator) == ["backward_ended"]
     assert (accumulator.totals.loss, accumulator.totals.backwards) == (None, 0)
 
 
 def test_listeners_get_a_loss_that_is_weighted_or_scaled() -> None:
     accumulator, one = StepAccumulator(), torch.ones((), requires_grad=True)
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
     assert run_pass(one * 2.0, accumulator, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
     losses.remember(scaled := one * 2.0 * 4.0, one * 2.0)
     losses.note_scale(torch.tensor(4.0))
@@ -80,20 +80,20 @@ def test_listeners_get_a_loss_that_is_weighted_or_scaled() -> None:
     assert run_pass(one * 2.0, accumulator) == []
 
 
-@pytest.mark.parametrize("calm_to", [10.0, -math.inf])
-def test_a_pass_under_a_default_device_counts_once(calm_to: float) -> None:
+@pytest.mark.parametrize("fast_path_loss_limit", [10.0, -math.inf])
+def test_a_pass_under_a_default_device_counts_once(fast_path_loss_limit: float) -> None:
     """A default device is a mode: torch calls the mode first, which calls the function again."""
     accumulator, root = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
-    accumulator.calm_to = calm_to
+    accumulator.fast_path_loss_limit = fast_path_loss_limit
     with torch.device("cpu"):
         told = run_pass(root, accumulator)
-    assert told == (["backward_ended"] if calm_to > 0.0 else ["backward_begins", "backward_ended"])
+    assert told == (["backward_ended"] if fast_path_loss_limit > 0.0 else ["backward_begins", "backward_ended"])
     assert accumulator.totals.backwards == 0, "but by those who are told"
 
 
 def test_a_loss_whose_data_a_hook_replaced_is_not_read() -> None:
     accumulator, doubled = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
-    accumulator.calm_to, root = 10.0, doubled * 1.0
+    accumulator.fast_path_loss_limit, root = 10.0, doubled * 1.0
     doubled.register_hook(lambda _: setattr(root, "data", torch.tensor([5.0, 7.0])))  # type: ignore[no-untyped-call]
     assert run_pass(root, accumulator) == ["backward_ended"]
     assert accumulator.totals.loss is None
@@ -115,7 +115,7 @@ class Nested(torch.autograd.Function):
 
 def test_a_pass_within_a_pass_is_part_of_it() -> None:
     accumulator = StepAccumulator()
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
     assert run_pass(Nested.apply(torch.ones((), requires_grad=True)), accumulator) == []  # type: ignore[no-untyped-call]
     assert (accumulator.totals.loss, accumulator.totals.backwards) == (2.0, 1)
 
@@ -135,7 +135,7 @@ def test_the_patch_is_copied_and_pickled_as_a_function_is(daemon: FakeDaemon) ->
 
 def test_a_pass_that_raises_still_raises_and_is_reported() -> None:
     accumulator, told = StepAccumulator(), []
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of the loop's")
@@ -165,7 +165,7 @@ def test_a_pass_that_raises_still_raises_and_is_reported() -> None:
 
 def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator, loss = StepAccumulator(), torch.ones(3, requires_grad=True).sum()
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
 
     def interrupted(_: torch.Tensor) -> Any:
         raise KeyboardInterrupt
@@ -182,7 +182,7 @@ def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyP
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device may be one that torch does not know when torch is built, as some accelerators."""
     accumulator, loss, read = StepAccumulator(), torch.ones(3, device="meta", requires_grad=True).sum(), []
-    accumulator.calm_to = 10.0
+    accumulator.fast_path_loss_limit = 10.0
     monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)
     assert run_pass(loss, accumulator) == ["backward_ended"]
     assert read == []

@@ -13,6 +13,7 @@ from sentinel.hooks.core.device_clock import LEAST_SHARE, MOST_AWAITED, DeviceCl
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.step import optimizer_monitor
 from tests.hooks.conftest import FakeDaemon
+from tests.hooks.governed import make_governor
 from tests.hooks.loops import model
 
 
@@ -195,7 +196,7 @@ def test_the_governor_counts_what_the_device_feels() -> None:
     """Costs and spacings count the part that the device feels, by each optimizer's own share."""
 
     def run(first: float, second: float) -> Governor:
-        governor = Governor(0.01)
+        governor = make_governor(0.01)
         for seq in range(200):
             if governor.due(2, seq):
                 governor.record_sample(2, 0.004)

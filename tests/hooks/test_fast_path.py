@@ -42,7 +42,7 @@ WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 @pytest.fixture(autouse=True)
 def every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
-    monkeypatch.setattr(governor, "WHOLE", 4)
+    monkeypatch.setattr(governor, "FULL_STEPS", 4)
     monkeypatch.setattr(opening, "END", 4)
     monkeypatch.setattr(probe, "EARLY", 4)
 
@@ -133,7 +133,7 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     attentive = []
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         pace = find_session(monitor).governor
-        loop.run(8, lambda step: attentive.append(pace.stretch(7) == 7))
+        loop.run(8, lambda step: attentive.append(pace.fast_path_end(7) == 7))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
     assert list(daemon.series("learning_rate")) == [0, 1, 2, 3, 4, 7]

@@ -9,6 +9,7 @@ from sentinel.hooks.core.governor import (
     DECIDE_EVERY,
     DECISIONS,
     FIRST,
+    FULL_STEPS,
     HURRY,
     LONGEST_ATTENTION,
     MEASURED,
@@ -19,11 +20,11 @@ from sentinel.hooks.core.governor import (
     RARE_STEPS,
     RELAXED,
     SEEN,
-    WHOLE,
     Governor,
     Mean,
     coarsen_spacing,
 )
+from tests.hooks.governed import make_governor
 
 pytestmark = pytest.mark.governed
 
@@ -55,7 +56,7 @@ def sender(governor: Governor, share: float, seconds: int = 10) -> None:
 
 
 def test_every_governor_begins_the_same() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     assert governor.spacing == governor.wanted == FIRST == {0: 1, 1: 1, 2: 8, 3: 256}
     assert due(governor, 1, range(4)) == [0, 1, 2, 3]
     assert due(governor, 2, range(20)) == [0, 1, 8, 16]
@@ -63,7 +64,7 @@ def test_every_governor_begins_the_same() -> None:
 
 
 def test_a_costly_tier_is_not_sampled_fifty_times_first() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     taken = loop(governor, range(50), step=0.1, tiers={1: 0.01, 2: 0.05})
     assert taken[1] <= DECISIONS[0] + 4
     assert taken[2] <= 4
@@ -73,7 +74,7 @@ def test_a_costly_tier_is_not_sampled_fifty_times_first() -> None:
 @pytest.mark.parametrize("tiers", [{1: 0.0004, 2: 0.0008}, {1: 1e-6, 2: 0.002}, {1: 0.0001, 2: 0.0001}])
 @pytest.mark.parametrize("overhead", [0.01, 0.03, 0.1])
 def test_the_governor_keeps_within_the_budget(tiers: dict[int, float], overhead: float) -> None:
-    governor = Governor(overhead)
+    governor = make_governor(overhead)
     loop(governor, range(DECIDE_EVERY), step=0.02, tiers=tiers)
     spacing = dict(governor.spacing)
     loop(governor, range(DECIDE_EVERY, 20 * DECIDE_EVERY), step=0.02, tiers=tiers)
@@ -84,13 +85,13 @@ def test_the_governor_keeps_within_the_budget(tiers: dict[int, float], overhead:
 
 
 def test_the_governor_spends_what_it_may() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.004})
     assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
 
 
 def test_a_norm_of_one_percent_is_taken_at_every_step_whatever_else_costs() -> None:
-    governor, dearer, ceiling = Governor(norm_first=True), Governor(norm_first=True), Governor()
+    governor, dearer, ceiling = make_governor(norm_first=True), make_governor(norm_first=True), make_governor()
     loop(governor, range(DECIDE_EVERY), step=0.1, tiers={1: 0.001, 2: 0.05}, fixed=0.003)
     loop(dearer, range(DECIDE_EVERY), step=0.1, tiers={1: 0.0012, 2: 0.05}, fixed=0.003)
     loop(ceiling, range(DECIDE_EVERY), step=0.1, tiers={1: 0.001, 2: 0.05}, fixed=0.003)
@@ -101,13 +102,13 @@ def test_a_norm_of_one_percent_is_taken_at_every_step_whatever_else_costs() -> N
 
 
 def test_the_layers_get_what_the_norms_leave_over() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.006})
     assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}, "more than half the budget, and all of it fits"
 
 
 def test_the_cost_of_every_step_is_taken_off_the_budget() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(DECIDE_EVERY), step=0.003, tiers={1: 0.0005, 2: 0.0005}, fixed=0.0001)
     assert governor.spacing == {0: 1, 1: COARSEST, 2: COARSEST, 3: RARE_STEPS}
     assert governor.costs["hooks"] == pytest.approx(0.0001 / 0.003, rel=0.05)
@@ -115,7 +116,7 @@ def test_the_cost_of_every_step_is_taken_off_the_budget() -> None:
 
 @pytest.mark.parametrize("part", ["sender", "daemon"])
 def test_what_other_threads_and_the_daemon_use_counts(part: str) -> None:
-    alone, burdened = Governor(0.01), Governor(0.01)
+    alone, burdened = make_governor(0.01), make_governor(0.01)
     if part == "sender":
         sender(burdened, 0.0095)
     else:
@@ -129,7 +130,7 @@ def test_what_other_threads_and_the_daemon_use_counts(part: str) -> None:
 
 
 def test_the_senders_start_is_forgotten() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     governor.record_sender_time(0.0, 0.0)
     governor.record_sender_time(0.9, 1.0)
     for second in range(2, 5):
@@ -140,7 +141,7 @@ def test_the_senders_start_is_forgotten() -> None:
 
 def test_the_first_sample_is_forgotten() -> None:
     """The first sample pays for lazy imports and cold caches."""
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(1), step=1.0, tiers={1: 5.0, 2: 5.0})
     loop(governor, range(1, DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.001})
     assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
@@ -159,14 +160,14 @@ def test_one_sample_that_was_interrupted_changes_little() -> None:
 
 @pytest.mark.parametrize(("fixed", "spacing"), [(0.0, 2), (0.05, 4)])
 def test_the_norm_gets_half_of_its_part_where_the_rest_takes_the_budget(fixed: float, spacing: int) -> None:
-    governor = Governor(0.02, norm_first=True)
+    governor = make_governor(0.02, norm_first=True)
     loop(governor, range(400), step=1.0, tiers={1: 1.5 * 0.02 * NORM_SHARE * SEEN, 2: 0.0}, fixed=fixed)
     assert governor.spacing[1] == spacing
 
 
 def test_the_spacing_does_not_oscillate_at_the_edge() -> None:
     """A sample costs the budget, give or take a tenth."""
-    governor, chosen, edge = Governor(0.01), set(), 0.01 * NORM_SHARE * SEEN
+    governor, chosen, edge = make_governor(0.01), set(), 0.01 * NORM_SHARE * SEEN
     for turn in range(40):
         loop(
             governor, range(turn * 50, turn * 50 + 50), step=1.0, tiers={1: edge * (1.1 if turn % 2 else 0.95), 2: 0.0}
@@ -178,7 +179,7 @@ def test_the_spacing_does_not_oscillate_at_the_edge() -> None:
 
 
 def test_steps_of_a_second_optimizer_count_with_the_firsts() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     for seq in range(DECIDE_EVERY):
         governor.aside(0.002)
         governor.record_step(seq, 0.1, 0.001)
@@ -186,22 +187,22 @@ def test_steps_of_a_second_optimizer_count_with_the_firsts() -> None:
 
 
 def test_attention() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     governor.attend(10, 3)
     governor.attend(9, 2)
     assert due(governor, 2, range(9, 25)) == [9, 10, 11, 12, 16, 24]
 
 
 def test_tier_3_is_sampled_more_often_only_where_the_daemon_asks_for_it() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     governor.attend(10, 100)
-    assert [seq for seq in range(10, 256) if governor.rare(seq)] == []
+    assert [seq for seq in range(10, 256) if governor.take_rare_turn(seq)] == []
     governor.attend(300, 50, rare=True)
-    assert [seq for seq in range(300, 600) if governor.rare(seq)] == [304, 312, 320, 328, 512]
+    assert [seq for seq in range(300, 600) if governor.take_rare_turn(seq)] == [304, 312, 320, 328, 512]
 
 
 def test_the_governor_is_attentive_until_the_last_step_of_an_attention() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(10), step=1.0, tiers={})
     assert not governor.attentive
     governor.attend(10, 3)
@@ -213,7 +214,7 @@ def test_the_governor_is_attentive_until_the_last_step_of_an_attention() -> None
 
 
 def test_an_order_of_the_daemon_holds_from_its_step_on() -> None:
-    governor = Governor(0.5)
+    governor = make_governor(0.5)
     governor.order(60, {1: 2, 2: 4, 7: 1})
     loop(governor, range(59), step=1.0, tiers={1: 0.1, 2: 0.1})
     assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
@@ -239,30 +240,30 @@ def test_coarsened() -> None:
 
 
 def test_tier_0_is_sampled_more_rarely_where_steps_are_short() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 60e-6, 1: 0.001, 2: 0.001})
     assert governor.spacing[0] == RELAXED[-1]
-    assert [seq for seq in range(WHOLE - 64) if governor.stretch(seq) > seq] == [], "the first ones are whole"
-    seqs = range(WHOLE, WHOLE + 64)
-    assert [seq for seq in seqs if governor.stretch(seq) == seq] == due(governor, 0, seqs) == list(seqs)[::64]
-    assert governor.stretch(WHOLE + 1) == governor.stretch(WHOLE + 63) == WHOLE + 64
-    governor.attend(WHOLE + 1, 3)
-    assert due(governor, 0, range(WHOLE, WHOLE + 5)) == [WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 3]
-    assert governor.stretch(WHOLE + 3) == WHOLE + 3
+    assert not any(governor.fast_path_end(seq) > seq for seq in range(FULL_STEPS - 64)), "the first ones are full"
+    seqs = range(FULL_STEPS, FULL_STEPS + 64)
+    assert [seq for seq in seqs if governor.fast_path_end(seq) == seq] == due(governor, 0, seqs) == list(seqs)[::64]
+    assert governor.fast_path_end(FULL_STEPS + 1) == governor.fast_path_end(FULL_STEPS + 63) == FULL_STEPS + 64
+    governor.attend(FULL_STEPS + 1, 3)
+    assert due(governor, 0, range(FULL_STEPS, FULL_STEPS + 5)) == list(range(FULL_STEPS, FULL_STEPS + 4))
+    assert governor.fast_path_end(FULL_STEPS + 3) == FULL_STEPS + 3
 
 
 def test_an_order_is_obeyed_at_its_step_and_the_one_before_is_looked_at_whole() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     governor.spacing[0] = RELAXED[-1]
-    governor.order(WHOLE + 8, {1: 4})
-    assert [governor.stretch(WHOLE + seq) - WHOLE for seq in (1, 6, 7)] == [7, 7, 7]
-    governor.record_step(WHOLE + 7, 0.003, 1e-5)
+    governor.order(FULL_STEPS + 8, {1: 4})
+    assert [governor.fast_path_end(FULL_STEPS + seq) - FULL_STEPS for seq in (1, 6, 7)] == [7, 7, 7]
+    governor.record_step(FULL_STEPS + 7, 0.003, 1e-5)
     assert governor.spacing[1] == 4
-    assert governor.stretch(WHOLE + 8) == WHOLE + 64
+    assert governor.fast_path_end(FULL_STEPS + 8) == FULL_STEPS + 64
 
 
 def test_steps_on_the_fast_path_count_as_steps() -> None:
-    whole, fast = Governor(0.01), Governor(0.01)
+    whole, fast = make_governor(0.01), make_governor(0.01)
     loop(whole, range(DECIDE_EVERY), step=0.003, tiers={}, fixed=1e-5)
     for seq in range(0, DECIDE_EVERY, 10):
         fast.account(9, 9 * 0.00301, 9e-5)
@@ -273,14 +274,14 @@ def test_steps_on_the_fast_path_count_as_steps() -> None:
 
 @pytest.mark.parametrize(("step", "overhead"), [(0.2, 0.01), (0.003, 1.0)])
 def test_tier_0_is_sampled_at_every_step_where_it_is_not_felt(step: float, overhead: float) -> None:
-    governor = Governor(overhead)
+    governor = make_governor(overhead)
     loop(governor, range(2 * DECIDE_EVERY), step=step, tiers={0: 15e-6, 1: 30e-6, 2: 60e-6})
     assert governor.spacing[0] == 1
-    assert all(governor.stretch(seq) == seq for seq in range(WHOLE, WHOLE + 64))
+    assert all(governor.fast_path_end(seq) == seq for seq in range(FULL_STEPS, FULL_STEPS + 64))
 
 
 def test_no_costlier_tier_is_sampled_at_a_step_of_which_only_the_loss_is_taken() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
     assert governor.spacing[0] == governor.spacing[1] == 8, "what tier 0 costs is a part of the norm's price"
 
@@ -288,7 +289,7 @@ def test_no_costlier_tier_is_sampled_at_a_step_of_which_only_the_loss_is_taken()
 @pytest.mark.parametrize(("whole", "apart"), [(3e-5, 16), (3e-4, 32)])
 def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole: float, apart: int) -> None:
     """`whole`: our seconds of a step off the fast path, without its samples; a step on it takes 30 us."""
-    governor = Governor(0.02, norm_first=True)
+    governor = make_governor(0.02, norm_first=True)
     for seq in range(0, 800, 8):
         governor.account(7, 7 * 0.003, 7 * 3e-5)
         governor.record_sample(0, 5e-6)
@@ -299,7 +300,7 @@ def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole
 
 def test_what_the_daemon_says_is_bounded() -> None:
     """A mistake of the daemon must neither make a run slow for good nor sample at every step for nothing."""
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     governor.attend(0, 10**18)
     assert governor._attend_until < LONGEST_ATTENTION
     for share in (float("nan"), float("inf"), -1.0):
@@ -319,7 +320,7 @@ def test_what_the_daemon_says_is_bounded() -> None:
     ],
 )
 def test_tier_3_is_at_most_so_far_apart(step: float, sample: float, apart: int) -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     loop(governor, range(4 * DECIDE_EVERY), step=step, tiers={3: sample})
     assert governor.spacing[3] == apart
     assert apart == RARE[-1] or sample / apart <= RARE_MOST * step

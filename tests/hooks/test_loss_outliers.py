@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from sentinel import wire
-from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.step.loss_outliers import LateValues, LossOutliers, NormOutliers, OutlierWatch
 from sentinel.hooks.transport.records import Record, Transfers
+from tests.hooks.governed import make_governor
 
 
 def test_a_loss_of_another_stage_is_no_outlier_for_that() -> None:
-    governor = Governor(0.01)
+    governor = make_governor(0.01)
     told: list[int] = []
 
     class Guard:
@@ -105,7 +105,7 @@ def test_a_norm_far_above_those_before_has_its_very_step_looked_at() -> None:
     assert norms.limit == pytest.approx(5.0, rel=0.3)
     assert norms.observe(60.0)
     assert norms.limit < 6.0, "an outlier is no new level"
-    governor, warned = Governor(0.01), Warned()
+    governor, warned = make_governor(0.01), Warned()
     watch, record = OutlierWatch(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), grad_norm=60.0)
     assert not any(watch.judge_norm(norm, seq) for seq, norm in enumerate(usual))
     watch.add_record(record)
@@ -125,7 +125,7 @@ class Warned:
 
 
 def test_a_nan_that_comes_late_is_acted_on() -> None:
-    warned, governor = Warned(), Governor(0.01)
+    warned, governor = Warned(), make_governor(0.01)
     watch, record = OutlierWatch(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
     watch.add_record(record)
     watch.judge_loss(torch.tensor(0.0), 2000)
@@ -142,7 +142,7 @@ def test_steps_without_a_gradient_are_no_measure_of_a_norm() -> None:
 
 
 def test_norms_that_leap_all_the_time_are_not_followed_up_without_end() -> None:
-    governor = Governor(0.02)
+    governor = make_governor(0.02)
     watch = OutlierWatch(governor, weakref.WeakMethod(governor.clear_orders))
     norms = [1.0 if seq % 20 == 0 else 1e-6 for seq in range(20_000)]
     followed = [seq for seq, norm in enumerate(norms) if watch.judge_norm(norm, seq)]
@@ -151,7 +151,7 @@ def test_norms_that_leap_all_the_time_are_not_followed_up_without_end() -> None:
 
 def test_attention_is_measured_in_steps_of_the_first_optimizer() -> None:
     """A critic makes five steps for one of the generator's; its outlier concerns the generator's present step."""
-    governor = Governor(0.02)
+    governor = make_governor(0.02)
     critic = OutlierWatch(governor, weakref.WeakMethod(governor.clear_orders), first=False)
     governor.spacing.update({1: 1000, 2: 1000})
     for seq in range(600):

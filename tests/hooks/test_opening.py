@@ -43,7 +43,7 @@ def look(governor: Governor, seqs: range, *, step: float, sample: float) -> tupl
     taken: dict[int, list[int]] = {1: [], 2: [], 3: []}
     spent = []
     for seq in seqs:
-        tiers = {3} if governor.rare(seq) else set[int]()
+        tiers = {3} if governor.take_rare_turn(seq) else set[int]()
         tiers |= {tier for tier in (1, 2) if tiers or governor.due(tier, seq)}
         for tier in tiers:
             taken[tier].append(seq)
@@ -72,8 +72,7 @@ def test_steps_of_the_opening_are_marked_and_those_after_it_are_not() -> None:
     assert 32 <= sum(marks[seq] == 1.0 for seq in range(STEPS, END)) <= 48
     assert [marks[seq] for seq in range(END, END + UNMARKED)] == [0.0] * UNMARKED
     assert marks[END + UNMARKED] is None
-    assert Governor(opening=Opening(0.0)).mark_opening(0) == 0.0
-    assert Governor().mark_opening(0) is None
+    assert Governor(0.0, Opening(0.0)).mark_opening(0) == 0.0
 
 
 @pytest.mark.parametrize("sample", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
@@ -173,7 +172,7 @@ def test_a_stage_is_examined_shortly_and_the_next_not_at_once(monkeypatch: pytes
     look(governor, range(2 * END), step=0.001, sample=1e-4)
     first = 2 * END + 1
     governor.begin_stage(first)
-    assert governor.stretch(first) == first, "the fast path waits"
+    assert governor.fast_path_end(first) == first, "the fast path waits"
     taken, _ = look(governor, range(first, first + 64), step=0.01, sample=1e-4)
     assert taken[2][:STAGE_STEPS] == list(range(first, first + STAGE_STEPS))
     assert len(taken[2]) < STAGE_STEPS + 8
@@ -197,7 +196,7 @@ def test_a_stage_in_the_first_steps_after_the_full_ones_is_examined_too() -> Non
 def test_it_decides_by_the_first_step_alone_where_a_sample_is_expensive(share: float | None, sample: float) -> None:
     governor = Governor(share or 0.02, Opening(share), norm_first=share is None)
     for tier in (1, 2, 3):
-        assert governor.rare(0) if tier == 3 else governor.due(tier, 0)
+        assert governor.take_rare_turn(0) if tier == 3 else governor.due(tier, 0)
         governor.record_sample(tier, sample / 3)
     governor.record_first_step(sample)
     _, spent = look(governor, range(1, STEPS), step=0.3, sample=sample / 3)
