@@ -16,15 +16,13 @@ from sentinel.errors import AttachError
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import printable
 from sentinel.hooks.rollback.step_guard import LAST_SECONDS
-from sentinel.hooks.session.session import PHASE_LETTERS, RunSession
+from sentinel.hooks.session.session import GOODBYE_SECONDS, PHASE_LETTERS, RunSession
 from sentinel.hooks.torch_interop import tensors
 from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 from sentinel.naming import clean_name
 from sentinel.signals import SIGNALS
 
 Batch = TypeVar("Batch")
-GOODBYE_SECONDS = 0.4
-"""Longest time that `detach` waits for the daemon to take what is queued."""
 
 
 class Monitor:

@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from sentinel import wire
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import in_notebook, printable
-from sentinel.hooks.session.session import RunSession
-
-GOODBYE_SECONDS = 0.4
-"""Longest time that the end of the process waits for the daemon to take what is queued.
-
-With what is written to disk after that (`Sender._leave_record`) the end is delayed by less than half a second.
-"""
+from sentinel.hooks.session.session import GOODBYE_SECONDS, RunSession
 
 _sessions: list[RunSession] = []
 _made = 0

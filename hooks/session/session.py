@@ -63,8 +63,11 @@ _STEPS = "optimizer steps"
 PHASE_LETTERS = 200
 STOPPING = "stop"
 """Name of the phase between the step at which a run is stopped and its end."""
-STOPPED_SECONDS = 0.4
-"""Longest time that a process about to be ended waits for the daemon to take what is queued."""
+GOODBYE_SECONDS = 0.4
+"""Longest time that `detach`, and a process about to end, wait for the daemon to take what is queued.
+
+With what is written to disk after that (`Sender._leave_record`) the end is delayed by less than half a second.
+"""
 LINES = 256
 """Most lines printed on the terminal of a run, besides the daemon's notices."""
 
@@ -417,7 +420,7 @@ class RunSession:
 
     def say_goodbye(self, stop: RunStopped) -> None:
         """Tell the daemon that the run is stopped: the process is about to be ended. On any thread."""
-        self.sender.stop(self.make_goodbye(stop), STOPPED_SECONDS)
+        self.sender.stop(self.make_goodbye(stop), GOODBYE_SECONDS)
 
     def make_goodbye(self, stop: RunStopped) -> wire.Goodbye:
         """Return the goodbye of a run that Sentinel stopped."""

@@ -46,7 +46,7 @@ class OptimizersInBackward:
         return [part for ref in self._parts if (part := ref()) is not None]
 
 
-class Measured(Gradients):
+class GradientRows(Gradients):
     """Stands for gradients that are gone: only the rows of the layers that they belonged to."""
 
     def __init__(self, layers: Layers, rows: list[int]) -> None:
@@ -140,7 +140,7 @@ class BackwardGathering:
         if any(part.thorough for part in sampled.values()):
             self.whole.layers.refresh(step.optimizer)
             step.thorough = True
-            step.gradients = Measured(self.whole.layers, self._rows_of(sampled))
+            step.gradients = GradientRows(self.whole.layers, self._rows_of(sampled))
             for signal in dict.fromkeys(name for part in sampled.values() for name in part.layers):
                 step.layers[signal] = _join_columns([part.layers[signal] for part in sampled.values() if part.layers])
         self._governor.record_sample(2 if step.thorough else 1, self._seconds)

@@ -193,12 +193,12 @@ class _Launch:
         # A process without a parent becomes a child of process 1: if that is us, it stays our child, as we must reap
         # it.
         detached = os.getpid() != 1
-        self._words, theirs = os.pipe()
-        os.set_blocking(self._words, False)
-        words = [sys.executable, "-P", "-S", _DETACHED, str(theirs)] if detached else []
+        self._status_pipe, theirs = os.pipe()
+        os.set_blocking(self._status_pipe, False)
+        detacher = [sys.executable, "-P", "-S", _DETACHED, str(theirs)] if detached else []
         try:
             self._child = subprocess.Popen(
-                [*words, *command],
+                [*detacher, *command],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(theirs,),
             )  # fmt: skip
         except BaseException:
@@ -215,20 +215,20 @@ class _Launch:
     def running(self) -> bool:
         """Whether the program was started, and neither serves nor has ended yet."""
         child = self._child.poll()
-        if self._words < 0:
+        if self._status_pipe < 0:
             return False
         try:
-            words = os.read(self._words, 64)
+            status = os.read(self._status_pipe, 64)
         except BlockingIOError:
             return True
-        if words or child is not None:  # at its end, its descriptors close before it ends
-            self.status = words.decode() or str(child)
+        if status or child is not None:  # at its end, its descriptors close before it ends
+            self.status = status.decode() or str(child)
             self._close()
-        return self._words >= 0
+        return self._status_pipe >= 0
 
     def let_go(self) -> None:
         """Stop waiting for the program: it serves, or is no longer needed."""
-        if self._words >= 0:
+        if self._status_pipe >= 0:
             self._close()
 
     def forget(self) -> None:
@@ -238,8 +238,8 @@ class _Launch:
             self._child.returncode = 0  # else Popen.__del__ warns of it
 
     def _close(self) -> None:
-        os.close(self._words)
-        self._words = -1
+        os.close(self._status_pipe)
+        self._status_pipe = -1
 
 
 SHORTEST_PAUSE = 0.1

@@ -69,7 +69,7 @@ def launch_of(starter: DaemonLauncher) -> Any:
 def ended(starter: DaemonLauncher) -> None:
     """Wait until the daemon of the last start has ended."""
     assert launch_of(starter) is not None
-    select.select([launch_of(starter)._words], [], [], 10)
+    select.select([launch_of(starter)._status_pipe], [], [], 10)
     for _ in range(2000):
         if not launch_of(starter).running:
             return
