@@ -10,10 +10,12 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import Any
 
 from sentinel.hooks.core import faults
 
@@ -177,3 +179,45 @@ def _finish() -> None:
     until = time.monotonic() + EXIT_SECONDS
     for thread in finishing:
         thread.join(max(until - time.monotonic(), 0.0))
+
+
+Alert = dict[str, Any]
+_Functions = tuple[Callable[[Alert], object], ...]
+
+QUEUE_ALERTS = 100
+"""Most alerts that wait for a slow function. Beyond them, the newest are dropped and counted."""
+
+
+class UserCallbacks:
+    """Calls the user's functions at alerts. `add` on any thread, `put` on the sender's. Once the optimizer is gone, its
+    thread hands over the alerts that wait, and ends."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.functions: _Functions = ()
+        """The user's functions, in the order in which they were added."""
+        self._worker = Worker("sentinel-alerts")
+
+    def add(self, function: Callable[[Alert], object]) -> None:
+        """Call `function` at each alert from now on."""
+        self.functions = (*self.functions, function)
+        self._worker.start()
+
+    def put(self, alert: Alert) -> None:
+        """Queue the alert for the functions; returns immediately."""
+        if not self.functions:
+            return
+        if self._worker.waiting < QUEUE_ALERTS:
+            self._worker.submit(functools.partial(_call_functions, alert, self.functions))
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            faults.say("on_alert: a function is slower than the alerts come; some are not handed to it")
+
+
+def _call_functions(alert: Alert, functions: _Functions) -> None:
+    for function in functions:
+        try:
+            function(alert)
+        except Exception:
+            faults.log.warning("sentinel: %r raised", function, exc_info=True)

@@ -25,7 +25,7 @@ from sentinel.hooks.core import faults
 from sentinel.hooks.core.faults import Unseen, is_out_of_memory
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, printable
-from sentinel.hooks.core.threads import start_thread
+from sentinel.hooks.core.threads import UserCallbacks, start_thread
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.oom_report import post_mortem
 from sentinel.hooks.loop import patches
@@ -37,7 +37,6 @@ from sentinel.hooks.session.command_handler import CommandHandler
 from sentinel.hooks.session.event_router import EventRouter, OptimizerMonitors
 from sentinel.hooks.session.logged_signals import NAMES, LoggedSignals
 from sentinel.hooks.session.meeting_finder import MeetingFinder
-from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar

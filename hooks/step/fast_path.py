@@ -14,17 +14,20 @@ import sys
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sentinel.errors import RunStopped
 from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.core.threads import UserCallbacks
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop.grad_clipping import Clip, Clipping
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.probe import OCCASION, Probes
 from sentinel.hooks.step.loss_outliers import OutlierWatch
-from sentinel.hooks.step.monitor_base import MonitorBase
+from sentinel.hooks.torch_interop import internals
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.transport.records import QUEUE_STEPS, Record
 
@@ -50,11 +53,36 @@ class MonitorSession(Protocol):
         """Queue a record; send it without delay if it is urgent."""
 
 
-class FastPath(MonitorBase):
-    """The part of an optimizer monitor that the fast path needs. A base class and not an attribute, to spare a call."""
+class Guard(Protocol):
+    """Acts at both ends of a step: `rollback.StepGuard`."""
+
+    def enter_step(self, seq: int) -> None:
+        """Called first in the pre-hook."""
+
+    def exit_step(self, seq: int, *, skipped: bool) -> None:
+        """Called last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
+
+    def suspect(self) -> None:
+        """Called when the present step looks odd."""
+
+    def close(self) -> None:
+        """Called when no more steps will come."""
+
+
+class FastPath:
+    """Base of `OptimizerMonitor`: until when one optimizer is watched, and its steps on the fast path. A base class and
+    not an attribute, to spare a call."""
 
     def __init__(self, session: MonitorSession, optimizer: Any, layers: Layers, probes: Probes) -> None:
-        super().__init__(optimizer, session.accumulator.unseen)
+        self._unseen = session.accumulator.unseen
+        self.guard: Guard | None = None
+        self.alerts = UserCallbacks()
+        """Functions of the user's, which may hold anything: kept here, so that it dies with the optimizer. Neither the
+        session nor the thread that calls them holds a reference."""
+        self.stopped: RunStopped | None = None
+        """The exception with which we stopped the run, once we did."""
+        self._optimizer = weakref.ref(optimizer)
+        self._dead = False
         self.seq = 0
         """Sequence number of the next step."""
         self.layers = layers
@@ -89,6 +117,69 @@ class FastPath(MonitorBase):
         self._stretch_seconds = self._stretch_own = 0.0
         """Steps on the fast path since the last one off it, the seconds they took, and the part of these that was
         ours."""
+
+    def watches(self, optimizer: object) -> bool:
+        """Whether this monitor watches `optimizer`."""
+        return self._optimizer() is optimizer
+
+    def optimizer(self) -> Any:
+        """Return the optimizer, or None when its user released it."""
+        return self._optimizer()
+
+    def alive(self) -> bool:
+        """Whether the optimizer still exists and is watched."""
+        return self._optimizer() is not None and not self._dead
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is inside the step: the hooks may be iterated over, and must not be removed."""
+        return internals.depth(self._optimizer()) > 0
+
+    def stop(self) -> None:
+        """Do nothing from now on, even if hooks are still called."""
+        self._dead = True
+
+    def retire(self) -> None:
+        """Stop, and release what the restorer holds. On the training thread."""
+        if self.guard is not None:
+            self._call_guard(self.guard.close)
+        self.guard = None
+        self.stop()
+
+    def _safely(self, part: Callable[..., None], *arguments: object) -> None:
+        if self._dead:
+            return
+        try:
+            part(*arguments)
+        except Exception:
+            self._broke()
+
+    def _broke(self) -> None:
+        """Handle an exception: a passing error costs this step, another fault ends the watch. See `Unseen`."""
+        kind = type(self._optimizer()).__name__
+        if self._unseen.record_failure(f"steps of {kind}", f"the watch over {kind}", "unmonitored"):
+            self.retire()
+
+    def _recover(self) -> None:
+        """Record that a step was seen from its entry to its exit."""
+        if self._unseen.pausing:
+            self._unseen.recover(f"steps of {type(self._optimizer()).__name__}")
+
+    def _suspect(self) -> None:
+        if self.guard is not None:
+            self._call_guard(self.guard.suspect)
+
+    def _call_guard(self, call: Callable[..., None], *seq: int, **arguments: bool) -> None:
+        if self._dead:
+            return
+        try:
+            call(*seq, **arguments)
+        except RunStopped as stop:
+            self.stopped = stop
+            raise
+        except Exception:
+            if self._unseen.record_failure("rollback", "rollback", "without rollback"):
+                self.guard = None
 
     def begin_stage(self) -> None:
         """Forget what is usual: the next step's task or data change on purpose, and so may its loss."""

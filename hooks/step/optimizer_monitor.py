@@ -27,7 +27,6 @@ from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probes, Step
 from sentinel.hooks.step.fast_path import FastPath, MonitorSession
-from sentinel.hooks.step.monitor_base import AfterStep, BeforeStep
 from sentinel.hooks.torch_interop import internals, tensors
 from sentinel.hooks.torch_interop.internals import backward_pass_id, exclude_from_tracing
 from sentinel.hooks.torch_interop.layer_table import Layers
@@ -123,9 +122,8 @@ class OptimizerMonitor(FastPath):
     def loss_scaled(self, scaler: GradScaler) -> None:
         """Note that a loss was scaled."""
         self._scaler = scaler
-        self._accumulator.fast_path_loss_limit = (
-            -math.inf
-        )  # no more than this: another thread's loss may come during a step
+        # No more than this: another thread's loss may come during a step.
+        self._accumulator.fast_path_loss_limit = -math.inf
 
     def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
         """Note that the loop clipped these gradients, of L2 norm `norm` until then (None: it used another norm)."""
@@ -463,3 +461,24 @@ class OptimizerMonitor(FastPath):
         self._count_step(skipped=skipped, captured=captured)
         if plain:  # else a step may be withheld
             self._begin_stretch()
+
+
+class StepHook:
+    """A hook of the optimizer. It owns the optimizer monitor."""
+
+    def __init__(self, monitor: OptimizerMonitor) -> None:
+        self.monitor = monitor
+
+
+class BeforeStep(StepHook):
+    """The hook before a step."""
+
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.monitor.enter_step(args, kwargs)
+
+
+class AfterStep(StepHook):
+    """The hook after a step."""
+
+    def __call__(self, *_: Any) -> None:
+        self.monitor.exit_step()

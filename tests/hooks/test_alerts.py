@@ -8,7 +8,7 @@ import pytest
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.step.monitor_base import QUEUE_ALERTS, Alert, UserCallbacks
+from sentinel.hooks.core.threads import QUEUE_ALERTS, Alert, UserCallbacks
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import model
 from tests.hooks.test_attach import adamw
