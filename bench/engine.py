@@ -83,7 +83,7 @@ def judge_steps(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[lis
         begin = time.process_time()
         evaluator.observe(step)
         between = time.process_time()
-        evaluator.go_on()  # as a daemon does, once a second
+        evaluator.judge_deferred()  # as a daemon does, once a second
         decided.append(between - begin)
         after.append(time.process_time() - between)
     return decided, after

@@ -41,7 +41,7 @@ class RollbackCases(Protocol):
     def list_asking(self, action: str) -> Iterable[Case]:
         """Return the cases of the present attempt whose rule names this action."""
 
-    def record_action(self, case: Case) -> None:
+    def record_change(self, case: Case) -> None:
         """Store and report that more was written into `case.done`."""
 
     def preserve(self) -> None:

@@ -73,7 +73,7 @@ class RestartAction:
         self._case = None
         if case.state == "firing" and may_end(self._attempt, case):
             case.done += (SPARED,)
-            self._incidents.record_action(case)
+            self._incidents.record_change(case)
         elif case.state == "firing" and self._supervisor.end_job(case):
             case.done += ("the job is ended by its supervisor",)
-            self._incidents.record_action(case)
+            self._incidents.record_change(case)

@@ -199,7 +199,7 @@ class RollbackAction:
         if current.promised == current.ranks:
             current.phase, current.began = "restoring", now
             if current.stops:
-                self._incidents.record_action(current.case)  # the step may differ from the one tried first
+                self._incidents.record_change(current.case)  # the step may differ from the one tried first
             self._incidents.preserve()  # a commit that is sent must be known to the next daemon
             self._broadcast(self._verdict(current))
 
@@ -225,7 +225,7 @@ class RollbackAction:
             self._order_immediate_stop(
                 case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}"
             )
-            self._incidents.record_action(case)
+            self._incidents.record_change(case)
             self._incidents.preserve()
 
     def _nobody_restored(self, current: RollbackInProgress, now: float) -> None:
@@ -445,7 +445,7 @@ class RollbackAction:
         for other in waiting:
             if other.state == "firing" and not (outcome.ok and not outcome.stops):  # otherwise it ended with this one
                 self.fired(other, now)  # all but the first wait again
-                self._incidents.record_action(other)
+                self._incidents.record_change(other)
         self._listener.end_rollback(case, outcome)
 
     def _give_up(self, reason: str, now: float) -> None:

@@ -60,7 +60,7 @@ class StopAction:
     def tick(self, now: float) -> None:
         """Begin a stop that waits, if it is time."""
         for case in self._begin(now):
-            self._incidents.record_action(case)
+            self._incidents.record_change(case)
 
     def _begin(self, now: float) -> list[Case]:
         """Stop for the first case that still fires, and for the next if that fails at once. Returns the cases tried."""

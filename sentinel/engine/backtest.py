@@ -68,7 +68,7 @@ def backtest(
     steps, seen = 0, set[str]()
     for item in observations:
         if isinstance(item, Rewound):
-            transitions += evaluator.rewound(item.to, item.at)
+            transitions += evaluator.rewind(item.to, item.at)
             evaluator.step_offset = item.step_offset
             numbering.change(item.at + 1, item.step_offset)
         elif isinstance(item, Staged):
@@ -77,7 +77,7 @@ def backtest(
             steps += 1
             seen.update(*item.values.values(), item.table.columns if item.table is not None else ())
             transitions += evaluator.observe(item)
-    transitions += evaluator.finish_pending()
+    transitions += evaluator.finish_deferred()
     return Backtest(
         alerts=tuple(_alert(one.incident, numbering) for one in transitions if one.kind == "fired"),
         rules=tuple(_list_judging(evaluator, rules, seen)),

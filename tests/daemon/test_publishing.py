@@ -124,7 +124,7 @@ def test_after_a_rollback_the_next_good_one_comes_at_its_time() -> None:
     ranks.reach(40)
     assert ranks.answer() is not None
     assert ranks.publishing.last == 30
-    ranks.publishing.rewound(20)
+    ranks.publishing.rewind(20)
     assert ranks.reach(50) == [40]
 
 
@@ -182,7 +182,7 @@ def test_nodes_write_the_same_steps_without_asking_each_other() -> None:
     assert node.hold(30, closed=45) is None
     assert node.hold(40, closed=55) == 40
     assert (node.sent[-1][1].on_all, node.sent[-1][1].floor) == ((100,), 80)
-    node.publishing.rewound(10)
+    node.publishing.rewind(10)
     assert (node.disk.kept, node.disk.on_all, node.disk.floor) == ((100,), (), -1), "what is younger is void"
 
 

@@ -357,7 +357,7 @@ def test_a_rewind_past_a_reload_begins_with_empty_windows() -> None:
     played(target, [0, 0, 0])
     target.replace_rules(target._rules)
     played(target, [9, 9, 9], 3)
-    assert kinds(target.rewound(1, 5)) == ["rolled_back"]
+    assert kinds(target.rewind(1, 5)) == ["rolled_back"]
     assert played(target, [0, 0, 0], 6) == ["warming", "warming", "inactive"]
 
 
@@ -387,7 +387,7 @@ def test_numbers_of_the_clock_touch_no_other_rule() -> None:
     played(target, [9, 9], 2)
     assert {row.rule: row.state for row in target.status()} == {"Hang": "inactive", "Mean": "firing"}
     assert target.save_state()[1] == before
-    assert [(t.incident.rule, t.kind) for t in target.rewound(1, 3)] == [("Mean", "rolled_back")]
+    assert [(t.incident.rule, t.kind) for t in target.rewind(1, 3)] == [("Mean", "rolled_back")]
     assert {row.rule: row.state for row in target.status()}["Mean"] == "warming"
 
 
@@ -468,7 +468,7 @@ def test_a_downgrade_is_decided_as_the_rule_fires(calm: float, severity: str, ac
     )
     (fired,) = step(rules, 0, {RUN: {"loss": 2.0, "calm": calm}})
     assert (fired.incident.severity, fired.incident.actions) == (severity, actions)
-    assert rules.asking_for("rollback") == ({} if calm else {"A": 0})
+    assert rules.find_asking("rollback") == ({} if calm else {"A": 0})
     step(rules, 1, {RUN: {"loss": 3.0, "calm": 1.0 - calm}})
     assert fired.incident.severity == severity, "what was told stays as it was"
 

@@ -101,7 +101,7 @@ def test_as_if_later_samples_had_never_been(seed: int, to: int, lost: int, after
     observations = run_of(seed, to + lost + after)
     before, bad, later = observations[: to + 1], observations[to + 1 : to + lost], observations[to + lost :]
     rewound, clean = fed(before + bad), fed(before)
-    rewound.rewound(to, to + lost - 1)
+    rewound.rewind(to, to + lost - 1)
     firing = {incident.rule for incident in clean.incidents if incident.state == "firing"}
     settled = [row for row in clean.status() if row.rule not in firing]
     assert repr([row for row in rewound.status() if row.rule not in firing]) == repr(settled)
@@ -119,7 +119,7 @@ def test_from_the_moment_on_at_which_it_is_told_that_one_may_come(seed: int, bef
     for observation in observations[before:]:
         rewound.observe(observation)
     rewound.be_rewindable()  # as at every hello: what is kept stays
-    rewound.rewound(before + to - 1, before + to + lost - 1)
+    rewound.rewind(before + to - 1, before + to + lost - 1)
     firing = {incident.rule for incident in clean.incidents if incident.state == "firing"}
     settled = [row for row in clean.status() if row.rule not in firing]
     assert repr([row for row in rewound.status() if row.rule not in firing]) == repr(settled)
@@ -144,8 +144,8 @@ def test_rules_that_a_reload_does_not_change_keep_their_windows_in_a_later_rewin
     reloaded.replace_rules(load_rules(RULES, "test.yaml").rules)
     for observation in observations[30:]:
         reloaded.observe(observation)
-    reloaded.rewound(35, 44)
-    untouched.rewound(35, 35)  # only disarms what fires
+    reloaded.rewind(35, 44)
+    untouched.rewind(35, 35)  # only disarms what fires
     assert repr(reloaded.status()) == repr(untouched.status())
 
 
@@ -157,7 +157,7 @@ def test_a_rewind_to_before_anything_was_kept_begins_with_empty_windows() -> Non
             evaluator.be_rewindable()
             for observation in observations[60:80]:
                 evaluator.observe(observation)
-        evaluator.rewound(30, 79)
+        evaluator.rewind(30, 79)
         assert [row.values for row in evaluator.status()] == [{}] * len(LOADED)
         for observation in observations[80:]:
             evaluator.observe(observation)
@@ -166,11 +166,11 @@ def test_a_rewind_to_before_anything_was_kept_begins_with_empty_windows() -> Non
 def test_a_rewind_twice_and_one_to_before_the_first_step() -> None:
     observations = run_of(7, 90)
     evaluator = fed(observations[:60])
-    evaluator.rewound(45, 59)
-    evaluator.rewound(36, 59)
+    evaluator.rewind(45, 59)
+    evaluator.rewind(36, 59)
     clean = fed(observations[:37]).status()
     assert repr([row.values for row in evaluator.status()]) == repr([row.values for row in clean])
-    evaluator.rewound(-1, 59)
+    evaluator.rewind(-1, 59)
     assert [row.values for row in evaluator.status()] == [{}] * len(LOADED)
 
 
@@ -179,12 +179,12 @@ def test_open_incidents_end_as_rolled_back_and_what_held_already_is_pending() ->
     evaluator = Evaluator(rules, run="t")
     for seq in range(20):
         evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": 9.0 if seq >= 10 else 1.0}}))
-    ended = evaluator.rewound(12, 19)
+    ended = evaluator.rewind(12, 19)
     assert [(t.kind, t.incident.state, t.incident.resolved_seq) for t in ended] == [("rolled_back", "rolled_back", 19)]
     assert [row.state for row in evaluator.status()] == ["pending"]
     fired = evaluator.observe(Observation(20, 20.0, {RUN: {"loss": 9.0}}))
     assert [(t.kind, t.incident.id, t.incident.first_seq) for t in fired] == [("fired", 2, 10)]
-    evaluator.rewound(5, 20)
+    evaluator.rewind(5, 20)
     assert [row.state for row in evaluator.status()] == ["inactive"]
     assert evaluator.suspicious is False
 
@@ -199,7 +199,7 @@ def test_a_rewind_further_back_than_the_samples_uses_an_older_state() -> None:
     for seq in range(400):
         evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": float(seq)}}))
     for to in (350, 300, 200):
-        evaluator.rewound(to, 399)
+        evaluator.rewind(to, 399)
         values = evaluator.status()[0].values
         assert values["a"] == 0.0
         assert to / 2 < values["b"] <= to
@@ -242,7 +242,7 @@ rules:
     for seq in range(10):
         values = {"loss": float(seq > 7) * 2, "step_seconds": 2.0}
         evaluator.observe(Observation(seq, seq, {RUN: values, rank: {"rss_bytes": 5.0}}))
-    ended = evaluator.rewound(5, 9)
+    ended = evaluator.rewind(5, 9)
     assert [(found.incident.rule, found.kind) for found in ended] == [("High", "rolled_back")]
     assert {incident.rule for incident in evaluator.incidents if incident.state == "firing"} == {"Slow", "Full"}
     good = {RUN: {"loss": 0.0, "step_seconds": 2.0}, rank: {"rss_bytes": 5.0}}

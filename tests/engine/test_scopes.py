@@ -59,7 +59,7 @@ def test_across_gpus_in_a_run_s_rule_goes_back_with_a_rollback() -> None:
     target = rules("alert: Hot, let: {t: 'mean(across(gpu_temperature, \"max\"), 3)'}, expr: t > 90")
     for seq in range(6):
         step(target, seq, {gpu("0"): {"gpu_temperature": 60.0 + seq}})
-    target.rewound(3, 5)
+    target.rewind(3, 5)
     assert target.status()[0].values["t"] == 62.0
 
 

@@ -121,8 +121,8 @@ def test_a_rollback_within_the_stage_and_a_restart_keep_the_stage(seed: int) -> 
         two = evaluator()
         two.restore(state, checkpoints, observations[:70])
         for other in (one, two):
-            other.rewound(to, 69)
-        clean.rewound(to, to)  # so that nothing is firing in any of them
+            other.rewind(to, 69)
+        clean.rewind(to, to)  # so that nothing is firing in any of them
         assert repr(one.status()) == repr(clean.status()) == repr(two.status())
         rest = [observation(seq, 7.0) for seq in range(70, 90)]
         assert fired(one, rest) == fired(two, rest) == fired(clean, rest)

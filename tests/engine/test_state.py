@@ -40,7 +40,7 @@ def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, b
         assert [transition.incident.id for transition in other] == [transition.incident.id for transition in mine]
     # The state includes incidents, and what a rollback needs.
     to = max(before + after - 1 - back, -1)
-    assert told(iter(second.rewound(to, before + after))) == told(iter(first.rewound(to, before + after)))
+    assert told(iter(second.rewind(to, before + after))) == told(iter(first.rewind(to, before + after)))
     assert repr(second.status()) == repr(first.status())
 
 
@@ -53,9 +53,9 @@ def test_an_evaluator_that_kept_nothing_goes_on_and_can_be_rewound_from_there() 
     second.be_rewindable()
     for observation in observations[40:]:
         second.observe(observation)
-    second.rewound(39, 59)
+    second.rewind(39, 59)
     clean = fed(observations[:40])
-    clean.rewound(39, 39)  # so that nothing is firing in either
+    clean.rewind(39, 39)  # so that nothing is firing in either
     assert repr(second.status()) == repr(clean.status())
 
 

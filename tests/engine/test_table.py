@@ -81,7 +81,7 @@ def test_as_if_each_came_by_itself(seed: int, to: int, wide: bool) -> None:
         for run in both(seed, 90):
             evaluator = Evaluator(LOADED, run="r")
             seen = [row for sample in run[:60] for row in judge_and_look(evaluator, sample)]
-            seen += told(evaluator.rewound(to, 59))
+            seen += told(evaluator.rewind(to, 59))
             seen += [row for sample in run[60:] for row in judge_and_look(evaluator, sample)]
             outcomes.append(seen)
         assert outcomes[0] == outcomes[1]

@@ -64,8 +64,8 @@ def judged(observations: list[Observation], *, rests: bool) -> tuple[Evaluator, 
     for one in observations:
         transitions += evaluator.observe(one)
         if rests and one.seq % 3:
-            transitions += evaluator.go_on(20)
-    return evaluator, by_rule([*transitions, *evaluator.finish_pending()])
+            transitions += evaluator.judge_deferred(20)
+    return evaluator, by_rule([*transitions, *evaluator.finish_deferred()])
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,12 +88,12 @@ def test_a_step_does_little_of_the_work_and_all_of_what_is_critical(wide: None) 
     evaluator = Evaluator(LOADED, run="t")
     for one in run_of(1, 9):
         evaluator.observe(one)
-        assert evaluator._works, "something is left"
+        assert evaluator._deferred, "something is left"
     (last,) = [one for one in run_of(1, 10) if one.seq == 9]
     assert "Now" in [transition.incident.rule for transition in evaluator.observe(last)]
     for _ in range(100):
-        evaluator.go_on(1)
-    assert not evaluator._works
+        evaluator.judge_deferred(1)
+    assert not evaluator._deferred
 
 
 def test_what_is_left_is_done_before_the_state_is_kept(wide: None) -> None:
@@ -105,8 +105,8 @@ def test_what_is_left_is_done_before_the_state_is_kept(wide: None) -> None:
     state, checkpoints = evaluator.save_state()
     other = Evaluator(LOADED, run="t")
     other.restore(state, checkpoints, first)
-    mine = [t for one in later for t in other.observe(one)] + other.finish_pending()
-    transitions += [t for one in later for t in evaluator.observe(one)] + evaluator.finish_pending()
+    mine = [t for one in later for t in other.observe(one)] + other.finish_deferred()
+    transitions += [t for one in later for t in evaluator.observe(one)] + evaluator.finish_deferred()
     assert by_rule(transitions) == judged(observations, rests=False)[1]
     assert told(iter(mine)) == told(iter(transitions))[-len(mine) :]
 
@@ -118,9 +118,9 @@ def test_a_rewind_forgets_what_is_left(wide: None) -> None:
         rewound.observe(one)
     for one in observations[:11]:
         clean.observe(one)
-    clean.finish_pending()
-    rewound.rewound(10, 19)
-    clean.rewound(10, 10)
+    clean.finish_deferred()
+    rewound.rewind(10, 19)
+    clean.rewind(10, 10)
     # The other rules read only times and bytes, which no rollback undoes.
     states = [[(r.entity, r.state, r.values) for r in e.status() if r.rule == "Held"] for e in (rewound, clean)]
     assert states[0]
@@ -137,8 +137,8 @@ def test_a_rewind_amid_the_work_loses_nothing_of_rules_that_go_on(seed: int, at:
         for one in observations:
             transitions += evaluator.observe(one)
             if one.seq == at:
-                transitions += evaluator.rewound(at - 3, at)
-        return by_rule([*transitions, *evaluator.finish_pending()])
+                transitions += evaluator.rewind(at - 3, at)
+        return by_rule([*transitions, *evaluator.finish_deferred()])
 
     narrow = judge()
     with pytest.MonkeyPatch.context() as patch:

@@ -61,9 +61,9 @@ class JobRules:
         """The open incidents and the last that ended."""
         return self._evaluator.incidents
 
-    def asking_for(self, action: str) -> dict[str, int]:
+    def find_asking(self, action: str) -> dict[str, int]:
         """Return the rules that are pending or firing and ask for this action -> the first step of their condition."""
-        return self._evaluator.asking_for(action)
+        return self._evaluator.find_asking(action)
 
     def take(self, digest: Digest, now: float) -> None:
         """Take steps of another node. Raises ProtocolError."""
@@ -83,9 +83,9 @@ class JobRules:
             transitions += self._judge(step)
         return transitions
 
-    def go_on(self) -> list[Transition]:
+    def judge_deferred(self) -> list[Transition]:
         """Do some of the postponed work. To be called about once a second."""
-        return self._evaluator.go_on()
+        return self._evaluator.judge_deferred()
 
     def be_rewindable(self) -> list[Transition]:
         """Prepare for `rewind`, which may come from now on, as a rank armed a rollback."""
@@ -95,7 +95,7 @@ class JobRules:
         """Go back with all ranks to where they were after step `to`; the next step is after `at`."""
         self._rewound_at = at
         self._remember_only([step for step in self.recent if not to < step.seq <= at])
-        return self._evaluator.rewound(to, at)
+        return self._evaluator.rewind(to, at)
 
     def replace_rules(self, rules: Sequence[Rule]) -> list[Transition]:
         """Judge by these rules from now on."""
@@ -109,7 +109,7 @@ class JobRules:
         """Judge the steps that are there, as no more come."""
         for node in self.steps.list_awaited():
             self.steps.leave(node)
-        return [*self.advance((), self._evaluator.step_offset, now), *self._evaluator.finish_pending()]
+        return [*self.advance((), self._evaluator.step_offset, now), *self._evaluator.finish_deferred()]
 
     def _judge(self, step: RunStep) -> list[Transition]:
         self._time = max(self._time, step.time)  # the clocks of nodes differ

@@ -254,7 +254,7 @@ class RelayedRollback:
                 reason = self.no_orders or self.apart or f"no word of the job's coordinator in {ASK_SECONDS:.0f} s"
                 self._take_words(identity, (ask.refusal + reason,), now, over=True)
             elif (not ask.answered or (self.apart and self.phase != "restoring")) and ask.await_words(self.apart):
-                self._cases.record_action(ask.case)
+                self._cases.record_change(ask.case)
 
     def save_state(self) -> SavedRollbacks:
         """Return what the next daemon of this node must know."""
@@ -307,7 +307,7 @@ class RelayedRollback:
             reason = words[-1].removeprefix(ask.refusal) if words else "the coordinator did nothing"
             self._listener.end_rollback(ask.case, Outcome(False, ask.case.alert, reason=reason, stops=ask.stops))
         elif changed:
-            self._cases.record_action(ask.case)
+            self._cases.record_change(ask.case)
 
     def _follow(self) -> None:
         """Conclude that the ranks of all nodes went back, or leave, if all ranks of this node do."""

@@ -308,7 +308,7 @@ class JobRollbacks:
         for cases in self._others.values():
             yield from cases
 
-    def record_action(self, case: Case) -> None:
+    def record_change(self, case: Case) -> None:
         """Do nothing: what is done about a case goes to its nodes with each order."""
 
     def preserve(self) -> None:

@@ -58,7 +58,7 @@ class NodeJudge:
         """End the cases of a former coordinator: all ranks were rolled back. The coordinator learns it from its own."""
         self._incidents.end_former(done)
 
-    def asking_for(self, action: str) -> dict[str, int]:
+    def find_asking(self, action: str) -> dict[str, int]:
         """Return no rules: the coordinator knows which ask for the action."""
         return {}
 
@@ -164,9 +164,9 @@ class CoordinatorJudge:
         self._incidents.apply_rewind(self._job.rewind(outcome.to, outcome.at), self._log, cases, done)
         self._incidents.end_former(done)
 
-    def asking_for(self, action: str) -> dict[str, int]:
+    def find_asking(self, action: str) -> dict[str, int]:
         """Return the job's pending or firing rules that ask for this action, with the first step of their condition."""
-        return self._job.asking_for(action)
+        return self._job.find_asking(action)
 
     def add_evidence(self, what: str, seq: int) -> None:
         """Add evidence that arrived from this node's ranks."""
@@ -192,7 +192,7 @@ class CoordinatorJudge:
             if state.state == "left":
                 self._job.steps.leave(state.node)
         self.advance(now)
-        self._apply(self._job.go_on(), now)
+        self._apply(self._job.judge_deferred(), now)
         if self._end_former_at is None:
             self._end_former_at = now + LEFT_SECONDS
         elif now > self._end_former_at:

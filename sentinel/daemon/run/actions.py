@@ -64,7 +64,7 @@ class RunActions:
         self.evidence = EvidenceRequests(attempt, link, incidents)
         self.publishing = Publishing(self._context, relay.disk if (relay := self.find_relay()) is not None else None)
         self._attention, self._spacings = Attention(attempt, link), Spacings(attempt, link)
-        context = Context(attempt, link.send, incidents.record_action)
+        context = Context(attempt, link.send, incidents.record_change)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
         own: tuple[Action, ...] = (self.rollback, stacks, self.restart, self.stop)
         self._actions = others | {action.name: action for action in own}
@@ -166,7 +166,7 @@ class RunActions:
         self._context.tell(f"{case.alert}: {case.done[-1]}")
         if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # otherwise the case goes on to that
             self.restart.fired(case, time.monotonic())
-        self._incidents.record_action(case)
+        self._incidents.record_change(case)
         self._incidents.preserve()
 
     def find_relay(self) -> RelayedRollback | None:
@@ -177,10 +177,10 @@ class RunActions:
         """Handle a rollback or stop that all ranks of all nodes completed; `cases` of this node asked for it."""
         self._record_outcome(outcome)
         if not outcome.stops:
-            self.publishing.rewound(outcome.to)
+            self.publishing.rewind(outcome.to)
             self._incidents.rewind(cases, outcome, done)
         for case in cases:
-            self._incidents.record_action(case)
+            self._incidents.record_change(case)
         self._incidents.preserve()
 
     def _record_outcome(self, outcome: Outcome) -> None:

@@ -89,7 +89,7 @@ class IncidentLog:
             found = folding.explain_effect(member, case)
             if found is not member.diagnosis:
                 member.diagnosis = found
-                self.record_action(member)
+                self.record_change(member)
 
     def release_consequences(self, parent: Case) -> None:
         """Release the consequences of an incident that is over: one becomes independent, and parent of the others."""
@@ -99,7 +99,7 @@ class IncidentLog:
         for case in self.cases.values():
             if case.parent == parent.id and case.state == "firing":
                 case.parent = "" if case is successor else successor.id
-                self.record_action(case)
+                self.record_change(case)
 
     def _add_evidence(self, case: Case, incident: Incident) -> None:
         """Diagnose a case again. A consequence whose cause turns out to be another problem's is released."""
@@ -117,10 +117,10 @@ class IncidentLog:
             said = member.diagnosis
             self._explain(member)
             if member.diagnosis is not said:
-                self.record_action(member)
+                self.record_change(member)
 
-    def record_action(self, case: Case) -> None:
-        """Store and report a case that an action wrote into."""
+    def record_change(self, case: Case) -> None:
+        """Store and report a case that was changed by something else than its rule: an action, or folding."""
         self._context.record_case(case)
         self._notifier.change_case(case)
 
@@ -143,7 +143,7 @@ class IncidentLog:
             over = incident.state != "firing" and (ended is None or ended < seq)
             if case is not None and not over and what in incident.evidence:
                 self._add_evidence(case, incident)
-                self.record_action(case)
+                self.record_change(case)
 
     def explain_unknown(self, incidents: Iterable[Incident]) -> None:
         """Diagnose firing incidents again whose cause is not known."""
@@ -152,7 +152,7 @@ class IncidentLog:
             if case is not None and incident.state == "firing" and case.diagnosis.confidence == "none":
                 self._add_evidence(case, incident)
                 if case.diagnosis.confidence != "none":
-                    self.record_action(case)
+                    self.record_change(case)
 
     def close_former(self) -> None:
         """Close the cases that an earlier attempt left open: they are no longer judged, and no notice repeats."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -33,6 +33,15 @@ PRESERVE_SECONDS = 30.0
 """Seconds between two writes of the rules' state. A daemon that takes over judges the steps since then again."""
 
 
+class CaseChange(NamedTuple):
+    """A case that has begun or ended, and what its rule asks for then."""
+
+    event: Event
+    case: Case
+    actions: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+
+
 class CaseActions(Protocol):
     """Carries out the actions of cases."""
 
@@ -55,7 +64,7 @@ class JobJudgement(Protocol):
     def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
         """Follow a rollback of all ranks for these cases. `done`: the rollback in words."""
 
-    def asking_for(self, action: str) -> dict[str, int]:
+    def find_asking(self, action: str) -> dict[str, int]:
         """Return the job's pending or firing rules that ask for this action, with the first step of their condition."""
 
     def add_evidence(self, what: str, seq: int) -> None:
@@ -137,7 +146,7 @@ class RunIncidents:
     def end_opening(self, now: float) -> None:
         """Report the result of the opening examination, once, when it or the run is over."""
         if self.opening is None and self.first_judged >= 0:
-            self.finish_pending(now)
+            self.finish_deferred(now)
             alerts = [case.alert for case in self.log.present()]
             judged = [rule for rule in self.rules if rule.name not in self.elsewhere]
             report = make_opening_report(
@@ -175,9 +184,9 @@ class RunIncidents:
             transitions += ended
         return transitions
 
-    def finish_pending(self, now: float) -> None:
+    def finish_deferred(self, now: float) -> None:
         """Decide pending transitions: no more steps come, or the rules' state is about to be stored."""
-        self.apply(self.evaluator.finish_pending(), now)
+        self.apply(self.evaluator.finish_deferred(), now)
 
     def replace_rules(self, rules: Sequence[Rule], now: float) -> None:
         """Apply these rules from now on. An unchanged rule keeps its state."""
@@ -192,7 +201,7 @@ class RunIncidents:
         rollback undid. `done`: the rollback in words."""
         self.rewound_at = outcome.at
         self._context.run.attempt.rewind(outcome.to, outcome.at)
-        self.apply_rewind(self.evaluator.rewound(outcome.to, outcome.at), self.log, cases, done)
+        self.apply_rewind(self.evaluator.rewind(outcome.to, outcome.at), self.log, cases, done)
         if self.job is not None:
             self.job.rewind(cases, outcome, done)
 
@@ -207,8 +216,8 @@ class RunIncidents:
     def find_asking(self, action: str) -> dict[str, int]:
         """Return the pending or firing rules that ask for this action, of this node and of the job, with the first step
         of their condition."""
-        found = self.evaluator.asking_for(action)
-        for rule, seq in (self.job.asking_for(action) if self.job is not None else {}).items():
+        found = self.evaluator.find_asking(action)
+        for rule, seq in (self.job.find_asking(action) if self.job is not None else {}).items():
             found[rule] = min(seq, found.get(rule, seq))
         return found
 
@@ -244,35 +253,35 @@ class RunIncidents:
         if log is None or log is self.log:
             log = self.log
             transitions = [found for found in transitions if found.incident.rule not in self.elsewhere]
-        told: list[tuple[Event, Case, tuple[str, ...], tuple[str, ...]]] = []
+        changes: list[CaseChange] = []
         for transition in transitions:
             incident = transition.incident
             if transition.kind == "fired":
-                told.append(("fired", log.open_case(incident), incident.actions, incident.evidence))
+                changes.append(CaseChange("fired", log.open_case(incident), incident.actions, incident.evidence))
             elif (known := log.find_case(incident)) is not None:
                 log.update_case(known, incident)
                 if transition.kind in ("resolved", "rolled_back"):
-                    told.append(("resolved" if transition.kind == "resolved" else "rolled_back", known, (), ()))
+                    changes.append(CaseChange(transition.kind, known))
                 else:
                     self.notifier.change_case(known)
                 self._context.record_case(known)
-        for _, case, _, _ in told:
-            if case.state != "firing":
-                self.log.release_consequences(case)
-        if told:
+        for change in changes:
+            if change.case.state != "firing":
+                self.log.release_consequences(change.case)
+        if changes:
             self.preserve()
-        for event, case, names, wanted in told:
-            self.actions.fire(case, names, wanted, now)
-            self.notifier.tell(event, case, self.log.cases.values())
+        for change in changes:
+            self.actions.fire(change.case, change.actions, change.evidence, now)
+            self.notifier.tell(change.event, change.case, self.log.cases.values())
 
     def list_asking(self, action: str) -> Iterator[Case]:
         """Return the cases of the present attempt that ask for this action."""
         asking = {rule.name: rule.find_severities(action) for rule in self.rules}
         return (case for case in self.log.present() if case.severity in asking.get(case.alert, ()))
 
-    def record_action(self, case: Case) -> None:
+    def record_change(self, case: Case) -> None:
         """Store and report that more was written into `case.done`."""
-        self.log.record_action(case)
+        self.log.record_change(case)
 
     def add_stacks(self) -> None:
         """Add a rank's stacks or collectives that have arrived to the cases that asked for them."""
@@ -312,7 +321,7 @@ class RunIncidents:
         store = self._context.store
         if store is None or self.judged_to < 0:
             return
-        self.finish_pending(time.monotonic())  # so that each incident that has fired in the state has a case
+        self.finish_deferred(time.monotonic())  # so that each incident that has fired in the state has a case
         rules, checkpoints = self.evaluator.save_state()
         state = SavedState(
             digest(self.rules),

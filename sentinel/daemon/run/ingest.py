@@ -140,7 +140,7 @@ class RunIngest:
                 self.stalls.collectives.add_reply(number, message)
             case wire.Goodbye():
                 rank.goodbye, rank.heard = message, now
-                self._incidents.finish_pending(now)  # while the rank is connected and can print notices
+                self._incidents.finish_deferred(now)  # while the rank is connected and can print notices
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
 
@@ -182,7 +182,7 @@ class RunIngest:
         self._actions.publish_snapshot()
         if self._ending and not self.behind:
             self._ending = False
-            self._incidents.finish_pending(now)
+            self._incidents.finish_deferred(now)
             self._incidents.end_opening(now)
             if self._store:
                 self._store.records.end_attempt(self._run.attempt.number, self._run.attempt.find_end())
@@ -245,7 +245,7 @@ class RunIngest:
     def tick(self, now: float) -> None:
         """Check steps that wait for a silent rank, rules that wait for time to pass, and ranks that stand still."""
         self.advance(now)
-        self._incidents.apply(self._incidents.evaluator.go_on(), now)
+        self._incidents.apply(self._incidents.evaluator.judge_deferred(), now)
         self._incidents.observe_between(self.stalls.tick(now), now)
         if (rank := self.stalls.take_standstill()) is not None:
             self._say_standstill(rank)

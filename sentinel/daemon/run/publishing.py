@@ -93,7 +93,7 @@ class Publishing:
         answers = self._answers.values()
         return answer.seq, max(one.seconds for one in answers), sum(one.nbytes for one in answers)
 
-    def rewound(self, to: int) -> None:
+    def rewind(self, to: int) -> None:
         """Discard snapshots younger than `to`, on disk too: the run was rolled back to it."""
         self.last = min(self.last, to)
         if self.written is not None and self.written > to:

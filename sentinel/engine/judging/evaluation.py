@@ -12,7 +12,7 @@ from sentinel.engine.expressions.plan import Slots, UnreadyError
 from sentinel.engine.judging.history import ObservationHistory
 from sentinel.engine.judging.incident import Incident, Incidents, Member, Transition
 from sentinel.engine.judging.judgement import Status
-from sentinel.engine.judging.rule_state import RuleState, Verdicts, Work, finish_work
+from sentinel.engine.judging.rule_state import DeferredJudging, RuleState, Verdicts, finish_judging
 from sentinel.engine.judging.schedule import Due, Schedule
 from sentinel.engine.judging.state import RuleStateError, dumps, loads
 from sentinel.engine.observation import Entity, Observation, ObservedStep
@@ -81,7 +81,7 @@ class Evaluator:
         self, rules: Iterable[Rule], *, run: str, step_offset: int = 0, incidents: int = 0, rewindable: bool = True
     ) -> None:
         """`step_offset` is added to a seq to get the user's step; `incidents`: how many there were before, whose ids
-        are taken; `rewindable`: whether `rewound` may be called at once, or only after `be_rewindable`."""
+        are taken; `rewindable`: whether `rewind` may be called at once, or only after `be_rewindable`."""
         self._rules = tuple(rules)
         assert len({rule.name for rule in self._rules}) == len(self._rules), "see `rules_of`"
         self._run, self.step_offset = run, step_offset
@@ -98,8 +98,8 @@ class Evaluator:
         self._history = ObservationHistory(plans_of(self._rules)) if rewindable else None
         """None where no rollback is possible: copies of the state took a tenth of a daemon's time in a fast loop."""
         self._schedule = Schedule(self._rules, self._states)
-        self._works: dict[str, tuple[Rule, RuleState, ObservedStep, Work]] = {}
-        """Work that is left to do, by rule."""
+        self._deferred: dict[str, tuple[Rule, RuleState, ObservedStep, DeferredJudging]] = {}
+        """Judgements of wide steps that are not finished, by rule."""
         self._late: list[Transition] = []
         """Transitions that were found between two calls, until the next call returns them."""
 
@@ -133,7 +133,7 @@ class Evaluator:
             rule for state, rule in pairs if state.active and any(state.judges[one].pending for one in state.active)
         ]
 
-    def asking_for(self, action: str) -> dict[str, int]:
+    def find_asking(self, action: str) -> dict[str, int]:
         """Return the rules that are pending or firing and ask for this action, and the first step of their condition. A
         rule whose incident was downgraded to less (`Rule.downgrade`) is left out."""
         return {
@@ -152,21 +152,21 @@ class Evaluator:
         if self._history is not None:
             self._history.record(step)
             if self._history.checkpoint_due:
-                transitions += self.finish_pending()
+                transitions += self.finish_deferred()
                 self._history.checkpoint(step.seq, dumps(self._states))
         return transitions
 
     def be_rewindable(self) -> list[Transition]:
-        """Make `rewound` possible from now on, exactly to the last step or a later one. A rewind to an earlier step, of
+        """Make `rewind` possible from now on, exactly to the last step or a later one. A rewind to an earlier step, of
         which nothing was kept, begins with empty windows. Returns the transitions of the work that was left."""
         if self._history is not None:
             return []
-        transitions = self.finish_pending()
+        transitions = self.finish_deferred()
         self._begin_history()
         return transitions
 
     def _begin_history(self) -> None:
-        """Make the present state the oldest that `rewound` can go back to."""
+        """Make the present state the oldest that `rewind` can go back to."""
         self._history = ObservationHistory(plans_of(self._rules))
         if self._seq >= 0:
             self._history.checkpoint(self._seq, dumps(self._states))
@@ -174,7 +174,7 @@ class Evaluator:
     def observe_between(self, observation: Observation) -> list[Transition]:
         """Take numbers that are measured by the clock, between two steps; `seq` is that of the last step.
 
-        Only rules over such numbers are judged. `rewound` does not undo them: they are not the run's state.
+        Only rules over such numbers are judged. `rewind` does not undo them: they are not the run's state.
         """
         measured = {metric for values in observation.values.values() for metric in values}
         return self._judge_due(ObservedStep(observation), self._schedule.list_rules_over(measured))
@@ -189,38 +189,38 @@ class Evaluator:
         for rule, state, rests, may_idle in due:
             if rests and not state.active and not state.timed:
                 continue
-            if (rule.every > 1 and state.passes(rule.every)) or (may_idle and state.idle(rule, step)):
+            if (rule.every > 1 and state.skip_sample(rule.every)) or (may_idle and state.idle(rule, step)):
                 continue
-            if self._works and rule.name in self._works:
-                transitions += self._finish(rule.name)
+            if self._deferred and rule.name in self._deferred:
+                transitions += self._finish_rule(rule.name)
             staged = since != steps and rule.name in self._staged
             warm = rule.warmup.is_reached(since, passed) if staged else rule.warmup.is_reached(steps, seconds)
             if step.wide and rule.severity != "critical" and not step.wide.isdisjoint(rule.scopes):
-                self._works[rule.name] = rule, state, step, state.work(rule, step, warm)
+                self._deferred[rule.name] = rule, state, step, state.judge_in_parts(rule, step, warm)
             elif (verdicts := state.advance(rule, step, warm)) is not None:
                 transitions += self._apply_verdicts(rule, state, step, verdicts)
-        return transitions + self.go_on(PORTION) if self._works else transitions
+        return transitions + self.judge_deferred(PORTION) if self._deferred else transitions
 
-    def go_on(self, left: int = BETWEEN) -> list[Transition]:
+    def judge_deferred(self, left: int = BETWEEN) -> list[Transition]:
         """Do up to `left` operations of the work that is left. To be called about once a second."""
         transitions: list[Transition] = []
         # The newest first: a rule due at every fifth step must be done by then, one due at every 64th has time.
-        for name, (rule, state, step, work) in reversed(list(self._works.items())):
+        for name, (rule, state, step, work) in reversed(list(self._deferred.items())):
             try:
                 while left > 0:
                     left -= next(work)
             except StopIteration as done:
-                del self._works[name]
+                del self._deferred[name]
                 transitions += self._apply_verdicts(rule, state, step, done.value)
         return transitions
 
-    def finish_pending(self) -> list[Transition]:
+    def finish_deferred(self) -> list[Transition]:
         """Do all the work that is left."""
-        return [transition for name in list(self._works) for transition in self._finish(name)]
+        return [transition for name in list(self._deferred) for transition in self._finish_rule(name)]
 
-    def _finish(self, name: str) -> list[Transition]:
-        rule, state, step, work = self._works.pop(name)
-        return self._apply_verdicts(rule, state, step, finish_work(work))
+    def _finish_rule(self, name: str) -> list[Transition]:
+        rule, state, step, work = self._deferred.pop(name)
+        return self._apply_verdicts(rule, state, step, finish_judging(work))
 
     def _apply_verdicts(
         self, rule: Rule, state: RuleState, step: ObservedStep, verdicts: Verdicts | None
@@ -238,9 +238,9 @@ class Evaluator:
 
     def begin_stage(self) -> list[Transition]:
         """Begin a stage: from the next step on the task or the data differ, on purpose. Rules over signals that this
-        changes start over, as at the start of a run, and their open incidents end. `rewound` to a step before this one
+        changes start over, as at the start of a run, and their open incidents end. `rewind` to a step before this one
         begins with empty windows. Also returns the transitions of the work that was left."""
-        transitions = self.finish_pending()
+        transitions = self.finish_deferred()
         if self._seq < 0:
             return transitions
         self._stage = None
@@ -257,7 +257,7 @@ class Evaluator:
         ]
         return transitions + [Transition(incident, "resolved") for incident in ended]
 
-    def rewound(self, to: int, at: int) -> list[Transition]:
+    def rewind(self, to: int, at: int) -> list[Transition]:
         """Go back to the state after step `to`; the next step is after `at`.
 
         Windows and judgements are again as they were after `to`, as if later samples had never been: exactly, as far
@@ -266,9 +266,9 @@ class Evaluator:
         does not take back, such as step times and memory, go on unchanged. Before the first step, all warm up again.
         Also returns the transitions of the work that was left of the rules that go on.
         """
-        staying = [name for name, (rule, *_) in self._works.items() if not rule.undoable]
-        transitions = [transition for name in staying for transition in self._finish(name)]
-        self._works.clear()
+        staying = [name for name, (rule, *_) in self._deferred.items() if not rule.undoable]
+        transitions = [transition for name in staying for transition in self._finish_rule(name)]
+        self._deferred.clear()
         if self._start is not None and to < self._start[0]:  # it starts over
             self._start = self._stage = None
         checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
@@ -281,7 +281,7 @@ class Evaluator:
             for rule, state, _, may_idle in self._schedule.due(step):
                 if not rule.undoable:
                     continue
-                if (rule.every > 1 and state.passes(rule.every)) or (may_idle and state.idle(rule, step)):
+                if (rule.every > 1 and state.skip_sample(rule.every)) or (may_idle and state.idle(rule, step)):
                     continue
                 state.advance(rule, step, self._warm(rule, step))
         undone = [(rule.name, state) for rule, state in zip(self._rules, self._states, strict=True) if rule.undoable]
@@ -296,8 +296,8 @@ class Evaluator:
         return transitions + [Transition(incident, "rolled_back") for incident in ended]
 
     def save_state(self) -> tuple[bytes, list[tuple[int, bytes]]]:
-        """Return the state after the last step, and the older states that `rewound` can go back to, by seq."""
-        self._late += self.finish_pending()
+        """Return the state after the last step, and the older states that `rewind` can go back to, by seq."""
+        self._late += self.finish_deferred()
         checkpoints = self._history.checkpoints if self._history is not None else []
         return dumps((self._states, self._incidents, self._start, self._stage, self._time)), checkpoints
 
@@ -311,7 +311,7 @@ class Evaluator:
         fits = [type(one) for one in rule_states] == [RuleState] * len(self._rules)
         if not fits or not isinstance(incidents, Incidents):
             raise RuleStateError("not a state of these rules")
-        self._works.clear()
+        self._deferred.clear()
         self._states, self._incidents = rule_states, incidents
         self._start, self._stage, self._time = start, stage, time
         steps = list(past)
@@ -324,10 +324,10 @@ class Evaluator:
         """Apply these rules from now on.
 
         A rule with the same text goes on as it was. A new or changed rule begins with empty windows, and an incident of
-        a rule that is gone or changed ends as resolved. `rewound` to a step before this call also begins with empty
+        a rule that is gone or changed ends as resolved. `rewind` to a step before this call also begins with empty
         windows.
         """
-        self._late += self.finish_pending()
+        self._late += self.finish_deferred()
         known = {rule.text: state for rule, state in zip(self._rules, self._states, strict=True)}
         self._rules = tuple(rules)
         self._staged = frozenset(rule.name for rule in self._rules if rule.staged)

@@ -37,7 +37,7 @@ class Skimmed(NamedTuple):
     steps: int
 
 
-Work = Generator[int, None, Verdicts | None]
+DeferredJudging = Generator[int, None, Verdicts | None]
 """A step's work for a rule: yields for each piece about how many operations it took, and returns the verdicts, or None
 if there are none."""
 
@@ -61,8 +61,8 @@ class RuleState:
         """Steps that it has passed over since the last one that it judged: see `Rule.every`."""
         self._skimmed: Skimmed | None = None
 
-    def passes(self, every: int) -> bool:
-        """Return whether the rule skips this step, although it has a sample for it."""
+    def skip_sample(self, every: int) -> bool:
+        """Count a sample; return whether the rule skips it."""
         self.passed = (self.passed + 1) % every
         return self.passed > 0
 
@@ -92,7 +92,7 @@ class RuleState:
             verdicts = self._judge(rule, step, warm, entity, track, verdicts)
         return verdicts if self.named is None else self._name_members(rule, step, verdicts, frozen)
 
-    def work(self, rule: Rule, step: ObservedStep, warm: bool) -> Work:
+    def judge_in_parts(self, rule: Rule, step: ObservedStep, warm: bool) -> DeferredJudging:
         """Take a step in pieces. The next step must not begin before this one is finished."""
         plan, cohort = rule.condition.plan, self.cohort
         frozen = self._list_frozen(rule, step) if self.active else ()
@@ -218,7 +218,7 @@ def _list_rows(plan: Plan, table: Table) -> Iterable[tuple[float, ...]]:
     return zip(*(table.columns[source.metric] for source in plan.inputs), strict=True)
 
 
-def finish_work(work: Work) -> Verdicts | None:
+def finish_judging(work: DeferredJudging) -> Verdicts | None:
     """Do all of the work."""
     while True:
         try:
