@@ -264,8 +264,8 @@ class _Setup:
             "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
             "resumes": framework_checkpoints.was_asked(),
         }
-        for one in monitors:
-            one.hook(session.handles)
+        for optimizer_monitor in monitors:
+            optimizer_monitor.hook(session.handles)
         slots = [CallSlot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
             if not isinstance(model, torch.jit.ScriptModule):
@@ -273,8 +273,8 @@ class _Setup:
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
         factory = _WholeStepFactory(self.models, session, points)
         gathering = BackwardGathering(self.optimizers, factory.make, session.governor)
-        for one in monitors:
-            one.within, one.collector = gathering, collector
+        for optimizer_monitor in monitors:
+            optimizer_monitor.within, optimizer_monitor.collector = gathering, collector
         succession = Succession(session, self.models, SessionSuccession(self, monitor, session).follow)
         session.begin(monitors, guard, restorer, gathering, collector, succession)
 
