@@ -74,9 +74,9 @@ def signals(daemon: FakeDaemon) -> set[str]:
 @contextlib.contextmanager
 def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tuple[FakeDaemon, Any]]:
     """Attach a loop; yield (daemon, monitor), then wait until all arrived. `every_step`: sample all tiers each step."""
-    due, rare = Governor.due, Governor.rare
+    due, rare = Governor.due, Governor.take_rare_turn
     if every_step:
-        Governor.due = Governor.rare = lambda *_, **__: True  # type: ignore[method-assign, assignment]
+        Governor.due = Governor.take_rare_turn = lambda *_, **__: True  # type: ignore[method-assign, assignment]
     try:
         with daemon() as served:
             monitor = sentinel.attach(loop.model, loop.optimizer, **more)
@@ -84,4 +84,4 @@ def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tup
             monitor.detach()
             served.ended()
     finally:
-        Governor.due, Governor.rare = due, rare  # type: ignore[method-assign]
+        Governor.due, Governor.take_rare_turn = due, rare  # type: ignore[method-assign]

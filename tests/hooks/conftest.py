@@ -90,7 +90,7 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample all tiers at every step."""
     monkeypatch.setattr(Governor, "due", lambda self, tier, seq, first=True: True)
-    monkeypatch.setattr(Governor, "rare", lambda self, seq, first=True: True)
+    monkeypatch.setattr(Governor, "take_rare_turn", lambda self, seq, first=True: True)
 
 
 @pytest.fixture

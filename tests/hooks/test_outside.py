@@ -129,7 +129,7 @@ def test_looks_that_a_busy_machine_left_no_time_for_are_made_later(
     monkeypatch.setattr(
         governor.Governor, "due", lambda self, tier, seq, first=True: seq > late and due(self, tier, seq, first=first)
     )
-    monkeypatch.setattr(governor.Governor, "rare", lambda self, seq, first=True: False)
+    monkeypatch.setattr(governor.Governor, "take_rare_turn", lambda self, seq, first=True: False)
     net = model()
     loop = Loop(net, sgd(net[3]))
     with sentinel.attach(net, loop.optimizer):

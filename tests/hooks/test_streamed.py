@@ -148,7 +148,7 @@ def test_norms_before_and_after_clipping(daemon: FakeDaemon) -> None:
 
 def test_the_norm_of_the_loops_own_clipping_comes_at_every_step(daemon: FakeDaemon, monkeypatch: Any) -> None:
     monkeypatch.setattr(Governor, "due", lambda self, tier, seq, first=True: False)
-    monkeypatch.setattr(Governor, "rare", lambda self, seq, first=True: False)
+    monkeypatch.setattr(Governor, "take_rare_turn", lambda self, seq, first=True: False)
     net = model()
     loop = Loop(net, adamw(net), clip=0.25)
     with sentinel.attach(net, loop.optimizer):
