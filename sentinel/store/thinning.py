@@ -4,9 +4,9 @@
     to 1,048,576            of each 32 steps the first, and those with the highest loss, gradient norm and step time
     beyond                  the same, of each 512 steps
 
-A row that stays is an original step, never a mean: spikes survive, and so does each step within 200 of an incident.
-What is not finite counts as the highest value. For layers, one sample in 8 times as many steps stays. Ranks keep the
-steps that the run keeps.
+The steps of all attempts of a run are counted. A row that stays is an original step, never a mean: spikes survive, and
+so does each step within 200 of an incident. What is not finite counts as the highest value. For layers, one sample in 8
+times as many steps stays. Ranks keep the steps that the run keeps.
 """
 
 from __future__ import annotations
@@ -32,8 +32,20 @@ LAYERS_FACTOR = 8
 Row = tuple[int, float, Mapping[str, float]]
 
 
-def thin(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
+def thin(database: sqlite3.Connection) -> bool:
     """Thin the oldest stretch that is due, within the caller's transaction; return False where none is due."""
+    later = 0
+    spans = "SELECT attempt, min(first_seq), max(last_seq) FROM chunks WHERE rank = ? GROUP BY attempt ORDER BY 1 DESC"
+    for attempt, first, last in database.execute(spans, (RUN,)).fetchall():
+        if _thin_attempt(database, attempt, last + later):
+            return True
+        later += last - first + 1
+    return False
+
+
+def _thin_attempt(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
+    """Thin the oldest stretch of an attempt that is due. `newest`: the seq that the newest step would have if the later
+    attempts had continued this one."""
     for level, (behind, every) in enumerate(LEVELS):
         query = (
             "SELECT first_seq, last_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND level = ? "

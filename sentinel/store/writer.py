@@ -331,7 +331,7 @@ class Store:
             return
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            self.records.thinning_due = thinning.thin(self._database, *self.records.newest)
+            self.records.thinning_due = thinning.thin(self._database)
             self._database.execute("COMMIT")
         except (sqlite3.Error, zlib.error, msgspec.MsgspecError, ValueError) as error:
             # The disk is full, or a chunk is damaged: all that was written is left as it is.

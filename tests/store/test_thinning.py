@@ -87,6 +87,23 @@ def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path
     assert all(step.ranks[0]["loss"] == step.run["loss"] or math.isnan(step.run["loss"]) for step in steps)
 
 
+@pytest.mark.usefixtures("small")
+def test_former_attempts_are_thinned_as_if_the_later_ones_continued_them(tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    store = Store(path, run="train", run_id="r")
+    for attempt in range(4):
+        store.records.begin_attempt(attempt, b"\x80")
+        for seq in range(1024):
+            store.records.add_step(attempt, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+            if seq % 64 == 0:
+                store.write()  # thins one stretch of what is due
+    store.close()
+    assert store.trouble == ""
+    with History(path) as history:
+        kept = [len(history.series("loss", attempt=attempt).seqs) for attempt in range(4)]
+    assert kept == [64, 64, 32 + 512, 1024], "the newest 1,024 steps are those of the last attempt"
+
+
 def test_a_history_of_schema_2_is_thinned_further(tmp_path: Path, small: None) -> None:
     path = tmp_path / "r.sqlite"
     store = Store(path, run="train", run_id="r")
