@@ -176,6 +176,8 @@ class StopMachine:
 
     def preserve(self) -> None: ...
 
+    def pass_on(self) -> None: ...
+
     def will_stop(self, case: Case) -> bool:
         return False
 

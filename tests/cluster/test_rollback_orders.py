@@ -87,6 +87,8 @@ class Node:
 
     def preserve(self) -> None: ...
 
+    def pass_on(self) -> None: ...
+
     def will_stop(self, case: Case) -> bool:
         return self.stops_without_rollback
 

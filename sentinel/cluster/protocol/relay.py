@@ -5,7 +5,7 @@ It relies on what its own ranks did: they restore, or leave, only if the ranks o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -32,7 +32,10 @@ HELD, CASES = 64, 16
 
 
 class RelayListener(Protocol):
-    """Says what follows a rollback on this node, and learns how it ends."""
+    """Says what follows a rollback on this node, and learns how it ends and when there is more to report."""
+
+    def pass_on(self) -> None:
+        """Have the coordinator learn what is new, once the caller has returned."""
 
     def will_stop(self, case: Case) -> bool:
         """Return whether the rule of a case has all ranks leave at one step if it is not rolled back."""
@@ -89,8 +92,6 @@ class RelayedRollback:
         """Why no coordinator is heard now; empty: one is."""
         self.no_orders = ""
         """Why no coordinator may order anything in this job; empty: it may."""
-        self.pass_on: Callable[[], None] = lambda: None
-        """Called when there is more to report."""
         self._asked: dict[str, _Ask] = {}
         """Id of a case -> what was asked for it."""
         self._order: RollbackOrder | None = None
@@ -141,7 +142,7 @@ class RelayedRollback:
             case.done += (f"not rolled back: {self.no_orders}",)
             return
         self._asked[case.id] = _Ask(case, now, self.apart, stops=False)
-        self.pass_on()
+        self._listener.pass_on()
 
     def begin_agreed_stop(self, case: Case, now: float) -> None:
         """Ask that all ranks leave the run for this case. No rollback is under way."""
@@ -151,14 +152,14 @@ class RelayedRollback:
             case.done += (f"not stopped: {self.no_orders}",)
         else:
             self._asked[case.id] = _Ask(case, now, self.apart, stops=True)
-            self.pass_on()
+            self._listener.pass_on()
 
     def withhold(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return `names`, the rules of this node for which no snapshot is taken now, with the other nodes that see such
         signs: a snapshot of one node's ranks is of no use to the others', and may displace one that was."""
         if self._withholds != bool(names):
             self._withholds = bool(names)
-            self.pass_on()
+            self._listener.pass_on()
         nodes = self._order.withholding if self._order is not None and not self.apart else ()
         return (*names, *(f"node {node}" for node in nodes if node != self._node))
 
@@ -215,19 +216,19 @@ class RelayedRollback:
             if ask is not None and words.stops in (None, ask.stops):
                 self._take_words(words.case, words.done, now, over=words.over)
         if called:  # the coordinator wants its ranks' state, though this node asks for nothing
-            self.pass_on()
+            self._listener.pass_on()
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """Pass on that a rank promised to restore or leave, or cannot."""
         if answer.id != self._withdrawn:
             self._prepared[rank] = _shorten(answer)
-            self.pass_on()
+            self._listener.pass_on()
 
     def add_restore_result(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """Pass on that a rank restored its snapshot or leaves, or could not."""
         self._restored[rank] = _shorten(answer)
         self._follow()
-        self.pass_on()
+        self._listener.pass_on()
 
     def rejoin_rank(self, rank: int, promise: int) -> None:
         """Send a rank that says hello again the verdict that it waits for and may have missed."""
@@ -238,12 +239,12 @@ class RelayedRollback:
 
     def begin_stage(self, now: float) -> None:
         """Report that another stage was announced."""
-        self.pass_on()
+        self._listener.pass_on()
 
     def drop_rank(self, rank: int, now: float) -> None:
         """Report that a rank left."""
         self._follow()
-        self.pass_on()
+        self._listener.pass_on()
 
     def tick(self, now: float) -> None:
         """End the requests that get no answer. A rank that waits for a verdict goes on by itself."""

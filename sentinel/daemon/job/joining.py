@@ -41,6 +41,21 @@ class RanksAtWork:
         self._watch.ingest.stalls.note_work_elsewhere(moment, patience)
 
 
+class MemberRun:
+    """A run's part in a job that it has joined. See `JobPart`."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def pass_on_rollback(self) -> None:
+        """Have the coordinator learn what is new about a rollback, once the caller has returned."""
+        self._membership.pass_on_rollback()
+
+    def find_silent_ranks(self) -> dict[int, str]:
+        """Return the ranks of nodes that are not heard, as `unasked` of `Evidence`."""
+        return find_silent_ranks(self._membership)
+
+
 def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, supervision: Supervision) -> None:
     """Join a new run to the other nodes of its job, if it has any, or begin to find out where they meet."""
     identity, meeting = hello.identity, None
@@ -109,11 +124,10 @@ def _meet(watch: WatchedRun, identity: wire.Identity, supervision: Supervision, 
         watch.actions.find_relay,
     )  # fmt: skip
     serve_job(watch, watch.membership)
-    watch.incidents.log.find_silent_ranks = functools.partial(find_silent_ranks, watch.membership)
     watch.membership.work = RanksAtWork(watch)
     watch.membership.cause_finder = JobCauses(watch, watch.membership)
     watch.membership.recorder = watch.context
-    watch.actions.pass_on = watch.membership.pass_on_rollback
+    watch.context.job = MemberRun(watch.membership)
     watch.membership.handle_steps(
         StepHandling(
             functools.partial(_report_steps, watch, identity.node),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -44,8 +44,6 @@ class RunActions:
         """`factories`: of actions of other packages, by name."""
         self._context, self._incidents = context, incidents
         self._factories, self._supervisor = factories, supervisor
-        self.pass_on: Callable[[], None] = lambda: None
-        """Called when the coordinator of a job over several nodes must learn something new about a rollback."""
         self.interrupted: list[Case] = []
         """Cases whose rollback the previous daemon had begun, or was about to begin."""
 
@@ -56,7 +54,6 @@ class RunActions:
         self.rollback: RollbackAction | RelayedRollback
         if identities and count_nodes(identities[0]) > 1:
             self.rollback = RelayedRollback(attempt, link, incidents, self)
-            self.rollback.pass_on = lambda: self.pass_on()
         else:
             self.rollback = RollbackAction(attempt, link, incidents, self)
         self.stop = StopAction(self.rollback, incidents)
@@ -152,6 +149,11 @@ class RunActions:
         for case in self._incidents.list_asking(self.restart.name):
             if case.state == "firing":
                 self.restart.fired(case, now)
+
+    def pass_on(self) -> None:
+        """Have the coordinator of a job over several nodes learn what is new about a rollback, if there is one."""
+        if self._context.job is not None:
+            self._context.job.pass_on_rollback()
 
     def will_stop(self, case: Case) -> bool:
         """Return whether the rule of a case has all ranks leave at one step if it is not rolled back."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from sentinel import wire
 from sentinel.diagnose.case import Case
 from sentinel.runs import RankLink, Run
 from sentinel.store import Store
+
+
+class JobPart(Protocol):
+    """A run's part in a job over several nodes, for its incidents and actions."""
+
+    def pass_on_rollback(self) -> None:
+        """Have the coordinator learn what is new about a rollback, once the caller has returned."""
+
+    def find_silent_ranks(self) -> Mapping[int, str]:
+        """Return the ranks of nodes that are not heard, as `unasked` of `Evidence`."""
 
 
 class RunContext:
@@ -19,6 +29,8 @@ class RunContext:
         self.run, self.store, self.link = run, store, link
         self.print_beside: Callable[[wire.Notice], None] = lambda notice: None
         """Prints when no rank can: through the job's supervisor, if there is one."""
+        self.job: JobPart | None = None
+        """Set while the run is part of a job over several nodes that meet."""
         self._said = set[str]()
 
     def record_event(self, seq: int, kind: str, **detail: Any) -> None:

@@ -36,8 +36,6 @@ class IncidentLog:
         self.fired: Counter[tuple[str, str]] = Counter()
         """Number of all cases so far, by alert and severity."""
         self._context, self._run, self._notifier = context, context.run, notifier
-        self.find_silent_ranks: Callable[[], Mapping[int, str]] = dict
-        """Returns the ranks of a job's nodes that are not heard, as `unasked` of `Evidence`; by default none."""
 
     def add(self, found: Iterable[Case]) -> None:
         """Keep these cases in memory, and drop the oldest ones that are over."""
@@ -58,7 +56,7 @@ class IncidentLog:
 
     def open_case(self, incident: Incident) -> Case:
         """Make, store and report the case of an alert that fired."""
-        case = cases.open_case(self._run, self._find_attempt(), incident, self.find_silent_ranks())
+        case = cases.open_case(self._run, self._find_attempt(), incident, self._find_silent_ranks())
         case.id = self._identity(incident)
         self._name_nodes(case)
         self._fold(case)
@@ -101,10 +99,13 @@ class IncidentLog:
                 case.parent = "" if case is successor else successor.id
                 self.record_change(case)
 
+    def _find_silent_ranks(self) -> Mapping[int, str]:
+        return self._context.job.find_silent_ranks() if self._context.job is not None else {}
+
     def _add_evidence(self, case: Case, incident: Incident) -> None:
         """Diagnose a case again. A consequence whose cause turns out to be another problem's is released."""
         was = case.problem
-        cases.add_evidence(case, incident, self._find_attempt(), self.find_silent_ranks())
+        cases.add_evidence(case, incident, self._find_attempt(), self._find_silent_ranks())
         self._name_nodes(case)
         if case.problem != was and case.parent:
             former = case.problem_id
