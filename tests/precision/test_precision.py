@@ -85,6 +85,27 @@ def test_lost_updates_are_those_that_a_real_bfloat16_weight_does_not_feel(
     assert any("bfloat16 weights" in finding.what for finding in findings([tensor])) == lost
 
 
+@pytest.mark.parametrize("kinds", [("weight", "bias"), ("bias", "weight")])
+def test_gradients_are_those_of_their_tensors_in_each_parameter_group(kinds: tuple[str, str], tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    groups = [{"params": [p for name, p in model.named_parameters() if name.endswith(kind)]} for kind in kinds]
+    optimizer = torch.optim.AdamW(groups)
+    for power, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 1.5 * 2.0**-power)
+    optimizer.step()
+    tensors = checkpoint.read(saved(tmp_path / "c.pt", model.state_dict(), optimizer.state_dict()))
+    powers = [tensor.gradients and tensor.gradients.highest for tensor in tensors]
+    assert powers == [-power for power in range(6)]
+
+
+def test_the_state_of_another_optimizer_is_not_taken_for_adams(tmp_path: Path) -> None:
+    """Adafactor of transformers keeps `exp_avg_sq` of vectors, without a first moment; its rate may be None."""
+    vector = {"step": 5, "RMS": 1.0, "exp_avg_sq": torch.ones(8)}
+    state = {"state": {0: vector}, "param_groups": [{"params": [0], "lr": None, "beta1": None}]}
+    done = called(saved(tmp_path / "c.pt", {"bias": torch.ones(8)}, state), "--json")
+    assert json.loads(done.output)["tensors"][0]["gradient_fp16_zero"] is None
+
+
 def test_weights_that_are_not_finite_are_critical(tmp_path: Path) -> None:
     done = called(saved(tmp_path / "c.pt", {"a": torch.ones(4), "b": torch.tensor([1.0, math.nan, math.inf])}))
     assert done.exit_code == 1

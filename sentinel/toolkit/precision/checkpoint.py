@@ -106,22 +106,26 @@ def _weights(content: Any) -> dict[str, Tensor]:
 
 
 def _states(content: Any, weights: list[Tensor]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (position of a weight, Adam's state of it). Optimizers number their parameters in the model's order."""
+    """Yield (position of a weight, Adam's state of it). Each group has its parameters in the model's order."""
     found = (
         next((content[key] for key in _OPTIMIZER_KEYS if key in content), None) if isinstance(content, dict) else None
     )
     found = found[0] if isinstance(found, list) and found else found
     if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
         return
-    at = 0
+    taken: set[int] = set()
     for group in found.get("param_groups", ()):
+        at = 0
         for number in group.get("params", ()):
             state = found["state"].get(number)
-            if not isinstance(state, dict) or not isinstance(state.get("exp_avg_sq"), Tensor):
+            moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")] if isinstance(state, dict) else []
+            if not moments or not all(isinstance(moment, Tensor) for moment in moments):  # Adafactor has no first one
                 continue
             shape = state["exp_avg_sq"].shape
-            match = next((n for n in range(at, len(weights)) if weights[n].shape == shape), None)
+            free = (n for n in range(at, len(weights)) if n not in taken)
+            match = next((n for n in free if weights[n].shape == shape), None)
             if match is not None:
+                taken.add(match)
                 at = match + 1
                 yield match, {**state, "group": group}
 
