@@ -75,6 +75,23 @@ def test_logs_name_the_place_in_the_users_code(tmp_path: Path) -> None:
     assert "rank 1 it raised KeyError: 'shard', at /home/me/train.py:12 in main" in found.cause
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("train-2026-11-27.log", []),
+        ("train_20261127_101500.log", []),
+        ("2026.11.27.log", []),
+        ("pretrain-471182.out", []),
+        ("rank_3_2026-11-27T10:15:00.log", [3]),
+        ("2026-11-27_worker-12.log", [12]),
+        ("slurm-471182-3.out", [3]),
+    ],
+)
+def test_a_date_or_the_number_of_a_job_in_a_files_name_is_no_rank(name: str, ranks: list[int], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(LOG[LOG.index("[rank1]: Traceback") :].replace("[rank1]: ", ""))
+    assert remains([tmp_path]).ranks == ranks
+
+
 def test_a_rank_without_a_record_is_reported_as_missing_with_low_confidence(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
     (tmp_path / "rank_2").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))

@@ -25,7 +25,13 @@ from sentinel.wire.flight_recorder import Flight, flight_of
 FILES = 10_000
 LARGEST = 256 * 1024**2
 """Most bytes of one file, unpacked."""
-_RANK = re.compile(r"(?:rank[_-]?|(?<!slurm)(?<!job)[_-]|/)(\d{1,6})(?:\.\w+)*$")
+_RANK = re.compile(r"(?:rank[_-]?(\d{1,6})|(?:(?<!slurm)(?<!job)[_-]|/)(\d{1,4}))(?:\.\w+)*$")
+"""The end of a file's name. More than four digits without the word are the number of a job (Slurm: `%x-%j`)."""
+_DATE = re.compile(
+    r"[_.-]?(?<!\d)(?:19|20)\d\d[_.-]?[01]\d[_.-]?[0-3]\d"
+    r"(?:[T_.-]?\d\d[:._-]?\d\d(?:[:._-]?\d\d)?)?(?!\d)"
+)
+"""A date in a file's name, maybe with a time."""
 _FOLDER = re.compile(r"^(?:rank[_-]?)?(\d{1,6})$")
 
 
@@ -122,8 +128,8 @@ def _json(content: bytes) -> dict[str, Any] | None:
 
 def _rank_of(path: Path) -> int | None:
     """Return the rank in a file's name (`nccl_trace_rank_3`), or its folder's (torchrun: `attempt_0/3/error.json`)."""
-    if (named := _RANK.search(f"/{path.name}")) is not None:
-        return int(named[1])
+    if (named := _RANK.search("/" + _DATE.sub("", path.name))) is not None:
+        return int(named[1] or named[2])
     folder = _FOLDER.match(path.parent.name)
     return int(folder[1]) if folder is not None else None
 
