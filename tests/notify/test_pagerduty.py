@@ -85,6 +85,14 @@ def test_a_rollback_resolves_the_page_and_is_a_change_event(server: PagerDuty) -
     assert changed["payload"]["summary"] == "train was rolled back: rolled back to step 400"
 
 
+def test_a_rollback_that_was_sent_before_is_no_second_change_event(server: PagerDuty) -> None:
+    """As long as a problem lasts, each of its messages has all of its incidents."""
+    former, again = case("0.1", "rolled_back"), case("0.2")
+    repeated = message(former, again, unchanged=frozenset({"0.1"}))
+    assert told(server, message(former, again), repeated) == [Delivery()] * 2
+    assert [event["path"] for event in server.all()] == ["/v2/enqueue", "/v2/change/enqueue", "/v2/enqueue"]
+
+
 def test_a_case_that_fires_again_keeps_the_page_open(server: PagerDuty) -> None:
     told(server, message(case("0.1", "resolved"), case("0.2")))
     assert server.next()["event_action"] == "trigger"

@@ -50,7 +50,7 @@ class PagerDuty:
             return Delivery(fault="settings", detail=str(error), retry=True)
         delivery = await self._send(f"{host}/v2/enqueue", event(message, key))
         for case in message.cases:
-            if delivery.fault is None and case.state == "rolled_back":
+            if delivery.fault is None and case.state == "rolled_back" and case.id not in message.unchanged:
                 delivery = await self._send(f"{host}/v2/change/enqueue", change(message, case, key))
         return delivery if delivery.fault else DELIVERED
 
