@@ -211,6 +211,15 @@ def test_the_trainers_lines_count_where_deepspeed_prints_its_first_alone(tmp_pat
     assert [value for _, value in rows(recording, "loss")] == [2.5, 2.25, 2.0]
 
 
+def test_the_trainers_lines_count_where_deepspeed_prints_only_withheld_steps(tmp_path: Path) -> None:
+    """The Trainer turns DeepSpeed's progress off: which steps were withheld is not said then."""
+    overflow = DEEPSPEED.splitlines()[2]
+    told = "\n".join(f"{{'loss': {loss}, 'grad_norm': 0.4, 'epoch': 0.1}}\n{overflow}" for loss in (2.5, 2.25, 2.0))
+    recording = one(tmp_path / "job.out", f"{overflow}\n{told}\n")
+    assert [value for _, value in rows(recording, "loss")] == [2.5, 2.25, 2.0]
+    assert "step_skipped" not in recording.names
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\0" * 64, b"hello\n", b"{}", b"a,b\n", b"\x1f\x8b\x08\0broken", b"SQLite format 3\0" + b"\0" * 84],

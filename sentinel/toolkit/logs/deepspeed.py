@@ -25,15 +25,16 @@ _NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf))"
 _PROGRESS = re.compile(rf"\bstep=([1-9]\d*), skipped=(\d+), lr=\[?{_NUMBER}")
 _PIPELINE = re.compile(rf"\bsteps: (\d+) loss: {_NUMBER}(?: iter time \(s\): {_NUMBER})?")
 _OVERFLOW = re.compile(rf"OVERFLOW! Rank 0 Skipping step\. Attempted loss scale: {_NUMBER}")
-_ANY = re.compile("|".join(pattern.pattern for pattern in (_PROGRESS, _PIPELINE, _OVERFLOW)))
+_NUMBERED = re.compile("|".join(pattern.pattern for pattern in (_PROGRESS, _PIPELINE)))
+"""Lines that number steps. Without any, as under the Trainer, withheld steps cannot be told from applied ones."""
 FILLED_STEPS = 10_000
 """Most steps between two lines of progress. With more between them, the run continued from another place."""
 _STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+\]")
 
 
 def recognise(path: Path, head: bytes) -> bool:
-    """Whether the file has a line of DeepSpeed."""
-    return b"\0" not in head and matches(path, _ANY)
+    """Whether the file has a line of DeepSpeed that numbers a step."""
+    return b"\0" not in head and matches(path, _NUMBERED)
 
 
 def read(path: Path) -> Recording:
