@@ -138,6 +138,8 @@ class _Events:
     def __init__(self, nvml: Any, devices: list[NvmlGpu]) -> None:
         self._nvml = nvml
         self.told: Callable[[], None] = lambda: None
+        self._uuids = {bytes(device.device): device.uuid for device in devices}
+        """By handle: a GPU that fell off the bus no longer tells its UUID."""
         self._faults: queue.SimpleQueue[DeviceFault] = queue.SimpleQueue()
         self._ending = threading.Event()
         try:
@@ -180,16 +182,9 @@ class _Events:
                 return
             if self._faults.qsize() < _EVENTS_KEPT:
                 code = int(event.eventData)
-                uuid = _read_uuid(self._nvml.nvmlDeviceGetUUID, event.device)
+                uuid = self._uuids.get(bytes(event.device), "")
                 self._faults.put(DeviceFault(uuid, time.time(), "xid", code, xid_meaning(code)))
                 self.told()
-
-
-def _read_uuid(uuid_of: Callable[[Any], str], device: Any) -> str:
-    try:
-        return uuid_of(device)
-    except Exception:  # a GPU that fell off the bus has no name
-        return ""
 
 
 _XIDS = {

@@ -34,6 +34,10 @@ class FakeBoard:
         self.processes: list[SimpleNamespace] = []
         self.calls: list[str] = []
 
+    def __bytes__(self) -> bytes:
+        """Return the address that its handle holds, as ctypes does."""
+        return id(self).to_bytes(8, "little")
+
 
 class FakeNvml:
     """Stands in for the module pynvml, from which it takes constants and exceptions."""

@@ -136,7 +136,8 @@ def test_a_gpu_that_is_lost_is_reported_once(nvml: FakeNvml, gpus: Gpus) -> None
     assert read(gpus)[1] == []
 
 
-def test_an_xid_is_named_and_explained(nvml: FakeNvml, gpus: Gpus) -> None:
+def test_an_xid_is_named_and_explained_though_its_gpu_answers_no_more(nvml: FakeNvml, gpus: Gpus) -> None:
+    nvml.boards[1].failing["UUID"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
     nvml.events.put((nvml.boards[1], 79))
     faults: list[DeviceFault] = []
     deadline = time.monotonic() + LONG
