@@ -31,6 +31,13 @@ _ENTITIES = {
     "gpu": "GPU {{ $labels.gpu }} of {{ $labels.hostname }}",
     "node": "{{ $labels.hostname }}",
 }
+_PLACES = {
+    "run": "in run {{ $labels.run }}",
+    "rank": "in run {{ $labels.run }}",
+    "gpu": f"on {_ENTITIES['gpu']}",
+    "node": f"on {_ENTITIES['node']}",
+}
+"""Scope -> where an alert is, as far as the labels of its series say. Runs may share a device, which has no `run`."""
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}:]*)(?::([^{}]*))?\}")
 _WIDTH, _STR = 116, "tag:yaml.org,2002:str"
 
@@ -122,7 +129,7 @@ def _translate_rule(rule: Rule) -> dict[str, Any]:
     if rule.keep_firing.seconds:
         found["keep_firing_for"] = f"{rule.keep_firing.seconds:.0f}s"
     found["labels"] = {"severity": rule.severity}
-    found["annotations"] = {"summary": f"{rule.name} in run {{{{ $labels.run }}}}"}
+    found["annotations"] = {"summary": f"{rule.name} {_PLACES[scope]}"}
     for name, text in rule.annotations.items():
         if name == OVER:
             continue
@@ -166,17 +173,22 @@ def _field(found: re.Match[str], scope: Scope) -> str:
     name = found[1].strip()
     if name in ("entity", "members"):
         return _ENTITIES[scope]
+    if name in ("run", "step", "first_step") and scope not in ("run", "rank"):
+        raise UntranslatableError("a device has no run and no step")
     if name == "run":
         return "{{ $labels.run }}"
     if name in ("step", "first_step"):
-        if scope not in ("run", "rank"):
-            raise UntranslatableError("a device has no step")
-        return _write_query("sentinel_step", "run", "%.0f")
-    return _write_query(promql.series(name, scope), scope, f"%{(found[2] or 'g').replace('%', 'f')}")
+        return _write_query("sentinel_step", "run", ".0f")
+    return _write_query(promql.series(name, scope), scope, found[2] or "")
 
 
-def _write_query(metric: str, scope: Scope, layout: str) -> str:
+def _write_query(metric: str, scope: Scope, spec: str) -> str:
+    """Write the newest value with the precision and the type of a number format. Go knows neither Python's other parts
+    nor its `%`, which multiplies."""
     names = {"run": ("run",), "rank": ("run", "rank"), "gpu": ("UUID",), "node": ("hostname",)}[scope]
     labels, values = ",".join(f"{name}=%q" for name in names), " ".join(f"$labels.{name}" for name in names)
-    asked = f'printf "{metric}{{{labels}}}" {values} | query'
+    precision, kind = re.search(r"((?:\.\d+)?)([eEfFgG%]?)$", spec).groups()  # type: ignore[union-attr]
+    is_share = kind == "%"
+    layout = f"%{precision}f%%" if is_share else f"%{precision}{kind or 'g'}"
+    asked = f'printf "{"100 * " if is_share else ""}{metric}{{{labels}}}" {values} | query'
     return "{{ with " + asked + ' }}{{ . | first | value | printf "' + layout + '" }}{{ end }}'

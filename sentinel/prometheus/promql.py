@@ -24,8 +24,6 @@ _ACROSS = {"max": "max", "min": "min", "mean": "avg"}
 _PURE = {"abs": "abs", "log": "ln", "sqrt": "sqrt"}
 _EVERY: Mapping[Scope, str] = {"run": "max without (name, attempt) (sentinel_run_info)", "rank": "sentinel_rank_up"}
 """Scope -> a vector with one sample per run, or per rank, whatever it reports."""
-_LABELS: Mapping[Scope, str] = {"rank": "rank", "gpu": "gpu, UUID", "node": "hostname"}
-"""Labels that `across` removes."""
 
 
 class UntranslatableError(Exception):
@@ -99,7 +97,7 @@ class _Translator:
     def number(self, node: ast.expr) -> str:
         match node:
             case ast.Constant(value=int() | float() as value):
-                return f"{value:g}"
+                return short if float(short := f"{value:g}") == value else repr(value)
             case ast.Name() if node.id in self._lets:
                 return self.number(self._lets[node.id])
             case ast.Name():
@@ -117,17 +115,21 @@ class _Translator:
         raise UntranslatableError(f"{ast.unparse(node)} looks at single steps")
 
     def _across(self, operand: ast.expr, how: str) -> str:
+        """Combine the ranks' values to one of the run. Everywhere else the result has other labels than the series that
+        it is compared with, and a comparison in PromQL drops what has no match, without a word."""
         scope = self._scope_of(operand)
+        if how not in _ACROSS and how not in ("spread", "norm"):
+            raise UntranslatableError(f"across(..., {how!r}) names a rank, and Prometheus gives values")
+        if (scope, self._scope) != ("rank", "run"):
+            raise UntranslatableError(f"across the {scope}s and one {self._scope}: their series have different labels")
         inner = _Translator({}, scope)
         inner._lets = self._lets
-        value, labels = inner.number(operand), _LABELS[scope]
+        value = inner.number(operand)
         if how == "spread":
-            return f"(max without ({labels}) ({value}) - min without ({labels}) ({value}))"
+            return f"(max without (rank) ({value}) - min without (rank) ({value}))"
         if how == "norm":
-            return f"sqrt(sum without ({labels}) (({value}) ^ 2))"
-        if how not in _ACROSS:
-            raise UntranslatableError(f"across(..., {how!r}) names a rank, and Prometheus gives values")
-        return f"{_ACROSS[how]} without ({labels}) ({value})"
+            return f"sqrt(sum without (rank) (({value}) ^ 2))"
+        return f"{_ACROSS[how]} without (rank) ({value})"
 
     def _scope_of(self, operand: ast.expr) -> Scope:
         """Return the scope of the metrics in an expression. Raises UntranslatableError for metrics of layers."""
@@ -150,7 +152,8 @@ class _Translator:
                 f"{_format_call(name, operand, rest)} counts steps, and Prometheus sees one a scrape"
             )
         value = self.number(operand)
-        over = f"{value}[{length:.0f}s]" if isinstance(operand, ast.Name) else f"({value})[{length:.0f}s:]"
+        is_series = isinstance(operand, ast.Name) and operand.id not in self._lets
+        over = f"{value}[{length:.0f}s]" if is_series else f"({value})[{length:.0f}s:]"
         if name in _OVER_TIME:
             return f"{_OVER_TIME[name]}_over_time({over})"
         if name in ("median", "quantile"):
