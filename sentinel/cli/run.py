@@ -22,6 +22,8 @@ from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
 """Options with which Python ignores PYTHONPATH, or imports no sitecustomize."""
+_ONE_NODE = ("1", "1:1")
+"""Numbers of nodes, as torchrun takes them, of a job on one node."""
 
 
 @click.command(
@@ -116,7 +118,7 @@ def environment(given: Mapping[str, str], command: Sequence[str], name: str | No
     made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if name:
         made["SENTINEL_RUN"] = name
-    if "SENTINEL_RUN_ID" not in given and _alone(given, command):
+    if not given.get("SENTINEL_RUN_ID") and _alone(given, command):
         made["SENTINEL_RUN_ID"] = (
             f"{_plain(name or given.get('SENTINEL_RUN') or _script(command))}-{secrets.token_hex(4)}"
         )
@@ -146,15 +148,18 @@ def _starting(command: str) -> Iterator[None]:
 
 def _alone(given: Mapping[str, str], command: Sequence[str]) -> bool:
     """Whether all ranks are started here. If not, they share the scheduler's id, or torchrun's."""
-    nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
-    return "SLURM_JOB_ID" not in given and (nodes is None or nodes[1] in ("1", "1:1"))
+    return "SLURM_JOB_ID" not in given and _find_nodes(given, command) in _ONE_NODE
 
 
 def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:
     """Whether other nodes or tasks have ranks of the job, too: it is then restarted on all at once, or not at all."""
-    nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
-    spread = nodes is not None and nodes[1] not in ("1", "1:1")
-    return spread or given.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return _find_nodes(given, command) not in _ONE_NODE or given.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def _find_nodes(given: Mapping[str, str], command: Sequence[str]) -> str:
+    """Return the number of nodes as torchrun gets it: by its option, else by its variable, which JobSets set."""
+    option = re.search(r"--nnodes[= ](\S+)", " ".join(command))
+    return option[1] if option is not None else given.get("PET_NNODES") or "1"
 
 
 def _script(command: Sequence[str]) -> str:

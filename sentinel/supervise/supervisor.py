@@ -86,7 +86,7 @@ class Supervisor:
         """The order by which all nodes began the present start, or will begin the next one."""
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
-        run_id = environment.get("SENTINEL_RUN_ID")
+        run_id = environment.get("SENTINEL_RUN_ID") or None
         self._words = Words(self._environment[MARK], run_id, always=always, print_notice=self._telling.pass_on)
         self._status: int | None = None
         """Exit status of the present start of the command; None: it runs, or it was ended."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from sentinel.cli import run as sentinel_run
 from sentinel.config.cluster import ClusterSettings
 from sentinel.errors import EXIT_BY_RULE, EXIT_STOPPED, EXIT_UNFINISHED
 from tests.deploy.checkers import DEPLOY
@@ -66,6 +67,8 @@ def test_pods_of_a_job_set_are_nodes_of_one_job(monkeypatch: pytest.MonkeyPatch)
     assert container["command"][:4] == ["sentinel", "run", "--", "torchrun"]
     read = read_torchrun(container["command"][4:], {k: v for k, v in words.items() if k[:4] == "PET_"}, monkeypatch)
     assert (read.nnodes, read.master_addr, read.rdzv_id) == (str(NODES), first, "train")
+    inherited = sentinel_run.environment(words, container["command"][3:], None)
+    assert "SENTINEL_RUN_ID" not in inherited, "all pods take the id of the rendezvous"
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [EXIT_STOPPED, EXIT_BY_RULE]
     assert rule["onExitCodes"]["containerName"] == container["name"]

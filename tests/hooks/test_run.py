@@ -178,7 +178,15 @@ def test_what_the_command_inherits() -> None:
         ({"SLURM_JOB_ID": "1"}, ["srun", "python", "train.py"]),
         ({}, ["torchrun", "--nnodes=2", "train.py"]),
         ({}, ["torchrun", "--nnodes", "1:4", "train.py"]),
+        ({"PET_NNODES": "4"}, ["torchrun", "--rdzv-id=train", "train.py"]),
     ],
 )
 def test_no_id_is_made_for_ranks_that_others_also_start(given: dict[str, str], command: list[str]) -> None:
     assert "SENTINEL_RUN_ID" not in environment(given, command, None)
+
+
+@pytest.mark.parametrize("given", [{"PET_NNODES": "4"}, {"PET_NNODES": ""}, {"SENTINEL_RUN_ID": ""}])
+def test_an_id_is_made_where_all_ranks_are_started_here(given: dict[str, str]) -> None:
+    """torchrun's option goes before its variable; an empty variable says nothing."""
+    nodes = ["--nnodes=1"] if given.get("PET_NNODES") else []
+    assert environment(given, ["torchrun", *nodes, "train.py"], None)["SENTINEL_RUN_ID"].startswith("train-")
