@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from sentinel.config import settings as config
 from sentinel.config.links import fill_link
 from sentinel.errors import ConfigError
 from sentinel.node import paths
+from tests.second_user import NOBODY, as_user
 
 FILE = Path("/etc/sentinel/sentinel.toml")
 HOOK = "[[receivers]]\nname = 'ops'\ntype = 'webhook'\n"
@@ -86,6 +89,10 @@ def test_the_settings_are_those_of_the_file() -> None:
         ("[daemon]\nexternal_url = 'grafana'\n", 2, "no http:// or https:// URL"),
         ("[links]\npage = 'https://h/'\nrunbook = 'wiki'\n", 3, 'write runbook = "https://host/path"'),
         ("[links]\nreport = 'https://me:pw@h/r'\n", 2, "report: no http:// or https:// URL, or one with a user in it"),
+        (HOOK + "url_env = 'A'\ntimeout = '0s'\n", 5, "timeout: 0 s leaves no time; write one such as 10s"),
+        ("[heartbeat]\nurl_env = 'A'\ninterval = '0s'\n", 3, "interval: 0 s leaves no time"),
+        ("[otlp]\ninterval = '1m'\ntimeout = '0ms'\n", 3, "timeout: 0 s leaves no time"),
+        ("[grouping]\nwait = '0s'\nrepeat = '0s'\n", 3, "repeat: 0 s sends alerts again and again; write"),
         ("[links]\nrunbok = 'https://h/'\n", 2, "unknown key 'runbok'; there are: runbook, page, report"),
     ],
 )
@@ -173,6 +180,23 @@ def test_the_file_is_the_named_one_or_the_users_and_never_the_working_directorys
     assert config.load(Path("sentinel.toml")).grouping.wait == 1
     with pytest.raises(ConfigError, match=r"/no/such\.toml: no such settings file; `sentinel init` writes one"):
         config.load(Path("/no/such.toml"))
+
+
+@pytest.mark.root
+def test_a_named_file_that_another_user_keeps_is_a_mistake_in_the_settings() -> None:
+    """As any other: a run that starts its daemon is then watched with the defaults."""
+
+    def say() -> str:
+        try:
+            return str(config.load(file))
+        except ConfigError as error:
+            return str(error)
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        file = Path(folder, "sentinel.toml")
+        file.write_text("")
+        os.chmod(folder, 0o700)
+        assert as_user(NOBODY, say) == f"{file}: no such settings file; `sentinel init` writes one"
 
 
 @pytest.mark.parametrize("variable", ["HOME", "XDG_CONFIG_HOME"])

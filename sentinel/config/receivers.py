@@ -45,6 +45,11 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Slack's bot token, PagerDuty's routing key, or another receiver's bearer token; never written out."""
     token_file: Path | None = None
 
+    def __post_init__(self) -> None:
+        for key in ("interval", "timeout"):
+            if getattr(self, key, None) == 0:
+                raise ValueError(f"{key}: 0 s leaves no time; write one such as 10s")
+
     def address(self) -> str:
         """Return the URL, read now. Raises ConfigError, which does not show it."""
         where, url = self.text("url")
@@ -114,6 +119,7 @@ class ReceiverSettings(Endpoint, frozen=True, kw_only=True):
     """Options for types that another package brings (entry points `sentinel.receivers`)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
             raise ValueError(f"name: {self.name!r} is not 1 to 40 letters, digits, `_`, `.` and `-`")
 
@@ -127,6 +133,10 @@ class Grouping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Least time between two messages about one group."""
     repeat: Duration = Duration(4 * 3600)
     """Time after which an alert that still fires is sent again."""
+
+    def __post_init__(self) -> None:
+        if not self.repeat:
+            raise ValueError("repeat: 0 s sends alerts again and again; write one such as 4h")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

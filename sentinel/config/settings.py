@@ -116,7 +116,7 @@ def path(named: Path | None = None) -> Path | None:
     if named is None and os.environ.get("SENTINEL_CONFIG"):
         named = Path(os.environ["SENTINEL_CONFIG"])
     if named is not None:
-        if not named.is_file():
+        if not os.path.isfile(named):  # `Path.is_file` raises where a folder above may not be read
             raise ConfigError(f"{named}: no such settings file; `sentinel init` writes one")
         return named
     found = [Path("/etc/sentinel") / FILE]
