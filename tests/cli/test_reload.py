@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from sentinel import wire
+from sentinel.cli import cli
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.zygote import DAEMON, run_fork
 
@@ -39,6 +41,17 @@ def test_a_changed_rule_is_in_force_and_a_mistake_is_reported(tmp_path: Path) ->
         assert (done.returncode, done.stdout) == (0, f"daemon {answer['daemon']}: reloaded\n")
         rank.steps(5, [2.0] * 5)
         assert "High" in rank.expect(wire.Notice).text
+
+
+def test_a_daemon_is_asked_without_the_sites_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would get the token, and does not reach this machine's loopback."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, [2.0])
+        done = CliRunner().invoke(cli, ["reload"])
+        assert (done.exit_code, done.output.endswith(": reloaded\n")) == (0, True), done.output
 
 
 def test_without_a_daemon_there_is_nothing_to_do() -> None:

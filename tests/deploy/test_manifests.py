@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import tomllib
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +24,24 @@ import pytest
 import yaml
 
 from sentinel.config import settings as config
+from sentinel.node import paths
 from sentinel.runs.steps import RunStep
 from sentinel.store import History, Store
 from tests.deploy.checkers import DEPLOY, KUBERNETES, check_manifest, find_tool, run_checker
+from tests.second_user import NOBODY, as_user
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parent.parent.parent
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that all users can reach."""
+    with tempfile.TemporaryDirectory(prefix="deploy", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -112,12 +129,11 @@ def test_pods_agree_with_each_other_and_with_sentinel() -> None:
         volumes = {volume["name"] for volume in pod["volumes"]}
         for container in [*pod["containers"], *pod.get("initContainers", ())]:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
-    train = documents(DEPLOY / "kubernetes" / "sidecar.yaml")[-1]["spec"]["template"]["spec"]["containers"][0]
-    (address,) = [one["value"] for one in train["env"] if one["name"] == "SENTINEL_ADDRESS"]
-    folder = documents(DEPLOY / "kubernetes" / "sidecar.yaml")[-1]["spec"]["template"]["spec"]["initContainers"][0][
-        "args"
-    ][-1]
-    assert address == f"unix:{folder}/sentinel.sock"
+    pod = documents(DEPLOY / "kubernetes" / "sidecar.yaml")[-1]["spec"]["template"]["spec"]
+    folder = pod["initContainers"][0]["args"][-1]
+    for container in [*pod["containers"], *pod["initContainers"]]:  # the sidecar: for `kubectl exec -c sentinel`
+        addresses = [one["value"] for one in container["env"] if one["name"] == "SENTINEL_ADDRESS"]
+        assert addresses == [f"unix:{folder}/sentinel.sock"], container["name"]
 
 
 def test_the_settings_of_the_demo_are_valid() -> None:
@@ -146,23 +162,46 @@ def test_scripts_can_be_parsed(script: Path) -> None:
     run_checker("bash", "-n", str(script))
 
 
-def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
-    for run in ("417", "417-2", "999"):
-        store = Store(tmp_path / "state" / "1000" / "runs" / f"{run}.sqlite", run="train", run_id=run)
+def run_epilog(folder: Path, *runs: str) -> None:
+    """Run the epilog of job 417 on a node where NOBODY has the histories of these runs."""
+    for run in runs:
+        store = Store(folder / "state" / str(NOBODY) / "runs" / f"{run}.sqlite", run="train", run_id=run)
         store.records.add_step(0, RunStep(0, 1.0, {0: {"loss": 2.5}}, {"loss": 2.5}))
         store.write()  # and not closed: the newest is in the write-ahead log
     environment = {
-        "SENTINEL_STATE": str(tmp_path / "state"), "SENTINEL_ARCHIVE": str(tmp_path / "archive"),
-        "SLURM_JOB_ID": "417", "SLURM_JOB_UID": "1000",
+        "SENTINEL_STATE": str(folder / "state"), "SENTINEL_ARCHIVE": str(folder / "archive"),
+        "SLURM_JOB_ID": "417", "SLURM_JOB_UID": str(NOBODY), "SLURM_JOB_GID": str(NOBODY),
     }  # fmt: skip
     run_checker(str(DEPLOY / "slurm" / "epilog.sh"), **environment)
-    copies = sorted((tmp_path / "archive").rglob("*.sqlite"))
-    assert [path.name for path in copies] == ["417-2.sqlite", "417.sqlite"]
+
+
+def test_the_epilog_brings_a_jobs_histories_to_its_user(open_folder: Path) -> None:
+    run_epilog(open_folder, "slurm-417-0-train", "slurm-417_1-train", "slurm-1417-train", "slurm-4170-train")
+    copies = sorted((open_folder / "archive").rglob("*.sqlite"))
+    assert [path.name for path in copies] == ["slurm-417-0-train.sqlite", "slurm-417_1-train.sqlite"]
     with History(copies[0]) as history:
         assert list(history.series("loss").values) == [2.5]
     with sqlite3.connect(copies[1]) as copied:
         assert copied.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     copied.close()
+
+
+@pytest.mark.root
+def test_the_epilog_writes_as_the_user_and_for_the_user_alone(open_folder: Path) -> None:
+    """A job's user owns the folder of its copies, and may put a link into it before the epilog of the next node."""
+    (open_folder / "roots").mkdir(mode=0o700)
+    own = open_folder / "archive" / str(NOBODY)
+    own.mkdir(parents=True)
+    (own / "417").symlink_to(open_folder / "roots")
+    os.chown(own, NOBODY, NOBODY)
+    run_epilog(open_folder, "417")
+    assert list((open_folder / "roots").iterdir()) == []
+    (own / "417").unlink()
+    run_epilog(open_folder)
+    [copy] = own.rglob("*.sqlite")
+    for path in (copy, copy.parent, copy.parent.parent):
+        status = path.stat()
+        assert (status.st_uid, stat.S_IMODE(status.st_mode) & 0o077) == (NOBODY, 0), path
 
 
 @pytest.mark.parametrize("script", ["prolog.sh", "epilog.sh"])
@@ -196,6 +235,38 @@ def test_the_steps_of_the_dockerfile_make_a_healthy_daemon(tmp_path: Path) -> No
     said = run_checker(*command, "--context", str(context), cwd=ROOT)
     assert "healthy" in said
     assert "ended as it was told to" in said
+
+
+@pytest.mark.root
+def test_the_images_user_has_places_for_socket_and_histories(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root makes the image's folders; a daemon refuses a runtime directory that is not its user's own."""
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    [made] = re.findall(r"^RUN mkdir -p -m 1777 (.+)$", text, re.MULTILINE)
+    places = {name: f"{open_folder}{place}" for name, place in re.findall(r"(SENTINEL_[A-Z]+)=(\S+)", text)}
+    run_checker("mkdir", "-p", "-m", "1777", *(f"{open_folder}{folder}" for folder in made.split()))
+    for name, place in places.items():
+        monkeypatch.setenv(name, place)
+
+    def find_places() -> list[str]:
+        return [str(paths.private_directory(paths.run_directory("service"))), str(paths.state_directory())]
+
+    assert as_user(10001, find_places) == [f"{places['SENTINEL_RUNTIME']}/service", places["SENTINEL_STATE"]]
+
+
+def test_the_images_health_check_asks_its_daemon_and_no_proxy(tmp_path: Path) -> None:
+    """Docker hands the proxies of its settings to each container."""
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    [command] = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", text, re.MULTILINE)
+    (tmp_path / "-").mkdir()
+    (tmp_path / "-" / "healthy").touch()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _, *words = json.loads(command.replace(":9477", f":{server.server_port}"))
+        run_checker(sys.executable, *words, http_proxy="http://127.0.0.1:9", no_proxy="")
+        server.shutdown()
 
 
 def test_the_image_does_not_run_as_root() -> None:
