@@ -329,7 +329,7 @@ class _Setup:
 
 
 class SessionSuccession:
-    """Opens the session for an optimizer that took over the models from the one that is watched.
+    """Opens the session for an optimizer that took over the models from the watched one.
 
     It holds neither models nor optimizers, session nor monitor.
     """

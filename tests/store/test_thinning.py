@@ -31,7 +31,7 @@ def test_the_first_and_the_most_extreme_steps_of_a_bucket_stay() -> None:
 
 
 def test_a_spike_of_a_negative_loss_stays() -> None:
-    """A log-likelihood, say: the highest loss is the one that is nearest to 0."""
+    """As of a log-likelihood: the loss nearest to 0 is the highest."""
     rows = [(seq, float(seq), {"loss": -5.0 - (seq == 20)}) for seq in range(32)]
     rows[11] = (11, 11.0, {"loss": -1.0})
     assert [seq for seq, *_ in thin_rows(rows, 32)] == [0, 11]

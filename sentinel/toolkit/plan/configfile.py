@@ -92,7 +92,7 @@ def _mixture(path: Path, content: dict[str, Any], sizes: dict[str, int]) -> dict
     width = _size(path, content, ("moe_intermediate_size",)) or sizes["feed_forward"]
     chosen = _size(path, content, ("num_experts_per_tok",)) or 1
     shared = _size(path, content, ("n_shared_experts",), least=0)
-    if width and not shared:  # or one that is as wide as several
+    if width and not shared:  # or one shared expert, as wide as several
         shared = round(_size(path, content, ("shared_expert_intermediate_size",), least=0) / width)
     return {"feed_forward": width, "experts": sizes["experts"] + shared, "experts_per_token": chosen + shared}
 
