@@ -123,7 +123,7 @@ def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
     """Make restorers add their answers to a commit to `told`."""
     create = Restorer.__init__
 
-    def made(restorer: Restorer, *arguments: Any, session: Any, **more: Any) -> None:
+    def make_noting(restorer: Restorer, *arguments: Any, session: Any, **more: Any) -> None:
         send = session.send
 
         def noted(message: wire.FromRank) -> None:
@@ -134,7 +134,7 @@ def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
         session.send = noted
         create(restorer, *arguments, session=session, **(more | {"verdict_seconds": verdict_seconds}))
 
-    Restorer.__init__ = made  # type: ignore[method-assign, assignment]
+    Restorer.__init__ = make_noting  # type: ignore[method-assign, assignment]
 
 
 def train(told: list[dict[str, Any]], weights: list[int]) -> None:
