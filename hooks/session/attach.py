@@ -272,7 +272,7 @@ class _Setup:
                 forward_passes.watch(model, session.accumulator, slot, session.handles)
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
         factory = _WholeStepFactory(self.models, session, points)
-        gathering = BackwardGathering(self.optimizers, factory.make, session.governor)
+        gathering = BackwardGathering(self.optimizers, factory, session.governor)
         for optimizer_monitor in monitors:
             optimizer_monitor.within, optimizer_monitor.collector = gathering, collector
         succession = Succession(session, self.models, SessionSuccession(self, monitor, session).follow)
@@ -388,11 +388,14 @@ class _WholeStepFactory:
         self._models, self._session, self._points = [weakref.ref(model) for model in models], session, points
 
     def make(self, optimizers: OptimizersInBackward) -> WholeStep:
-        """Make the monitor, and let the session watch through it."""
+        """Make the monitor."""
         chosen = Probes([*probes.stock(), *probe.load_probes(self._points)], self._session.accumulator.unseen)
         layers = Layers(0, [model for ref in self._models if (model := ref()) is not None], optimizers)
-        self._session.gather()
         return WholeStep(self._session, optimizers, layers, chosen)
+
+    def take_over(self) -> None:
+        """Let the session watch through the monitor."""
+        self._session.gather()
 
 
 def _list_stray(monitors: Iterable[OptimizerMonitor]) -> list[str]:

@@ -12,7 +12,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -79,18 +79,25 @@ class WholeStep(OptimizerMonitor):
         self._measure_and_queue(step)
 
 
+class WholeStepFactory(Protocol):
+    """Makes the monitor of all optimizers, at the first step inside a backward pass."""
+
+    def make(self, optimizers: OptimizersInBackward) -> WholeStep:
+        """Make the monitor."""
+
+    def take_over(self) -> None:
+        """Let the run be watched through that monitor, which is in place: the hello is sent from another thread."""
+
+
 class BackwardGathering:
     """Gathers the steps of one backward pass. Every part's monitor holds this; it holds none of them."""
 
-    def __init__(
-        self, optimizers: Sequence[Any], whole: Callable[[OptimizersInBackward], WholeStep], governor: Governor
-    ) -> None:
-        """`whole` makes the monitor of all optimizers, at the first step inside a backward pass."""
+    def __init__(self, optimizers: Sequence[Any], factory: WholeStepFactory, governor: Governor) -> None:
         self.whole: WholeStep | None = None
         self.captured = False
         """Whether the present pass is captured into a CUDA graph."""
         self._optimizers = OptimizersInBackward(optimizers)
-        self._make, self._governor = whole, governor
+        self._factory, self._governor = factory, governor
         self._rows: dict[tuple[str, str], int] = {}
         self._digest = ""
         self._steps: dict[int, Step] = {}
@@ -100,18 +107,22 @@ class BackwardGathering:
         self._names: dict[int, list[tuple[str, str]]] = {}
         self._seconds = 0.0
 
+    def _open_whole(self) -> WholeStep:
+        self.whole = self._factory.make(self._optimizers)
+        self._factory.take_over()
+        return self.whole
+
     def enter_part(self, part: OptimizerMonitor) -> None:
         """Sample what the optimizer of `part` is about to apply."""
         begin = time.perf_counter()
-        if self.whole is None:
-            self.whole = self._make(self._optimizers)
+        whole = self._open_whole() if self.whole is None else self.whole
         present = backward_pass_id()
         if id(part) in self._steps:
             if present == self._pass != -1:  # a subclass's step, which calls its parent's
                 return
             self._steps.clear()  # the pass before failed
         self._pass = present
-        seq = self.whole.seq
+        seq = whole.seq
         layers = self._governor.due(2, seq)
         self._steps[id(part)] = part.sample_part(seq, layers=layers, norms=layers or self._governor.due(1, seq))
         self._names[id(part)] = [(layer.model, layer.name) for layer in part.layers.table.layers]
@@ -121,10 +132,8 @@ class BackwardGathering:
         """Close the step, as a backward pass is over."""
         if self.captured:
             self.captured = False
-            if self.whole is None:
-                self.whole = self._make(self._optimizers)
             self._steps.clear()
-            self.whole.count_captured()
+            (self._open_whole() if self.whole is None else self.whole).count_captured()
         elif self.whole is not None and self._steps:
             self.whole.end_gathered_step(self._fill, self._seconds)
             self._steps.clear()
