@@ -16,6 +16,8 @@ from sentinel.toolkit.doctor.command import Examined
 from sentinel.toolkit.doctor.finding import finding_texts, sort_findings
 from tests.doctor.scripts import HEALTHY, PLANTED, PLANTED_AGAIN
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all scripts, on a busy machine for over two minutes
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
