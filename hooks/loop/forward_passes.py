@@ -34,8 +34,8 @@ ORIGIN = "where a value that is not finite came from"
 BATCH_BYTES = 256 * 1024 * 1024
 GRADIENT_BYTES = 16 * 1024 * 1024
 """Most bytes of gradients held: those of a large vocabulary's logits are more, and would raise the peak of memory."""
-FAST_SECONDS = 0.01
-"""Seconds between two calls below which a loop is fast. There the hook of an output, 60 us in all, is measurable
+FAST_SECONDS = 0.02
+"""Seconds between two calls below which a loop is fast. There the hook of an output, 60 to 110 us in all, is measurable
 (bench/overhead.py): gradients are held only in the first calls, and a constant stands for later ones."""
 FIRST_CALLS = 256
 LOOKS = 8
