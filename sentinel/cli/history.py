@@ -330,5 +330,5 @@ def _write(rows: Iterator[dict[str, Any]], names: list[str], kind: str, file: IO
 def _what(attempt: int | None, rank: int | None, layers: bool) -> str:
     parts = ["layers" if layers else "steps"]
     parts += [f"attempt {attempt}"] if attempt is not None else []
-    parts += [f"rank {rank}; a run of one rank is kept as the run's values"] if rank is not None else []
+    parts += [f"rank {rank}"] if rank is not None else []
     return ", ".join(parts)

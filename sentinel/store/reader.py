@@ -285,12 +285,13 @@ class History:
         query = "SELECT DISTINCT rank FROM chunks WHERE attempt = ? AND rank != ?"
         numbers = [rank for (rank,) in self._database.execute(query, (attempt, RUN)).fetchall()]
         ranks = {rank: _Beside(self._values(attempt, rank, after)) for rank in numbers}
+        implied = self._find_implied(attempt)
         for chunk in self._chunks(attempt, RUN, after):
             for seq, time, values in chunk.rows():
                 if seq > after:
                     reported = {rank: rows.take(seq) for rank, rows in ranks.items()}
                     apart = {rank: own for rank, own in reported.items() if own is not None}
-                    yield RunStep(seq, time, apart or {0: values}, values, layers.take(seq))
+                    yield RunStep(seq, time, apart or {implied: values}, values, layers.take(seq))
 
     def _values(self, attempt: int, rank: int, after: int) -> Iterator[tuple[int, dict[str, float]]]:
         return ((seq, values) for chunk in self._chunks(attempt, rank, after) for seq, _, values in chunk.rows())
@@ -383,6 +384,16 @@ class History:
         query = f"SELECT {columns} FROM {table} WHERE attempt = ? {order}"
         return self._database.execute(query, (attempt,)).fetchall()
 
+    def _find_implied(self, attempt: int) -> int:
+        """Return the rank whose values are those of the run where no rank has values of its own."""
+        ranks = self._read_rows("ranks", "rank", attempt, "LIMIT 2")
+        return int(ranks[0][0]) if len(ranks) == 1 else 0
+
+    def _keeps_apart(self, attempt: int, rank: int) -> bool:
+        """Return whether any values of this rank, or of the run, are kept under its number."""
+        query = "SELECT 1 FROM chunks WHERE attempt = ? AND rank = ? LIMIT 1"
+        return self._database.execute(query, (attempt, rank)).fetchone() is not None
+
     def _chunks(self, attempt: int, rank: int, after: int = -1) -> Iterator[Chunk]:
         """Read a few chunks at a time: while a query is open the write-ahead log only grows, and the reader may be
         slow."""
@@ -390,6 +401,8 @@ class History:
             "SELECT first_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? AND first_seq > ? "
             "ORDER BY first_seq LIMIT ?"
         )
+        if rank == self._find_implied(attempt) and not self._keeps_apart(attempt, rank):
+            rank = RUN
         last = FIRST
         while found := self._database.execute(query, (attempt, rank, after, last, AT_A_TIME)).fetchall():
             last = found[-1][0]

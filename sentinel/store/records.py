@@ -33,6 +33,8 @@ class RunRecords:
         """Keys of the incidents in `standing`, the oldest first."""
         self.checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of the checkpoints that are in the file."""
+        self._implied = 0
+        """The rank whose values are those of the run where no rank has values of its own."""
         self.newest = (0, -1)
         """(attempt, seq) of the newest step."""
         self.thinning_due = False
@@ -54,8 +56,10 @@ class RunRecords:
         at = time.time() if ended is None else ended
         self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", at, number)
 
-    def add_rank(self, attempt: int, rank: int, *, process: int, hello: bytes) -> None:
-        """Record that a rank arrived or came back: the attempt has not ended."""
+    def add_rank(self, attempt: int, rank: int, *, process: int, hello: bytes, alone: bool = False) -> None:
+        """Record that a rank arrived or came back: the attempt has not ended. `alone`: no other will be on this node.
+        """
+        self._implied = rank if alone else 0
         self._write("ranks", ("ended", attempt), "UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
         insert = "INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)"
         self._stand(
@@ -87,11 +91,11 @@ class RunRecords:
         self.checkpoints = set(wanted)
 
     def add_step(self, attempt: int, step: RunStep) -> None:
-        """Record a closed step. Ranks are recorded separately only where there are several: with rank 0 alone, the
-        run's values are its own."""
+        """Record a closed step. Ranks are recorded separately only where there are several: the run's values are those
+        of a rank that is alone."""
         self.newest = (attempt, step.seq)
         self._append(attempt, RUN, step.seq, step.time, step.run)
-        if step.ranks.get(0) != step.run or len(step.ranks) > 1:
+        if step.ranks != {self._implied: step.run}:
             for rank, values in step.ranks.items():
                 self._append(attempt, rank, step.seq, step.time, values)
         if step.layers is not None:

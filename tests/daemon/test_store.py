@@ -312,6 +312,36 @@ def test_steps_come_back_as_they_were_judged(path: Path) -> None:
         assert history.last_seq(1) == -1
 
 
+def test_the_values_of_a_rank_that_is_alone_on_its_node_are_kept_once(path: Path) -> None:
+    steps = [RunStep(seq, 10.0 + seq, {3: {"loss": 1.0 / (seq + 1)}}, {"loss": 1.0 / (seq + 1)}) for seq in range(20)]
+    store = Store(path, run="train", run_id="r1")
+    store.records.add_rank(0, 3, process=7, hello=b"hello", alone=True)
+    for one in steps:
+        store.records.add_step(0, one)
+    store.close()
+    with sqlite3.connect(path) as database:
+        assert database.execute("SELECT DISTINCT rank FROM chunks").fetchall() == [(-1,)]
+    database.close()
+    with History(path) as history:
+        assert list(history.steps()) == steps
+        assert list(history.series("loss", rank=3).values) == [step.run["loss"] for step in steps]
+        assert not history.signals(rank=0)
+
+
+def test_a_rank_that_others_may_join_is_kept_apart(path: Path) -> None:
+    steps = [
+        RunStep(0, 10.0, {1: {"loss": 3.0}}, {"loss": 3.0}),
+        RunStep(1, 11.0, {0: {"loss": 1.0}, 1: {"loss": 3.0}}, {"loss": 2.0}),
+    ]
+    store = Store(path, run="train", run_id="r1")
+    for rank, step in zip((1, 0), steps, strict=True):
+        store.records.add_rank(0, rank, process=7, hello=b"hello")
+        store.records.add_step(0, step)
+    store.close()
+    with History(path) as history:
+        assert list(history.steps()) == steps
+
+
 def test_states_and_checkpoints_are_replaced(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     store.records.keep_state(0, 5, b"five", [(1, b"a"), (3, b"b")])

@@ -77,7 +77,8 @@ class RunIngest:
             if self._store:
                 self._store.records.begin_attempt(self._run.attempt.number, body, attached)
         if self._store:
-            self._store.records.add_rank(self._run.attempt.number, number, process=process, hello=body)
+            alone = hello.identity.local_world_size == 1
+            self._store.records.add_rank(self._run.attempt.number, number, process=process, hello=body, alone=alone)
         self._context.record_event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
         if hello.unseen != (() if began else seen_before):
             self._context.record_event(hello.next_seq, "not seen", rank=number, what=list(hello.unseen))
