@@ -28,7 +28,7 @@ class Action(Protocol):
 
     name: str
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         """Act on an incident that fired and whose rule names this action. `now`: monotonic seconds."""
 
     def tick(self, now: float) -> None:
@@ -66,7 +66,7 @@ class Context(NamedTuple):
     send: Callable[[int, wire.Message], None]
     """Sends a message to a rank, by its number."""
     changed: Callable[[Case], None]
-    """Call it after `fired` if you write more into `case.done`: that is stored, and receivers are notified."""
+    """Call it after `act_on` if you write more into `case.done`: that is stored, and receivers are notified."""
 
 
 Factory = Callable[[Context], Action]
@@ -90,15 +90,18 @@ class Shielded:
         self.name = name
         self._action: Action | None = None
         try:
-            self._action = factory(context)
+            self._action = action = factory(context)
+            if not hasattr(action, "act_on"):  # written for an earlier checkout; to go with the first release
+                action.act_on = action.fired  # type: ignore[method-assign, attr-defined]
+                log.warning("the action %s: its method `fired` is called `act_on` now", name)
         except FAULTS:
             log.exception("the action %s cannot be made", name)
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         before = case.done
         try:
             if self._action is not None:
-                self._action.fired(case, now)
+                self._action.act_on(case, now)
                 case.done = tuple(map(str, case.done))  # otherwise the alert could be neither stored nor sent
                 return
         except FAULTS:

@@ -60,7 +60,7 @@ class RestartAction:
         """Whether it waits for evidence."""
         return self._case is not None
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         """End the job for this case, unless that is under way for another one."""
         if self._case is None:
             self._case, self._since = case, now

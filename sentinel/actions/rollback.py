@@ -127,7 +127,7 @@ class RollbackAction:
         """The rollbacks of this attempt so far, all of them successful."""
         return tuple(self._done)
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         """Start a rollback, unless one is under way, none is armed, or no good snapshot is held."""
         terms = self.terms
         case.done = tuple(one for one in case.done if one != WAITS)
@@ -444,7 +444,7 @@ class RollbackAction:
         waiting, self._waiting = self._waiting, []
         for other in waiting:
             if other.state == "firing" and not (outcome.ok and not outcome.stops):  # otherwise it ended with this one
-                self.fired(other, now)  # all but the first wait again
+                self.act_on(other, now)  # all but the first wait again
                 self._incidents.record_change(other)
         self._listener.end_rollback(case, outcome)
 

@@ -79,7 +79,7 @@ class StacksAction:
         """Whether a rank's dump is on its way."""
         return rank.identity.rank in self._orders
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         """Order the stacks of all ranks without a dump of this stall, and the collectives of all."""
         for rank in self._attempt.live:
             if not rank.dump:

@@ -52,7 +52,7 @@ class StopAction:
         """Whether a stop for this case waits."""
         return any(one is case for one in self._waiting)
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         """Stop the run, once nothing else is under way."""
         self._waiting.append(case)
         self._begin(now)

@@ -38,7 +38,7 @@ class _Wanted(msgspec.Struct):
     """Whether that was because the job goes on without this node."""
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     state: str
     """`running`, `stalled`, `ended`, `stopped`, `failed` or `unknown`."""
     words: str
@@ -114,14 +114,14 @@ def _count_lost(kept: History) -> int:
     return sum(event.detail.get("dropped", {}).get("steps", 0) for event in kept.events("history gap"))
 
 
-def _describe_live(live: dict[str, Any]) -> Outcome:
+def _describe_live(live: dict[str, Any]) -> RunOutcome:
     standing = max((rank["stall"]["seconds"] for rank in live["ranks"] if rank["state"] == "stalled"), default=None)
     if standing is not None:
-        return Outcome("stalled", f"stalled for {format_duration(standing)}")
-    return Outcome("running", "running")
+        return RunOutcome("stalled", f"stalled for {format_duration(standing)}")
+    return RunOutcome("running", "running")
 
 
-def find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -> Outcome:
+def find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -> RunOutcome:
     """Return the outcome of a run that is no longer watched, from the ends that its ranks reported and other events."""
     ends, wanted = dict[int, dict[str, Any]](), 0
     statuses, of_command = dict[int, int](), None
@@ -147,7 +147,7 @@ def find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -
     ranks = len(kept.ranks(attempt))
     status = of_command if of_command is not None else _combine_statuses(statuses, ranks)
     lost = [case["diagnosis"]["cause"] for case in cases if case["alert"] == "RankLost"]
-    asked = Outcome("ended", f"ended by {named}") if (named := signal_name(-wanted)) else None
+    asked = RunOutcome("ended", f"ended by {named}") if (named := signal_name(-wanted)) else None
     outcome = _judge_ends(ends, ranks, status, asked, lost[-1] if lost else "")
     said = outcome.state == "ended" or outcome.is_supervisors or (lost and status in statuses.values())
     words = outcome.words if status is None or said else f"{outcome.words} ({ending(status)})"
@@ -160,28 +160,28 @@ def _combine_statuses(statuses: dict[int, int], ranks: int) -> int | None:
 
 
 def _judge_ends(
-    ends: dict[int, dict[str, Any]], ranks: int, status: int | None, asked: Outcome | None, lost: str
-) -> Outcome:
+    ends: dict[int, dict[str, Any]], ranks: int, status: int | None, asked: RunOutcome | None, lost: str
+) -> RunOutcome:
     """`ends`: by rank, in order of time, that by `sentinel run` among them. `asked`: the outcome by the signal from
     outside that was to end the run, if there was one. `lost`: why a rank was, as its alert says."""
     if (supervisor := ends.get(_SUPERVISOR)) is not None and supervisor["left_out"]:
-        return Outcome("stopped", supervisor["why"], is_supervisors=True)
+        return RunOutcome("stopped", supervisor["why"], is_supervisors=True)
     for end in ends.values():  # the others may have ended because of the first
         if end["kind"] == "end wanted":
-            return Outcome(FAILED, f"ended by sentinel run: {end['why']}", is_supervisors=True)
+            return RunOutcome(FAILED, f"ended by sentinel run: {end['why']}", is_supervisors=True)
         if end["kind"] == "lost":
-            return asked or Outcome(FAILED, f"failed: {lost or 'its connection was lost'}")
+            return asked or RunOutcome(FAILED, f"failed: {lost or 'its connection was lost'}")
         if end.get("detail") == "KeyboardInterrupt":
-            return asked or Outcome("ended", "ended by KeyboardInterrupt")
+            return asked or RunOutcome("ended", "ended by KeyboardInterrupt")
         if end["reason"] == "exception":
-            return Outcome(FAILED, f"failed: {end.get('detail') or 'an exception'}")
+            return RunOutcome(FAILED, f"failed: {end.get('detail') or 'an exception'}")
         if end["reason"] == "stopped":
-            return Outcome("stopped", f"stopped by Sentinel: {end.get('detail', '')}".rstrip(": "))
+            return RunOutcome("stopped", f"stopped by Sentinel: {end.get('detail', '')}".rstrip(": "))
     if status and asked is not None:
         return asked
     if len(ends) == ranks > 0:
-        return Outcome(FAILED, "failed") if status else Outcome("ended", "ended")
-    return Outcome("unknown", "not known: its history lacks its end")
+        return RunOutcome(FAILED, "failed") if status else RunOutcome("ended", "ended")
+    return RunOutcome("unknown", "not known: its history lacks its end")
 
 
 def describe_found(row: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ class RunRecords:
         self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", at, number)
 
     def add_rank(self, attempt: int, rank: int, *, process: int, hello: bytes, alone: bool = False) -> None:
-        """Record that a rank arrived or came back: the attempt has not ended. `alone`: no other will be on this node."""
+        """Record that a rank arrived or came back: the attempt has not ended. `alone`: there is no other here."""
         self._implied = rank if alone else 0
         self._write("ranks", ("ended", attempt), "UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
         insert = "INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)"

@@ -31,7 +31,7 @@ class Note:
     def __init__(self, context):
         self.context, self.open = context, []
 
-    def fired(self, case, now):
+    def act_on(self, case, now):
         case.done = (*case.done, "noting")
         self.open.append(case)
 
@@ -47,7 +47,7 @@ class Broken:
     def __init__(self, context):
         pass
 
-    def fired(self, case, now):
+    def act_on(self, case, now):
         raise RuntimeError("no")
 
     def tick(self, now):
@@ -133,6 +133,26 @@ def test_plugins_are_used_and_their_faults_harm_nothing_else(package: Path, tmp_
     assert diary.read_text().splitlines()[-1] == "r1/TooHigh resolved"
 
 
+def test_an_action_with_the_former_name_of_its_method_still_acts(caplog: pytest.LogCaptureFixture) -> None:
+    class Former:
+        name = "former"
+
+        def __init__(self, context: Context) -> None:
+            pass
+
+        def fired(self, case: Case, now: float) -> None:
+            case.done = (*case.done, "acted")
+
+        def tick(self, now: float) -> None:
+            pass
+
+    alert = case("TooHigh", "0")
+    context = Context(Attempt(0, 0.0), lambda *_: None, lambda _: None)
+    Shielded("former", Former, context).act_on(alert, 0.0)  # type: ignore[arg-type]
+    assert alert.done == ("acted",)
+    assert "the action former: its method `fired` is called `act_on` now" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("written", "kept"),
     [((3, OSError("gone")), ("3", "gone")), (["listed"], ("listed",)), (None, ("odd failed; see the daemon's log",))],
@@ -145,13 +165,13 @@ def test_what_an_action_writes_can_be_kept_and_told(written: Any, kept: tuple[st
         def __init__(self, context: Context) -> None:
             pass
 
-        def fired(self, case: Case, now: float) -> None:
+        def act_on(self, case: Case, now: float) -> None:
             case.done = written
 
         def tick(self, now: float) -> None:
             pass
 
     alert = case("TooHigh", "0")
-    Shielded("odd", Odd, Context(Attempt(0, 0.0), lambda *_: None, lambda _: None)).fired(alert, 0.0)
+    Shielded("odd", Odd, Context(Attempt(0, 0.0), lambda *_: None, lambda _: None)).act_on(alert, 0.0)
     assert alert.done == kept
     assert alert.builtins()["done"] == kept

@@ -21,7 +21,7 @@ def test_the_first_rank_that_left_is_named_though_its_end_is_known_last() -> Non
     action = RollbackAction(attempt, link, FakeIncidents(), ended)
     broken = case("LossSpike", "0")
     broken.first_seq = 250
-    action.fired(broken, 0.0)
+    action.act_on(broken, 0.0)
     prepare = next(message for message in link.messages if isinstance(message, wire.Prepare))
     for number in range(3):
         action.add_promise(number, wire.Prepared(id=prepare.id, ok=True, seq=259), 0.0)

@@ -35,7 +35,7 @@ class Run:
         self.rank.snapshots = {start for start in range(0, seq, 50)[-3:]}
         nan = case("NonFiniteLoss", "0")
         nan.first_seq = seq
-        self.action.fired(nan, 0.0)
+        self.action.act_on(nan, 0.0)
         if self.action.phase == "preparing":
             prepare = [message for message in self.link.messages if isinstance(message, wire.Prepare)][-1]
             self.action.add_promise(0, wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1), 0.0)

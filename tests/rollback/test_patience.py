@@ -24,7 +24,7 @@ class Ranks:
         self.action = RollbackAction(self.attempt, self.link, FakeIncidents(), self.ended)
         broken = case("LossSpike", "0")
         broken.first_seq = 250
-        self.action.fired(broken, 0.0)
+        self.action.act_on(broken, 0.0)
 
     @property
     def asked(self) -> wire.Prepare:

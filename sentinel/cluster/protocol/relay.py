@@ -134,7 +134,7 @@ class RelayedRollback:
         `closed`."""
         return self._snapshots.list_good(closed)
 
-    def fired(self, case: Case, now: float) -> None:
+    def act_on(self, case: Case, now: float) -> None:
         """Ask for a rollback."""
         if self.terms is None:
             return

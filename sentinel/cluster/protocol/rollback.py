@@ -214,9 +214,9 @@ class JobRollbacks:
             if unarmed := "" if self.ranks.absence else self.ranks.unarmed:
                 asked.case.done += (f"not rolled back: {unarmed}",)
             else:
-                self._action.fired(asked.case, now)
+                self._action.act_on(asked.case, now)
         for asked in self._list_due(self._stopping, now):
-            self._stop.fired(asked.case, now)
+            self._stop.act_on(asked.case, now)
         self._action.tick(now)
         self._stop.tick(now)
 

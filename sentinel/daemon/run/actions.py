@@ -73,13 +73,13 @@ class RunActions:
         stops = self.stop.name in names
         for name in names:
             if name in self._actions and name != self.stop.name:
-                self._actions[name].fired(case, now)
+                self._actions[name].act_on(case, now)
                 self._context.record_case(case)
         if stops:  # last: a rollback that is possible comes first
-            self.stop.fired(case, now)
+            self.stop.act_on(case, now)
             self._context.record_case(case)
         elif self.rollback.name in names and self.rollback.phase == "idle":
-            self.restart.fired(case, now)  # a rollback in place was not possible
+            self.restart.act_on(case, now)  # a rollback in place was not possible
 
     def direct_sampling(self) -> None:
         """Have ranks sample closely, or withhold snapshots, if rules see signs in the steps judged by now."""
@@ -141,14 +141,14 @@ class RunActions:
                 case.done = tuple(one for one in case.done if not one.startswith(("rolling back", "stopping")))
                 for action in (self.rollback, self.stop):
                     if self._asks(case, action.name):
-                        action.fired(case, now)
+                        action.act_on(case, now)
                 self._context.record_case(case)
 
     def add_supervisor(self, now: float) -> None:
         """Restart for open cases that ask for it: they may have waited for the supervisor that has just connected."""
         for case in self._incidents.list_asking(self.restart.name):
             if case.state == "firing":
-                self.restart.fired(case, now)
+                self.restart.act_on(case, now)
 
     def pass_on(self) -> None:
         """Have the coordinator of a job over several nodes learn what is new about a rollback, if there is one."""
@@ -167,7 +167,7 @@ class RunActions:
         self._record_outcome(outcome)
         self._context.tell(f"{case.alert}: {case.done[-1]}")
         if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # otherwise the case goes on to that
-            self.restart.fired(case, time.monotonic())
+            self.restart.act_on(case, time.monotonic())
         self._incidents.record_change(case)
         self._incidents.preserve()
 
