@@ -38,6 +38,7 @@ from torch import Tensor
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot import directory
 from sentinel.hooks.snapshot.capture import Cell, MemorySpan, spread
+from sentinel.hooks.torch_interop.layer_table import local
 
 PATIENCE_SECONDS = 600.0
 """How long ranks wait for each other's files."""
@@ -61,6 +62,8 @@ class Reference:
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None
     """Shape of the whole DTensor: it may be that no rank of a node has a non-empty part of it."""
+    device: torch.device | None = None
+    """Device of the live tensor; None: written without this field."""
 
 
 class Gone(Exception):
@@ -160,8 +163,8 @@ def _take_apart(value: Any, path: str, cells: dict[str, Cell]) -> Any:
             key += "'"
         cells[key] = value
         if (lies := value.spread) is None:
-            return Reference(key, value.name, value.judged, None)
-        return Reference(key, value.name, value.judged, lies.placements, value.kept.dtype, lies.shape)
+            return Reference(key, value.name, value.judged, None, device=value.device)
+        return Reference(key, value.name, value.judged, lies.placements, value.kept.dtype, lies.shape, value.device)
     if isinstance(value, dict):
         kept = _like(value)
         for key, item in value.items():
@@ -276,6 +279,8 @@ class _Loading:
         self._items: list[Any] = []
         self._targets: dict[str, Tensor] = {}
         self._cells: dict[str, Cell] = {}
+        self._devices: dict[str, tuple[torch.device | None, torch.device]] = {}
+        """Device of each parameter when the snapshot was written (None: not known), and now."""
         self.skeleton: Any = None
 
     def want_skeleton(self) -> None:
@@ -316,7 +321,7 @@ class _Loading:
             self._items += create_read_items_for_chunk_list(key, known, [chunk])
         self._targets[key] = target
         cell = Cell(reference.name, target, judged=reference.judged)
-        cell.spread = lies
+        cell.spread, cell.device = lies, self._find_device(reference)
         return cell
 
     def _make_empty(self, reference: Reference) -> Cell:
@@ -326,8 +331,19 @@ class _Loading:
         if lies is None or lies.sizes.numel():
             raise RollbackError(f"the snapshot has no {reference.name}")
         cell = Cell(reference.name, torch.empty(lies.sizes, dtype=reference.dtype), judged=reference.judged)
-        cell.spread = lies
+        cell.spread, cell.device = lies, self._find_device(reference)
         return cell
+
+    def _find_device(self, reference: Reference) -> torch.device:
+        """Return the device that the tensor goes to: its parameter's if it was there, as this rank may have another GPU
+        than then."""
+        name = next((part for part in reference.key.split("/") if part in self._devices), "")
+        then, now = self._devices.get(name, (None, torch.device("cpu")))
+        if reference.device is None or reference.device == then:
+            return now
+        if reference.device.type == "cpu":  # a counter of steps, the state of a generator
+            return reference.device
+        return dict(self._devices.values()).get(reference.device, reference.device)
 
     def _spread(self, reference: Reference, shape: torch.Size) -> MemorySpan:
         """Return how the tensor is to be laid out here: as its parameter, or as it was then, over the present ranks."""
@@ -355,6 +371,12 @@ class _Loading:
         finding = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
         # It may hold any class: the directory is ours alone, and the manifest has the file's checksum.
         self.skeleton = torch.load(value, weights_only=False, pickle_module=finding)
+        weights = self.skeleton["weights"]
+        self._devices = {
+            name: (weights[name].device, local(parameter).device)
+            for name, parameter in self._parameters.items()
+            if name in weights
+        }
 
     def resolve_tensor(self, item: Any) -> Tensor:
         target = self._targets[item.dest_index.fqn]

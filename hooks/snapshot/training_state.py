@@ -81,7 +81,10 @@ class Weights(Part):
 
     def import_named(self, named: dict[str, Cell]) -> list[tuple[Tensor, Cell]]:
         live = self.by_name()
-        return [(live[match_name(name, live, "parameter")], cell) for name, cell in named.items()]
+        found = [(live[match_name(name, live, "parameter")], cell) for name, cell in named.items()]
+        for parameter, cell in found:  # which it is copied into, wherever it was when it was written
+            cell.device = local(parameter).device
+        return found
 
 
 class Buffers(Part):
@@ -140,11 +143,14 @@ class Buffers(Part):
         return {cell.name: cell for _, _, cell in kept}
 
     def import_named(self, named: dict[str, Cell]) -> list[tuple[nn.Module, str, Cell]]:
-        live = {name: (module, key) for module, key, name, _ in self.live()}
-        return [
-            (*(self._find_made_by_forward(name, cell) or live[match_name(name, live, "buffer")]), cell)
-            for name, cell in named.items()
-        ]
+        live = {name: (module, key, buffer) for module, key, name, buffer in self.live()}
+        found = []
+        for name, cell in named.items():
+            if (owner := self._find_made_by_forward(name, cell)) is None:
+                module, key, buffer = live[match_name(name, live, "buffer")]
+                owner, cell.device = (module, key), local(buffer).device
+            found.append((*owner, cell))
+        return found
 
     def _find_made_by_forward(self, name: str, cell: Cell) -> tuple[nn.Module, str] | None:
         """Return the owner and key of a buffer that the forward pass makes, and has yet to make in this process."""
