@@ -224,6 +224,12 @@ class OptimizerState(Part):
         return found | others
 
 
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "start_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum"}
+)  # fmt: skip
+"""What schedulers of torch.optim add to an optimizer's groups. They may be made after `resume`."""
+
+
 class Hyperparameters(Part):
     """Options of an optimizer's groups: learning rates, which the schedule writes after the step, and the rest."""
 
@@ -248,7 +254,19 @@ class Hyperparameters(Part):
             raise RollbackError(
                 f"{self.name}: {len(self._optimizer.param_groups)} groups, the snapshot has {len(named)}"
             )
-        return named
+        kept = []
+        for group, hyperparameters in zip(self._optimizer.param_groups, named, strict=True):
+            live = _hyperparameters(group)
+            lacking = sorted(live.keys() - hyperparameters.keys())
+            strange = sorted(hyperparameters.keys() - live.keys() - _OF_SCHEDULERS)
+            # A newer torch adds options, and a script may drop its own: only both at once is another optimizer.
+            if lacking and strange:
+                raise RollbackError(
+                    f"{self.name}: {type(self._optimizer).__name__} has {lacking[0]!r}, and the snapshot "
+                    f"{strange[0]!r} instead: it is of another optimizer"
+                )
+            kept.append({**{key: live[key] for key in lacking}, **hyperparameters})
+        return kept
 
 
 class Attributes(Part):

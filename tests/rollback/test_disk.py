@@ -93,6 +93,24 @@ def test_a_new_process_has_no_optimizer_state_yet(tmp_path: Path) -> None:
     assert_same(other.state(), expected)
 
 
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    other = Training("sgd nesterov")
+    before = other.state()
+    with pytest.raises(RollbackError, match=r"SGD has 'dampening', and the snapshot 'amsgrad' instead"):
+        again(other, tmp_path)
+    assert_same(other.state(), before)
+
+
+def test_an_option_that_the_snapshot_lacks_stays(tmp_path: Path) -> None:
+    """A newer version of torch has more of them, and reads them in each step."""
+    written(tmp_path)
+    other = Training()
+    other.optimizer.param_groups[0]["lately"] = True
+    assert again(other, tmp_path) == 6
+    assert other.optimizer.param_groups[0]["lately"]
+
+
 def test_nothing_is_touched_where_there_is_no_snapshot(tmp_path: Path) -> None:
     training = Training()
     before = training.state()
