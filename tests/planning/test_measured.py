@@ -82,6 +82,32 @@ def test_accumulated_gradients_lie_beside_the_activations() -> None:
     assert planned(subject, "momentum", batch, checkpointing=False) < 0.9 * real
 
 
+class Autocast(nn.Module):
+    """A model whose forward pass runs under autocast, as the Trainer's `bf16` has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = self.model(*inputs)
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp"])
+@pytest.mark.parametrize("batch", [8, 128])
+def test_what_no_sample_adds_to_is_planned_for_any_batch(batch: int, precision: str) -> None:
+    """Copies of weights that autocast makes, and a gradient before it is accumulated: 25 MB of 64."""
+    subject = tracing.subject(zoo.wide_mlp, "wide_mlp", PRECISIONS[precision])  # with a batch of 32
+    model, _ = zoo.wide_mlp()
+    inputs = torch.randn(batch, 256), torch.zeros(batch, dtype=torch.long)
+    real = zoo.measured(Autocast(model) if precision == "amp" else model, inputs, MAKERS["sgd"], accumulation=2)
+    loop = msgspec.structs.replace(setup("sgd", 2 * batch), precision=PRECISIONS[precision])
+    plan = work_out(subject, loop, ALONE[0], micro_batch=batch, checkpointing=False).per_gpu.total
+    assert plan == pytest.approx(real, rel=0.01)
+
+
 class Trained(nn.Module):
     """A Hugging Face model that returns its loss, with the tokens as labels."""
 

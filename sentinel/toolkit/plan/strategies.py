@@ -223,8 +223,13 @@ def _activations(
     temporary /= kind.parts("optimizer", setup.gpus)
     if profile is None:
         return MemoryLine("activations", temporary, "not known: no batch and sequence, or no module", "")
-    peak = profile.surplus(micro_batch, gradients, kept=kept)
-    formula = f"{micro_batch} x ({profile.formula})" + ("" if kept else ", less gradients that are not there yet")
+    # What FSDP gathers is counted with it, and matrices in NF4 are converted one at a time.
+    whole = "parameters" not in kind.shards and not subject.quantised
+    peak = profile.surplus(micro_batch, gradients, kept=kept, whole=whole)
+    formula = f"{micro_batch} x ({profile.formula})"
+    if whole and any(point.fixed for point in profile.points):
+        formula += ", and what no sample adds to: 16-bit copies of weights, a gradient in the making"
+    formula += "" if kept else ", less gradients that are not there yet"
     if peak < temporary:
         formula = f"the optimizer's temporaries: {held} of the largest tensor"
     return MemoryLine("activations", max(peak, temporary), formula, profile.source)

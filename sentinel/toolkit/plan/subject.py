@@ -12,6 +12,8 @@ class Point(msgspec.Struct, frozen=True):
     """Bytes beyond weights, gradients and optimizer, for one sample."""
     gradients: float
     """Share of the gradients that exist already, 0 to 1."""
+    fixed: float = 0.0
+    """Further bytes, as many for any number of samples: copies of weights in 16 bits, a gradient in the making."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,13 +24,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     formula: str
     source: str
 
-    def surplus(self, samples: int, gradients: float, *, kept: bool) -> float:
+    def surplus(self, samples: int, gradients: float, *, kept: bool, whole: bool) -> float:
         """Return the bytes at the step's peak beyond weights, optimizer and all of `gradients`.
 
-        `kept`: the gradients of earlier micro-batches exist from the start.
+        `kept`: the gradients of earlier micro-batches exist from the start. `whole`: each weight is whole on each GPU,
+        so that its copies and its gradient are, too.
         """
         return max(
-            point.activations * samples + (0.0 if kept else gradients * (point.gradients - 1)) for point in self.points
+            point.activations * samples
+            + (point.fixed if whole else 0.0)
+            + (0.0 if kept else gradients * (point.gradients - 1))
+            for point in self.points
         )
 
 

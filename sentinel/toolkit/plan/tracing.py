@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sentinel.errors import ConfigError
 from sentinel.toolkit.plan.recipe import Precision
@@ -182,14 +182,39 @@ def _checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, name: str) -> Profile:
-    """Return the profile of one step, with each tensor that its operations make counted while it is held."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    total = sum(p.untyped_storage().nbytes() for p in trained)
-    ready = 0
-    peaks: dict[int, int] = {}
+    """Return the profile of one step: what it holds, moment by moment, with the batch and with twice as many samples.
 
-    def moment(now: int) -> None:
-        peaks[ready] = max(peaks.get(ready, 0), now - ready)
+    What both hold is as much for any number of samples. All is taken to grow with them where no such batch can be made.
+    """
+    try:
+        once = _trace_step(model, given, precision)
+    except Exception as error:
+        raise ConfigError(f"{name} cannot take a step on fake tensors: {type(error).__name__}: {error}") from None
+    try:
+        twice = _trace_step(model, _double(given, batch), precision)
+    except Exception:
+        twice = []
+    if len(twice) != len(once):
+        twice = [(ready, 2 * held) for ready, held in once]
+    total = sum(p.untyped_storage().nbytes() for p in model.parameters() if p.requires_grad)
+    highest: dict[tuple[int, int], int] = {}
+    for (ready, held), (_, more) in zip(once, twice, strict=True):
+        growing = min(max(more - held, 0), held)
+        key = ready, held - growing
+        highest[key] = max(highest.get(key, 0), growing)
+    points = tuple(
+        Point(growing / batch, ready / total if total else 1.0, fixed)
+        for (ready, fixed), growing in sorted(highest.items())
+    )
+    return Profile(points=points, formula="traced bytes of one sample", source=_SOURCE)
+
+
+def _trace_step(model: nn.Module, given: Any, precision: Precision) -> list[tuple[int, int]]:
+    """Make one step, with each tensor that its operations make counted while it is held. Return for each operation the
+    bytes of the gradients that are ready by then, and the bytes of all else."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ready = 0
+    moments: list[tuple[int, int]] = []
 
     def count_gradient(parameter: Tensor) -> None:
         nonlocal ready
@@ -199,18 +224,28 @@ def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, nam
     known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
     hooks = [p.register_post_accumulate_grad_hook(count_gradient) for p in trained]  # type: ignore[no-untyped-call]
     try:
-        with TensorAccounting(known, moment), _autocast(precision):
-            loss = _loss(_forward(model, given))
+        with TensorAccounting(known, lambda now: moments.append((ready, now - ready))):
+            with _autocast(
+                precision
+            ):  # its copies of weights are released at its end, unless the backward pass needs them
+                loss = _loss(_forward(model, given))
             loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise ConfigError(f"{name} cannot take a step on fake tensors: {type(error).__name__}: {error}") from None
     finally:
         for hook in hooks:
             hook.remove()
         for p in trained:
             p.grad = None
-    points = tuple(Point(most / batch, done / total if total else 1.0) for done, most in sorted(peaks.items()))
-    return Profile(points=points, formula="traced bytes of one sample", source=_SOURCE)
+    return moments
+
+
+def _double(given: Any, batch: int) -> Any:
+    """Return inputs of twice as many samples."""
+
+    def double(value: Any) -> Any:
+        has_samples = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+        return torch.cat([value, value]) if has_samples else value
+
+    return tree_map(double, given)
 
 
 def _autocast(precision: Precision) -> Any:

@@ -136,8 +136,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         scores = 0 if self.fused_attention and not (self.on_cpu and self.dropout) else 2 * self.heads * sequence
         return float(sequence * e * (self.hidden * 2 + max(widest, self.queries * 3, scores)))
 
-    def profile(self, sequence: int, e: int, *, checkpointed: bool) -> Profile:
-        """Return the profile of one sample, with `e` bytes per element."""
+    def profile(self, sequence: int, e: int, *, checkpointed: bool, autocast: bool) -> Profile:
+        """Return the profile of one sample, with `e` bytes per element. `autocast`: weights are copied to that type."""
         layer, head = self.layer_bytes(sequence, e), self._head_bytes(sequence, e)
         kept = e * self.hidden * sequence if checkpointed else layer
         saved = self.layers * kept
@@ -145,7 +145,15 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         first = (self.rest if self.tied else self.rest / 2) / self.parameters
         last = 1 - (self.layer_parameters + (0 if self.tied else self.rest / 2)) / self.parameters
         block = (layer if checkpointed else 0.0) + self._working(sequence, e)
-        points = (Point(saved + head, 0.0), Point(saved + block, first), Point(block, last), Point(0.0, 1.0))
+        own = float(e * self.layer_matrices) if autocast else 0.0
+        blocks = self.layers * own
+        logits = float(e * self.vocabulary * self.hidden) if autocast else 0.0
+        points = (
+            Point(saved + head, 0.0, blocks + logits),
+            Point(saved + block, first, own if checkpointed else blocks),
+            Point(block, last, own),
+            Point(0.0, 1.0),
+        )
         formula = (
             f"{self.layers} layers x s x {kept / sequence / self.hidden:.3g} h"
             + (" + one layer again" if checkpointed else "")
@@ -158,8 +166,11 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         """Return the subject of a plan. `sequence` 0: no activations."""
         profiles: list[Profile | None] = [None, None]
         if sequence:
-            e = precision.activation
-            profiles = [self.profile(sequence, e, checkpointed=checkpointed) for checkpointed in (False, True)]
+            e, autocast = precision.activation, precision.activation < precision.weight
+            profiles = [
+                self.profile(sequence, e, checkpointed=checkpointed, autocast=autocast)
+                for checkpointed in (False, True)
+            ]
         return Subject(
             name=name,
             parameters=self.parameters,
