@@ -113,6 +113,50 @@ def test_a_hanging_delivery_is_abandoned_and_the_next_waits_for_its_return(monke
     assert again == Delivery()
 
 
+def test_what_is_tried_again_goes_only_to_the_services_that_did_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, broken = Service(), Service()
+    with serving(good), serving(broken):
+        broken.answers += [(500, {}, b""), (500, {}, b"")]
+        monkeypatch.setenv("MAIL_URL", "\n".join(one.url.replace("http", "json") for one in (good, broken)))
+        other = message(case(ranks=2))
+        found = told(message(), message(), other, other)
+    assert [delivery.fault for delivery in found] == ["rejected", "rejected", None, None]
+    assert (good.taken.qsize(), broken.taken.qsize()) == (3, 2)  # a message that was delivered may be sent again
+
+
+class SlowService(Service):
+    """Takes a message once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
+        self.asked.set()
+        self.may.wait(10)
+        return super().answer(path, headers, body)
+
+
+def test_a_service_that_takes_a_message_late_does_not_get_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = SlowService()
+
+    async def scenario() -> Delivery:
+        receiver = apprise.Apprise(MAIL)
+        late = asyncio.create_task(receiver.deliver(message()))
+        await asyncio.to_thread(service.asked.wait, 10)
+        late.cancel()  # as when its time is up
+        service.may.set()
+        for thread in threading.enumerate():
+            if thread.name == "sentinel-apprise":
+                await asyncio.to_thread(thread.join, 10)
+        return await receiver.deliver(message())
+
+    with serving(service):
+        monkeypatch.setenv("MAIL_URL", service.url.replace("http", "json"))
+        assert asyncio.run(scenario()) == Delivery()
+    assert service.taken.qsize() == 1
+
+
 def test_hostile_texts_are_plain() -> None:
     for one in hostile.cases(50):
         body = apprise.text(Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,)))

@@ -2,7 +2,8 @@
 
 Its URLs hold secrets, and so do its log and its errors: nothing of either is passed on. It blocks, and cannot be
 stopped: it works in a thread of its own, which may outlive a delivery that took too long. No delivery begins before
-that thread has returned.
+that thread has returned. What is tried again goes only to the services that have not taken it: one that refuses must
+not have all others get the same mail for a day.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from sentinel.notify import DELIVERED, Delivery, Message, wording
 TITLE, BODY = 200, 3000
 """Most characters of title and body. Apprise cuts further where a service takes less."""
 SHOWN_CASES = 8
+KEPT_GROUPS = 100
+"""The most groups of which it is remembered which services took the message."""
 _KINDS = {"critical": "failure", "warning": "warning", "info": "info"}
 
 
@@ -31,6 +34,8 @@ class Apprise:
             raise ImportError(name="apprise")
         self._settings = settings
         self._busy = threading.Lock()
+        self._taken: dict[str, tuple[str, set[str]]] = {}
+        """Group -> the text that is being delivered, and the URLs of the services that took it."""
         for name in ("apprise", "requests", "urllib3"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
@@ -60,6 +65,8 @@ class Apprise:
         # A daemon thread, not the loop's executor: the process does not wait for it when it exits.
         threading.Thread(target=work, name="sentinel-apprise", daemon=True).start()
         delivery: Delivery = await done
+        if delivery.fault is None:  # not in the thread: a delivery that took too long is tried again
+            self._taken.pop(message.group, None)
         return delivery
 
     async def close(self) -> None:
@@ -68,13 +75,28 @@ class Apprise:
     def _try_delivery(self, where: str, urls: str, message: Message, body: str) -> Delivery:
         import apprise
 
-        services = apprise.Apprise()
-        if not all(services.add(url) for url in urls.split()):
+        services = {url: apprise.Apprise() for url in urls.split()}
+        if not all(service.add(url) for url, service in services.items()):
             return Delivery(fault="settings", detail=f"{where} holds what is no Apprise URL", retry=True)
+        head = wording.cut(title(message), TITLE)
         kind = _KINDS.get(message.leading.severity, "info") if message.firing else "success"
-        if services.notify(title=wording.cut(title(message), TITLE), body=body, notify_type=kind, body_format="text"):
+        taken = self._list_taken(message.group, f"{head}\n{body}")
+        for url, service in services.items():
+            if url not in taken and service.notify(title=head, body=body, notify_type=kind, body_format="text"):
+                taken.add(url)
+        if services.keys() <= taken:
             return DELIVERED
         return Delivery(fault="rejected", detail="a service did not take it; Apprise does not say why", retry=True)
+
+    def _list_taken(self, group: str, text: str) -> set[str]:
+        """Return the URLs of the services that have taken this text about this group, to be added to."""
+        former, taken = self._taken.pop(group, ("", set()))
+        if former != text:
+            taken = set()
+        self._taken[group] = text, taken
+        if len(self._taken) > KEPT_GROUPS:
+            del self._taken[next(iter(self._taken))]
+        return taken
 
 
 def _set(done: asyncio.Future[Delivery], found: Delivery) -> None:
