@@ -56,6 +56,20 @@ def test_a_fault_without_a_rollback_is_the_supervisors_and_the_daemon_stays_for_
         assert ended(process) == 0
 
 
+def test_a_warning_whose_rule_asks_for_a_rollback_says_from_which_step_on_saves_are_bad(tmp_path: Path) -> None:
+    """A rule of the user's is a warning unless it says otherwise."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("{group: own, rules: [{alert: LossTooHigh, expr: loss > 20, actions: [rollback]}]}")
+    with daemon_process("--rules", str(rules)) as (path, _), Supervisor(path) as supervisor:
+        supervisor.ask(always=True)
+        with SimulatedRank(path) as rank:
+            greet(rank)
+            supervisor.told()
+            rank.steps(0, [1.0] * 20 + [50.0] * 20)
+            standing = supervisor.told()
+        assert (standing.ends, standing.alert, standing.sign) == (True, "LossTooHigh", 120)
+
+
 def test_a_job_that_would_start_from_the_beginning_is_not_ended() -> None:
     with daemon_process() as (path, process):
         with Supervisor(path) as supervisor:

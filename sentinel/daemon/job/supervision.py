@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sentinel import wire
+from sentinel.actions.rollback import RollbackAction
 from sentinel.cluster.protocol.job_extent import count_nodes
 from sentinel.daemon.ingest.peer import Peer
 from sentinel.daemon.run.summary import summarize_run
@@ -166,6 +167,6 @@ def _explanation(watch: WatchedRun) -> Case | None:
 
 
 def _sign(watch: WatchedRun) -> int | None:
-    """Return the first step of an open fault that only a rollback fixes."""
-    harmful = {rule.name for rule in watch.incidents.rules if "rollback" in rule.actions}
-    return min((case.first_step for case in _open(watch) if case.alert in harmful), default=None)
+    """Return the first step of an open fault that only a rollback fixes, whatever its severity."""
+    asking = watch.incidents.list_asking(RollbackAction.name)
+    return min((case.first_step for case in asking if case.state == "firing"), default=None)
