@@ -129,6 +129,8 @@ class Supervisor:
                 standing = self._words.last(LAST_WORD_SECONDS)  # the job may have ended before its daemon judged it
                 self._report(None)
             if status == 0:
+                if self._ended_by is not None:  # what a command leaves behind that ends by itself is meant to go on
+                    job.end()
                 self._say_complete()
                 return 0
             if status is not None and self._ended_by is None and standing is not None and not standing.over:

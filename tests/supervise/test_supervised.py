@@ -298,6 +298,25 @@ def test_a_job_that_is_told_to_end_is_not_started_again(number: int, status: int
     assert process.returncode == status
 
 
+OBEDIENT = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print(child.pid, flush=True)
+signal.sigwait({signal.SIGTERM})  # and the exit status 0: it has saved, as it was asked to
+"""
+
+
+def test_a_command_that_ends_well_when_it_is_asked_to_end_leaves_no_process_behind() -> None:
+    with subprocess.Popen([*RUN, "--", sys.executable, "-c", OBEDIENT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
 LEFT_BEHIND = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
