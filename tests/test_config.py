@@ -93,6 +93,8 @@ def test_the_settings_are_those_of_the_file() -> None:
         ("[heartbeat]\nurl_env = 'A'\ninterval = '0s'\n", 3, "interval: 0 s leaves no time"),
         ("[otlp]\ninterval = '1m'\ntimeout = '0ms'\n", 3, "timeout: 0 s leaves no time"),
         ("[grouping]\nwait = '0s'\nrepeat = '0s'\n", 3, "repeat: 0 s sends alerts again and again; write"),
+        (HOOK + "url_file = '~no-such-user/hook'\n", 4, "'~no-such-user/hook': there is no such home directory"),
+        ("[daemon]\nrules = ['~no-such-user/rules']\n", 2, "there is no such home directory; write the path"),
         ("[links]\nrunbok = 'https://h/'\n", 2, "unknown key 'runbok'; there are: runbook, page, report"),
     ],
 )

@@ -168,8 +168,12 @@ def parse_settings(text: str, file: Path) -> Settings:
     def decode(kind: type, value: Any) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"expected text in quotes, got {value!r}")
-        read = _READERS.get(kind)
-        return folder / Path(value).expanduser() if read is None else read(value)
+        if (read := _READERS.get(kind)) is not None:
+            return read(value)
+        try:
+            return folder / Path(value).expanduser()
+        except RuntimeError:  # a user that is not known here, or one without a home, as in a container
+            raise ValueError(f"{value!r}: there is no such home directory; write the path from the root") from None
 
     try:
         settings = msgspec.convert(content, Settings, dec_hook=decode)
