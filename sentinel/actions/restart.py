@@ -52,28 +52,33 @@ class RestartAction:
         self, attempt: Attempt, incidents: CaseRecords, stacks: StacksAction, supervisor: JobSupervisor
     ) -> None:
         self._attempt, self._incidents, self._stacks, self._supervisor = attempt, incidents, stacks, supervisor
-        self._case: Case | None = None
-        self._since = 0.0
+        self._waiting: list[tuple[Case, float]] = []
+        """Cases for which the job may have to be ended, and since when each waits."""
 
     @property
     def waiting(self) -> bool:
         """Whether it waits for evidence."""
-        return self._case is not None
+        return bool(self._waiting)
 
     def act_on(self, case: Case, now: float) -> None:
-        """End the job for this case, unless that is under way for another one."""
-        if self._case is None:
-            self._case, self._since = case, now
+        """End the job for this case, if it still fires when the evidence is there."""
+        if not any(one is case for one, _ in self._waiting):
+            self._waiting.append((case, now))
 
     def tick(self, now: float) -> None:
         """End the job if it is time."""
-        case, waited = self._case, now - self._since
-        if case is None or waited < LEAST_SECONDS or (self._stacks.waiting and waited < EVIDENCE_SECONDS):
-            return
-        self._case = None
-        if case.state == "firing" and may_end(self._attempt, case):
-            case.done += (SPARED,)
-            self._incidents.record_change(case)
-        elif case.state == "firing" and self._supervisor.end_job(case):
-            case.done += ("the job is ended by its supervisor",)
-            self._incidents.record_change(case)
+        waiting, self._waiting = self._waiting, []
+        for case, since in waiting:
+            waited = now - since
+            if case.state != "firing":
+                continue
+            if waited < LEAST_SECONDS or (self._stacks.waiting and waited < EVIDENCE_SECONDS):
+                self._waiting.append((case, since))
+            elif may_end(self._attempt, case):
+                case.done += (SPARED,)
+                self._incidents.record_change(case)
+            elif self._supervisor.end_job(case):
+                case.done += ("the job is ended by its supervisor",)
+                self._incidents.record_change(case)
+                self._waiting.clear()
+                return

@@ -43,14 +43,28 @@ def test_a_single_rank_in_output_or_in_a_sleep_is_spared(place: Place) -> None:
     link, incidents, supervisor = SentMessages(), FakeIncidents(), Supervisor()
     stacks = StallDetector(attempt, link, incidents).stacks
     action = RestartAction(attempt, incidents, stacks, supervisor)
-    action.fired(hang, 0.0)
+    action.act_on(hang, 0.0)
     action.tick(LEAST_SECONDS)
     assert not supervisor.ended
     assert hang.done == (SPARED,)
     other = case("NonFiniteLoss")  # an alert that asks for a restart for another reason gets it
-    action.fired(other, 10.0)
+    action.act_on(other, 10.0)
     action.tick(10.0 + LEAST_SECONDS)
     assert supervisor.ended == [other]
+
+
+def test_a_fault_that_fires_while_another_waits_for_its_evidence_ends_the_job_though_the_other_is_over() -> None:
+    attempt, hang = stalled(Place.LONG)
+    incidents, supervisor = FakeIncidents(), Supervisor()
+    action = RestartAction(attempt, incidents, StallDetector(attempt, SentMessages(), incidents).stacks, supervisor)
+    spike, last = case("LossSpike"), case("NonFiniteLoss")
+    for fault in (spike, hang, last, last):
+        action.act_on(fault, 0.0)
+    spike.state = "resolved"
+    action.tick(LEAST_SECONDS)
+    assert supervisor.ended == [last]
+    assert hang.done == (SPARED,)
+    assert not action.waiting
 
 
 @pytest.mark.parametrize(("place", "world"), [(Place.LOOP, 1), (Place.UNKNOWN, 1), (Place.LONG, 2), (Place.AWAITS, 2)])
