@@ -118,6 +118,8 @@ def _translate_rule(rule: Rule) -> dict[str, Any]:
         raise UntranslatableError(f"`for: {held}` counts steps, and Prometheus sees one a scrape")
     if rule.warmup.steps or rule.warmup.seconds:
         raise UntranslatableError(f"`warmup: {rule.warmup}` counts from the run's start")
+    if rule.downgrade is not None:  # it would page as critical for what the daemon takes for a warning
+        raise UntranslatableError("`downgrade` is decided once, at the step at which the incident opens")
     needs = [promql.series(metric, scope) for metric in rule.needs]
     if needs:
         expr = " and ".join([f"({expr})", *needs])

@@ -185,6 +185,18 @@ rules:
     assert rule["annotations"]["remedy"].startswith("{wait} " + query)
 
 
+def test_a_rule_whose_severity_the_daemon_decides_is_left_to_the_daemon() -> None:
+    text = """
+group: mine
+rules:
+  - {alert: High, expr: loss > 20, severity: critical, downgrade: {when: not absent(loss_scale), severity: info}}
+  - {alert: Higher, expr: loss > 30, severity: critical}
+"""
+    own, verdicts, _ = yaml.safe_load(alerting_rules(load_rules(text, "mine.yaml").rules))["groups"]
+    assert [rule["alert"] for rule in own["rules"]] == ["Higher"]
+    assert verdicts["rules"][0]["expr"] == 'sentinel_incidents_firing{alert!~"Higher"} > 0'
+
+
 def test_the_command_prints_the_rules_and_names_a_mistake_in_a_file(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, ["rules", "export", "prometheus"]).output == RULES.read_text()
     bad = tmp_path / "bad.yaml"
