@@ -177,6 +177,9 @@ class _Events:
                 event = self._nvml.nvmlEventSetWait(self._set, EVENT_WAIT_MS)
             except self._nvml.NVMLError_Timeout:
                 continue
+            except self._nvml.NVMLError_GpuIsLost:  # one of them, as `collect` reports; those of the others still come
+                self._ending.wait(EVENT_WAIT_MS / 1000)
+                continue
             except self._nvml.NVMLError as error:
                 log.warning("XIDs are no longer seen: %s", error)
                 return

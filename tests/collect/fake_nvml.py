@@ -44,7 +44,8 @@ class FakeNvml:
 
     def __init__(self, boards: int = 2) -> None:
         self.boards = [FakeBoard(index) for index in range(boards)]
-        self.events: queue.SimpleQueue[tuple[FakeBoard, int]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[FakeBoard, int] | pynvml.NVMLError] = queue.SimpleQueue()
+        """XIDs by board, and errors of waiting for one."""
         self._ready = False
 
     def __getattr__(self, name: str) -> Any:
@@ -143,9 +144,12 @@ class FakeNvml:
 
     def nvmlEventSetWait(self, events: object, timeout_ms: int) -> Any:
         try:
-            board, code = self.events.get(timeout=timeout_ms / 1000)
+            event = self.events.get(timeout=timeout_ms / 1000)
         except queue.Empty:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT) from None
+        if isinstance(event, pynvml.NVMLError):
+            raise event
+        board, code = event
         return SimpleNamespace(device=board, eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=code)
 
     def _answer(self, board: FakeBoard, call: str, value: Any) -> Any:

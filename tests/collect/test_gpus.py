@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,18 @@ def test_an_xid_is_named_and_explained_though_its_gpu_answers_no_more(nvml: Fake
         faults = read(gpus)[1]
     assert [(fault.name, fault.kind, fault.code) for fault in faults] == [(nvml.boards[1].uuid, "xid", 79)]
     assert "fallen off the bus" in faults[0].text
+
+
+def test_xids_of_other_gpus_are_seen_after_one_is_lost(
+    nvml: FakeNvml, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus_module, "EVENT_WAIT_MS", 10)
+    told = threading.Event()
+    gpus.when_faulty(told.set)
+    nvml.events.put(pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST))
+    nvml.events.put((nvml.boards[0], 94))
+    assert told.wait(LONG)
+    assert [(fault.name, fault.code) for fault in read(gpus)[1]] == [(nvml.boards[0].uuid, 94)]
 
 
 def test_a_gpu_is_described(nvml: FakeNvml) -> None:
