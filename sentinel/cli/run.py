@@ -80,6 +80,7 @@ def run(
                  85  no restart is left, or it cannot be started again here:
                      elsewhere, or later, it may go on
                  86  do not requeue: the same fault came back at the same step
+                 87  do not requeue: an alert with the action `stop` ended the run
                  88  the job goes on without this node (--allow-shrink)
 
     \b

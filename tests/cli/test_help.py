@@ -8,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from sentinel import errors
 from sentinel.cli import cli, main
 
 GROUPS = ["", *(name for name in cli.list_commands(click.Context(cli))
@@ -46,3 +47,10 @@ def test_no_command_is_cut_short_in_a_terminal_of_80_columns(group: str) -> None
     shown = CliRunner().invoke(cli, [*filter(None, [group]), "--help"], terminal_width=80).output
     assert "..." not in shown.partition("Commands:\n")[2]
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_help_of_run_names_each_exit_code_of_its_own() -> None:
+    shown = CliRunner().invoke(cli, ["run", "--help"]).output.split()
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert len(codes) > 3
+    assert {str(code) for code in codes} <= {*shown}
