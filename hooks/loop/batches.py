@@ -1,7 +1,7 @@
 """Watches the run's batches: the wait for each, its identity, and which are skipped after a rollback.
 
-    identity   48 bits of a hash over up to 64 elements of each tensor, at even distances, with type and shape. The same
-               batch has the same identity in every run; its content does not leave the process
+    identity   48 bits of a hash over up to 64 elements of each tensor, from all of its parts, with type and shape. The
+               same batch has the same identity in every run; its content does not leave the process
     repeated   1 where one of the last `REMEMBERED` batches examined in this epoch had the same identity: workers that
                draw the same numbers, or each give the whole of a stream
     copied     number of random generators that the workers have copies of (`worker_generators.py`)
@@ -17,14 +17,18 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import hashlib
+import random
 import sys
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -32,7 +36,7 @@ from torch.utils.data import DataLoader
 from sentinel.hooks.core.identity import printable
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor
-from sentinel.hooks.torch_interop.tensors import dense, spread
+from sentinel.hooks.torch_interop.tensors import dense
 from sentinel.hooks.torch_interop.worker_generators import count_workers, list_copied_generators
 
 Batch = TypeVar("Batch")
@@ -318,9 +322,36 @@ def identity_of(tensors: list[torch.Tensor]) -> int | None:
             return None
         hashed.update(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
         if tensor.numel():
-            taken = spread(tensor, ELEMENTS).contiguous()
-            hashed.update(ctypes.string_at(taken.data_ptr(), taken.numel() * taken.element_size()))
+            hashed.update(_read_sample(tensor))
     return int.from_bytes(hashed.digest(), "big")
+
+
+_WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+"""Bytes of a word -> its code in `array`. An element of 16 bytes is two words."""
+_SIZES = 64
+"""Most sizes of tensors whose places are remembered: sequences are of many lengths."""
+
+
+def _read_sample(tensor: torch.Tensor) -> bytes:
+    """Return up to `ELEMENTS` words of a dense tensor in host memory, by Python's own means: torch's take twice as
+    long."""
+    word = min(tensor.element_size(), max(_WORDS))
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= ELEMENTS * word:
+        return ctypes.string_at(tensor.data_ptr(), nbytes)
+    memory, read_places = _choose_places(nbytes, word)
+    words = memoryview(memory.from_address(tensor.data_ptr())).cast("B").cast(_WORDS[word])
+    return array(_WORDS[word], read_places(words)).tobytes()
+
+
+@functools.lru_cache(maxsize=_SIZES)
+def _choose_places(nbytes: int, word: int) -> tuple[Any, itemgetter[Any]]:
+    """Return the type of the memory, and what reads one place in each of `ELEMENTS` stretches of it. The places are
+    drawn, the same ones every time: at even distances all may be of one column, which batches have in common, such as
+    the first token of each sequence or a corner of each picture."""
+    draw = random.Random(0).random
+    stretch = nbytes // word / ELEMENTS
+    return ctypes.c_char * nbytes, itemgetter(*(int((part + draw()) * stretch) for part in range(ELEMENTS)))
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:

@@ -135,6 +135,33 @@ def test_the_identity_is_of_type_shape_and_elements() -> None:
     assert same < 1 << 48  # a float64 holds it
 
 
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_batches_with_a_column_in_common_are_no_repeats(daemon: FakeDaemon, size: int) -> None:
+    """Each sequence begins with the same token, and each picture has a dark edge."""
+    tokens = torch.randint(1000, (4 * size, 256))
+    tokens[:, 0] = 1
+    pictures = torch.zeros(4 * size, 1, 28, 28)
+    pictures[:, :, 4:24, 4:24] = torch.rand(4 * size, 1, 20, 20)
+    for data in (tokens, pictures, pictures.to(memory_format=torch.channels_last)):
+        assert len({identity_of([batch]) for batch in data.split(size)}) == 4
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for (batch,) in DataLoader(TensorDataset(tokens), batch_size=size):
+            optimizer.zero_grad()
+            loss_of(net, batch[:, :6] / 1000).backward()
+            optimizer.step()
+    daemon.ended()
+    assert list(daemon.series("batch_repeated").values()) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.bfloat16, torch.float8_e4m3fn, torch.complex128])
+def test_batches_of_any_type_have_an_identity(dtype: torch.dtype) -> None:
+    one, other = (torch.randint(2, (40, 30)).to(dtype) for _ in range(2))
+    assert identity_of([one]) == identity_of([one.clone()])
+    assert identity_of([one]) != identity_of([other])
+
+
 def test_no_batch_is_looked_at_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(batches.time, "perf_counter", lambda: clock[0])
