@@ -15,7 +15,8 @@ _Call = tuple[int, int, int]
 """Distinguishes the parameters of one call from another's: ids of the first and the last, and their number."""
 
 Clip = tuple[Scalar | None, float]
-"""(norm before clipping, limit). The norm is None unless it is that of exactly the optimizer's parameters."""
+"""(norm before clipping, limit). The norm is None unless it is that of exactly the optimizer's parameters that train:
+frozen ones have no gradient, and may be missing in a call."""
 
 _CALLS = 64
 """Most different calls that are remembered: a loop has a few, unless it keeps making new parameters."""
@@ -25,7 +26,7 @@ class Clipping:
     """Calls of `clip_grad_norm_` on the parameters of one optimizer, since its last step."""
 
     def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
-        """`ids` returns the ids of the optimizer's parameters."""
+        """`ids` returns the ids of the optimizer's parameters that train."""
         self._ids = ids
         self.calls: dict[_Call, tuple[Scalar | None, float]] = {}
         """Call -> (norm before clipping, limit), since the last step."""
@@ -80,7 +81,7 @@ class Clipping:
         return torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit
 
     def _coverage(self, parameters: list[torch.Tensor]) -> tuple[int, bool]:
-        """Return how many of `parameters` are the optimizer's, and whether others among them are trained."""
+        """Return how many of `parameters` the optimizer trains, and whether others among them are trained."""
         ids = self._ids()
         own = len({id(p) for p in parameters} & ids)
         return own, any(p.requires_grad and id(p) not in ids for p in parameters)

@@ -93,7 +93,7 @@ class FastPath:
         """Whether this run has no other optimizer. Where there are several, each fills the shared totals directly."""
         self.probes, self._accumulator, self._governor = probes, session.accumulator, session.governor
         self._submit, self._queued, self._append = session.submit, session.queued, session.queued.append
-        self._clipping = Clipping(lambda: layers.ids)
+        self._clipping = Clipping(lambda: layers.trained_ids)
         self._outlier_watch = OutlierWatch(session.governor, weakref.WeakMethod(self._suspect), first=not layers.stream)
         self._losses = self._outlier_watch.unjudged
         self._note_at = 0.0

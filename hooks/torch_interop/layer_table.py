@@ -121,6 +121,8 @@ class Layers:
         self.sharded: dict[int, bool] = {}
         """Row of which this rank holds a part -> whether it counts here, not on another rank that has the same part."""
         self.ids: frozenset[int] = frozenset()
+        self.trained_ids: frozenset[int] = frozenset()
+        """Ids of the optimizer's parameters, and of those among them that train."""
         self.refresh(optimizer)
 
     def refresh(self, optimizer: Any, seq: int | None = None) -> None:
@@ -148,6 +150,7 @@ class Layers:
                     self.stray.append(name)
         parameters = [(rows[key], parameter) for key, parameter in own.items()]
         self.ids = frozenset(own)
+        self.trained_ids = frozenset(key for key, parameter in own.items() if parameter.requires_grad)
         self.sharded = {row: layer.replica == 0 for row, layer in enumerate(layers) if layer.sharded}
         self.left_out = {layers[row].name: why for row, p in parameters if (why := _explain_unmeasured(p))}
         self.measured = [

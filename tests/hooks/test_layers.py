@@ -179,7 +179,7 @@ def test_the_parameters_that_clipping_covers_follow_the_optimizer() -> None:
     net = model()
     optimizer = sgd(*net[0].parameters())
     layers = Layers(0, [net], optimizer)
-    clipping = Clipping(lambda: layers.ids)
+    clipping = Clipping(lambda: layers.trained_ids)
     own, norm = list(net[0].parameters()), torch.tensor(2.0)
     clipping.record_clipping(own, 1.0, norm, None)
     assert clipping.take() == (2.0, 1.0)
@@ -189,6 +189,11 @@ def test_the_parameters_that_clipping_covers_follow_the_optimizer() -> None:
     assert clipping.take() == (None, 1.0), "it is a part by now"
     clipping.record_clipping([*own, *net[2].parameters()], 1.0, norm, 4.0)
     assert clipping.take() == (0.5, 1.0)
+    net[2].requires_grad_(False)
+    layers.refresh(optimizer)
+    for given in (own, [*own, *net[2].parameters()]):
+        clipping.record_clipping(list(given), 1.0, norm, None)
+        assert clipping.take() == (2.0, 1.0), "what is frozen has no gradient"
     for _ in range(500):
         clipping.record_clipping([torch.ones(1, requires_grad=True), *own], 1.0, norm, None)
     assert len(clipping._covers) < 100

@@ -158,6 +158,20 @@ def test_the_norm_of_the_loops_own_clipping_comes_at_every_step(daemon: FakeDaem
     assert daemon.series("grad_norm_applied") == {}
 
 
+def test_the_norm_of_clipping_is_the_total_where_the_optimizer_has_frozen_parameters(daemon: FakeDaemon) -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer, norms = adamw(net), []
+    with sentinel.attach(net, optimizer):
+        for batch in batches(4):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            norms.append(float(nn.utils.clip_grad_norm_([p for p in net.parameters() if p.requires_grad], 0.25)))
+            optimizer.step()
+    daemon.ended()
+    assert daemon.series("grad_norm") == pytest.approx(dict(enumerate(norms)), **EXACT)
+
+
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("clipping", ["a part", "in the maximum norm", "in two parts"])
 def test_a_norm_that_is_not_the_total_is_not_taken_for_it(clipping: str, daemon: FakeDaemon) -> None:
