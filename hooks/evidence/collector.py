@@ -32,6 +32,7 @@ from sentinel.hooks.measure.probes.weights import second_moment
 from sentinel.hooks.torch_interop.layer_table import Layers, local
 from sentinel.hooks.torch_interop.tensors import Sample, is_finite, row_length
 from sentinel.signals import EXPONENTS
+from sentinel.text import format_count
 from sentinel.wire.evidence import Moment, Moments, Provenance
 
 PAUSE_STEPS = 1000
@@ -88,6 +89,7 @@ class EvidenceCollector:
     def start_over(self) -> None:
         """Drop the batch that was kept as being at fault, as the passes of this step so far were thrown away."""
         for slot in self._slots:
+            slot.calls = 0
             if slot.frozen:
                 slot.kept, slot.frozen = None, False
 
@@ -189,10 +191,10 @@ class EvidenceCollector:
         """
         if len(self._slots) == 1:
             slot = self._slots[0]
-            slot.kept, slot.frozen = None, False
+            slot.kept, slot.frozen, slot.calls = None, False, 0
         else:
             for slot in self._slots:
-                slot.frozen = False
+                slot.frozen, slot.calls = False, 0
         if first and self.object_growth.asked:
             self.object_growth.advance(seq)
 
@@ -213,6 +215,10 @@ class EvidenceCollector:
                 f"the first {step.totals.backwards - 1} of {step.totals.backwards} micro-batches",
             )
             found = msgspec.structs.replace(found, origin="not known", missing=missing)
+        others = slot.calls - max(step.totals.backwards, 1)
+        if others > 0 and found.origin in ("loss", "nothing"):  # of the outputs, only the last call's were looked at
+            missing = (*found.missing, f"{format_count(others, 'other call')} of the model in that step")
+            found = msgspec.structs.replace(found, origin="not known", phase="", inputs_finite=None, missing=missing)
         return found
 
     def _tell(self, found: Provenance) -> None:

@@ -31,7 +31,15 @@ from torch.utils import checkpoint
 
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.host_memory import memory_left
-from sentinel.hooks.evidence.nonfinite_trace import Trace, TracedCollective, TraceEvent, finite, label, storages
+from sentinel.hooks.evidence.nonfinite_trace import (
+    Trace,
+    TracedCollective,
+    TraceEvent,
+    finite,
+    is_broken,
+    label,
+    storages,
+)
 from sentinel.hooks.loop.forward_passes import CapturedCall, differentiable, leaves, name_tensors
 from sentinel.hooks.torch_interop.internals import in_backward, preserve_version
 from sentinel.hooks.torch_interop.layer_table import _is_fsdp, local, nbytes_of, plain_name, unwrap_model
@@ -44,6 +52,7 @@ NAMES = 16
 """Most weights or inputs that an answer lists."""
 SPARE = 0.2
 """Share of the memory that is left free."""
+_UNSEEN = "is not finite, and no operation that was seen made it"
 _CONSTANT = "the loss's own gradient, which is not held where it is large or steps are short: a constant stood for it"
 
 
@@ -56,7 +65,7 @@ def trace_origin(
     loop's own loss.
     """
     began = time.perf_counter()
-    found = Provenance(seq=seq, origin="not known")
+    weights: dict[str, Any] = {}
     try:
         inner = unwrap_model(model)
         weights = _weights(inner)
@@ -70,11 +79,11 @@ def trace_origin(
             found = Provenance(seq=seq, **(weights | fields))
     except TracedCollective as error:
         reason = f"the model's forward or backward pass communicates ({error}), which a rank cannot do alone"
-        found = Provenance(seq=seq, origin="not known", missing=(reason,))
+        found = Provenance(seq=seq, origin="not known", missing=(reason,), **weights)
     except Exception as error:
         faults.let_through(error)
         reason = f"the model could not be run once more: {type(error).__name__}: {str(error)[:200]}"
-        found = Provenance(seq=seq, origin="not known", missing=(reason,))
+        found = Provenance(seq=seq, origin="not known", missing=(reason,), **weights)
     return msgspec.structs.replace(found, seconds=round(time.perf_counter() - began, 3))
 
 
@@ -98,11 +107,15 @@ class _Rerun:
             # block.
             with self._trace, _name_modules(self._model, self._trace), torch.autograd.set_detect_anomaly(True, False):
                 outputs = self._forward()
-            event = next((e for one in outputs if not finite(one) and (e := self._trace.origin(one))), None)
+            # A finite loss shows that minus infinity in the outputs is a mask.
+            bad = [one for one in outputs if (is_broken(one) if loss_finite else not finite(one))]
+            event = next((e for one in bad if (e := self._trace.origin(one))), None)
             if event is not None:
                 return self._describe_event(event)
             if self._trace.late:
                 return _unknown(f"the forward pass took over {SECONDS:g} s with every operation looked at")
+            if bad:
+                return _unknown(f"an output of the model {_UNSEEN}: the model may return an input as it is")
             if not loss_finite:
                 return {"origin": "loss", "phase": "forward", "inputs_finite": True}
             return self._backward(outputs)
@@ -121,9 +134,13 @@ class _Rerun:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         if not outputs or not parameters:
             return {"origin": "nothing", "missing": ("the outputs depend on no parameter that trains",)}
-        event = self._first_bad(outputs, parameters, gradients)
+        origins = self._find_origins(outputs, parameters, gradients)
+        event = next((one for one in origins if one is not None), None)
         if event is not None:
             return self._describe_event(event) | {"missing": missing}
+        if origins:
+            late = f"the backward pass took over {SECONDS:g} s with every operation looked at"
+            return _unknown(late if self._trace.late else f"a gradient {_UNSEEN}")
         return {"origin": "nothing", "missing": missing}
 
     def _gradients(self, outputs: list[Tensor]) -> tuple[list[Tensor], tuple[str, ...]]:
@@ -136,14 +153,15 @@ class _Rerun:
         seeds = [torch.full_like(one, 1 / max(one.numel(), 1)) for one in outputs]
         return seeds, (_CONSTANT,)
 
-    def _first_bad(
+    def _find_origins(
         self, outputs: list[Tensor], parameters: Sequence[Tensor], gradients: list[Tensor]
-    ) -> TraceEvent | None:
-        found: list[TraceEvent] = []
+    ) -> list[TraceEvent | None]:
+        """Run the backward pass; return the origin, where known, of each parameter's gradient that is not finite."""
+        found: list[TraceEvent | None] = []
 
         def look(gradient: Tensor) -> Tensor:
-            if not found and not finite(gradient) and (event := self._trace.origin(gradient)) is not None:
-                found.append(event)
+            if not finite(gradient):
+                found.append(self._trace.origin(gradient))
             return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
 
         handles = [parameter.register_hook(look) for parameter in parameters]  # type: ignore[no-untyped-call]
@@ -153,7 +171,7 @@ class _Rerun:
         finally:
             for handle in handles:
                 handle.remove()
-        return found[0] if found else None
+        return found
 
     def _describe_event(self, event: TraceEvent) -> dict[str, Any]:
         fields: dict[str, Any] = {

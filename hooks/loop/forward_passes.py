@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -134,6 +134,8 @@ class CallSlot:
         """Whether the model draws random numbers; None: not known yet."""
         self.known = False
         """Whether the model has been called often enough to know its behaviour."""
+        self.calls = 0
+        """Number of calls with gradients since the last step."""
         self.returned_at = 0.0
         """Time at which it last returned (`time.perf_counter`)."""
         self._looks = self._calls = 0
@@ -190,6 +192,9 @@ def name_tensors(value: object, name: str, depth: int = DEPTH) -> Iterator[tuple
     elif depth and isinstance(value, list | tuple):
         for place, one in enumerate(value):
             yield from name_tensors(one, f"{name}[{place}]", depth - 1)
+    elif depth:
+        for field in _list_fields(value):
+            yield from name_tensors(getattr(value, field, None), f"{name}.{field}", depth - 1)
 
 
 def differentiable(output: object) -> list[Tensor]:
@@ -213,12 +218,15 @@ def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
         parts = value.values()
     elif isinstance(value, list | tuple):
         parts = value
-    elif hasattr(value, "__dataclass_fields__"):  # outputs of some libraries' models
-        parts = vars(value).values()
     else:
-        return
+        parts = [getattr(value, field, None) for field in _list_fields(value)]
     for part in parts:
         _collect(part, depth - 1, found)
+
+
+def _list_fields(value: object) -> Iterable[str]:
+    """Return the fields of a data class, which may have slots in place of a dictionary; nothing for another object."""
+    return getattr(type(value), "__dataclass_fields__", ())
 
 
 _PLAIN = frozenset({int, float, str, bool, type(None)})
@@ -312,6 +320,7 @@ class ForwardTimer:
                 if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
                     accumulator.totals.fp16 = True
             if slot is not None:
+                slot.calls += 1
                 try:
                     if not slot.frozen and not (CUDA and is_capturing()):
                         slot.kept = keep(args, kwargs, draws=slot.draws is not False, autocast=autocast)

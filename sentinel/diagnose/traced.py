@@ -70,6 +70,13 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
             sure,
             "look at the targets, and at log, sqrt, norm or a division in the loss; in fp16 compute it in fp32",
         )
+    if made.inputs_finite is False:
+        return (
+            f"{where} met it in the {made.phase} pass of {step}: {made.operation}{line} got a value that was not "
+            "finite, and is neither a weight nor a tensor that the model was called with",
+            "medium",
+            f"look at what {made.line or where} reads: a constant, a module's attribute, a batch in an object of yours",
+        )
     return (
         f"{where} made it in the {made.phase} pass of {step}: {made.operation}{line}, from finite inputs and weights",
         sure,

@@ -26,7 +26,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     origin          what it means
     data            the batch holds it: `tensors` names the inputs
     weights         a parameter or buffer of `module` holds it: `tensors` names them
-    operation       `module` made it, from finite values: `operation`, at `line`
+    operation       `module` made it, from finite values: `operation`, at `line`. Or met it, where `inputs_finite` is
+                    False: it is in a constant, or in a tensor that is neither a weight nor found in the arguments
     loss            the model's outputs are finite, and what comes after them makes it: in `phase`
     nothing         the batch and the weights as they are make only finite values, in both passes
     not known       `missing` says why

@@ -52,6 +52,14 @@ def test_the_module_is_the_cause() -> None:
     assert not [one for one in found.missing if "re-run" in one]
 
 
+def test_a_value_from_outside_is_not_said_to_be_made_of_finite_inputs() -> None:
+    met = of("operation", phase="forward", module="h.2", kind="Block", operation="aten.add", inputs_finite=False)
+    found = diagnosis("NonFiniteLoss", met)
+    assert found.cause.startswith("h.2 (Block) met it in the forward pass of step 40: aten.add got a value that was")
+    assert "finite inputs" not in found.cause
+    assert found.confidence == "medium"
+
+
 def test_one_nodes_ranks_do_not_say_what_made_the_gradients_of_all() -> None:
     """Gradients are averaged over ranks of other nodes, whose losses are not seen here."""
     two = [RunStep(seq, 0.0, {0: {"loss": 2.0}, 1: {"loss": 2.0}}, {"loss": 2.0}) for seq in range(41)]

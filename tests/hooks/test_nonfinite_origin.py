@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -115,6 +116,98 @@ def test_no_rank_begins_a_collective_alone(group: None) -> None:
     found = trace_origin(model, keep((batch,), {}), 7, loss_finite=False, refuse_collectives=True)
     assert found.origin == "not known"
     assert "communicates (c10d.allreduce_" in found.missing[0]
+
+
+def test_broken_weights_are_named_where_the_batch_cannot_be_run_again(group: None) -> None:
+    model = Talking()
+    bad, weight = next(iter(model.named_parameters()))
+    nn.init.constant_(weight, math.nan)
+    found = trace_origin(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, refuse_collectives=True)
+    assert (found.origin, found.weights_finite, found.bad_weights) == ("not known", False, (bad,))
+
+
+class Returning(nn.Module):
+    """Returns a second output, made from its second input by `function`."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), self.function(other)
+
+
+def test_an_output_that_is_an_input_does_not_put_the_blame_on_the_loss() -> None:
+    args = torch.randn(4, WIDTH), torch.full((4, WIDTH), math.nan)
+    found = trace_origin(Returning(lambda other: other), keep(args, {}), 7, loss_finite=False, refuse_collectives=False)
+    assert (found.origin, found.inputs_finite) == ("not known", None)
+    assert "return an input as it is" in found.missing[0]
+
+
+@pytest.mark.parametrize("loss_finite", [False, True])
+def test_a_mask_among_the_outputs_is_no_origin_where_the_loss_is_finite(loss_finite: bool) -> None:
+    model = Returning(lambda other: other.masked_fill(other > 0, -math.inf))
+    kept = keep((torch.randn(4, WIDTH), torch.ones(4, WIDTH)), {})
+    found = trace_origin(model, kept, 7, loss_finite=loss_finite, refuse_collectives=False)
+    assert found.origin == ("nothing" if loss_finite else "operation")
+
+
+def test_a_backward_pass_that_was_not_followed_to_its_end_is_not_called_clean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = next(case for case in CASES if case.phase == "backward" and case.origin == "operation")
+    model = copy.deepcopy(case.model)
+
+    def pass_time(_: Tensor) -> None:
+        clock.setattr("sentinel.hooks.evidence.nonfinite_trace.time.perf_counter", lambda: math.inf)
+
+    def watch(_: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(pass_time)  # type: ignore[no-untyped-call]
+
+    kept = keep((case.batch,), {})
+    output = model(case.batch)
+    kept.hold_gradients(output)
+    case.loss(output).backward()
+    model.register_forward_hook(watch)
+    with monkeypatch.context() as clock:
+        found = trace_origin(model, kept, 7, loss_finite=True, refuse_collectives=False)
+    assert found.origin == "not known"
+    assert "the backward pass took over 20 s" in found.missing[0]
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_batch_in_a_data_class_is_looked_into(daemon: FakeDaemon, slots: bool) -> None:
+    @dataclasses.dataclass(slots=slots)
+    class Batch:
+        features: Tensor
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 1)
+
+        def forward(self, batch: Batch) -> Batch:
+            return Batch(self.inner(batch.features))
+
+    net = Reading()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sentinel.attach(net, optimizer)
+    net(Batch(torch.full((4, WIDTH), math.nan))).features.mean().backward()
+    optimizer.step()
+    daemon.wait(lambda: told(daemon))
+    assert (told(daemon)[0].origin, told(daemon)[0].tensors) == ("data", ("args[0].features",))
+
+
+def test_a_value_from_outside_of_the_call_is_told_from_one_made_of_finite_inputs() -> None:
+    outside = torch.full((4, WIDTH), math.nan)
+
+    class Reading(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + outside)
+
+    model = Reading(WIDTH, 1)
+    found = trace_origin(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, refuse_collectives=False)
+    assert (found.origin, found.operation, found.inputs_finite) == ("operation", "aten.add", False)
 
 
 def test_sharded_parameters_are_reported_as_out_of_reach(group: None) -> None:
@@ -336,6 +429,25 @@ def test_the_micro_batch_at_fault_is_run_again(daemon: FakeDaemon) -> None:
     optimizer.step()
     daemon.wait(lambda: told(daemon))
     assert (told(daemon)[0].origin, told(daemon)[0].tensors) == ("data", ("args[0]",))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_call_before_the_last_is_not_taken_for_clean(daemon: FakeDaemon, calls: int) -> None:
+    """Two batches go through the model before one backward pass, as in a contrastive loss; only the last is held."""
+    net = Net(nn.GELU())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sentinel.attach(net, optimizer)
+    healthy = torch.randn(4, WIDTH)
+    other = net(torch.full((4, WIDTH), math.nan)) if calls == 2 else math.nan
+    (net(healthy) - other).square().mean().backward()
+    optimizer.step()
+    daemon.wait(lambda: told(daemon))
+    found = told(daemon)[0]
+    if calls == 1:
+        assert (found.origin, found.inputs_finite, found.missing) == ("loss", True, ())
+    else:
+        assert (found.origin, found.inputs_finite) == ("not known", None)
+        assert found.missing == ("1 other call of the model in that step",)
 
 
 def test_a_daemon_that_comes_late_gets_the_cause_before_the_step(
