@@ -20,6 +20,7 @@ import pickle
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -102,8 +103,10 @@ def was_asked() -> bool:
 def find_bound(given: int | None) -> int | None:
     """Return the step before which a checkpoint must have been saved: the lower of the one given and the supervisor's.
 
-    Raises AttachError if the supervisor's is not a number.
+    Raises AttachError if one of them is not a number.
     """
+    if given is not None and not isinstance(given, Integral):
+        raise AttachError(f"before={given!r}: must be the number of a step")
     named = os.environ.get(BEFORE)
     if named and not named.isdecimal():
         raise AttachError(f"{BEFORE}={named}: must be the number of a step")

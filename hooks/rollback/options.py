@@ -25,7 +25,8 @@ class Rollback:
     skip_batches: int = 0
     """Number of batches to leave out after a rollback, besides those already used."""
     lr_factor: float = 1.0
-    """Learning rates are multiplied by this at each rollback, for the rest of the run."""
+    """Learning rates are multiplied by this at each rollback, until the process ends: a resumed run has its own rates
+    again."""
     budget: int = 3
     """Most rollbacks in one stretch of trouble; then the run is stopped. A rollback no longer counts once the run has
     been healthy after it for `10 * margin` steps, and for `keep * every + margin`."""
@@ -54,12 +55,7 @@ class Rollback:
                 f"Rollback(margin={self.margin}): with every={self.every} and keep={self.keep} no snapshot would live "
                 f"long enough to be good; margin must be at most every * (keep - 1) = {self.every * (self.keep - 1)}"
             )
-        for name, value in self.state.items():
-            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
-                raise AttachError(
-                    f"Rollback(state={{{name!r}: ...}}): a {type(value).__name__} has no state_dict and "
-                    "load_state_dict; give it both, or leave it out"
-                )
+        check_state(self.state, "Rollback")
 
     def terms(self) -> wire.RollbackTerms:
         """Return the options in the form that the hello sends to the daemon."""
@@ -68,3 +64,15 @@ class Rollback:
             skip_batches=self.skip_batches, lr_factor=self.lr_factor,
             disk_every=self.disk_every if self.directory is not None else 0, disk_keep=self.disk_keep,
         )  # fmt: skip
+
+
+def check_state(state: object, call: str) -> None:
+    """Raise AttachError unless `state`, given to `call`, has names, and objects that can be saved and loaded."""
+    if not isinstance(state, Mapping):
+        raise AttachError(f"{call}(state=...): a {type(state).__name__} has no names; write state={{'ema': ema}}")
+    for name, value in state.items():
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            raise AttachError(
+                f"{call}(state={{{name!r}: ...}}): a {type(value).__name__} has no state_dict and "
+                "load_state_dict; give it both, or leave it out"
+            )

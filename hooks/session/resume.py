@@ -30,6 +30,7 @@ from sentinel.hooks.core.threads import say_if_late
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
+from sentinel.hooks.rollback.options import check_state
 from sentinel.hooks.session import arguments
 from sentinel.hooks.session.resume_over_nodes import check_sharing, compare_replicas, refuse_sharded, search_parts
 from sentinel.hooks.snapshot import directory as snapshots
@@ -78,10 +79,12 @@ def resume(
 
     Returns your number of the next step: 0 where there is no snapshot, and nothing was touched. Raises RollbackError
     where there are snapshots and none can be used, where one cannot be read for 60 s or is of another format, where the
-    directory is not yours alone, and where the model or optimizer does not fit. Nothing is renamed then.
+    directory is not yours alone, and where the model or optimizer does not fit. Nothing is renamed then. Raises
+    AttachError where an argument makes no sense.
     """
     models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
     arguments.check(models, optimizers)
+    check_state(state or {}, "resume")
     folder = Path(directory).absolute()
     framework_checkpoints.asking()
     exchange = RankExchange("resume")

@@ -93,6 +93,21 @@ def test_a_new_process_has_no_optimizer_state_yet(tmp_path: Path) -> None:
     assert_same(other.state(), expected)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"before": "400"}, "before='400': must be the number of a step"),
+        ({"state": [1]}, "a list has no names"),
+        ({"state": {"ema": 3}}, "'ema': ...}): a int has no state_dict"),
+    ],
+)
+def test_a_wrong_argument_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    training = Training()
+    with pytest.raises(AttachError) as refusal:
+        sentinel.resume(training.model, training.optimizer, directory=tmp_path, **given)
+    assert words in str(refusal.value)
+
+
 def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
     other = Training("sgd nesterov")

@@ -23,6 +23,7 @@ from sentinel.hooks.rollback.options import Rollback
         ({"lr_factor": 1.5}, ["lr_factor=1.5", "at most 1"]),
         ({"every": 50, "keep": 3, "margin": 101}, ["margin=101", "every=50", "keep=3", "at most", "100"]),
         ({"state": {"ema": 3}}, ["'ema'", "int", "state_dict"]),
+        ({"state": [3]}, ["a list has no names", "state={'ema': ema}"]),
     ],
 )
 def test_refused_with_the_field_the_value_and_the_remedy(terms: dict[str, Any], words: list[str]) -> None:
