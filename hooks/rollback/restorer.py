@@ -258,7 +258,8 @@ class Restorer(StepGuard):
         try:
             snapshot, flaw = self._find_usable(promise.to)
             flawed = bool(flaw)
-            reason = self._consensus.ask_ranks(promise, not flaw, self._step_seconds) or flaw
+            decided = self._consensus.ask_ranks(promise, not flaw, self._step_seconds)
+            reason = flaw or decided  # what is wrong here says more than that it is so on some rank
             if not reason and snapshot is not None:
                 with _one_thread():
                     younger = snapshot.restore(self._run.parts)

@@ -14,10 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.hooks.rollback import agreement
 from sentinel.hooks.rollback.agreement import InDoubt, RankConsensus
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.node import locks
 
 WORLD = 4
@@ -99,6 +104,34 @@ def test_no_rank_restores_where_one_comes_too_late(ranks: Ranks) -> None:
 def test_no_rank_restores_where_one_snapshot_is_not_sound(ranks: Ranks) -> None:
     words = ranks.each(lambda rank: ranks.consensus(10.0).ask_ranks(PROMISE, rank != 3, 0.0))
     assert words == ["the snapshot of step 10 is not sound on every rank"] * WORLD
+
+
+def test_the_rank_whose_snapshot_is_not_sound_says_why(ranks: Ranks) -> None:
+    def act(rank: int) -> str:
+        if rank != 3:
+            return ranks.consensus(60.0).ask_ranks(PROMISE, True, 0.0)
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, float("nan"))
+        session = RecordingSession(find_directory=lambda: ranks.folder)
+        restorer = Restorer(
+            Rollback(every=1, margin=0),
+            models=[model],
+            optimizers=[torch.optim.SGD(model.parameters())],
+            session=session,
+        )
+        restorer.enter_step(10)
+        restorer.exit_step(10, skipped=False)
+        restorer.receive(PROMISE)
+        restorer.receive(wire.Commit(id=PROMISE.id))
+        restorer.enter_step(20)
+        restorer.exit_step(20, skipped=False)
+        restorer.close()
+        (answer,) = (one for one in session.sent if isinstance(one, wire.RolledBack))
+        return answer.reason
+
+    words = ranks.each(act)
+    assert words[:3] == ["the snapshot of step 10 is not sound on every rank"] * 3
+    assert words[3] == "the snapshot of step 10 is not finite: weight"
 
 
 def test_no_rank_restores_where_they_mean_different_steps(ranks: Ranks) -> None:
