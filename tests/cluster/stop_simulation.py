@@ -131,7 +131,7 @@ class StopMachine:
     def call(self, now: float) -> None:
         """Fire a rule that asks for a stop."""
         self.cases.append(make_case(len(self.cases) + 1, "TooHigh", int(now)))
-        self.stop.fired(self.cases[-1], now)
+        self.stop.act_on(self.cases[-1], now)
 
     def tick(self, now: float) -> None:
         """Act once per turn, while there is a daemon."""
@@ -144,7 +144,7 @@ class StopMachine:
             interrupted, self._interrupted = self._interrupted, []
             for case in interrupted:
                 case.done = ()
-                self.stop.fired(case, now)
+                self.stop.act_on(case, now)
         self.relay.tick(now)
         self.stop.tick(now)
 

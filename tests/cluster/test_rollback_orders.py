@@ -59,7 +59,7 @@ class Node:
         """Fire a rule of this node that asks for a rollback; return its case."""
         fired = msgspec.structs.replace(case(alert), id=identity, first_seq=sign)
         self.cases.append(fired)
-        self.relay.fired(fired, 0.0)
+        self.relay.act_on(fired, 0.0)
         return fired
 
     def promise(self, *, id: int = 0, ok: bool = True, reason: str = "") -> int:
@@ -276,7 +276,7 @@ def test_words_about_a_rollback_that_was_refused_do_not_end_the_stop_that_is_ask
     one.stops_without_rollback = True
     stop = StopAction(one.relay, one)
     case = one.break_down(sign=60)
-    stop.fired(case, 0.0)
+    stop.act_on(case, 0.0)
     job.exchange()
     assert case.done[0].startswith("not rolled back: no snapshot")
     stop.tick(0.1)

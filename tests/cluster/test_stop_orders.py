@@ -215,7 +215,7 @@ def test_a_daemon_that_is_restarted_after_a_rollback_asks_for_a_stop() -> None:
     job.exchange()
     assert [node.relay.phase for node in job.nodes] == ["idle", "idle"]
     stop = StopAction(restarted.relay, restarted)
-    stop.fired(msgspec.structs.replace(case("NonFiniteLoss"), id="1.1"), 0.0)
+    stop.act_on(msgspec.structs.replace(case("NonFiniteLoss"), id="1.1"), 0.0)
     job.exchange()
     leave(job)
     assert all(node.relay.agreed_stop_reason for node in job.nodes)

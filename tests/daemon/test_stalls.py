@@ -130,7 +130,7 @@ def test_what_was_said_of_one_standstill_does_not_explain_the_next(node: Node) -
         node.beat(beat=now)
         node.stalls.tick(now)
     ranks = list(node.attempt.ranks.values())
-    node.stalls.stacks.fired(None, 103.0)  # type: ignore[arg-type]  # sooner than they would be taken by themselves
+    node.stalls.stacks.act_on(None, 103.0)  # type: ignore[arg-type]  # sooner than they would be taken by themselves
     asked, node.asked = node.asked, [(rank, ask) for rank, ask in node.asked if ask.what == "collectives"]
     node.answer([entry(1)], [entry(1)])
     (first, _) = (ask for _, ask in asked if ask.what == "stacks")
