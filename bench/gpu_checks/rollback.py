@@ -1,18 +1,21 @@
-"""Checks snapshots in pinned memory: restored to the bit, their cost to the loop, the time of a restore."""
+"""Checks snapshots in pinned memory: restored to the bit, from disk too, their cost to the loop, a restore's time."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+import sentinel
 from bench.armed import Armed
-from bench.gpu_checks import Line, at_most
+from bench.gpu_checks import Line, at_most, equal
 from bench.gpu_checks.loops import Loop, deterministic, generators, settle, toy
 from sentinel import wire
 from sentinel.hooks.rollback.options import Rollback
+from tests.waiting import until
 
 SPACING = 8
 SHARE_BAR, RESTORE_BAR = 0.02, 5.0
@@ -26,6 +29,7 @@ def check(device: str) -> Iterator[Line]:
         yield from _costs(device, name, {**extra, **options})
     deterministic()
     yield from _exact(device)
+    yield _check_resume(device)
 
 
 def _arm(loop: Loop, every: int) -> Armed:
@@ -52,6 +56,24 @@ def _exact(device: str) -> Iterator[Line]:
         loop.run(4)
         again = [float(loss) for loss in loop.losses[-4:]]
         yield Line(f"{name}: the same losses after it", f"{again == first}", again == first)
+
+
+def _check_resume(device: str) -> Line:
+    """Check that a new loop goes on from the disk with the same losses: all must be on the device again."""
+    loop = Loop(device, **toy(device), dropout=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        terms = Rollback(every=5, keep=2, margin=5, directory=folder)
+        armed = Armed(loop.step, [loop.model], loop.optimizer, terms, loop.scaler)
+        loop.run(10)
+        order = wire.Publish(id=1, seq=5, step=5, run="gpu", run_id="gpu-1", attempt=0)
+        armed.restorer.receive(order)
+        until(lambda: any(isinstance(message, wire.Published) for message in armed.sent), "the snapshot on disk")
+        other = Loop(device, **toy(device), dropout=0.1)
+        other.steps = sentinel.resume(other.model, other.optimizer, directory=folder)
+        armed.restorer.close()
+    other.run(4)
+    again = [float(loss) for loss in other.losses]
+    return equal("resumed from disk: losses", again, [float(loss) for loss in loop.losses[6:10]])
 
 
 class Counting(nn.Module):
