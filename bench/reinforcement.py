@@ -45,8 +45,8 @@ GRPO_STEPS = 160
 OPTIMIZERS = {"SAC": 2}
 """Number of optimizers that share a learner's steps, where it is not 1: an alert names its own optimizer's step."""
 FREE = 2e9
-LEAK = 2e6
-"""Bytes per step."""
+LEAK = 8e8
+"""Bytes that a leak keeps by the end of a run: 2 MB per step, in GRPO's shorter run 10 MB."""
 HANG_SECONDS = 12
 SOON = """
 group: soon
@@ -65,7 +65,7 @@ class Planted:
     def spoil(self, step: int, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
         """Plant the fault, if it is due, before the backward pass of a step; return the loss to use."""
         if self._kind == "leak" and step >= self._onset:
-            self._held.append(torch.ones(int(LEAK / 4)))
+            self._held.append(torch.ones(int(LEAK / 4 / self._onset)))  # as many steps follow the onset
         if step != self._onset:
             return loss
         if self._kind == "leak":
