@@ -96,7 +96,7 @@ class Autocast(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
-@pytest.mark.parametrize("batch", [8, 128])
+@pytest.mark.parametrize("batch", [8, 64])
 def test_what_no_sample_adds_to_is_planned_for_any_batch(batch: int, precision: str) -> None:
     """Copies of weights that autocast makes, and a gradient before it is accumulated: 25 MB of 64."""
     subject = tracing.subject(zoo.wide_mlp, "wide_mlp", PRECISIONS[precision])  # with a batch of 32
