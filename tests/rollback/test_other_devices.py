@@ -69,6 +69,19 @@ def test_a_tensor_is_read_onto_the_device_of_its_parameter(tmp_path: Path, now: 
     assert [str(cell.device) for cell in found] == [now, now, now, "cpu", "cpu"]
 
 
+@pytest.mark.parametrize("then", ["cpu", None], ids=["written on a CPU", "written before the device was"])
+def test_the_state_of_an_optimizer_follows_its_parameter_to_a_gpu(tmp_path: Path, then: str | None) -> None:
+    cells = [on("cpu"), on("cpu", "weight")]
+    for cell in cells:
+        cell.device = torch.device(then) if then else None  # type: ignore[assignment]
+    named = {"weights": {"weight": cells[1]}, "optimizers[0]": ({"weight": {"exp_avg": cells[0]}}, {})}
+    folder = tmp_path / "snapshot"
+    checkpoint_files.write(folder, named, rank=0, ranks=[0], world=1, wanted=lambda: True)
+    checkpoint_files.assemble(folder, [0], lambda: True)
+    read: dict[str, Any] = checkpoint_files.load(folder, 0, {"weight": fake("cuda:1")})
+    assert str(read["optimizers[0]"][0]["weight"]["exp_avg"].device) == "cuda:1"
+
+
 def test_a_run_on_a_gpu_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net("cpu")
     optimizer = torch.optim.SGD(net.parameters())

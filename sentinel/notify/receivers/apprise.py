@@ -2,8 +2,8 @@
 
 Its URLs hold secrets, and so do its log and its errors: nothing of either is passed on. It blocks, and cannot be
 stopped: it works in a thread of its own, which may outlive a delivery that took too long. No delivery begins before
-that thread has returned. What is tried again goes only to the services that have not taken it: one that refuses must
-not have all others get the same mail for a day.
+that thread has returned. A retry goes only to the services that have not taken the message: otherwise a single service
+that refuses would repeat the same mail at all others for a day.
 """
 
 from __future__ import annotations

@@ -225,9 +225,8 @@ def _trace_step(model: nn.Module, given: Any, precision: Precision) -> list[tupl
     hooks = [p.register_post_accumulate_grad_hook(count_gradient) for p in trained]  # type: ignore[no-untyped-call]
     try:
         with TensorAccounting(known, lambda now: moments.append((ready, now - ready))):
-            with _autocast(
-                precision
-            ):  # its copies of weights are released at its end, unless the backward pass needs them
+            # Its copies of weights are released at its end, unless the backward pass needs them.
+            with _autocast(precision):
                 loss = _loss(_forward(model, given))
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
