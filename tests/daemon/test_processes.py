@@ -7,12 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
-from sentinel.daemon.ranks.processes import Processes
+import pytest
+
+from sentinel.daemon.ranks.processes import MESSAGE_SECONDS, Processes
 
 
-def test_what_was_sent_before_a_process_ended_is_read_first() -> None:
-    """A busy daemon saw the end of a rank before its supervisor's message, and reported the rank as lost."""
+@pytest.mark.parametrize("stalls", [False, True])
+def test_what_was_sent_before_a_process_ended_is_read_first(stalls: bool) -> None:
+    """A busy daemon saw the end of a rank before its supervisor's message, and reported the rank as lost. `stalls`: the
+    loop stands still once more after it has seen the end, for longer than the report waits."""
     happened: list[str] = []
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=-1)
 
@@ -32,14 +37,22 @@ def test_what_was_sent_before_a_process_ended_is_read_first() -> None:
 
         async def read() -> None:  # in the way the daemon's connections are read
             await loop.sock_recv(ours, 1)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
             happened.append("announced")
 
         processes = Processes(report)
         processes.take(child.pid, os.pidfd_open(child.pid))
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
-        supervisor.send(b"x")
-        end_child()  # the loop does not run meanwhile, and finds both at once
+        if stalls:
+            end_child()
+            await asyncio.sleep(MESSAGE_SECONDS / 10)  # the end is seen
+            supervisor.send(b"x")
+            time.sleep(2 * MESSAGE_SECONDS)
+        else:
+            supervisor.send(b"x")
+            end_child()  # the loop does not run meanwhile, and finds both at once
         await asyncio.wait_for(over.wait(), 60)
         await reading
         processes.close()

@@ -14,6 +14,12 @@ MESSAGE_SECONDS = 0.1
 """Seconds between the end of a process and its report. What its supervisor sent before the signal that ended it has
 arrived in the socket by then, and must be read first."""
 
+_LATE_SECONDS = MESSAGE_SECONDS / 2
+"""A timer that is later than this says that the loop stood still, and has hardly read what arrived meanwhile."""
+
+_LONGEST_WAIT_SECONDS = 2.0
+"""Seconds after which a death is reported even if the loop is late each time."""
+
 
 class Processes:
     """Processes by pid, each held by a pidfd: a later process with the same pid is not confused with it."""
@@ -88,8 +94,20 @@ class Processes:
         if pid not in self._unreported:
             loop, descriptor = asyncio.get_running_loop(), self._descriptors[pid]
             loop.remove_reader(descriptor)
-            timer = loop.call_later(MESSAGE_SECONDS, self._report_death, pid)
-            self._unreported[pid] = timer, exit_status(pid, descriptor)
+            self._report_later(pid, exit_status(pid, descriptor), loop.time())
+
+    def _report_later(self, pid: int, status: int | None, since: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + MESSAGE_SECONDS
+
+        def report() -> None:
+            now = loop.time()
+            if now - due > _LATE_SECONDS and now - since < _LONGEST_WAIT_SECONDS:
+                self._report_later(pid, status, since)
+            else:
+                self._report_death(pid)
+
+        self._unreported[pid] = loop.call_at(due, report), status
 
     def _report_death(self, pid: int) -> None:
         timer, status = self._unreported.pop(pid)
