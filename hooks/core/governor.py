@@ -318,6 +318,8 @@ class Governor:
         norm_step = norms + (relaxed if zero > 1 else 0.0)  # such a step is off the fast path
         if norms > claim or not self._norm_first:  # else it is taken at every step, unless that ends the fast path
             claim = min(claim, max(budget, claim / 2 if self._norm_first else 0.0))
+        elif zero > 1:  # all of tier 0 comes with such a step, and so does its part
+            claim += RELAXED_SHARE * self._overhead * bare
         first = choose_spacing(norm_step, claim, self.wanted[1])
         budget -= rare / third
         second = choose_spacing(layers, budget - norms / first, self.wanted[2])

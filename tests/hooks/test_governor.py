@@ -101,6 +101,15 @@ def test_a_norm_of_one_percent_is_taken_at_every_step_whatever_else_costs() -> N
     assert ceiling.spacing[1] == COARSEST, "who gave `overhead` gave a ceiling"
 
 
+def test_a_norm_that_is_cheap_is_taken_at_every_step_where_tier_0_just_does_not_fit() -> None:
+    """The demo on a busy machine had no norm at every second step, and a spike no cause."""
+    governor, faster = make_governor(norm_first=True), make_governor(norm_first=True)
+    loop(governor, range(20 * DECIDE_EVERY), step=0.066, tiers={0: 0.000044, 1: 0.00056}, fixed=0.0003)
+    loop(faster, range(20 * DECIDE_EVERY), step=0.006, tiers={0: 0.000044, 1: 0.00005}, fixed=0.00003)
+    assert governor.spacing[1] == 1
+    assert faster.spacing[1] > 1, "there the norm is cheap, and what comes with it is not"
+
+
 def test_the_layers_get_what_the_norms_leave_over() -> None:
     governor = make_governor(0.01)
     loop(governor, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.006})
