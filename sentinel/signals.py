@@ -586,12 +586,8 @@ _ALL = (
     _node("host_memory_available_bytes", "bytes", "host memory that can be had without swapping"),
     _node("host_memory_total_bytes", "bytes", "host memory that there is"),
     _node("host_swap_used_bytes", "bytes", "swap in use"),
-    _node(
-        "container_memory_used_bytes",
-        "bytes",
-        "memory of the container less idle file cache; absent without a memory limit",
-    ),
-    _node("container_memory_limit_bytes", "bytes", "memory limit of the container; absent without one"),
+    _node("container_memory_used_bytes", "bytes", "memory of the container or batch job, less idle file cache"),
+    _node("container_memory_limit_bytes", "bytes", "nearest memory limit of the cgroups; absent without one"),
 )
 
 SIGNALS: dict[str, Signal] = {signal.name: signal for signal in _ALL}

@@ -8,22 +8,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from sentinel.node.cgroup_memory import list_memory_limits
+
 
 def memory_left(root: Path = Path("/")) -> tuple[float, str]:
     """Return the bytes that this process may still take, and what sets the limit. Infinite where the system does not
     say.
 
-    It is the least of MemAvailable; of limit - usage + inactive_file for the process's cgroup and each one above it
-    (the kernel drops these pages before it kills: docs.kernel.org: cgroup-v2, memory.stat; cgroup-v1/memory); and of
-    what `ulimit -v` and `ulimit -d` leave.
+    It is the least of MemAvailable, of what the process's cgroup and each one above it leave, and of what `ulimit -v`
+    and `ulimit -d` leave.
     """
-    limits = [*_cgroups(root), *_resource_limits(root)]
-    return min([_available(root), *((max(0, bound - used), where) for bound, used, where in limits)])
+    groups = ((float(group.left), f"the limit of {group.directory}") for group in list_memory_limits(root))
+    resources = ((float(max(0, bound - used)), where) for bound, used, where in _resource_limits(root))
+    return min([_available(root), *groups, *resources])
 
 
 def memory_limit(root: Path = Path("/")) -> float:
     """Return the bytes at which the kernel kills: the least limit of the process's cgroups, or the machine's memory."""
-    return min([_meminfo(root, "MemTotal:"), *(float(bound) for bound, _, _ in _cgroups(root))])
+    return min([_meminfo(root, "MemTotal:"), *(float(group.limit) for group in list_memory_limits(root))])
 
 
 def _available(root: Path) -> tuple[float, str]:
@@ -42,37 +44,6 @@ def _meminfo(root: Path, name: str) -> float:
     return float("inf")
 
 
-def _cgroups(root: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield (limit, bytes in use that cannot be dropped, name of the limit) of each cgroup that has a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _chain(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _chain(root / "sys/fs/cgroup/memory", path, *names)
-
-
-def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the same for each cgroup from `path` up to the mount. A container may see only its own, mounted as if it
-    were the root: then `path`, which is the host's, does not exist, and a directory above it does."""
-    here = mount / path.lstrip("/")
-    for directory in [here, *here.parents]:
-        try:
-            bound = (directory / limit).read_text().strip()
-            if bound != "max":
-                used = int((directory / usage).read_text()) - _stat(directory / "memory.stat", reclaimable)
-                yield int(bound), used, f"the limit of {directory}"
-        except (OSError, ValueError):
-            pass
-        if directory == mount:
-            return
-
-
 def _resource_limits(root: Path) -> Iterator[tuple[int, int, str]]:
     """Yield (limit, bytes that count against it, name of the limit) of each limit on address space or data."""
     for kind, place, where in ((resource.RLIMIT_AS, 0, "ulimit -v"), (resource.RLIMIT_DATA, 5, "ulimit -d")):
@@ -82,10 +53,6 @@ def _resource_limits(root: Path) -> Iterator[tuple[int, int, str]]:
                 yield bound, int((root / "proc/self/statm").read_text().split()[place]) * _PAGE, where
             except OSError:
                 return
-
-
-def _stat(path: Path, name: str) -> int:
-    return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
 
 
 _PAGE = resource.getpagesize()

@@ -26,32 +26,45 @@ def test_the_cpu_share_comes_with_the_second_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "seen"),
+    ("cgroup", "files", "seen"),
     [
+        ("0::/", {"memory.current": "1048576\n", "memory.max": "4194304\n"}, (1048576.0, 4194304.0)),
         (
-            {"memory.current": "1048576\n", "memory.max": "4194304\n"},
-            {"container_memory_used_bytes": 1048576.0, "container_memory_limit_bytes": 4194304.0},
-        ),
-        (
+            "0::/",
             {
                 "memory.current": "1048576\n",
                 "memory.max": "4194304\n",
                 "memory.stat": "anon 7\ninactive_file 48576\nactive_file 9\n",
             },
-            {"container_memory_used_bytes": 1000000.0, "container_memory_limit_bytes": 4194304.0},
+            (1000000.0, 4194304.0),
         ),
-        ({"memory.current": "1048576\n", "memory.max": "max\n"}, {}),
+        ("0::/", {"memory.current": "1048576\n", "memory.max": "max\n"}, ()),
+        ("4:memory:/", {"memory/memory.usage_in_bytes": "7", "memory/memory.limit_in_bytes": "9"}, (7.0, 9.0)),
         (
-            {"memory/memory.usage_in_bytes": "7", "memory/memory.limit_in_bytes": "9"},
-            {"container_memory_used_bytes": 7.0, "container_memory_limit_bytes": 9.0},
+            "4:memory:/",
+            {"memory/memory.usage_in_bytes": "7", "memory/memory.limit_in_bytes": "9223372036854771712"},
+            (),
         ),
-        ({"memory/memory.usage_in_bytes": "7", "memory/memory.limit_in_bytes": "9223372036854771712"}, {}),
-        ({}, {}),
+        (
+            "0::/slurm/job_7/step_0/task_0",
+            {
+                "slurm/job_7/memory.current": "95",
+                "slurm/job_7/memory.max": "100",
+                "slurm/job_7/step_0/memory.current": "40",
+                "slurm/job_7/step_0/memory.max": "80",
+            },
+            (95.0, 100.0),
+        ),
+        ("", {}, ()),
     ],
 )
-def test_the_limit_of_a_container_is_seen(tmp_path: Path, files: dict[str, str], seen: dict[str, float]) -> None:
+def test_the_nearest_limit_of_a_container_or_a_job_is_seen(
+    tmp_path: Path, cgroup: str, files: dict[str, str], seen: tuple[float, ...]
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": cgroup}
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     values = Host(tmp_path).read().values
-    assert {name: value for name, value in values.items() if name.startswith("container")} == seen
+    names = ("container_memory_used_bytes", "container_memory_limit_bytes")
+    assert tuple(values[name] for name in names if name in values) == seen

@@ -26,6 +26,9 @@ def test_what_was_sent_before_a_process_ended_is_read_first(stalls: bool) -> Non
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
+    def stand_still() -> None:
+        time.sleep(2 * MESSAGE_SECONDS)
+
     async def watch() -> None:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         supervisor, ours = socket.socketpair()
@@ -49,7 +52,7 @@ def test_what_was_sent_before_a_process_ended_is_read_first(stalls: bool) -> Non
             end_child()
             await asyncio.sleep(MESSAGE_SECONDS / 10)  # the end is seen
             supervisor.send(b"x")
-            time.sleep(2 * MESSAGE_SECONDS)
+            stand_still()
         else:
             supervisor.send(b"x")
             end_child()  # the loop does not run meanwhile, and finds both at once

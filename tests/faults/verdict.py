@@ -36,7 +36,7 @@ FIRST_STEPS = 64
 """Most steps until the alert, at default settings, if the fault is there from the start."""
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
-OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow", "GpuShared")
+OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow", "CgroupMemoryLow", "GpuShared")
 """Alerts that may be true on a machine with other work: no false alarms, if the fault is not about time.
 
 They come on pages of their own.

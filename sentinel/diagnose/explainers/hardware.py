@@ -54,7 +54,7 @@ def other(evidence: Evidence) -> Finding:
     return Finding("as the alert says, by the driver's own numbers", "high", evidence=_describe_gpus(evidence))
 
 
-@explains("HostMemoryLow")
+@explains("HostMemoryLow", "CgroupMemoryLow")
 def host_memory(evidence: Evidence) -> Finding:
     """Find which ranks hold the memory, as far as they have reported it."""
     held = [(number, rank) for number in evidence.live if (rank := _resident(evidence, number))]
