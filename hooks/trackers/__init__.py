@@ -1,4 +1,4 @@
-"""Marks incidents in the trackers in which the script has a run open: W&B, MLflow, Trackio, TensorBoard.
+"""Marks incidents in the experiment trackers in which the script has a run open.
 
 There is one file for each tracker. A tracker that the script does not use is never imported. This module defines what a
 tracker must do, and what is written into it: marks of incidents, and one summary.
