@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,8 @@ from sentinel.node.cgroup_memory import list_memory_limits
 class Host:
     """The host of this node. The CPU share counts from the previous reading: the first one has none."""
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        """`root`: where /proc and /sys are."""
+    def __init__(self) -> None:
         self.name = socket.gethostname()
-        self._root = root
         self._busy: tuple[float, float] | None = None
 
     def read(self) -> Reading:
@@ -30,7 +29,7 @@ class Host:
             "host_swap_used_bytes": float(swap.used),
             "host_load_ratio": psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
         }
-        return Reading(self.name, time.time(), values | self._cpu() | self._memory_limit())
+        return Reading(self.name, time.time(), values | self._cpu())
 
     def _cpu(self) -> dict[str, float]:
         # psutil.cpu_percent counts from the last call of the same thread, and this is called on any.
@@ -43,11 +42,14 @@ class Host:
             return {}
         return {"host_cpu_ratio": min(max((total - idle - since[0]) / (total - since[1]), 0.0), 1.0)}
 
-    def _memory_limit(self) -> dict[str, float]:
-        """Return the limit that is nearest, of the container or the batch job that this daemon is in: the kernel kills
-        at it, however much memory the host has."""
-        nearest = min(list_memory_limits(self._root), key=lambda group: group.left, default=None)
-        if nearest is None:
-            return {}
-        used, limit = float(nearest.used), float(nearest.limit)
-        return {"container_memory_used_bytes": used, "container_memory_limit_bytes": limit}
+
+def read_memory_limit(processes: Iterable[int], root: Path = Path("/")) -> dict[str, float]:
+    """Return the limit that is nearest among those of these processes' cgroups, of their container or batch job: the
+    kernel kills at it, however much memory the host has. Empty without a limit. A daemon's own limit says nothing: it
+    may be a service beside the jobs. `root`: where /proc and /sys are."""
+    limits = {limit for process in processes for limit in list_memory_limits(root, process)}
+    nearest = min(limits, key=lambda limit: limit.left, default=None)
+    if nearest is None:
+        return {}
+    used, limit = float(nearest.used), float(nearest.limit)
+    return {"container_memory_used_bytes": used, "container_memory_limit_bytes": limit}

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sentinel.collect import DeviceFault, Reading
 from sentinel.collect.gpus import SOFTWARE_XIDS, Gpus, NoGpusError
-from sentinel.collect.host import Host
+from sentinel.collect.host import Host, read_memory_limit
 from sentinel.collect.patience import Patient
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Entity, Observation
-from sentinel.runs import Attempt
+from sentinel.runs import Run
 from sentinel.runs.devices import Devices, Gpu, GpuFault
 
 log = logging.getLogger(__name__)
@@ -75,15 +75,19 @@ class MachineReader:
         watches = list(watches)
         ranks = [rank for watch in watches for rank in watch.run.attempt.live]
         wanted = any(rank.hello.gpus for rank in ranks)
-        host, readings, faults = await asyncio.to_thread(self._read, wanted)
-        self.devices.host = host.values
+        jobs: dict[str | None, list[int]] = {
+            watch.run.run_id: [rank.process for rank in watch.run.attempt.live] for watch in watches
+        }
+        jobs[None] = [rank.process for rank in ranks]
+        host, limits, readings, faults = await asyncio.to_thread(self._read, wanted, jobs)
+        self.devices.host, self.devices.memory_limits = host.values, limits
         if self._gpus is not None:
             self._keep(self._gpus, readings, faults, {rank.process for rank in ranks})
         now = time.monotonic()
         for watch in watches:
             watch.ingest.observe_machine(
                 self.devices,
-                make_observation(self.devices, watch.run.attempt),
+                make_observation(self.devices, watch.run),
                 _select_faults(self.devices, watch, faults),
                 now,
             )
@@ -94,16 +98,18 @@ class MachineReader:
         if self._gpus is not None:
             self._gpus.close()
 
-    def _read(self, wanted: bool) -> tuple[Reading, list[Reading], list[DeviceFault]]:
-        """Return the readings of host and GPUs, and the GPUs' new faults. Runs on a thread."""
+    def _read(
+        self, wanted: bool, jobs: Mapping[str | None, Iterable[int]]
+    ) -> tuple[Reading, dict[str | None, dict[str, float]], list[Reading], list[DeviceFault]]:
+        """Return the readings of the host, of memory limits and of the GPUs, and the GPUs' new faults. `jobs`: the
+        processes of each run, and of all. Runs on a thread."""
         deadline = time.monotonic() + WAIT_SECONDS
         if wanted and self._gpus is None:
             self._open(deadline)
-        if self._gpus is None:
-            return self._host.read(), [], []
-        self._gpus.order()
-        host = self._host.read()
-        return host, *self._gpus.collect(deadline)
+        if self._gpus is not None:
+            self._gpus.order()
+        host, limits = self._host.read(), {run_id: read_memory_limit(processes) for run_id, processes in jobs.items()}
+        return host, limits, *(self._gpus.collect(deadline) if self._gpus is not None else ([], []))
 
     def _open(self, deadline: float) -> None:
         """Open the driver, once: a driver that is missing or refuses does not appear while the daemon lives."""
@@ -138,12 +144,12 @@ class MachineReader:
             }
 
 
-def make_observation(devices: Devices, attempt: Attempt) -> Observation:
+def make_observation(devices: Devices, run: Run) -> Observation:
     """Return what the rules of a run judge: the values of the host and of the GPUs that its ranks train on."""
-    values: dict[Entity, Mapping[str, float]] = {Entity("node", devices.hostname): devices.host}
-    for gpu in devices.find_gpus(uuid for rank in attempt.live for uuid in rank.hello.gpus):
+    values: dict[Entity, Mapping[str, float]] = {Entity("node", devices.hostname): devices.read_node(run.run_id)}
+    for gpu in devices.find_gpus(uuid for rank in run.attempt.live for uuid in rank.hello.gpus):
         values[Entity("gpu", str(gpu.index))] = gpu.values
-    return Observation(seq=attempt.closed_to, time=time.time(), values=values)
+    return Observation(seq=run.attempt.closed_to, time=time.time(), values=values)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

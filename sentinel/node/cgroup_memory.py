@@ -1,4 +1,4 @@
-"""Memory limits of this process's cgroups (a container, a batch job, a service): the kernel kills at any of them."""
+"""Memory limits of a process's cgroups (a container, a batch job, a service): the kernel kills at any of them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class MemoryLimit(NamedTuple):
         return max(0, self.limit - self.used)
 
 
-def list_memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """Yield the limit of the process's cgroup and of each one above it, as far as they have one."""
+def list_memory_limits(root: Path = Path("/"), process: int | None = None) -> Iterator[MemoryLimit]:
+    """Yield the limit of the cgroup of a process, this one by default, and of each one above it, as far as they have
+    one. `root`: where /proc and /sys are."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc" / (str(process) if process is not None else "self") / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:

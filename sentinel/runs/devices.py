@@ -60,10 +60,17 @@ class Devices(msgspec.Struct):
     hostname: str = ""
     host: Mapping[str, float] = {}
     """Signal -> value for the host; empty before the first reading."""
+    memory_limits: Mapping[str | None, Mapping[str, float]] = {}
+    """Run id -> signal -> value for the nearest memory limit of the run's ranks on this node, empty without one. None:
+    for the nearest of all runs."""
     gpus: dict[str, Gpu] = {}
     """UUID -> GPU."""
     trouble: str = ""
     """Why GPUs that a run trains on are not read."""
+
+    def read_node(self, run_id: str | None = None) -> dict[str, float]:
+        """Return signal -> value for the host and the memory limit of a run; None: for the nearest limit of all."""
+        return {**self.host, **self.memory_limits.get(run_id, {})}
 
     def find_gpus(self, uuids: Iterable[str]) -> list[Gpu]:
         """Return the GPUs with these UUIDs, with or without NVML's prefix; for a MIG device, the GPU that it is part

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sentinel.collect.host import Host
+from sentinel.collect.host import Host, read_memory_limit
 
 
-def test_the_cpu_share_comes_with_the_second_reading(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+def test_the_cpu_share_comes_with_the_second_reading() -> None:
+    host = Host()
     assert "host_cpu_ratio" not in host.read().values
     end = time.monotonic() + 0.2
     while time.monotonic() < end:
@@ -61,10 +61,13 @@ def test_the_cpu_share_comes_with_the_second_reading(tmp_path: Path) -> None:
 def test_the_nearest_limit_of_a_container_or_a_job_is_seen(
     tmp_path: Path, cgroup: str, files: dict[str, str], seen: tuple[float, ...]
 ) -> None:
-    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": cgroup}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {
+        "proc/7/cgroup": cgroup,
+        "proc/8/cgroup": "0::/",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    values = Host(tmp_path).read().values
+    values = read_memory_limit([7, 8, 9], tmp_path)
     names = ("container_memory_used_bytes", "container_memory_limit_bytes")
     assert tuple(values[name] for name in names if name in values) == seen

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sentinel import wire
 from sentinel.cli import device_status
+from sentinel.collect import host as host_module
 from sentinel.collect.gpus import Gpus, NoGpusError
 from sentinel.daemon import machine as machine_module
 from sentinel.daemon.frontend import views
@@ -24,6 +25,7 @@ from sentinel.daemon.machine import MachineReader, make_observation
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Entity, Observation
 from sentinel.node import paths
+from sentinel.node.cgroup_memory import MemoryLimit
 from sentinel.node.question import ask_daemon
 from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
@@ -55,15 +57,15 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.close()
 
 
-def watched(store: Store | None, *gpus: str) -> WatchedRun:
+def watched(store: Store | None, *gpus: str, run_id: str = "r1", process: int = OURS) -> WatchedRun:
     """Return a run of as many ranks as there are UUIDs, each on its GPU; an empty UUID stands for the CPU."""
     pipeline: Any = SimpleNamespace(queues=(), status=list, trouble="")
     silences: Any = SimpleNamespace(of_run=lambda *_: [])
     notifier: Any = SimpleNamespace(pipeline=pipeline, silences=silences)
-    watch = watch_run(Run("train", "r1", 0.0), (), store, notifier=notifier)
+    watch = watch_run(Run("train", run_id, 0.0), (), store, notifier=notifier)
     for number, uuid in enumerate(gpus):
-        identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=len(gpus), session=f"s{number}")
-        watch.ingest.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,) if uuid else ()), 0.0, OURS)
+        identity = wire.Identity(run="train", run_id=run_id, rank=number, world_size=len(gpus), session=f"s{number}")
+        watch.ingest.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,) if uuid else ()), 0.0, process)
     return watch
 
 
@@ -96,12 +98,26 @@ def test_a_run_sees_its_own_gpus_and_the_host(nvml: FakeNvml) -> None:
     one, other = watched(None, bare(nvml, 1)), watched(None, "")
     machine = turned(nvml, one, other)
     host = Entity("node", machine.devices.hostname)
-    seen = make_observation(machine.devices, one.run.attempt).values
+    seen = make_observation(machine.devices, one.run).values
     assert seen.keys() == {host, Entity("gpu", "1")}
     assert seen[Entity("gpu", "1")]["gpu_temperature_celsius"] == 64.0
     assert seen[Entity("gpu", "1")]["gpu_lost"] == 0.0
     assert seen[host]["host_memory_total_bytes"] > 0
-    assert make_observation(machine.devices, other.run.attempt).values.keys() == {host}
+    assert make_observation(machine.devices, other.run).values.keys() == {host}
+
+
+def test_a_run_sees_the_memory_limit_of_its_own_job(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that serves a node took its own limit, and the jobs of others, for the run's."""
+    limits = {OURS: MemoryLimit(100, 95, Path("a")), OURS + 1: MemoryLimit(100, 40, Path("b"))}
+    monkeypatch.setattr(
+        host_module, "list_memory_limits", lambda _, process: [limits[process]] if process in limits else []
+    )
+    runs = [watched(None, "", run_id=f"r{number}", process=OURS + number) for number in range(3)]
+    machine = turned(nvml, *runs)
+    node = Entity("node", machine.devices.hostname)
+    seen = [make_observation(machine.devices, watch.run).values[node] for watch in runs]
+    assert [values.get("container_memory_used_bytes") for values in seen] == [95.0, 40.0, None]
+    assert machine.devices.read_node()["container_memory_used_bytes"] == 95.0
 
 
 def test_nvml_is_not_opened_for_a_run_on_the_cpu() -> None:
@@ -314,7 +330,7 @@ def test_what_the_driver_reports_by_itself_is_seen_at_once(nvml: FakeNvml, monke
         values: dict[str, float] = {}
         while not values.get("gpu_xid"):
             await asyncio.sleep(0.01)
-            values = dict(make_observation(machine.devices, watch.run.attempt).values[Entity("gpu", "0")])
+            values = dict(make_observation(machine.devices, watch.run).values[Entity("gpu", "0")])
         serving.cancel()
         return values
 

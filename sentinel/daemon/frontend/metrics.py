@@ -279,7 +279,7 @@ def _devices(watches: list[WatchedRun]) -> Iterator[Metric]:
     info = [((*_labels(w, r), host, str(g.index), g.uuid, g.bus, g.device, g.model), 1.0) for g, w, r, host in joined]
     yield _gauge("rank_gpu_info", "GPU that a rank trains on. To DCGM's series: on (UUID).", labels, info)
     gpus = {gpu.uuid: (gpu, (host, str(gpu.index), gpu.uuid)) for gpu, _, _, host in joined}.values()
-    hosts = {watch.run.attempt.devices.hostname: watch.run.attempt.devices.host for watch in watches}
+    hosts = {watch.run.attempt.devices.hostname: watch.run.attempt.devices.read_node() for watch in watches}
     for signal in SIGNALS.values():
         family = _counter if signal.kind == "counter" else _gauge
         meaning = f"{signal.meaning[0].upper()}{signal.meaning[1:]}."

@@ -39,7 +39,7 @@ def _run(watch: WatchedRun) -> dict[str, Any]:
         "values": attempt.present(),
         "ranks": [_rank(rank, attempt.silent()) for _, rank in sorted(attempt.ranks.items())],
         "gpus": _gpus(attempt),
-        "host": dict(attempt.devices.host),
+        "host": attempt.devices.read_node(watch.run.run_id),
         "rules": [msgspec.to_builtins(rule) for rule in watch.incidents.evaluator.status()],
         "opening": _opening(watch),
         "open_incidents": sum(case.state == "firing" for case in watch.incidents.log.cases.values()),
