@@ -17,6 +17,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -188,6 +189,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], sess
     """Run as `python [-u] (-c CODE | -m MODULE | SCRIPT) ...`."""
     if session:
         os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script ignores it in what it runs in the background
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
