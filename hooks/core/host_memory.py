@@ -18,7 +18,7 @@ def memory_left(root: Path = Path("/")) -> tuple[float, str]:
     It is the least of MemAvailable, of what the process's cgroup and each one above it leave, and of what `ulimit -v`
     and `ulimit -d` leave.
     """
-    groups = ((float(group.left), f"the limit of {group.directory}") for group in list_memory_limits(root))
+    groups = ((float(group.bytes_left), f"the limit of {group.directory}") for group in list_memory_limits(root))
     resources = ((float(max(0, bound - used)), where) for bound, used, where in _resource_limits(root))
     return min([_available(root), *groups, *resources])
 

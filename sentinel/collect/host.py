@@ -48,7 +48,7 @@ def read_memory_limit(processes: Iterable[int], root: Path = Path("/")) -> dict[
     kernel kills at it, however much memory the host has. Empty without a limit. A daemon's own limit says nothing: it
     may be a service beside the jobs. `root`: where /proc and /sys are."""
     limits = {limit for process in processes for limit in list_memory_limits(root, process)}
-    nearest = min(limits, key=lambda limit: limit.left, default=None)
+    nearest = min(limits, key=lambda limit: limit.bytes_left, default=None)
     if nearest is None:
         return {}
     used, limit = float(nearest.used), float(nearest.limit)

@@ -20,7 +20,8 @@ class MemoryLimit(NamedTuple):
     directory: Path
 
     @property
-    def left(self) -> int:
+    def bytes_left(self) -> int:
+        """Bytes until the kernel kills."""
         return max(0, self.limit - self.used)
 
 
