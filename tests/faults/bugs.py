@@ -70,15 +70,14 @@ def last_layer_only(trial: Trial) -> None:
 
 
 def averaging_on(trial: Trial) -> None:
-    """B2: a frozen body whose batch norm goes on averaging, because `model.train()` reaches it, too."""
+    """B2: a frozen body whose batch norm goes on averaging, because `model.train()` reached it, too."""
     body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     model = nn.Sequential(body, nn.ReLU(), nn.Linear(64, 10))
     body.requires_grad_(False)
-    if not trial.faulty:
-        body.eval()
     optimizer = torch.optim.Adam(model[2].parameters(), lr=1e-3)
     trial.attach(model, optimizer)
-    for (_, _), (x, y) in zip(trial.steps(200), images(trial.seed), strict=False):
+    for (_, on), (x, y) in zip(trial.steps(200), images(trial.seed), strict=False):
+        body.train(on)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -288,11 +287,12 @@ FAULTS = (
     ),
     Fault(
         id="B2", what="a layer that is frozen, and decays", alert="FrozenParameterChanged", signal="frozen_changed",
-        delay=1, loop=frozen_late, cause="0\\.weight is frozen and changed.*in the optimizer",
+        delay=1, loop=frozen_late, cause="0\\.weight is frozen and changed.*in the optimizer", begins=True,
     ),
     Fault(
         id="B2 statistics", what="a frozen batch norm in training mode", alert="FrozenStatistics",
         signal="frozen_statistics", delay=3, loop=averaging_on, cause="1 normalisations, the first of them 0.1",
+        begins=True,
     ),
     Fault(
         id="B3", what="no zero_grad()", alert="GradientsNotCleared", signal="gradients_kept", delay=20,

@@ -96,13 +96,17 @@ class Trial:
             time.sleep(0.002)
         return self._monitor
 
+    def find_onset(self, onset: int) -> int:
+        """Return how many steps come before the fault, if its loop lets it begin at step `onset`."""
+        return max(self._late, onset)
+
     def steps(self, count: int, onset: int = 0) -> Iterator[tuple[int, bool]]:
         """Yield (step, whether the fault is on): in a faulty run it is on from step `onset` on.
 
         If the fault begins late, the steps added before step 0 have negative numbers.
         """
-        ahead = max(self._late - onset, 0)
-        self.onset = onset + ahead
+        self.onset = self.find_onset(onset)
+        ahead = self.onset - onset
         sender = find_session(self._monitor).sender
         for step in itertools.count(-ahead):
             if step >= count and (not ahead or time.time() > self.onset_time + LATE_SECONDS):

@@ -28,14 +28,14 @@ def kept_losses(trial: Trial) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     monitor = trial.attach(model, optimizer)
     losses: list[Tensor | float] = []
-    for (step, _), (x, y) in zip(trial.steps(2600), images(trial.seed), strict=False):
+    for (step, on), (x, y) in zip(trial.steps(2600), images(trial.seed), strict=False):
         if step > 1000:
             time.sleep(0.01)  # two counts take some seconds, which are only a few steps of a real loop
         loss = F.cross_entropy(model(x + 0.5 * torch.randn_like(x)), y)  # noise, so that they are not memorised by now
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss if trial.faulty else loss.item())
+        losses.append(loss if on else loss.item())
     monitor.detach()  # while the objects that the daemon may ask about exist
 
 
@@ -75,18 +75,18 @@ def long_sequence(trial: Trial) -> None:
     """M3: one batch with the full context; the memory of each batch is made up, and a cudaMalloc fails once."""
     model = Reader()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    at = 200
-    data = Passages(trial.seed, at, CONTEXT if trial.faulty else CONTEXT // 2)
+    onset = 200
+    data = Passages(trial.seed, trial.find_onset(onset), CONTEXT if trial.faulty else CONTEXT // 2)
     monitor = trial.attach(model, optimizer, loader=(loader := DataLoader(data, batch_size=None)))
     peak = retries = 0.0
-    for (step, _), rows in zip(trial.steps(220, at), loader, strict=False):
+    for (step, _), rows in zip(trial.steps(220, onset), loader, strict=False):
         peak = max(peak, 20 * GB + rows.numel() * 0.2 * GB)
         retries += peak > 70 * GB and retries == 0
         monitor.log(
             memory_allocated_bytes=20 * GB, memory_reserved_bytes=72 * GB, memory_inactive_split_bytes=1 * GB,
             memory_peak_bytes=peak, allocation_retries=retries,
         )  # fmt: skip
-        if step > at - 20:
+        if step > onset - 20:
             time.sleep(0.06)  # batches are examined every 50 ms: in a real loop, all of them
         optimizer.zero_grad()
         read_loss(model, rows).backward()
@@ -118,20 +118,20 @@ class Hungry(nn.Module):
 
 def ran_out(trial: Trial) -> None:
     """M4: an allocation in the forward pass fails. The exception's figures are made up, as a CPU has none."""
-    model, at, own = Hungry(), 60, oom_report._on_host
+    model, own = Hungry(), oom_report._on_host
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     message = _MESSAGE.format(capacity=CAPACITY_GIB, allocated=ALLOCATED_GIB)
     oom_report._on_host = lambda: oom_report._on_device(message)
     try:
         with trial.attach(model, optimizer):
-            for (_, on), (x, y) in zip(trial.steps(100, at), images(trial.seed), strict=False):
+            for (_, on), (x, y) in zip(trial.steps(100, 60), images(trial.seed), strict=False):
                 model.full = on
                 loss = F.cross_entropy(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
     except torch.OutOfMemoryError:
-        trial.onset = at - 1  # the last step that was made
+        trial.onset -= 1  # the last step that was made
     finally:
         oom_report._on_host = own
 
@@ -143,22 +143,23 @@ FAULTS = (
         id="M1", what="losses.append(loss)", alert="MemoryCreep", signal="memory_held_bytes", delay=2560,
         loop=kept_losses,
         cause="losses, a local of kept_losses .*memory\\.py:\\d+. keeps.*resident set grows by [\\d.]+ kB a step",
-        names=("with the graph that made it", "put loss.item\\(\\)"),
+        names=("with the graph that made it", "put loss.item\\(\\)"), begins=True,
     ),
     Fault(
         id="M2", what="free memory in pieces", alert="Fragmentation", signal="memory_reserved_bytes", delay=50,
         loop=in_pieces, cause="in pieces that fit no request", names=("expandable_segments:True", "19 GB in free"),
-        synthetic=_MADE_UP,
+        synthetic=_MADE_UP, begins=True,
     ),
     Fault(
         id="M3", what="one long sequence", alert="MemoryPressure", signal="memory_reserved_bytes", delay=0,
         loop=long_sequence, cause="a batch that is larger.*of length 33.*the peak grows by", synthetic=_MADE_UP,
+        begins=True,
     ),
     Fault(
         id="M4", what="an allocation that fails", alert="OutOfMemory", signal="loss", delay=0, loop=ran_out,
         cause="activations and the rest are the largest part.*asked for 6.44 GB in the forward pass at .*memory\\.py",
         names=("parameters [\\d.]+ kB", "gradients [\\d.]+ kB", "optimizer states [\\d.]+ kB", "idle pieces",
                "half of the micro-batch"),
-        synthetic=_MADE_UP,
+        synthetic=_MADE_UP, begins=True,
     ),
 )  # fmt: skip

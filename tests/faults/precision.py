@@ -185,6 +185,7 @@ FAULTS = (
     Fault(
         id="P2", what="0 / 0 in fp16 at every step", alert="ScalerCollapse", signal="loss_scale", delay=8,
         loop=collapsing, cause="the model, whatever the batch", names=("of the last \\d+ steps were withheld", "lift"),
+        begins=True,
     ),
     Fault(
         id="P3", what="fp16 without a GradScaler", alert="ScalerMissing", signal="fp16", delay=20,

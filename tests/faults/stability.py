@@ -65,7 +65,7 @@ def steep_term(trial: Trial) -> None:
             loss = loss + 0.01 * torch.sin(1e4 * mean)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 
@@ -294,5 +294,6 @@ FAULTS = (
     Fault(
         id="S11", what="a limit far under the usual norm", alert="AlwaysClipping", signal="grad_norm", delay=200,
         loop=low_limit, cause="limit of 0.001 lies under the usual", names=("20 of the last 20",),
+        begins=True,
     ),
 )  # fmt: skip

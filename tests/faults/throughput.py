@@ -31,7 +31,8 @@ def waiting(trial: Trial) -> None:
     """T1: decoding takes as long as the rest of the step, in the training process."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    loader = DataLoader(Decoded(trial.seed, 150 if trial.faulty else 1 << 30, 0.015), batch_size=None)
+    slow_from = trial.find_onset(150) if trial.faulty else 1 << 30
+    loader = DataLoader(Decoded(trial.seed, slow_from, 0.015), batch_size=None)
     trial.attach(model, optimizer, loader=loader)
     for (_, _), (x, y) in zip(trial.steps(240, 150), loader, strict=False):
         optimizer.zero_grad()
@@ -69,12 +70,12 @@ FAULTS = (
     Fault(
         id="T1", what="decoding in the training process", alert="InputBound", signal="data_seconds", delay=50,
         loop=waiting, cause="waiting for data.*no workers", names=("num_workers", "CPUs of the host"),
-        own_pace=True,
+        own_pace=True, begins=True,
     ),
     Fault(
         id="T4", what="80 ms more in the loop", alert="SlowStep", signal="step_seconds", delay=50,
         loop=held_up, cause="the loop's own code", names=("grew from",),
-        own_pace=True,
+        own_pace=True, begins=True,
     ),
     Fault(
         id="T6", what="nn.DataParallel", alert="DataParallelInUse", signal="data_parallel_devices", delay=1,
