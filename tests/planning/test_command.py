@@ -92,6 +92,69 @@ def test_qlora_brings_65_b_parameters_from_780_gb_to_less_than_48(tmp_path: Path
     assert next(iter(found)) == "one GPU + QLoRA"
 
 
+PUBLISHED = {
+    "falcon-7b": (6.92e9, {
+        "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+        "vocab_size": 65024, "multi_query": True, "num_kv_heads": 71,
+    }),
+    "falcon-40b": (41.3e9, {
+        "model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+        "vocab_size": 65024, "multi_query": True, "num_kv_heads": 8, "new_decoder_architecture": True,
+    }),
+    "starcoder": (15.5e9, {
+        "model_type": "gpt_bigcode", "n_embd": 6144, "n_layer": 40, "n_head": 48, "n_inner": 24576,
+        "n_positions": 8192, "vocab_size": 49152,
+    }),
+    "OLMo-7B": (6.89e9, {
+        "model_type": "olmo", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 11008, "vocab_size": 50304,
+    }),
+    "stablelm-2-1_6b": (1.64e9, {
+        "model_type": "stablelm", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32,
+        "intermediate_size": 5632, "vocab_size": 100352, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }),
+    "c4ai-command-r7b": (8.03e9, {
+        "model_type": "cohere2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 256000, "layer_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention", "full_attention"] * 16,
+    }),
+    "AFM-4.5B": (4.62e9, {
+        "model_type": "arcee", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 18432, "vocab_size": 128004,
+        "hidden_act": "relu2", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }),
+    "Llama-4-Scout": (107.8e9, {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "vocab_size": 202048, "num_local_experts": 16, "interleave_moe_layer_step": 1, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }),
+    "ERNIE-4.5-21B-A3B": (21.8e9, {
+        "model_type": "ernie4_5_moe", "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "intermediate_size": 12288, "moe_intermediate_size": 1536, "moe_num_experts": 64,
+        "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_interval": 1, "vocab_size": 103424, "rms_norm_eps": 1e-5,
+    }),
+}  # fmt: skip
+"""Parameters of text models, as counted in transformers' modules, and what their configs say."""
+
+
+@pytest.mark.parametrize("model", list(PUBLISHED))
+def test_the_parameters_of_a_config_are_those_of_the_model(model: str, tmp_path: Path) -> None:
+    parameters, config = PUBLISHED[model]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bytes_of_two_each = strategies(str(tmp_path / "config.json"))["one GPU"]["per_gpu"]["parameters"]
+    assert bytes_of_two_each / 2 == pytest.approx(parameters, rel=0.04)
+
+
+def test_the_time_of_a_mixture_is_that_of_the_experts_that_a_token_goes_through(tmp_path: Path) -> None:
+    seconds = []
+    for config in (LLAMA, {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 1}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        arguments = (str(tmp_path / "config.json"), "--sequence", "4096", "--gpu-memory", "10TB", "--no-checkpointing")
+        seconds.append(strategies(*arguments)["one GPU"]["seconds"])
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
+
+
 def test_memory_left_is_for_activations_if_those_are_not_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     arguments = (str(tmp_path / "config.json"), "--gpus", "8")
@@ -133,6 +196,13 @@ BAD_CONFIGS = {
     "negative": (json.dumps({**LLAMA, "vocab_size": -1}), "vocab_size is -1"),
     "heads that do not divide": (json.dumps({**LLAMA, "num_attention_heads": 7}), "no multiple of the 7 heads"),
     "an encoder with a decoder": (json.dumps({**LLAMA, "is_encoder_decoder": True}), "give a function that builds"),
+    "state-space layers": (json.dumps({**LLAMA, "mamba_d_state": 16}), "state-space layers"),
+    "convolutions": (json.dumps({**LLAMA, "layer_types": ["conv", "full_attention"]}), "layers of the type 'conv'"),
+    "experts in half of the layers": (
+        json.dumps({**LLAMA, "num_local_experts": 128, "interleave_moe_layer_step": 2}),
+        "experts in some of the layers only",
+    ),
+    "shared layers": (json.dumps({**LLAMA, "num_hidden_groups": 1}), "layers that share their weights"),
     "latent attention": (json.dumps({**LLAMA, "kv_lora_rank": 512}), "multi-head latent attention"),
     "bytes": ("\udcff\udcfe", "cannot be read"),
 }

@@ -283,7 +283,7 @@ def _seconds(
     subject: Subject, setup: Setup, kind: StrategyKind, sent: float, accumulation: int, checkpointing: bool
 ) -> float:
     """Return the seconds of a step. Compute and communication overlap; the host's link and its Adam do not."""
-    forward = 2.0 * subject.parameters * subject.tokens * setup.batch
+    forward = 2.0 * subject.parameters * subject.active_share * subject.tokens * setup.batch
     backward = forward * (1 + subject.trainable / max(1, subject.parameters))
     again = forward if checkpointing else 0.0
     compute = (forward + backward + again) / (setup.flops * _EFFICIENCY)

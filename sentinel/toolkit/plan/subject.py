@@ -60,6 +60,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """Number of parameters stored in NF4."""
     tokens: int = 0
     """Tokens of one sample, for the time of computing; 0: unknown."""
+    active_share: float = 1.0
+    """Share of the parameters that a token goes through, for the time of computing: not all in a mixture of experts."""
     plain: Profile | None = None
     checkpointed: Profile | None = None
     """The profile with each repeated unit checkpointed."""

@@ -84,6 +84,12 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return self.layer_matrices + biases + norms
 
     @property
+    def active_share(self) -> float:
+        """Share of the parameters that a token goes through: the others are of experts that it is not sent to."""
+        idle = max(0, self.experts - self.experts_per_token)
+        return 1 - self.layers * idle * (3 if self.gated else 2) * self.hidden * self.inner / self.parameters
+
+    @property
     def rest(self) -> int:
         """Parameters outside the blocks: embeddings, head and final norm."""
         h, v = self.hidden, self.vocabulary
@@ -181,6 +187,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
             linear=self.layers * self.layer_matrices,
             largest_linear=self.hidden * max(self.inner, self.queries),
             tokens=sequence,
+            active_share=self.active_share,
             plain=profiles[0],
             checkpointed=profiles[1],
         )
