@@ -30,11 +30,14 @@ class LearningRates:
         self.put_back()
         if factor == 1.0:
             return
+        shared: set[int] = set()  # a rate that is a tensor: torch gives the same one to all groups
         for group in self._optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, Tensor):
-                self._lowered.append((group, rate.clone()))
-                rate.mul_(factor)
+                if id(rate) not in shared:
+                    shared.add(id(rate))
+                    self._lowered.append((group, rate.clone()))
+                    rate.mul_(factor)
             elif isinstance(rate, int | float):
                 self._lowered.append((group, rate))
                 group["lr"] = rate * factor

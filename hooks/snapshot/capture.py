@@ -159,15 +159,15 @@ class Copies:
         self._former: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
-        self._targets: set[tuple[Any, ...]] = set()
+        self._planned: dict[tuple[Any, ...], Tensor] = {}
 
     def add(self, live: Tensor, kept: Tensor) -> bool:
-        """Plan to copy `kept` into `live`. Returns False if another copy into it is planned already."""
+        """Plan to copy `kept` into `live`. Returns False if other values are to be copied into it."""
         # A parameter and a view of its first rows begin at the same address, but are not the same.
         place = live.data_ptr(), live.dtype, live.shape, live.stride()
-        if place in self._targets:
-            return False
-        self._targets.add(place)
+        if place in self._planned:  # one tensor in two entries, as the rate that torch gives to all groups
+            return torch.equal(self._planned[place], kept)
+        self._planned[place] = kept
         self._live.append(live)
         self._kept.append(kept)
         return True
@@ -232,7 +232,7 @@ def thaw_tree(kept: Any, live: Any, copies: Copies) -> Any:
     """Return what `kept` was made from, in the place of `live`.
 
     A live tensor or dictionary that fits is reused; nothing is written into the tensor before `copies` are made. Where
-    nothing fits, or two entries have come to share one tensor, the value is new.
+    nothing fits, or two entries of different values have come to share one tensor, the value is new.
     """
     if isinstance(kept, Cell):
         if isinstance(live, Tensor) and fits(kept, live) and copies.add(local(live).detach(), kept.kept):

@@ -93,6 +93,16 @@ def test_a_new_process_has_no_optimizer_state_yet(tmp_path: Path) -> None:
     assert_same(other.state(), expected)
 
 
+def test_a_rate_that_groups_share_is_still_shared(tmp_path: Path) -> None:
+    """A loop that writes its schedule into that tensor reaches all groups."""
+    name = "tensor lr of two groups"
+    written(tmp_path, name)
+    other = Training(name)
+    rate = other.optimizer.param_groups[0]["lr"]
+    assert again(other, tmp_path) == 6
+    assert [group["lr"] is rate for group in other.optimizer.param_groups] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

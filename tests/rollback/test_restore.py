@@ -37,7 +37,7 @@ def addresses(training: Training) -> list[int]:
     tensors = [*training.model.parameters(), *training.model.buffers()]
     tensors += [value for state in training.optimizer.state.values() for value in state.values()]
     tensors += [parameter.grad for parameter in training.model.parameters()]
-    tensors += [value for value in training.optimizer.param_groups[0].values() if isinstance(value, torch.Tensor)]
+    tensors += [value for group in training.optimizer.param_groups for value in group.values()]
     return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
@@ -275,7 +275,7 @@ def test_a_state_that_would_not_load() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "lambda"])
-@pytest.mark.parametrize("optimizer", ["adamw", "tensor lr", "sgd nesterov"])
+@pytest.mark.parametrize("optimizer", ["adamw", "tensor lr", "tensor lr of two groups", "sgd nesterov"])
 def test_learning_rates_are_lowered_for_the_step_and_no_schedule_sees_it(optimizer: str, schedule: str) -> None:
     training = Training(optimizer, schedule=schedule)
     restorer, sent = training.arm()

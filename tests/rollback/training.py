@@ -24,6 +24,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+    "tensor lr of two groups": lambda p: torch.optim.AdamW(
+        [{"params": [*p]}, {"params": [], "weight_decay": 0.0}], lr=torch.tensor(1e-2), foreach=False
+    ),
     "sgd nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
