@@ -4,12 +4,13 @@ The budget covers three parts: the hooks on the training thread, the sender's th
 daemon, which the daemon measures and sends. Spacings are powers of two and a tier is taken where seq % k == 0, so that
 every schedule contains the coarser ones: ranks with different spacings still sample common steps. Of tier 0, the loss,
 the loss scale and withheld steps are taken at every step; its other signals (times, rates) at least at every 64th, in
-loops so fast that its cost is measurable, and never before the first 512 steps are over.
+loops so fast that its cost is measurable, never before the first 512 steps are over, nor soon after a slow step.
 
 A tier is sampled at a step if any line of its column says so:
 
                   tier 0            tiers 1 and 2                  tier 3
     first steps   all of 512        all of 64, then fewer of 512   every 8th of 64           what `Opening` affords
+    slow steps    40 after each     -                              -                         one takes over 50 ms
     attention     every step        every step                     4 times, at every 8th     after `attend`
     spacing       seq % k == 0      seq % k == 0, and 0 and 1      seq % k == 0, and 0, 1    as the budget allows
 
@@ -41,6 +42,9 @@ COLD_SECONDS = 0.03
 cost with cold caches, and be far too coarse."""
 FULL_STEPS = 512
 """Number of first steps at which all of tier 0 is taken."""
+SLOW_SECONDS, SLOW_STEPS = 0.05, 40
+"""A step that takes so long can afford tier 0, and so can this many steps after it: SlowStep needs the times of 30, and
+judges no slowdown of less than 50 ms."""
 RELAXED = range(1, 65)
 """Finest and coarsest spacing of tier 0."""
 RELAXED_SHARE = 0.15
@@ -129,6 +133,8 @@ class Governor:
         """Seconds on the training thread so far, by the host's clock."""
         self.attentive = False
         """Whether everything is sampled because something looked odd."""
+        self.slow_seconds = SLOW_SECONDS
+        """A step that takes longer is followed by steps at which all of tier 0 is taken."""
         self._overhead, self._opening, self._norm_first = overhead, opening, norm_first
         self._tiers = {tier: Mean() for tier in FIRST}
         self._samples: dict[int, float] = {}
@@ -141,6 +147,8 @@ class Governor:
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
         """Steps of the first optimizer: the last one at which everything is sampled, and the last one that is over."""
+        self._full_until = FULL_STEPS
+        """The first step at which tier 0 may be left out."""
         self._rare_left = 0
         """Samples of tier 3 that the daemon asked for and that are still to be taken."""
         self._order: tuple[int, dict[int, int]] | None = None
@@ -165,7 +173,7 @@ class Governor:
         if (seq if first else self._latest + 1) <= self._attend_until:
             return True
         if tier == 0:
-            return seq % self.spacing[0] == 0 or seq < FULL_STEPS
+            return seq % self.spacing[0] == 0 or seq < self._full_until
         return self._is_scheduled(tier, seq) or self._opens(tier, seq)
 
     def _is_scheduled(self, tier: int, seq: int) -> bool:
@@ -179,7 +187,7 @@ class Governor:
     def fast_path_end(self, seq: int) -> int:
         """Return the first step from `seq` on at which more is taken than at every step, as far as is known; `seq`
         itself where that is not known yet."""
-        if seq < FULL_STEPS or seq <= self._attend_until or not self._opening.is_over(seq):
+        if seq < self._full_until or seq <= self._attend_until or not self._opening.is_over(seq):
             return seq
         end = -(-seq // self.spacing[0]) * self.spacing[0]
         return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # the step that applies the order
@@ -268,6 +276,8 @@ class Governor:
             self.spacing.update(self._order[1])
             self._order, self._ordered = None, True
         self._latest = seq
+        if loop > self.slow_seconds:
+            self._full_until = max(self._full_until, seq + SLOW_STEPS)
         self.hook_seconds += own
         own, self._aside = own * share + self._aside, 0.0
         self._feel_samples(share)

@@ -262,10 +262,11 @@ class FastPath:
         else:
             self._submit(record, False)
         self._on_fast_path = False
-        if seq + 1 >= self._stretch_end:
+        seconds = left - self._previous_exit  # type: ignore[operator] # never None in a stretch
+        if seq + 1 >= self._stretch_end or seconds > self._governor.slow_seconds:
             accumulator.fast_path_loss_limit = -math.inf
         self._stretch_steps += 1
-        self._stretch_seconds += left - self._previous_exit  # type: ignore[operator] # never None in a stretch
+        self._stretch_seconds += seconds
         self._previous_exit, self.seq = left, seq + 1
         if self.collector is not None:
             self.collector.end_step(seq, first=True)

@@ -98,6 +98,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examine every fourth step in full, whatever it costs, and end the learning of a model early."""
     monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
     monkeypatch.setattr(governor, "FULL_STEPS", 4)
+    monkeypatch.setattr(governor, "SLOW_SECONDS", 60.0)  # on a busy machine any step may take 50 ms
     monkeypatch.setattr(probe, "EARLY", 4)
     monkeypatch.setattr(Governor, "_decide", lambda self: None)
     monkeypatch.setattr(forward_passes, "FIRST_CALLS", 6)

@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -43,6 +44,7 @@ WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 def every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
     monkeypatch.setattr(governor, "FULL_STEPS", 4)
+    monkeypatch.setattr(governor, "SLOW_SECONDS", 60.0)  # on a busy machine any step may take 50 ms
     monkeypatch.setattr(opening, "END", 4)
     monkeypatch.setattr(probe, "EARLY", 4)
 
@@ -108,6 +110,18 @@ def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:
     whole = daemon.series("step_seconds")
     parts = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
     assert sum(daemon.series(part)[12] for part in parts) == pytest.approx(whole[12])
+
+
+def test_times_are_taken_at_every_step_once_a_step_was_slow(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule about time would otherwise wait for samples of one step in 64, at the pace of the slow ones."""
+    monkeypatch.setattr(governor, "SLOW_SECONDS", 0.05)
+    loop = Loop(net := model(), adamw(net))
+    with sentinel.attach(loop.net, loop.optimizer):
+        loop.run(24, lambda step: time.sleep(0.06 if step in (9, 10) else 0.0))
+    daemon.ended()
+    assert set(range(11, 24)) <= set(daemon.series("step_seconds"))
 
 
 def test_a_loss_that_is_not_finite_is_seen_whole_at_once(daemon: FakeDaemon) -> None:

@@ -20,6 +20,7 @@ from sentinel.hooks.core.governor import (
     RARE_STEPS,
     RELAXED,
     SEEN,
+    SLOW_STEPS,
     Governor,
     Mean,
     coarsen_spacing,
@@ -259,6 +260,18 @@ def test_tier_0_is_sampled_more_rarely_where_steps_are_short() -> None:
     governor.attend(FULL_STEPS + 1, 3)
     assert due(governor, 0, range(FULL_STEPS, FULL_STEPS + 5)) == list(range(FULL_STEPS, FULL_STEPS + 4))
     assert governor.fast_path_end(FULL_STEPS + 3) == FULL_STEPS + 3
+
+
+def test_tier_0_is_sampled_at_every_step_after_a_slow_one() -> None:
+    governor = make_governor(0.01)
+    governor.spacing[0] = RELAXED[-1]
+    governor.record_step(FULL_STEPS + 3, 0.04, 1e-5)
+    assert due(governor, 0, range(FULL_STEPS + 4, FULL_STEPS + 64)) == []
+    governor.record_step(FULL_STEPS + 4, 0.06, 1e-5)
+    after = range(FULL_STEPS + 5, FULL_STEPS + 4 + SLOW_STEPS)
+    assert due(governor, 0, range(FULL_STEPS + 5, FULL_STEPS + 64)) == list(after)
+    assert governor.fast_path_end(after[-1]) == after[-1]
+    assert governor.fast_path_end(after[-1] + 1) == FULL_STEPS + 64
 
 
 def test_an_order_is_obeyed_at_its_step_and_the_one_before_is_looked_at_whole() -> None:
