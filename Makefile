@@ -58,7 +58,7 @@ site: $(READY)
 
 # The screenshots in docs/images. They need Chromium, and differ by a few pixels each time.
 pictures: $(READY)
-	WRITE_PICTURES=1 $(BIN)/python -m pytest tests/web/test_views.py
+	WRITE_PICTURES=1 $(BIN)/python -m pytest tests/web/test_views.py tests/web/test_charts.py
 
 .venv/ready: pyproject.toml setup.py constraints.txt hooks/measure/_onepass.c hooks/measure/_dlpack.h
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sentinel needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 ...")'

@@ -1,9 +1,13 @@
-"""Fixtures: a real daemon with HTTP, and the content of its state file."""
+"""Fixtures: a real daemon with HTTP, and the content of its state file; screenshots.
+
+`make pictures` (WRITE_PICTURES=1) takes the screenshots of docs/images.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -18,8 +22,11 @@ import pytest
 from sentinel.node import paths
 from sentinel.report.stored_runs import StoredRuns
 from sentinel.web import http
+from tests.browser import Browser
 from tests.daemon.simulated import daemon_process
 from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
 
 
 class Served(msgspec.Struct):
@@ -38,6 +45,12 @@ class Served(msgspec.Struct):
 
     def authorized(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.state['token']}"}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let daemons find a fake driver with two GPUs."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "tests" / "collect" / "driver", ROOT))))
 
 
 @pytest.fixture
@@ -72,6 +85,14 @@ def served_here(stored: StoredRuns, port: int = 0, token: str = "token") -> Iter
         loop.call_soon_threadsafe(server.end)
         thread.join()
         loop.close()
+
+
+def keep_picture(page: Browser, name: str, **manner: str) -> None:
+    """Take a picture for the docs, if WRITE_PICTURES is set."""
+    if os.environ.get("WRITE_PICTURES"):
+        page.seen_with(**manner)
+        page.picture(ROOT / "docs" / "images" / f"{name}.png")
+        page.seen_with()
 
 
 def _rules(folder: Path) -> Path:
