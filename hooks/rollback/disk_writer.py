@@ -135,7 +135,8 @@ class DiskWriter:
             with say_if_late(f"attach: reading {self._directory}", speaks=True):
                 self._parent = self._check_directory(first_step)
         self._worker = Worker("sentinel-disk")
-        self._written: Task | None = None
+        self.written: Task | None = None
+        """The last write, done or under way; None before the first."""
         self._worker.start()
         self._writing: wire.Publish | None = None
         self._closed = False
@@ -203,7 +204,7 @@ class DiskWriter:
             done(answer)
 
         try:
-            self._written = self._worker.submit(run)
+            self.written = self._worker.submit(run)
         except (RuntimeError, MemoryError) as error:  # no thread can be started
             self._writing = None
             done(wire.Published(id=message.id, ok=False, seq=message.seq, reason=repr(error)))
@@ -295,6 +296,6 @@ class DiskWriter:
     def close(self) -> None:
         """Stop; what is being written is left unfinished."""
         self._closed = True
-        if self._written is not None:
-            self._written.wait(CLOSING_SECONDS)
+        if self.written is not None:
+            self.written.wait(CLOSING_SECONDS)
         self._worker.close()

@@ -126,9 +126,11 @@ class Restorer(StepGuard):
         size = estimate_bytes([*parameters, *buffers], optimizers, extra)
         twice = self._run.settles_late and terms.directory is not None
         afford.expect(size * 2 if twice else size, neighbours())
-        self._disk = DiskWriter(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
+        self.disk = DiskWriter(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
+        """Writes snapshots to disk; None where the terms name no directory."""
         self._unseen = session.unseen
-        self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford, unseen=self._unseen)
+        self.ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford, unseen=self._unseen)
+        """The snapshots in host memory."""
         self._rates = LoweredRates(optimizers, self._unseen)
         self._ring_lock = threading.Lock()
         self._unhealthy_until = NOWHERE
@@ -140,17 +142,17 @@ class Restorer(StepGuard):
     @property
     def held(self) -> tuple[int, ...]:
         """Sequence numbers of the complete snapshots."""
-        return self._ring.held
+        return self.ring.held
 
     # Called by the loop.
 
     def enter_step(self, seq: int) -> None:
         """Called first in the first optimizer's step, before it changes anything."""
         try:
-            if self._disk is not None:
+            if self.disk is not None:
                 self._copy_late_state()
             self._rates.lower()
-            if self._ring.copying:
+            if self.ring.copying:
                 self._complete_copy()
         except Exception as fault:
             self._fail(fault)
@@ -163,9 +165,9 @@ class Restorer(StepGuard):
         try:
             self._note_exit()
             self._rates.put_back()
-            if skipped and self._disk is not None:
+            if skipped and self.disk is not None:
                 self._copy_late_state()
-            if skipped and self._ring.copying:
+            if skipped and self.ring.copying:
                 self._complete_copy()
             if self._promise.reach_step(seq):
                 self._keep_promise()
@@ -179,10 +181,10 @@ class Restorer(StepGuard):
         """Finish a copy that is under way, and what is still to be copied for the disk, before a CUDA graph is
         captured."""
         try:
-            if self._ring.copying:
+            if self.ring.copying:
                 self._complete_copy()
-            if self._disk is not None:
-                self._ring.finish()
+            if self.disk is not None:
+                self.ring.finish()
         except Exception as fault:
             self._fail(fault)
 
@@ -209,15 +211,15 @@ class Restorer(StepGuard):
         with self._ring_lock:  # a snapshot that is being given up must not be promised
             if self._promise.bound:
                 return
-            void = self._ring.make_room(seq)
+            void = self.ring.make_room(seq)
         if void is None:  # one is being written to disk, the other is the good one
             return
         self._unreported_void += void
         self._retake_torn = False
         self._taken_at = time.monotonic()
         self._check_once()
-        self._report(self._ring.begin(seq))
-        if self._disk is not None:
+        self._report(self.ring.begin(seq))
+        if self.disk is not None:
             self._session.defer(self._copy_late_state)
 
     def _check_once(self) -> None:
@@ -229,12 +231,12 @@ class Restorer(StepGuard):
     def _copy_late_state(self) -> None:
         """Copy what the loop changes after the step. Called between the steps too, where nothing of ours may raise."""
         try:
-            self._ring.finish()
+            self.ring.finish()
         except Exception as fault:
             self._fail(fault)
 
     def _complete_copy(self) -> None:
-        complete, torn = self._ring.settle()
+        complete, torn = self.ring.settle()
         self._report(complete)
         self._retake_torn = torn
 
@@ -264,9 +266,9 @@ class Restorer(StepGuard):
                 with _one_thread():
                     younger = snapshot.restore(self._run.parts)
                     self._zero_gradients()
-                void = self._ring.void_after(promise.to)
-                if self._disk is not None:
-                    self._disk.rewound(promise.to)
+                void = self.ring.void_after(promise.to)
+                if self.disk is not None:
+                    self.disk.rewound(promise.to)
                 ok, reason = True, self._adjust_loop(verdict, younger)
         except InDoubt as error:
             reason, touched = f"the other ranks may have restored step {promise.to} or not: {error}", True
@@ -292,7 +294,7 @@ class Restorer(StepGuard):
 
     def _find_usable(self, to: int) -> tuple[Snapshot | None, str]:
         """Return the snapshot of step `to`, and why the run cannot go back to it; empty if it can."""
-        snapshot = self._ring.find(to)
+        snapshot = self.ring.find(to)
         if snapshot is None:
             return None, self._fault or f"no snapshot of step {to} is held"
         with _one_thread():
@@ -319,12 +321,12 @@ class Restorer(StepGuard):
         match message:
             case wire.Held():
                 if message.seq in self.held:
-                    self._ring.shared.add(message.seq)
+                    self.ring.shared.add(message.seq)
             case wire.Publish():
                 self._publish(message)
             case wire.CancelPublish():
-                if self._disk is not None:
-                    self._disk.give_up(message.id)
+                if self.disk is not None:
+                    self.disk.give_up(message.id)
             case wire.Withhold():
                 # Multiples of `every` and not "the next healthy step": ranks get this a few steps apart, and only a
                 # snapshot that all of them hold is of use to all.
@@ -346,28 +348,28 @@ class Restorer(StepGuard):
 
     def _publish(self, message: wire.Publish) -> None:
         with self._ring_lock:
-            snapshot = self._ring.pin(message.seq) if self._disk is not None else None
-        if snapshot is None or self._disk is None:
-            if self._disk is not None:
-                self._disk.give_up()
+            snapshot = self.ring.pin(message.seq) if self.disk is not None else None
+        if snapshot is None or self.disk is None:
+            if self.disk is not None:
+                self.disk.give_up()
             held = list(self.held)
             reason = self._fault or f"the snapshot of step {message.seq} is not held, but {held}, or one is written"
             self._session.send(wire.Published(id=message.id, ok=False, seq=message.seq, reason=reason))
             return
-        self._disk.publish(message, snapshot, self._run.parts, self._end_publication)
+        self.disk.publish(message, snapshot, self._run.parts, self._end_publication)
 
     def _end_publication(self, answer: wire.Published) -> None:
         with self._ring_lock:
-            self._ring.unpin()
+            self.ring.unpin()
         self._session.send(answer)
 
     def close(self) -> None:
         """Release the memory and restore the learning rates. Nothing is promised from then on."""
         self._fault = self._fault or "rollback is detached"
         self._rates.close()
-        if self._disk is not None:
-            self._disk.close()
-        self._ring.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.ring.close()
         super().close()
 
     def _fail(self, fault: Exception) -> None:
@@ -377,7 +379,7 @@ class Restorer(StepGuard):
         if not is_passing(fault):
             self._disarm(fault)
             return
-        self._ring.break_off()
+        self.ring.break_off()
         self._unseen.record_failure(_SNAPSHOTS, "a snapshot", "without it")
 
     def _disarm(self, fault: Exception) -> None:
@@ -385,7 +387,7 @@ class Restorer(StepGuard):
             known = isinstance(fault, RollbackError)
             self._fault = str(fault) if known else repr(fault)
             logger.error("rollback is disarmed, training goes on: %s", self._fault, exc_info=not known)
-            self._ring.close()
+            self.ring.close()
             self._session.disarm(self._fault)
 
 

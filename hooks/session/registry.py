@@ -14,7 +14,8 @@ from sentinel.hooks.core import faults
 from sentinel.hooks.core.identity import in_notebook, printable
 from sentinel.hooks.session.session import GOODBYE_SECONDS, RunSession
 
-_sessions: list[RunSession] = []
+sessions: list[RunSession] = []
+"""The sessions, the newest last; ended ones stay until the next one begins."""
 _made = 0
 _prepared = False
 
@@ -24,10 +25,10 @@ def add(session: RunSession) -> None:
     global _made, _prepared
     if not _prepared:
         _prepared = True
-        atexit.register(_leave)
+        atexit.register(leave)
         os.register_at_fork(before=_halt, after_in_child=_abandon)
     _made += 1
-    _sessions.append(session)
+    sessions.append(session)
 
 
 def count_sessions() -> int:
@@ -37,7 +38,7 @@ def count_sessions() -> int:
 
 def find_session(optimizers: Sequence[object]) -> RunSession | None:
     """Return the live session that watches one of these optimizers; None if there is none."""
-    return next((session for session in _sessions if not session.ended and any(map(session.watches, optimizers))), None)
+    return next((session for session in sessions if not session.ended and any(map(session.watches, optimizers))), None)
 
 
 def let_go_of_the_dead(names: dict[str, object]) -> None:
@@ -47,15 +48,15 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
     they include those whose optimizers `names`, its variables, no longer hold: IPython keeps old results and tracebacks
     alive.
     """
-    for session in _sessions:
+    for session in sessions:
         if session.ended:
             session.unhook()
             session.say_closing()
-    _sessions[:] = [session for session in _sessions if not session.ended]
-    if not _sessions:
+    sessions[:] = [session for session in sessions if not session.ended]
+    if not sessions:
         return
     gc.collect()
-    for session in _sessions:
+    for session in sessions:
         if not session.monitors or (interactive() and not _is_named(session, names)):
             end(session)
 
@@ -93,11 +94,11 @@ def _is_named(session: RunSession, names: dict[str, object]) -> bool:
     return any(map(session.watches, held))
 
 
-def _leave() -> None:
+def leave() -> None:
     """Say goodbye for all sessions as the process ends."""
     # The interpreter sets `last_value` before it prints a traceback; at a prompt it may be hours old.
     error = getattr(sys, "last_value", None) if not interactive() else None
-    for session in _sessions:
+    for session in sessions:
         with faults.swallow_faults("the end of the process", "without a goodbye"):
             if session.ended:
                 session.say_closing()
@@ -116,11 +117,11 @@ def _goodbye(session: RunSession, error: BaseException | None) -> wire.Goodbye:
 
 
 def _halt() -> None:
-    for session in _sessions:
+    for session in sessions:
         session.sender.halt()
 
 
 def _abandon() -> None:
-    for session in _sessions:
+    for session in sessions:
         session.abandon()
-    _sessions.clear()
+    sessions.clear()

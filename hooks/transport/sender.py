@@ -91,7 +91,8 @@ class Sender(threading.Thread):
         """Whether the daemon that watched the run is gone, and none has answered since."""
         self.queue = StepQueue()
         self._session, self._receive, self._governor, self._unseen = session, receive, governor, unseen
-        self._heartbeat_writer = session.make_heartbeat_writer()
+        self.heartbeat_writer = session.make_heartbeat_writer()
+        """Writes the heartbeat; None as long as there can be none."""
         self._daemon_locator = daemon_locator
         self._connection: DaemonConnection | None = None
         self._messages: deque[wire.Message] = deque(maxlen=1024)
@@ -159,7 +160,7 @@ class Sender(threading.Thread):
 
     def halt(self) -> None:
         """Stop, before a fork and on the thread that forks, what has a thread of its own in C."""
-        heartbeat_writer = self._heartbeat_writer
+        heartbeat_writer = self.heartbeat_writer
         if heartbeat_writer is not None:
             heartbeat_writer.stacks.halt()
 
@@ -172,8 +173,8 @@ class Sender(threading.Thread):
         if self._connection is not None:
             self._connection.close()
         self._daemon_locator.abandon()
-        if self._heartbeat_writer is not None:
-            self._heartbeat_writer.abandon()
+        if self.heartbeat_writer is not None:
+            self.heartbeat_writer.abandon()
 
     def run(self) -> None:
         """Run the sender's rounds until the run is over. The body of the thread."""
@@ -242,12 +243,12 @@ class Sender(threading.Thread):
         return not (self.done or self._is_over())
 
     def _beat(self) -> None:
-        if self._heartbeat_writer is not None:
+        if self.heartbeat_writer is not None:
             try:
-                self._heartbeat_writer.beat()
+                self.heartbeat_writer.beat()
             except Exception:
                 if self._unseen.record_failure(HANGS, "the heartbeat", "hangs are not seen"):
-                    heartbeat_writer, self._heartbeat_writer = self._heartbeat_writer, None
+                    heartbeat_writer, self.heartbeat_writer = self.heartbeat_writer, None
                     heartbeat_writer.close()  # else it would look as if the GIL were held
             else:
                 if self._unseen.pausing:
@@ -268,16 +269,16 @@ class Sender(threading.Thread):
     def _connect(self, selector: selectors.BaseSelector) -> None:
         identity = self._session.identify()
         last = self._goodbye is not None
-        if self._heartbeat_writer is None:
-            self._heartbeat_writer = self._session.make_heartbeat_writer()
+        if self.heartbeat_writer is None:
+            self.heartbeat_writer = self._session.make_heartbeat_writer()
         connection = self._daemon_locator.dial(identity, last=last) if identity is not None else None
         if connection is None or identity is None:
             return
         self._connection = connection
         self.state = f"{RECORDING}{connection.path}" if isinstance(connection, Recorder) else GREETING
         selector.register(connection.socket, selectors.EVENT_READ)
-        if self._heartbeat_writer is not None:
-            connection.carry(self._heartbeat_writer.descriptors)
+        if self.heartbeat_writer is not None:
+            connection.carry(self.heartbeat_writer.descriptors)
         self._begin(connection, identity)
 
     def _begin(self, connection: DaemonConnection, identity: wire.Identity, *, ended: bool = False) -> None:
@@ -332,8 +333,8 @@ class Sender(threading.Thread):
             self.state, self.is_cut_off = STREAMING, False
             if self._connection is not None:
                 self._connection.keeps = message.keeps
-            if self._heartbeat_writer is not None:
-                self._heartbeat_writer.unsignalled = not message.signals
+            if self.heartbeat_writer is not None:
+                self.heartbeat_writer.unsignalled = not message.signals
         try:
             self._receive(message)
         except Exception:
@@ -451,7 +452,7 @@ class Sender(threading.Thread):
             self.state = "detached"
         connection, self._connection = self._connection, None
         self.queue.clear()
-        for part in (connection, self._daemon_locator, self._wake_sender, self._wake_receiver, self._heartbeat_writer):
+        for part in (connection, self._daemon_locator, self._wake_sender, self._wake_receiver, self.heartbeat_writer):
             if part is not None:  # a program that has closed all descriptors has closed ours, too
                 with faults.swallow_faults("the end of the sender", "some of it may still be open"):
                     part.close()

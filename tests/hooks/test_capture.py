@@ -160,15 +160,15 @@ def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
 ) -> None:
     copying: list[bool] = []
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: copying.append(restorer._ring.copying))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: copying.append(restorer.ring.copying))
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
     with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, keep=2, margin=1)) as monitor:
-        restorer: Any = find_session(monitor)._restorer and find_session(monitor)._restorer()
+        restorer: Any = find_session(monitor).restorer
         for batch in batches(2):
             loss_of(net, batch).backward()
             optimizer.step()
-        assert restorer._ring.copying
+        assert restorer.ring.copying
         torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
         assert restorer.held == (0, 1)
         loss_of(net, next(batches(1))).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.measure.probes.memory import MemoryProbe
 from sentinel.hooks.measure.statistics import TorchStatistics
 from sentinel.hooks.snapshot import snapshot
+from sentinel.hooks.snapshot.capture import Capture, Copies, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, estimate_bytes, round_up_pinned
-from sentinel.hooks.snapshot.snapshot import Snapshot
+from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
+from tests.rollback.training import Parts
 
 
 class Stream:
@@ -48,23 +51,47 @@ def on(*devices: str) -> list[Any]:
     return [SimpleNamespace(device=torch.device(device), kept=torch.zeros(100), source=None) for device in devices]
 
 
-def test_each_gpu_has_a_stream_for_copies_behind_the_loops(streams: dict[torch.device, Stream]) -> None:
+class Spread(Part):
+    """State on two GPUs."""
+
+    name = "spread"
+
+    def take(self, capture: Capture) -> None:
+        capture.volatile += on("cuda:0")
+        capture.stable += on("cuda:1")
+
+    def give(self, kept: Any, copies: Copies) -> None: ...
+
+
+def test_each_gpu_has_a_stream_for_copies_behind_the_loops(
+    streams: dict[torch.device, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     assert snapshot.gpus_of(on("cuda:1", "cpu", "cuda:0", "cuda:1")) == [first, second]
-    behind: Any = snapshot._behind(second)
-    assert behind.awaited == [streams[second]]
-    assert snapshot._behind(second) is behind
-    assert snapshot._behind(first) is not behind
+    entered: list[Stream] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(entered.append(stream)))
+    for part in ("seat", "fill"):
+        monkeypatch.setattr(HostBuffer, part, lambda self, cells: None)
+    ring = Ring(Parts(Spread()), keep=2, margin=0, afford=lambda nbytes: None)
+    for seq in range(2):
+        ring.make_room(seq)
+        ring.begin(seq)
+        ring.settle()
+    ring.close()
+    assert ring.overlap
+    behind = entered[:2]
+    assert entered == behind * 2
+    assert [stream.awaited for stream in behind] == [[streams[first]] * 2, [streams[second]] * 2]
+    assert not {*behind} & {*streams.values()}
 
 
 def test_a_copy_is_over_when_every_gpu_says_so(
     streams: dict[torch.device, Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = Snapshot()
-    taken._capture.volatile = on("cuda:0")
-    taken._capture.stable = on("cuda:1")
     for part in ("seat", "fill"):
         monkeypatch.setattr(HostBuffer, part, lambda self, cells: None)
+    taken.take(0, [Spread()], lambda nbytes: None)
     taken.copy()
     assert {str(device): stream.synchronized for device, stream in streams.items()} == {"cuda:0": 1, "cuda:1": 1}
 

@@ -29,6 +29,7 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.measure.probes import accumulation
+from sentinel.hooks.rollback.agreement import TwoPhaseCommit
 from sentinel.hooks.session import monitor as monitor_module
 from sentinel.hooks.session.event_router import EventRouter
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
@@ -135,7 +136,6 @@ def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
     if armed:
         restorer = session.restorer
         assert restorer is not None
-        assert restorer._fault == ""
         assert restorer.held
     monitor.detach()
 
@@ -148,9 +148,10 @@ def test_a_signal_while_a_snapshot_is_copied(handler: None, daemon: FakeDaemon) 
     with signalled_in("copy"), pytest.raises(TimeUp):
         fit(net, optimizer, 8)
     fit(net, optimizer, 8)
-    restorer = list_sessions()[-1].restorer
-    assert restorer is not None
-    assert restorer._fault == ""
+    session = list_sessions()[-1]
+    assert session.unseen.texts == (), "rollback is still armed"
+    assert session.restorer is not None
+    assert session.restorer.held
     monitor.detach()
 
 
@@ -182,7 +183,9 @@ def test_a_handler_that_assigns_to_its_arguments() -> None:
 
 
 @pytest.mark.faults  # a rollback that fails is logged
-def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: FakeDaemon) -> None:
+def test_a_signal_while_a_rank_waits_for_the_verdict(
+    handler: None, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
@@ -190,21 +193,21 @@ def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: Fake
     daemon.wait(lambda: len(daemon.of(wire.SnapshotTaken)) >= 2)
     restorer = list_sessions()[-1].restorer
     assert restorer is not None
-    to, at = restorer.held[-1], restorer._promise.exited + 2
+    to, at = restorer.held[-1], list_sessions()[-1].next_seq + 1
     daemon.send(wire.Prepare(id=1, at=at, to=to))
     daemon.wait(lambda: daemon.of(wire.Prepared))
     assert daemon.of(wire.Prepared)[-1].ok
 
-    wait = restorer._promise.wait
+    wait = TwoPhaseCommit.wait
 
-    def note(seconds: float) -> Any:
+    def note(promise: TwoPhaseCommit, seconds: float) -> Any:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        return wait(seconds)
+        return wait(promise, seconds)
 
-    restorer._promise.wait = note  # type: ignore[method-assign]
-    with pytest.raises(TimeUp):
-        fit(net, optimizer, 4)
-    del restorer._promise.wait
+    with monkeypatch.context() as noting:
+        noting.setattr(TwoPhaseCommit, "wait", note)
+        with pytest.raises(TimeUp):
+            fit(net, optimizer, 4)
     daemon.wait(lambda: daemon.of(wire.RolledBack))
     assert "interrupted" in daemon.of(wire.RolledBack)[-1].reason
     taken = len(daemon.of(wire.SnapshotTaken))
@@ -212,7 +215,7 @@ def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: Fake
     while len(daemon.of(wire.SnapshotTaken)) == taken and time.monotonic() < until:
         fit(net, optimizer, 4)  # none is taken in the half second after a promise
     assert len(daemon.of(wire.SnapshotTaken)) > taken
-    assert (restorer._fault, list_sessions()[-1].accumulator.unseen.texts) == ("", ())
+    assert list_sessions()[-1].unseen.texts == ()
     monitor.detach()
 
 
@@ -301,10 +304,10 @@ def test_a_signal_in_the_users_state_dict_reaches_the_loop(handler: None, daemon
     with pytest.raises(TimeUp):
         fit(net, optimizer, 6)
     fit(net, optimizer, 6)
-    restorer = list_sessions()[-1].restorer
-    assert restorer is not None
-    assert restorer._fault == ""
-    assert restorer.held
+    session = list_sessions()[-1]
+    assert session.unseen.texts == (), "rollback is still armed"
+    assert session.restorer is not None
+    assert session.restorer.held
 
 
 @pytest.mark.parametrize(
@@ -456,13 +459,13 @@ def test_a_snapshot_whose_checksum_failed_is_counted(daemon: FakeDaemon, monkeyp
     fit(net, optimizer, 6)
     restorer = list_sessions()[-1].restorer
     assert restorer is not None
-    held = [restorer._ring.find(seq) for seq in restorer.held]
+    held = [restorer.ring.find(seq) for seq in restorer.held]
     assert ["making it failed" in one.flaw() for one in held if one is not None] == [True, True]
     assert unseen.skipped == 3
     assert [text.partition(",")[0] for text in unseen.texts] == ["checksums of snapshots"]
     lacking.lacking = False
     fit(net, optimizer, 6)
-    held = [restorer._ring.find(seq) for seq in restorer.held]
+    held = [restorer.ring.find(seq) for seq in restorer.held]
     assert [one.flaw() for one in held if one is not None] == ["", ""]
     assert unseen.texts == ()
     monitor.detach()

@@ -6,7 +6,9 @@ import faulthandler
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,7 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.wire.heartbeat_page import BLANK, PAGE, SIGNAL, SIZE, STACKS, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
-from tests.hooks.sessions import find_heartbeat_writer, find_session
-
-
-def caught() -> bool:
-    """Whether this process handles the signal, in Python or in C."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
-    return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+from tests.hooks.sessions import find_heartbeat_writer, find_session, is_signal_caught
 
 
 def files_in_memory() -> list[str]:
@@ -55,15 +51,15 @@ def trained(monitor_of: FakeDaemon, steps: int = 5) -> sentinel.Monitor:
 
 
 def test_detach_gives_back_the_signal_and_the_files(daemon: FakeDaemon) -> None:
-    assert not caught()
+    assert not is_signal_caught()
     monitor = trained(daemon)
-    assert caught()
+    assert is_signal_caught()
     assert files_in_memory() == [PAGE, STACKS]
     sender = find_session(monitor).sender
     monitor.detach()
     daemon.ended()
     sender.join(60)  # on busy cores it may still be at it
-    assert not caught()
+    assert not is_signal_caught()
     assert files_in_memory() == []
 
 
@@ -74,7 +70,7 @@ def test_a_signal_that_is_the_users_stays_the_users(daemon: FakeDaemon) -> None:
         trained(daemon).detach()
         daemon.ended()
         assert signal.getsignal(SIGNAL) is mine
-        assert caught()
+        assert is_signal_caught()
     finally:
         signal.signal(SIGNAL, before)
 
@@ -87,7 +83,7 @@ def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) 
         assert find_heartbeat_writer(monitor).stacks.signal() == 0, "the daemon is told to keep off"
         monitor.detach()
         daemon.ended()
-        assert caught()
+        assert is_signal_caught()
     finally:
         faulthandler.unregister(SIGNAL)
         signal.signal(SIGNAL, before)
@@ -136,7 +132,7 @@ def test_a_fault_in_the_heartbeat_costs_the_heartbeat_alone(
     trained(daemon).detach()
     assert daemon.ended().reason == "detach"
     assert len([text for text in swallowed if "no heart" in text]) == 1
-    assert not caught()
+    assert not is_signal_caught()
     assert files_in_memory() == []
 
 
@@ -153,17 +149,28 @@ def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon)
     monitor = trained(daemon)
     child = os.fork()
     if child == 0:
-        os._exit(int(caught()) + 2 * len(files_in_memory()))
+        os._exit(int(is_signal_caught()) + 2 * len(files_in_memory()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert caught()
+    assert is_signal_caught()
     monitor.detach()
     daemon.ended()
 
 
-def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon: FakeDaemon) -> None:
+def note_call(calls: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function`, and notes each call by its name."""
+    return lambda *arguments, **more: (calls.append(name), function(*arguments, **more))[1]
+
+
+def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At its end an interpreter waits for the timer's thread, which a forked child does not have."""
     monitor = trained(daemon)
     heartbeat_writer = find_heartbeat_writer(monitor)
+    monkeypatch.setattr("sentinel.hooks.transport.heartbeat_writer.REWIND_SECONDS", 0.0)
+    timer = list[str]()
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, name, note_call(timer, name, getattr(faulthandler, name)))
     heartbeat_writer.stacks.wind()
     child = os.fork()
     if child == 0:
@@ -172,10 +179,9 @@ def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon
         faulthandler.cancel_dump_traceback_later()  # as the interpreter does at its end
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not heartbeat_writer.stacks._wound
-    heartbeat_writer.stacks._wind_at = 0.0
+    assert timer == ["dump_traceback_later", "cancel_dump_traceback_later"]
     heartbeat_writer.stacks.wind()
-    assert heartbeat_writer.stacks._wound, "the parent's is wound again"
+    assert timer[2:] == ["dump_traceback_later"], "the parent's is wound again"
     monitor.detach()
     daemon.ended()
 

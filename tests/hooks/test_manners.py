@@ -19,16 +19,20 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 import sentinel
 from sentinel import wire
+from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.loop.patches import Listeners
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probes
 from sentinel.hooks.session import registry
+from sentinel.hooks.session.session import EARLY_STEPS
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.transport import connection, records, sender
+from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.runs.step_alignment import BATCH_SECONDS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 from tests.hooks.sessions import find_session, list_patches, list_sessions
+from tests.waiting import until
 
 
 def loop(**options: Any) -> Loop:
@@ -156,26 +160,45 @@ def test_callbacks_of_the_user_may_fail(daemon: FakeDaemon, swallowed: list[str]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "here", "seconds"),
+    ("ranks", "here", "together"),
     [
-        ("1", "1", sender.INTERVAL_SECONDS),
-        ("2", "2", sender.TOGETHER_SECONDS),
-        ("2", "1", sender.INTERVAL_SECONDS),  # this node's daemon waits for no other
+        ("1", "1", False),
+        ("2", "2", True),
+        ("2", "1", False),  # this node's daemon waits for no other
     ],
 )
 def test_ranks_that_are_waited_for_send_more_often(
-    ranks: str, here: str, seconds: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    ranks: str, here: str, together: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here, "SENTINEL_RUN_ID": "r"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
+    assert min(BATCH_SECONDS, sender.INTERVAL_SECONDS) > sender.TOGETHER_SECONDS
+    monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
+    monkeypatch.setattr(sender, "TOGETHER_SECONDS", 0.01)
+    monkeypatch.setattr(sender, "BEAT_SECONDS", 0.01)
+    rounds = [0]
+
+    def count_round(*_: Any) -> None:
+        rounds[0] += 1
+
+    def wait_for_rounds() -> None:
+        enough = rounds[0] + 3
+        until(lambda: rounds[0] >= enough, "three rounds of the sender")
+
+    monkeypatch.setattr(Governor, "record_sender_time", count_round)
     watched = loop()
-    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(len(EARLY_STEPS))
+        daemon.wait(lambda: EARLY_STEPS[-1] in daemon.seqs())
+        wait_for_rounds()
         watched.run(1)
-        daemon.wait(lambda: daemon.of(wire.Batch))
-        assert find_session(monitor).sender._interval() == seconds
-    assert sender.TOGETHER_SECONDS < BATCH_SECONDS
+        if together:
+            daemon.wait(lambda: len(EARLY_STEPS) in daemon.seqs())
+        wait_for_rounds()
+        assert (len(EARLY_STEPS) in daemon.seqs()) == together
     daemon.ended()
+    assert len(EARLY_STEPS) in daemon.seqs()
 
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,13 +369,20 @@ def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
         assert watching.seq == 0
 
 
-def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
+def test_a_forked_child_is_not_the_run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, dial = list[connection.DaemonConnection](), DaemonLocator.dial
+
+    def dial_and_note(locator: DaemonLocator, *arguments: Any, **more: Any) -> connection.DaemonConnection | None:
+        line = dial(locator, *arguments, **more)
+        lines.extend([line] if line is not None else [])
+        return line
+
+    monkeypatch.setattr(DaemonLocator, "dial", dial_and_note)
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
-        line = find_session(monitor).sender._connection
-        assert line is not None
+        (line,) = lines
         child = os.fork()
         if child == 0:
             failed = 1
@@ -360,7 +390,7 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
                 watched.run(3)
                 failed = int(monitor.state != "forked" or line.socket.fileno() != -1)
                 monitor.detach()
-                registry._leave()
+                registry.leave()
             finally:
                 os._exit(failed)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

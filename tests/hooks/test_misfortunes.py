@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +19,14 @@ import sentinel
 from sentinel import wire
 from sentinel.hooks.core import faults
 from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.rollback.agreement import TwoPhaseCommit
 from sentinel.hooks.session import registry
 from sentinel.hooks.session.command_handler import CommandHandler
 from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
-from tests.hooks.sessions import list_sessions
+from tests.hooks.sessions import is_signal_caught, list_sessions
 
 
 def test_a_stop_that_cannot_print_its_message(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +118,7 @@ def test_an_exception_whose_text_cannot_be_made(daemon: FakeDaemon, monkeypatch:
     optimizer = sgd(net)
     sentinel.attach(net, optimizer)
     monkeypatch.setattr(sys, "last_value", Silent(), raising=False)
-    registry._leave()
+    registry.leave()
     assert daemon.ended().detail == "Silent"
 
 
@@ -123,7 +126,7 @@ def test_an_exception_without_a_text(daemon: FakeDaemon, monkeypatch: pytest.Mon
     net = loops.model()
     sentinel.attach(net, sgd(net))
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
-    registry._leave()
+    registry.leave()
     assert daemon.ended().detail == "KeyboardInterrupt"
 
 
@@ -135,8 +138,13 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
         loader = monitor.batches(list(loops.batches(6)))
         restorer = list_sessions()[-1].restorer
         assert restorer is not None
-        for wrong in (float("nan"), 0.0, -1.0, 2.0):
-            restorer._adjust_loop(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong), younger=())
+        fit(net, optimizer, 1)
+        for number, wrong in enumerate((float("nan"), 0.0, -1.0, 2.0), 1):
+            restorer.receive(wire.Prepare(id=number, at=number, to=0))
+            restorer.receive(wire.Commit(id=number, skip_batches=-3, lr_factor=wrong))
+            fit(net, optimizer, 1)
+        daemon.wait(lambda: len(daemon.of(wire.RolledBack)) == 4)
+        assert all(answer.ok for answer in daemon.of(wire.RolledBack))
         assert len([batch for batch in loader if batch is not None]) == 6
         fit(net, optimizer)
     assert all(parameter.isfinite().all() for parameter in net.parameters())
@@ -152,12 +160,20 @@ def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: 
     net = loops.model()
     optimizer = sgd(net)
     monkeypatch.setattr(DaemonLocator, "close", closed)
+    made, make_pair = list[socket.socket](), socket.socketpair
+
+    def make_noted_pair() -> tuple[socket.socket, socket.socket]:
+        made.extend(pair := make_pair())
+        return pair
+
+    monkeypatch.setattr(socket, "socketpair", make_noted_pair)
     monitor = sentinel.attach(net, optimizer)
-    sender = list_sessions()[-1].sender
     fit(net, optimizer)
+    daemon.wait(lambda: daemon.of(wire.Batch))
+    assert is_signal_caught() == hasattr(os, "memfd_create")
     monitor.detach()
-    assert sender._heartbeat_writer is None or sender._heartbeat_writer._ended
-    assert sender._wake_sender.fileno() == -1
+    assert not is_signal_caught()
+    assert [one.fileno() for one in made] == [-1, -1]
 
 
 NUMBERS = st.sampled_from([0, 1, -1, 2, 7, 10**6, 2**52, -(2**52)])
@@ -198,10 +214,12 @@ def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], mess
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
     session = list_sessions()[-1]
     assert session.restorer is not None
-    session.restorer._verdict_seconds = 0.0
-    for message in messages:
-        CommandHandler(session).receive(message)
-        fit(net, optimizer, 1)
+    with pytest.MonkeyPatch.context() as hasty:
+        wait = TwoPhaseCommit.wait
+        hasty.setattr(TwoPhaseCommit, "wait", lambda promise, seconds: wait(promise, 0.0))
+        for message in messages:
+            CommandHandler(session).receive(message)
+            fit(net, optimizer, 1)
     assert session.next_seq == len(messages)
     assert session.monitors[0].alive()
     assert optimizer.param_groups[0]["lr"] == 0.01

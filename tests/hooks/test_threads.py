@@ -140,7 +140,7 @@ limit()
 train(20)
 lift()
 train(20)
-print(registry._sessions[0].restorer.held)
+print(registry.sessions[0].restorer.held)
 """
 
 

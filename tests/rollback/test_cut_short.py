@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -11,12 +10,15 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sentinel import wire
-from sentinel.hooks.snapshot import directory
+from sentinel.hooks.rollback import disk_writer
+from sentinel.hooks.rollback.restorer import Restorer
+from sentinel.hooks.snapshot import checkpoint_files, directory
 from tests.rollback.test_disk import DATA, again, armed, write, written
 from tests.rollback.training import Training, find_latest, of_type
 
@@ -54,34 +56,46 @@ class Calls:
         return counted
 
 
-class Writer:
-    """A run with a sound snapshot of step 5 on disk, about to write that of step 10."""
+class AtOnce:
+    """A worker that makes a call on the thread that submits it, so that what ends the call ends the test's write."""
 
-    def __init__(self, folder: Path) -> None:
-        training = Training()
-        self.restorer, sent = armed(training, folder / "base")
-        for seq in range(12):
-            training.step(DATA[seq])
-            if seq == 6:
-                assert write(self.restorer, sent, 5).ok
+    def __init__(self, name: str) -> None:
+        self.start = self.close = lambda: None
+
+    def submit(self, run: Callable[[], object]) -> SimpleNamespace:
+        run()
+        return SimpleNamespace(wait=lambda seconds: True)
+
+
+class Writer:
+    """A run with a sound snapshot of step 5 on disk, from which others go on to write that of step 11."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written(folder / "base")
+        monkeypatch.setattr(disk_writer, "Worker", AtOnce)
+        monkeypatch.setattr(checkpoint_files, "lower_priority", lambda: None)  # of this thread
         self._folder = folder
+        self._restorers: dict[Path, Restorer] = {}
 
     def folder(self, name: str) -> Path:
-        """Return a copy of the folder with the snapshot of step 5."""
-        return Path(shutil.copytree(self._folder / "base", self._folder / name))
+        """Return a copy of the folder with the snapshot of step 5, in which a run is about to write the next one."""
+        place = Path(shutil.copytree(self._folder / "base", self._folder / name))
+        training = Training()
+        self._restorers[place], _ = armed(training, place, step=6)
+        for seq in range(7):
+            training.step(DATA[seq])
+        snapshot = self._restorers[place].ring.find(5)
+        assert snapshot is not None
+        snapshot.wait()  # a forked child has no thread that makes its checksum
+        return place
 
     def write(self, place: Path) -> None:
-        publisher, snapshot = self.restorer._disk, self.restorer._ring.find(10)
-        assert publisher is not None
-        assert snapshot is not None
-        publisher._directory = publisher._place = place
-        publisher._writing = message = wire.Publish(id=11, seq=10, step=10, run="train", run_id="r", attempt=0)
-        publisher._write_snapshot(message, snapshot, self.restorer._run.parts)
+        self._restorers[place].receive(wire.Publish(id=11, seq=5, step=11, run="train", run_id="r", attempt=0))
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Writer:
-    return Writer(tmp_path)
+def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Writer:
+    return Writer(tmp_path, monkeypatch)
 
 
 def all_calls(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Calls:
@@ -90,7 +104,7 @@ def all_calls(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Calls:
     with monkeypatch.context() as patched:
         whole = Calls(patched)
         writer.write(place)
-    assert newest(place) == 10
+    assert newest(place) == 11
     return whole
 
 
@@ -115,9 +129,9 @@ def test_killed_at_every_call(writer: Writer, tmp_path: Path, monkeypatch: pytes
                 writer.write(place)
         after.append(newest(place))
     assert after == sorted(after)
-    assert set(after) == {5, 10}  # the snapshot is whole once it has its name
+    assert set(after) == {5, 11}  # the snapshot is whole once it has its name
     assert again(Training(), tmp_path / "1") == 6
-    assert again(Training(), tmp_path / str(whole.count)) == 11
+    assert again(Training(), tmp_path / str(whole.count)) == 12
 
 
 def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +139,12 @@ def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest
     whole = all_calls(writer, monkeypatch)
     for last in range(1, whole.count + 1):
         place = writer.folder(str(last))
-        with monkeypatch.context() as patched, contextlib.suppress(OSError):
+        with monkeypatch.context() as patched:
             Calls(patched, last=last, fault=OSError)
             writer.write(place)
-        assert newest(place) in (5, 10)
+        assert newest(place) in (5, 11)
     writer.write(tmp_path / "2")
-    assert newest(tmp_path / "2") == 10
+    assert newest(tmp_path / "2") == 11
     assert not [path for path in (tmp_path / "2").iterdir() if path.name.startswith(".")]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sentinel.errors import RollbackError
 from sentinel.hooks.rollback import disk_writer, framework_checkpoints
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.session import resume_over_nodes
-from sentinel.hooks.snapshot import directory, node_parts
+from sentinel.hooks.snapshot import checkpoint_files, directory, node_parts
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.state_owners import Owners
 from tests.rollback.test_disk import DATA, again, armed
@@ -418,11 +419,17 @@ def test_a_rank_is_free_for_the_next_one_where_another_could_not_write(
     writer = Writer(tmp_path, 0, 2, monkeypatch)
     for _ in range(7):
         writer.training.step(DATA[0])
-    disk: Any = writer.restorer._disk
+    wanted, assemble = queue.Queue[Callable[[], bool]](), checkpoint_files.assemble
+
+    def assemble_and_note(folder: Path, members: Sequence[int], is_wanted: Callable[[], bool]) -> Any:
+        wanted.put(is_wanted)
+        return assemble(folder, members, is_wanted)
+
+    monkeypatch.setattr(checkpoint_files, "assemble", assemble_and_note)
     order = wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0, ranks=(0, 1))
     writer.restorer.receive(order)
     writer.restorer.receive(wire.CancelPublish(id=7))
-    assert disk._writing is not None, "of another order"
+    assert wanted.get(timeout=60)(), "that order was another"
     writer.restorer.receive(wire.CancelPublish(id=1))
     wait_for_disk(writer.restorer)
     assert of_type(writer.sent, wire.Published)[-1].reason == "the snapshot is no longer wanted"

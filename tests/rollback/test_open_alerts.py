@@ -73,8 +73,8 @@ class Watched:
         for batch in DATA[self.training.seq : self.training.seq + count]:
             seq = self.training.seq
             self.training.step(batch)
-            if (disk := self.restorer._disk) is not None and disk._written is not None:
-                disk._written.wait()  # so that its answer does not come in the middle of another message
+            if (disk := self.restorer.disk) is not None and disk.written is not None:
+                disk.written.wait()  # so that its answer does not come in the middle of another message
             while self.said:
                 self.sent.append(message := self.said.pop(0))
                 self.watch.ingest.message(self.rank, message, 0.0)

@@ -20,7 +20,7 @@ from torch import nn
 from bench.armed import RecordingSession
 from sentinel import wire
 from sentinel.hooks.rollback import agreement
-from sentinel.hooks.rollback.agreement import InDoubt, RankConsensus
+from sentinel.hooks.rollback.agreement import DirectoryBallot, InDoubt, RankConsensus
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.node import locks
@@ -64,6 +64,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     made = Ranks(tmp_path / "run")
     monkeypatch.setattr(agreement, "place", lambda: (made.here.rank, WORLD))
     return made
+
+
+def say_ready(folder: Path, rank: int) -> None:
+    """Write that this rank's snapshot is sound and that it is ready, as it does before it waits for the others."""
+    ballot = DirectoryBallot(folder)
+    assert ballot.write(f"{PROMISE.id}-rank-{rank}", f"{PROMISE.to} {PROMISE.at} 1") == ""
+    ballot.close()
 
 
 def test_all_ranks_restore_where_all_are_ready(ranks: Ranks) -> None:
@@ -145,10 +152,9 @@ def test_the_others_restore_where_one_ends_after_all_were_ready(ranks: Ranks) ->
     """The rank that ends may host the store, or be about to write the decision: the others know its readiness."""
 
     def act(rank: int) -> str:
-        consensus = ranks.consensus(10.0)
         if rank != 0:
-            return consensus.ask_ranks(PROMISE, True, 0.0)
-        consensus._write(PROMISE, "rank-0", "10 20 1")
+            return ranks.consensus(10.0).ask_ranks(PROMISE, True, 0.0)
+        say_ready(ranks.folder, 0)
         return "killed"
 
     assert ranks.each(act) == ["killed", "", "", ""]
@@ -167,7 +173,7 @@ def test_a_rank_that_stood_still_finds_what_the_others_decided(ranks: Ranks) -> 
     def act(rank: int) -> str:
         consensus = ranks.consensus(10.0)
         if rank == 0:
-            consensus._write(PROMISE, "rank-0", "10 20 1")
+            say_ready(ranks.folder, 0)
             consents.append(consensus)
             return "stopped"
         return consensus.ask_ranks(PROMISE, True, 0.0)
@@ -190,12 +196,20 @@ def test_ranks_with_random_delays_come_to_one_decision(ranks: Ranks, monkeypatch
     """
     chance = random.Random(0)
     seen: set[bool] = set()
+    deciding, write = [0.0] * WORLD, DirectoryBallot.write
+
+    def write_late(ballot: DirectoryBallot, name: str, text: str) -> str:
+        if name.endswith("-decided"):
+            time.sleep(deciding[ranks.here.rank])
+        return write(ballot, name, text)
+
+    monkeypatch.setattr(DirectoryBallot, "write", write_late)
     for number in range(20):
         patience = 30.0 if number % 5 == 0 else 0.05
         promise = wire.Prepare(id=100 + number, at=20, to=10)
         delays = [chance.choice([0.0, 0.0, 0.01, 0.05]) for _ in range(WORLD)]
         missed = chance.randrange(WORLD) if chance.random() < 0.3 else None
-        deciding = [chance.choice([0.0, 0.0, 0.0, 0.1]) for _ in range(WORLD)]
+        deciding[:] = [chance.choice([0.0, 0.0, 0.0, 0.1]) for _ in range(WORLD)]
 
         def act(rank: int) -> str:
             time.sleep(delays[rank])  # noqa: B023
@@ -203,8 +217,6 @@ def test_ranks_with_random_delays_come_to_one_decision(ranks: Ranks, monkeypatch
             if rank == missed:  # noqa: B023
                 consensus.withhold(promise)  # noqa: B023
                 return "went on"
-            decide = consensus._decide
-            consensus._decide = lambda *a: (time.sleep(deciding[rank]), decide(*a))[1]  # type: ignore[method-assign, func-returns-value]  # noqa: B023
             return consensus.ask_ranks(promise, True, 0.0)  # noqa: B023
 
         words = [word for word in ranks.each(act) if word != "went on"]
@@ -252,7 +264,7 @@ def test_no_descriptor_is_needed_once_the_rank_has_promised(ranks: Ranks) -> Non
     ranks.here.rank = 0
     consensus = ranks.consensus(10.0)
     for rank in range(1, WORLD):
-        consensus._write(PROMISE, f"rank-{rank}", "10 20 1")
+        say_ready(ranks.folder, rank)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

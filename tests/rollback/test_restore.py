@@ -17,11 +17,12 @@ from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.rollback.agreement import TwoPhaseCommit
 from sentinel.hooks.rollback.lr_scaling import LearningRates
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.snapshot.capture import Cell
-from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
+from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, note_cells, of_type, roll_back
 
 DATA = batches(24)
 
@@ -184,7 +185,7 @@ def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> 
             assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
             assert scale is None or scale.get_scale() == 4.0
     assert of_type(sent, wire.RolledBack)[0].ok
-    assert restorer._ring.overlap  # its steps, between two of the first one's, tore no snapshot
+    assert restorer.ring.overlap  # its steps, between two of the first one's, tore no snapshot
 
 
 # A rollback is refused, and nothing is touched.
@@ -211,16 +212,18 @@ def refused(training: Training, restorer: Restorer, sent: list[Any], spoil: Any)
     return str(answer.reason)
 
 
-@pytest.mark.parametrize("arena", ["_stable", "_volatile"])
-def test_a_snapshot_with_a_flipped_bit(arena: str) -> None:
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
+def test_a_snapshot_with_a_flipped_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     restorer, sent = training.arm()
+    cells = note_cells(monkeypatch)
 
     def flip() -> None:
-        snapshot = restorer._ring.find(5)
+        snapshot = restorer.ring.find(5)
         assert snapshot is not None
         snapshot.wait()  # or the thread might compute the checksum of the flipped bit
-        getattr(snapshot, arena)._words[5] ^= 1 << 40
+        kept = [cell.kept for cell in cells if cell.name == name]
+        kept[-1].view(torch.int32).flatten()[5] ^= 1 << 8
 
     assert "snapshot of step 5 is not what was written" in refused(training, restorer, sent, flip)
 
@@ -356,7 +359,7 @@ def test_an_optimizer_that_finds_its_own_rate(alone: int) -> None:
     assert (done.ok, done.reason) == (True, "lr_factor=0.25: Own has no rate to lower")
     assert rates == ([None] * 4 if alone == 0 else [1.0, 1.0, 1.0, 0.25])
     assert [group["lr"] for one in optimizers for group in one.param_groups] == ([None, 1.0], [1.0, None])[alone]
-    assert not restorer._fault
+    assert restorer.held
     restorer.close()
 
 
@@ -470,7 +473,7 @@ def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkey
         training.step(DATA[seq])
     restorer.receive(wire.Prepare(id=1, at=7, to=5))
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(restorer._promise, where, interrupt)
+        interrupted.setattr(TwoPhaseCommit, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             training.step(DATA[7])
     for seq in range(8, 11):
@@ -478,7 +481,7 @@ def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkey
     (answer,) = of_type(sent, wire.RolledBack)
     assert not answer.ok
     assert "interrupted" in answer.reason
-    assert not restorer._promise.bound
+    assert restorer.promised == 0
 
 
 def test_state_that_was_loaded_is_put_back_where_other_state_cannot_be_loaded() -> None:

@@ -295,17 +295,29 @@ def test_what_is_set_aside_is_kept_until_newer_ones_were_read_back(place: Path) 
 
 
 def test_a_rename_that_fails_in_a_rollback_is_made_up_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sentinel.hooks.rollback.disk_writer import DiskWriter
+    """It is made up for before the next snapshot is written, and no later one follows what is void."""
 
-    publisher = DiskWriter(place, 2, 20)
-    assert publisher._parent == 10
+    def find_parent(step: int) -> int:
+        return next(one.manifest.parent for one in directory.list_published(place) if one.step == step)
+
+    training = Training()
+    restorer, sent = armed(training, place, step=20, disk_keep=3)
+    for seq in range(12):
+        training.step(DATA[seq])
+        if seq == 6:
+            assert write(restorer, sent, 0, step=20).ok
+    assert (directory.steps(place), find_parent(20)) == ([5, 10, 20], 10)
+    assert restorer.disk is not None
     with monkeypatch.context() as patched:
         patched.setattr(directory, "set_aside", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "stale")))
-        publisher.rewound(7 - 20)
-    assert directory.steps(place) == [5, 10]
-    publisher._set_aside()
-    assert directory.steps(place) == [5]
-    assert publisher._parent == 5
+        restorer.disk.rewound(7 - 20)
+    assert directory.steps(place) == [5, 10, 20]
+    assert write(restorer, sent, 10, step=30).ok
+    assert directory.steps(place) == [5, 30]
+    restorer.disk.rewound(7 - 20)
+    assert write(restorer, sent, 10, step=31).ok
+    assert (directory.steps(place), find_parent(31)) == ([5, 31], 5)
+    restorer.close()
 
 
 def test_a_file_system_that_is_not_mounted_yet(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,11 +370,11 @@ class Ranks:
             except RollbackError as error:
                 results[rank] = error
 
-        exchanges = []
-        for rank in range(count):
-            self.here.place = rank, count
-            framework_checkpoints._made = 0
-            exchanges.append(framework_checkpoints.RankExchange("resume"))
+        self.here.place = 0, count
+        first = framework_checkpoints.RankExchange("resume")
+        exchanges = [copy.copy(first) for _ in range(count)]
+        for rank, exchange in enumerate(exchanges):
+            exchange.rank = rank
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
         for thread in threads:
             thread.start()
@@ -431,9 +443,9 @@ def test_a_file_server_that_hangs_is_reported(
         assert again(Training(), place) == 11
     training = Training()
     restorer, _ = armed(training, place, step=11)
-    disk: Any = restorer._disk
+    assert restorer.disk is not None
     with hanging(place, f"rollback: setting aside what is younger in {place} has taken 0.1 s", capsys):
-        disk.rewound(7 - 11)
+        restorer.disk.rewound(7 - 11)
     assert directory.steps(place) == [5]
     restorer.close()
 
@@ -460,13 +472,13 @@ def test_a_rollback_is_finished_without_memory_for_the_message(place: Path, monk
     training = Training()
     assert again(training, place) == 11
     restorer, _ = armed(training, place, step=11)
-    disk: Any = restorer._disk
+    assert restorer.disk is not None
 
     def fail(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(threading, "Timer", fail)
-    disk.rewound(7 - 11)
+    restorer.disk.rewound(7 - 11)
     assert directory.steps(place) == [5]
     restorer.close()
 

@@ -23,7 +23,7 @@ from sentinel.hooks.snapshot import snapshot
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot.training_state import Weights
-from tests.rollback.training import Parts, Training, batches, of_type, poisoned, roll_back
+from tests.rollback.training import Parts, Training, batches, note_cells, of_type, poisoned, roll_back
 
 DATA = batches(24)
 
@@ -174,6 +174,7 @@ def test_weights_written_to_between_steps(
 
 def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
+    cells = note_cells(monkeypatch)
     ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
     settled = threading.Event()
     checksum = HostBuffer.checksum
@@ -190,8 +191,7 @@ def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytes
     assert not torn
     settled.set()
     assert complete.flaw() == ""
-    with torch.no_grad():
-        complete._stable._views[0].add_(1)
+    cells[0].kept.add_(1)
     assert "its checksum has changed" in complete.flaw()
 
 
@@ -249,13 +249,14 @@ def test_a_process_may_end_while_a_checksum_is_made() -> None:
 def test_all_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
-    held = [weakref.ref(one) for one in ring._free]
+    held: list[weakref.ref[Snapshot]] = []
     alive: list[bool] = []
     monkeypatch.setattr(snapshot, "give_back", lambda: alive.extend(ref() is not None for ref in held))
     for seq in range(2):
         ring.make_room(seq)
         ring.begin(seq)
-        ring.settle()
+        held.append(weakref.ref(ring.settle()[0]))  # type: ignore[arg-type]
+    assert len({ref() for ref in held}) == 2
     ring.close()
     assert alive == [False, False]
 

@@ -17,7 +17,7 @@ from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.snapshot.parts import StatefulPart
 from sentinel.hooks.snapshot.snapshot import Snapshot
 from sentinel.hooks.snapshot.training_state import Buffers, OptimizerState, Weights
-from tests.rollback.training import assert_same
+from tests.rollback.training import assert_same, note_cells
 
 
 class Holder:
@@ -102,22 +102,30 @@ def test_nesting() -> None:
 
 
 def test_a_module_keeps_the_metadata_of_its_state_dict() -> None:
-    module = nn.BatchNorm1d(3)
+    loaded: list[dict[str, Any]] = []
+
+    class Noting(nn.BatchNorm1d):
+        def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+            loaded.append(local_metadata)
+            super()._load_from_state_dict(state, prefix, local_metadata, *more)
+
+    module = Noting(3)
     snapshot = taken(StatefulPart(module, "state"))
     before = copy.deepcopy(module.state_dict())
     module(torch.randn(4, 3))
     snapshot.restore([StatefulPart(module, "state")])
     assert_same(dict(module.state_dict()), dict(before))
-    assert snapshot._kept["state"]._metadata == before._metadata  # type: ignore[attr-defined]
+    assert loaded == [{"version": 2}]
 
 
-def test_the_memory_is_used_again_until_the_layout_changes() -> None:
+def test_the_memory_is_used_again_until_the_layout_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = note_cells(monkeypatch)
     tensors: list[Tensor] = [torch.randn(4), torch.randn(5).double()]
     holder = Holder(tensors)
     snapshot = taken(StatefulPart(holder, "state"))
-    address = snapshot._volatile._words.data_ptr()
+    addresses = [cell.kept.data_ptr() for cell in cells]
     snapshot.take(1, [StatefulPart(holder, "state")], lambda nbytes: None)
-    assert snapshot._volatile._words.data_ptr() == address
+    assert [cell.kept.data_ptr() for cell in cells] == addresses * 2
     tensors.append(torch.randn(100))
     needed: list[int] = []
     snapshot.take(2, [StatefulPart(holder, "state")], needed.append)
@@ -213,21 +221,23 @@ def test_state_tensors_that_have_come_to_be_one() -> None:
     assert_same(dict(optimizer.state[parameter]), {"present": torch.full((2,), 1.0), "best": torch.full((2,), 2.0)})
 
 
-def test_parameters_of_an_optimizer_that_no_model_has() -> None:
+def test_parameters_of_an_optimizer_that_no_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
     model, temperature = nn.Linear(2, 2), nn.Parameter(torch.tensor(0.7))
     optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=1.0)
-    parts = [Weights([model], [optimizer])]
+    parts, cells = [Weights([model], [optimizer])], note_cells(monkeypatch)
     snapshot = taken(*parts)
     temperature.data.fill_(0.0)
     snapshot.restore(parts)
     assert float(temperature.detach()) == pytest.approx(0.7)
-    assert [cell.name for _, cell in snapshot._kept["weights"]] == ["weight", "bias", "param_groups[0][2]"]
+    assert [cell.name for cell in cells] == ["weight", "bias", "param_groups[0][2]"]
 
 
-def test_a_buffer_that_two_modules_share_is_kept_once() -> None:
+def test_a_buffer_that_two_modules_share_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[1].running_mean = model[0].running_mean
-    assert len(taken(Buffers([model]))._kept["buffers"]) == 5
+    cells = note_cells(monkeypatch)
+    taken(Buffers([model]))
+    assert len(cells) == 5
 
 
 def test_the_change_detector_sees_one_element_that_no_sample_holds() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +18,9 @@ from sentinel import wire
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.rollback.step_guard import VERDICT_SECONDS
+from sentinel.hooks.snapshot.capture import Cell
 from sentinel.hooks.snapshot.directory import DiskSnapshot, list_published
+from sentinel.hooks.snapshot.host_buffer import HostBuffer
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -36,13 +39,26 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def wait_for_disk(restorer: Restorer) -> None:
     """Wait until the last snapshot to write is on disk, or was refused."""
-    disk: Any = restorer._disk
-    assert disk._written.wait(60)
+    assert restorer.disk is not None
+    assert restorer.disk.written is not None
+    assert restorer.disk.written.wait(60)
 
 
 def find_latest(place: Path) -> DiskSnapshot | None:
     """Return the newest sound snapshot on disk, or None."""
     return next((snapshot for snapshot in list_published(place) if not snapshot.flaw()), None)
+
+
+def note_cells(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """Return the list to which from now on each cell is added that a snapshot gives a place in host memory."""
+    noted, seat = list[Cell](), HostBuffer.seat
+
+    def seat_and_note(buffer: HostBuffer, cells: Sequence[Cell]) -> None:
+        seat(buffer, cells)
+        noted.extend(cells)
+
+    monkeypatch.setattr(HostBuffer, "seat", seat_and_note)
+    return noted
 
 
 class Parts:
