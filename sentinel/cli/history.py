@@ -63,7 +63,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         echo(plain_json.text(rows))
     else:
-        echo("\n".join(_format_rows(rows)) if rows else "No history is kept on this node.")
+        echo("\n".join(format_rows(rows)) if rows else "No history is kept on this node.")
     ctx.exit(1 if any(row["trouble"] for row in rows) else 0)
 
 
@@ -277,7 +277,7 @@ def describe_stored(one: retention.StoredHistory) -> dict[str, Any]:
     return row
 
 
-def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
+def format_rows(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the list. Ids are whole, as other commands need them, unless a terminal is too narrow."""
     run = min(21, max(len(row["run"]) for row in rows))
     steps = ["step", *("-" if row["step"] is None else str(row["step"]) for row in rows)]

@@ -67,7 +67,7 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
             echo(format_incidents(cases[chosen[0]["run_id"]], ""))
     elif run is None:
         when = "since yesterday" if since is None else f"in the last {format_duration(since)}"
-        echo("\n".join(_format_rows(rows)) if rows else f"No run {when}.")
+        echo("\n".join(format_rows(rows)) if rows else f"No run {when}.")
     for trouble in damaged:
         echo(f"sentinel: {trouble}", err=True)
     ctx.exit(1 if damaged else 0)
@@ -153,7 +153,7 @@ def _closing(row: dict[str, Any]) -> str:
     )
 
 
-def _format_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+def format_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table, one line per run; in a terminal too narrow for it, some lines per run with the whole outcome."""
     table = [("run", "started", "took", "outcome", "step", "loss", "incidents")]
     for row in rows:

@@ -347,7 +347,7 @@ def test_a_terminal_of_any_width_shows_all_of_a_run(columns: int, monkeypatch: p
     keep("train", ("lost", {"rank": 0, "reason": ""}), severities=("critical", "warning"), cause=cause)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = command._format_rows(listed())
+    lines = command.format_rows(listed())
     shown = " ".join(line.strip() for line in lines)
     for words in ("train-1 ", " failed: rank 0 was killed", " 119", "1 critical (RankLost at step 105), 1 warning"):
         assert words in shown

@@ -90,10 +90,24 @@ def test_the_status_says_that_the_first_steps_cost_more(monkeypatch: pytest.Monk
     assert words not in shown_status(monkeypatch, ranks=[RANK], values={"loss": 2.0})
 
 
-def test_one_element_is_singular() -> None:
-    layer = {"name": "bias", "nonfinite": 1}
-    assert incidents._layer(layer) == "bias: 1 non-finite element in one gradient"
-    assert incidents._layer(layer | {"nonfinite": 2}).endswith("2 non-finite elements in one gradient")
+def test_one_element_is_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [{"name": name, "nonfinite": count} for name, count in (("bias", 1), ("weight", 2))]
+    diagnosis = {"cause": "c", "confidence": "low", "evidence": [], "remedy": "", "missing": []}
+    shown = {
+        "attempt": 0,
+        "step": 9,
+        "diagnosis": diagnosis,
+        "members": [],
+        "done": [],
+        "resolved_step": 9,
+        "runbook": "",
+    }
+    monkeypatch.setattr(incidents, "find_incident", lambda *_: CASE | shown | {"layers": layers})
+    lines = CliRunner().invoke(cli, ["incidents", "show", "0.1"]).output.splitlines()
+    assert [line for line in lines if line.startswith("  layer ")] == [
+        "  layer       bias: 1 non-finite element in one gradient",
+        "  layer       weight: 2 non-finite elements in one gradient",
+    ]
 
 
 @pytest.mark.usefixtures("terminal")
@@ -111,17 +125,17 @@ def test_a_silenced_alert_is_shown_as_silenced_while_it_fires() -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_the_id_of_a_run_is_whole_in_a_terminal_of_80_columns() -> None:
-    head, row, _ = history._format_rows([ROW])
+    head, row, _ = history.format_rows([ROW])
     assert RUN_ID in row
     assert len(head) == len(row) <= 80
 
 
 @pytest.mark.usefixtures("terminal")
 def test_long_names_leave_room_for_the_rest() -> None:
-    _, row, _ = history._format_rows([ROW | {"run": "x" * 300}])
+    _, row, _ = history.format_rows([ROW | {"run": "x" * 300}])
     assert row.endswith(" 1234567    1 GB")
     assert len(row) <= 80
 
 
 def test_ids_are_whole_where_the_output_is_no_terminal() -> None:
-    assert RUN_ID in "\n".join(history._format_rows([ROW | {"run": "x" * 300}]))
+    assert RUN_ID in "\n".join(history.format_rows([ROW | {"run": "x" * 300}]))

@@ -9,11 +9,14 @@ import pytest
 
 from sentinel import wire
 from sentinel.daemon import restoration
-from sentinel.daemon.frontend import metrics, views
+from sentinel.daemon.frontend import views
+from sentinel.daemon.frontend.faults import FaultCounter
+from sentinel.daemon.frontend.metrics import LiveCollector
 from sentinel.daemon.run import incident_log
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.engine import Rule
 from sentinel.engine.rules.loading import load_rules
+from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
 from sentinel.store import History, Store
 from tests.run_parts import SentMessages, watch_run
@@ -86,7 +89,8 @@ def test_all_incidents_are_counted_and_in_the_history(watch: WatchedRun) -> None
     assert (status["incidents"], status["open_incidents"]) == (TIMES + 1, 1)
     found = {
         (family.name, sample.labels["alert"]): sample.value
-        for family in metrics._judgement([watch])
+        for family in LiveCollector({"r1": watch}, Reloads(), FaultCounter()).collect()
+        if family.name.startswith("sentinel_incidents")
         for sample in family.samples
         if "alert" in sample.labels
     }

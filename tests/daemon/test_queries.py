@@ -47,7 +47,7 @@ def answered(cases: list[dict[str, Any]] | None) -> wire.Answer:
     async def scenario() -> None:
         queries = Queries(History(cases), None, None)  # type: ignore[arg-type]
         queries.answer(asker, wire.Query(what="incidents"), [])  # type: ignore[arg-type]
-        await asyncio.gather(*queries._tasks)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
     asyncio.run(scenario())
     (answer,) = asker.got

@@ -19,6 +19,7 @@ import pytest
 from sentinel.errors import ConfigError
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import CHUNK_STEPS, History, Store
+from tests.databases import fill_disk, make_room, note_connections
 
 
 def step(seq: int, **values: float) -> RunStep:
@@ -154,19 +155,12 @@ def test_a_chunk_of_many_signals_has_fewer_steps(path: Path) -> None:
         assert [*history.series(names[-1]).values] == [float(seq) for seq in range(100)]
 
 
-def fill_disk(store: Store) -> None:
-    """Keep the database file from growing."""
-    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
-    store._database.execute(f"PRAGMA max_page_count={pages}")
-
-
-def make_room(store: Store) -> None:
-    store._database.execute("PRAGMA max_page_count=1000000")
-
-
-def test_a_full_disk_is_reported_and_what_waited_is_written_once_there_is_room(path: Path) -> None:
+def test_a_full_disk_is_reported_and_what_waited_is_written_once_there_is_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    databases = note_connections(monkeypatch)
     store = Store(path, run="train", run_id="r1")
-    fill_disk(store)
+    fill_disk(databases[0])
     for seq in range(CHUNK_STEPS):
         store.records.add_step(0, step(seq, loss=math.sin(seq)))
     store.records.put_incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
@@ -174,7 +168,7 @@ def test_a_full_disk_is_reported_and_what_waited_is_written_once_there_is_room(p
     assert str(path) in store.trouble
     assert "full" in store.trouble
     assert "SENTINEL_STATE" in store.trouble
-    make_room(store)
+    make_room(databases[0])
     store.write()
     assert store.trouble == ""
     store.close()
@@ -185,14 +179,15 @@ def test_a_full_disk_is_reported_and_what_waited_is_written_once_there_is_room(p
 
 def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 23_000)
+    databases = note_connections(monkeypatch)
     store = Store(path, run="train", run_id="r1")
-    fill_disk(store)
+    fill_disk(databases[0])
     for seq in range(30):
         store.records.add_event(0, seq, "phase", text="x" * 1000)
     store.write()
     assert "full" in store.trouble
     assert store.dropped == {"events": 20}
-    make_room(store)
+    make_room(databases[0])
     store.close()
     with History(path) as history:
         *kept, gap = history.events()
@@ -200,13 +195,16 @@ def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: p
     assert (gap.kind, gap.detail["dropped"]) == ("history gap", {"events": 20})
 
 
-def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks(path: Path) -> None:
+def test_a_disk_that_is_full_to_the_end_leaves_a_history_that_says_what_it_lacks(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    databases = note_connections(monkeypatch)
     store = Store(path, run="train", run_id="r1")
     for seq in range(CHUNK_STEPS):
         store.records.add_step(0, step(seq, loss=math.sin(seq)))
     store.records.add_event(0, 0, "hello", rank=0)
     store.write()
-    fill_disk(store)
+    fill_disk(databases[0])
     for seq in range(CHUNK_STEPS, 4 * CHUNK_STEPS):
         store.records.add_step(0, step(seq, loss=math.sin(seq)))
     store.records.add_event(0, 4 * CHUNK_STEPS, "goodbye", rank=0)
@@ -235,8 +233,9 @@ def test_a_locked_history_of_which_nothing_waits_is_closed_without_a_write(
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second rewrites the chunks of all ranks; only a minute of 64 ranks used to be kept, and no incident."""
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)
+    databases = note_connections(monkeypatch)
     store = Store(path, run="train", run_id="r1")
-    fill_disk(store)
+    fill_disk(databases[0])
     store.records.put_incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
     for seq in range(20):
         ranks = {rank: {"loss": float(seq)} for rank in range(30)}
@@ -245,7 +244,7 @@ def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, mo
         store.write()
     assert "full" in store.trouble
     assert store.dropped == {}
-    make_room(store)
+    make_room(databases[0])
     store.close()
     with History(path) as history:
         assert len(history.incidents()) == 1
@@ -376,14 +375,14 @@ def test_a_disk_that_does_not_answer_delays_no_alert(
     monkeypatch.setattr("sentinel.store.writer.SLOW_SECONDS", 0.0)
     before = set(threading.enumerate())
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
-    entered, answers, really = threading.Event(), threading.Event(), store._find_harm
+    entered, answers, pread = threading.Event(), threading.Event(), os.pread
 
-    def hang_then_answer() -> str:
+    def hang_then_answer(*arguments: int) -> bytes:
         entered.set()
         answers.wait()
-        return really()
+        return pread(*arguments)
 
-    monkeypatch.setattr(store, "_find_harm", hang_then_answer)
+    monkeypatch.setattr(os, "pread", hang_then_answer)
     request.addfinalizer(answers.set)
     store.records.add_event(0, 1, "phase")
     store.flush(0.01)
@@ -411,7 +410,8 @@ def test_a_slow_reader_does_not_make_the_log_grow(tmp_path: Path) -> None:
     with History(store.path) as history:
         rows = history.rows()
         assert next(rows)[0] == 0
-        ((busy, *_),) = store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        with closing(sqlite3.connect(store.path)) as other:
+            ((busy, *_),) = other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         assert busy == 0
         assert [seq for seq, *_ in rows] == list(range(1, 20 * CHUNK_STEPS))
     store.close()

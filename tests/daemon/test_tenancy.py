@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sentinel.config.settings import Settings
+from sentinel.daemon import app
 from sentinel.daemon.app import Daemon
+from sentinel.daemon.shutdown import DaemonShutdown
 from sentinel.node import locks, paths
 from sentinel.rulebook import loader
 
@@ -112,14 +115,25 @@ def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: P
     assert locks.hold(directory, locks.START) is None
 
 
-def test_a_daemon_that_removed_its_directory_leaves_that_of_its_successor(directory: Path) -> None:
+def test_a_daemon_that_removed_its_directory_leaves_that_of_its_successor(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A daemon removes its directory before it tells the last rank that all is kept, and ends a moment later."""
-    ending = Daemon(directory, lambda _: loader.load(), Settings(), Settings)
-    ending._shutdown.vanish()
+    made = list[DaemonShutdown]()
+
+    class Noted(DaemonShutdown):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            made.append(self)
+
+    monkeypatch.setattr(app, "DaemonShutdown", Noted)
+    Daemon(directory, lambda _: loader.load(), Settings(), Settings)
+    (ending,) = made
+    ending.vanish()
     assert not directory.exists()
     paths.private_directory(directory)
     lock = locks.hold(directory, locks.START)
     assert lock is not None
-    ending._shutdown.vanish()
+    ending.vanish()
     assert locks.is_at(lock, directory / locks.START)
     os.close(lock)

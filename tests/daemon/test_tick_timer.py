@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,14 +15,39 @@ from sentinel import wire
 from sentinel.config.settings import Settings
 from sentinel.daemon import app
 from sentinel.daemon.app import Daemon
+from sentinel.daemon.ingest.acknowledgements import Acknowledgements
+from sentinel.daemon.run.watched_run import WatchedRun
+from sentinel.daemon.shutdown import DaemonShutdown
 from sentinel.daemon.tick_timer import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, READ_SECONDS, TickTimer
 from sentinel.rulebook import loader
 from sentinel.store import FLUSH_SECONDS
 from tests.daemon.test_runs import batch, hello
 
 
-def daemon(folder: Path, *, stay: bool = True) -> Daemon:
-    return Daemon(folder, lambda _: loader.load(), Settings(), Settings, stay=stay)
+class Served(Daemon):
+    """A daemon, with what it gives to its timer and to the part that writes histories."""
+
+    look: Callable[[float], None]
+    restless: Callable[[], bool]
+    watches: Mapping[str, WatchedRun]
+
+    def __init__(
+        self, folder: Path, *, stay: bool = True, afterwards: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """`afterwards`: runs after each round of writing, in place of the daemon's own."""
+
+        def make_timer(look: Callable[[float], None], restless: Callable[[], bool]) -> TickTimer:
+            self.look, self.restless = look, restless
+            return TickTimer(look, restless)
+
+        def make_acknowledgements(watches: Any, ranks: Any, own: Any) -> Acknowledgements:
+            self.watches = watches
+            return Acknowledgements(watches, ranks, afterwards or own)
+
+        with pytest.MonkeyPatch.context() as noting:
+            noting.setattr(app, "TickTimer", make_timer)
+            noting.setattr(app, "Acknowledgements", make_acknowledgements)
+            super().__init__(folder, lambda _: loader.load(), Settings(), Settings, stay=stay)
 
 
 class Connection:
@@ -127,41 +153,41 @@ def test_an_examination_that_fails_is_not_the_last(timers: Timers, monkeypatch: 
 
 
 def test_a_daemon_that_stays_without_runs_is_calm(private_places: Path) -> None:
-    assert not daemon(private_places)._restless()
-    assert daemon(private_places, stay=False)._restless(), "it is to go soon"
+    assert not Served(private_places).restless()
+    assert Served(private_places, stay=False).restless(), "it is to go soon"
 
 
 def test_runs_are_examined_more_often_while_an_alert_is_open(private_places: Path) -> None:
     async def train() -> None:
         await served.handle_message(peer, hello(0, 1))
         await served.handle_message(peer, batch(list(range(5)), loss=[1.0] * 5))
-        assert not served._restless()
+        assert not served.restless()
         await served.handle_message(peer, batch([5], loss=[math.nan]))
-        (watch,) = served._watches.values()
+        (watch,) = served.watches.values()
         assert [case.alert for case in watch.incidents.log.cases.values()] == ["NonFiniteLoss"]
-        assert served._restless()
+        assert served.restless()
 
-    served, peer = daemon(private_places), cast(Any, Connection())
+    served, peer = Served(private_places), cast(Any, Connection())
     asyncio.run(train())
 
 
 def test_runs_are_examined_more_often_while_stacks_are_awaited(private_places: Path) -> None:
     async def train() -> None:
         await served.handle_message(peer, hello(0, 1))
-        (watch,) = served._watches.values()
+        (watch,) = served.watches.values()
         watch.ingest.stalls.stacks.order(watch.run.attempt.ranks[0], now=0.0)
         assert watch.restless
         watch.tick(app.time.monotonic())
         assert not watch.restless, "they did not come"
 
-    served, peer = daemon(private_places), cast(Any, Connection())
+    served, peer = Served(private_places), cast(Any, Connection())
     asyncio.run(train())
 
 
 def test_a_disk_that_does_not_answer_delays_no_examination(
     private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, began, ticks, answers = daemon(private_places), list[float](), list[float](), asyncio.Event()
+    began, ticks, answers = list[float](), list[float](), asyncio.Event()
 
     async def flush() -> None:
         began.append(ticks[-1])
@@ -169,7 +195,7 @@ def test_a_disk_that_does_not_answer_delays_no_examination(
 
     async def looks(*times: float) -> None:
         for now in times:
-            served._look(now)
+            served.look(now)
             for _ in range(4):
                 await asyncio.sleep(0)
 
@@ -180,8 +206,8 @@ def test_a_disk_that_does_not_answer_delays_no_examination(
             await asyncio.sleep(0)
         await looks(11.0, 11.0 + FLUSH_SECONDS / 2, 11.0 + FLUSH_SECONDS)
 
-    monkeypatch.setattr(served._acknowledgements, "_afterwards", flush)
-    monkeypatch.setattr(served, "_tick", ticks.append)
+    monkeypatch.setattr(DaemonShutdown, "tick", lambda _, now: ticks.append(now))
+    served = Served(private_places, afterwards=flush)
     asyncio.run(run())
     assert len(ticks) == 7
     assert began == [1.0, 11.0, 11.0 + FLUSH_SECONDS], "one at a time, and not too often"

@@ -20,6 +20,7 @@ from sentinel.notify import pipeline as pipelines
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from tests.databases import fill_disk, make_room, note_connections
 from tests.notify.cases import case
 
 UNSOUND = "its code returned something other than a Delivery"
@@ -31,13 +32,13 @@ class Fake:
     """A receiver that answers with `answer()` and keeps its messages in `got`."""
 
     def __init__(self, answer: Callable[[], Delivery] = lambda: DELIVERED) -> None:
-        self._answer, self.got = answer, list[Message]()
+        self.answer, self.got = answer, list[Message]()
         self.arrived = asyncio.Event()
 
     async def deliver(self, message: Message) -> Delivery:
         self.got.append(message)
         self.arrived.set()
-        return self._answer()
+        return self.answer()
 
     async def close(self) -> None:
         pass
@@ -151,7 +152,7 @@ def test_code_that_gives_up_or_answers_nothing_is_asked_again(answer: Any, troub
         made = pipeline(Outbox(None), broken=fake)
         made.put(case())
         await until(lambda: made.status()[0]["trouble"] == trouble)
-        fake._answer = lambda: DELIVERED
+        fake.answer = lambda: DELIVERED
         made.put(case(alert="Hang"))
         await until(lambda: made.status()[0]["sent"] == told)
         await made.close()
@@ -258,19 +259,21 @@ def test_the_end_of_a_run_does_not_wait_and_a_stop_waits_for_the_answer_only_so_
     asyncio.run(scenario())
 
 
-def test_a_full_disk_is_reported_and_receivers_are_told_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_receivers_are_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
+        databases = note_connections(monkeypatch)
         outbox, fake = Outbox(tmp_path / "r1.sqlite"), Fake()
         outbox.write([])
-        assert outbox._database is not None
-        outbox._database.execute("PRAGMA max_page_count=2")
+        fill_disk(databases[0])
         made = pipeline(outbox, ops=fake)
         made.put(case(ranks=1000))
         await until(lambda: made.pending == 0 and bool(fake.got))
         assert "notifications are not written" in made.trouble
         assert "full" in made.trouble
         assert Outbox(tmp_path / "r1.sqlite").entries() == []
-        outbox._database.execute("PRAGMA max_page_count=100000")
+        make_room(databases[0])
         made.put(case(alert="Hang"))
         await until(lambda: len(fake.got) == 2 and made.pending == 0)
         await made.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -47,7 +48,8 @@ def test_a_new_history_begins_with_the_attempts_and_incidents_so_far(
     made = Store(path, run="train", run_id="r1")
     made.records.begin_attempt(0, b"")
     fill(made, 0, 3000)
-    made._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     fill(made, 3000, 3001)
     harm(path)
     fill(made, 3001, 3601)

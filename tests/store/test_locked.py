@@ -21,6 +21,7 @@ from sentinel.notify.entry import Entry
 from sentinel.notify.outbox import Outbox, row
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import RUN, History, Store, pending_writes, writer
+from tests.databases import fill_disk, make_room, note_connections
 
 LAYERS = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\x01")
 
@@ -116,12 +117,10 @@ def test_the_last_samples_of_a_former_attempt_do_not_stay_in_memory_and_reach_th
             assert len(history.readings("loss", "gpu 0", attempt=attempt).values) == 10
 
 
-def test_events_are_written_where_samples_do_not_fit(path: Path) -> None:
+def test_events_are_written_where_samples_do_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    databases = note_connections(monkeypatch)
     store = Store(path, run="train", run_id="r1")
-    database = store._database
-    assert database is not None
-    pages = database.execute("PRAGMA page_count").fetchone()[0]
-    database.execute(f"PRAGMA max_page_count={pages + 2}")
+    fill_disk(databases[0], spare=2)
     store.records.begin_attempt(0, b"\x80")
     store.records.put_incident("0.1", 3, {"id": "0.1"})
     store.records.add_event(0, 3, "noise", text=os.urandom(10).hex())
@@ -132,7 +131,7 @@ def test_events_are_written_where_samples_do_not_fit(path: Path) -> None:
     assert "full" in store.trouble
     with History(path) as history:
         assert history.incident_count() == len(history.attempts()) == len(history.events()) == 1
-    database.execute("PRAGMA max_page_count=1000000")
+    make_room(databases[0])
     store.write()
     assert store.trouble == ""
     store.close()
@@ -269,8 +268,8 @@ def test_a_closing_history_waits_until_it_is_unlocked(path: Path) -> None:
 def test_a_disk_that_never_answers_does_not_keep_a_history_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(path, run="train", run_id="r1")
     store.records.add_event(0, 1, "phase")
-    hangs, answers = threading.Event(), threading.Event()
-    monkeypatch.setattr(store, "_find_harm", lambda: str(hangs.set() or answers.wait())[:0])
+    hangs, answers, pread = threading.Event(), threading.Event(), os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: (hangs.set(), answers.wait(), pread(*given))[2])
     flush = store.begin_flush()
     hangs.wait()
     store.close(0.0)
