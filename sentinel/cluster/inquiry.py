@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from sentinel.cluster.local_run import LocalRun
 from sentinel.cluster.protocol.messages import decode, encode
 from sentinel.cluster.protocol.questions import NodeAnswer, Question, pack_answer
 from sentinel.errors import ProtocolError
@@ -23,9 +24,6 @@ ANSWER_SECONDS = 3.0
 AT_ONCE = 4
 """Questions that are answered at a time. Further ones get no answer: who has the secret could ask without end."""
 
-Respond = Callable[[Question], Awaitable[NodeAnswer]]
-"""Answers a question for this node, in the daemon's loop."""
-
 
 class HandOver(Protocol):
     """Calls a function in the daemon's loop, from any thread; returns False if the loop has ended."""
@@ -37,13 +35,12 @@ class Inquiry:
     """Questions and answers of one run. Lives in the daemon's loop; the session calls `answer` in its threads."""
 
     def __init__(
-        self, find_session: Callable[[], Session | None], hand_over: HandOver, refuse: Callable[[ProtocolError], None]
-    ) -> None:
+        self, local: LocalRun, find_session: Callable[[], Session | None], hand_over: HandOver,
+        refuse: Callable[[ProtocolError], None],
+    ) -> None:  # fmt: skip
         """Prepare for questions in both directions. `refuse` counts a message that was refused."""
-        self._find_session, self._hand_over, self._refuse = find_session, hand_over, refuse
+        self._local, self._find_session, self._hand_over, self._refuse = local, find_session, hand_over, refuse
         self._tasks: set[asyncio.Task[None]] = set()
-        self.respond: Respond | None = None
-        """Answers questions for this node; set by the daemon."""
 
     async def ask(self, question: Question, node: int | None = None) -> list[NodeAnswer]:
         """Return the answers, in parts, of one other node, or of all others: as many as came in time, and none without
@@ -84,16 +81,16 @@ class Inquiry:
             reply([])
 
     def _begin(self, question: Question, reply: Callable[[list[bytes]], None]) -> None:
-        if self.respond is None or len(self._tasks) >= AT_ONCE:
+        if len(self._tasks) >= AT_ONCE:
             reply([])
             return
-        self._tasks.add(task := asyncio.create_task(self._reply(self.respond, question, reply)))
+        self._tasks.add(task := asyncio.create_task(self._reply(question, reply)))
         task.add_done_callback(self._tasks.discard)
 
-    async def _reply(self, respond: Respond, question: Question, reply: Callable[[list[bytes]], None]) -> None:
+    async def _reply(self, question: Question, reply: Callable[[list[bytes]], None]) -> None:
         parts: list[bytes] = []
         try:
-            parts = pack_answer(await respond(question))
+            parts = pack_answer(await self._local.answer_question(question))
         except Exception:
             log.exception("a question of another node gets no answer")
         finally:

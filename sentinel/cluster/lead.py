@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from sentinel import wire
+from sentinel.cluster.local_run import JobJudge, LocalRun
 from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.coordinator import Coordinator, find_bound
 from sentinel.cluster.protocol.election import check_epoch, check_incarnation
-from sentinel.cluster.protocol.job_incident import CauseFinder, Page
+from sentinel.cluster.protocol.job_incident import Page
 from sentinel.cluster.protocol.messages import Beat, Digest, Events, OpenIncident, Pulse, RollbackOrder, decode
 from sentinel.cluster.protocol.relay import RelayedRollback
 from sentinel.cluster.protocol.rollback import JobRollbacks
@@ -30,29 +31,6 @@ from sentinel.runs import Run
 log = logging.getLogger(__name__)
 
 
-class JobJudge(Protocol):
-    """Judges the steps of all nodes of a job."""
-
-    def take_digest(self, digest: Digest, now: float) -> None:
-        """Take the steps of another node. Raises ProtocolError."""
-
-    def list_reached(self) -> Mapping[int, int]:
-        """Return, by node, the last step that the node need not send again."""
-
-    def tick(self, now: float) -> None:
-        """Do the periodic work. Called once a second."""
-
-    def finish(self, now: float) -> None:
-        """Judge the steps that have arrived, as the run is over."""
-
-
-class IncidentRecorder(Protocol):
-    """Keeps the job's incidents in the history of the coordinator's node."""
-
-    def record_job_incident(self, case: Case, own: Sequence[str]) -> None:
-        """Record the incident as it is now. `own`: ids of the cases of this node that it consists of."""
-
-
 class Lead:
     """The coordinator's role of this node, for one run."""
 
@@ -60,21 +38,17 @@ class Lead:
         self,
         run: Run,
         notifier: Notifier,
-        find_identity: Callable[[], wire.Identity],
+        local: LocalRun,
         coordinator: Coordinator,
         make_judge: Callable[[], JobJudge],
         find_relay: Callable[[], RelayedRollback | None],
         say: Callable[[str], None],
         said: set[str],
-        cause_finder: CauseFinder | None = None,
-        recorder: IncidentRecorder | None = None,
     ) -> None:
-        """`find_identity` returns any rank's identity, `find_relay` this node's relay, both of the present attempt.
-        `say` prints one line on the training terminal; `said` holds the lines that are not repeated. `cause_finder`
-        asks the ranks of all nodes for an incident's cause."""
-        self._run, self._notifier, self._find_identity, self._say = run, notifier, find_identity, say
+        """`find_relay` returns this node's relay of the present attempt. `say` prints one line on the training
+        terminal; `said` holds the lines that are not repeated."""
+        self._run, self._notifier, self._local, self._say = run, notifier, local, say
         self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
-        self._cause_finder, self._recorder = cause_finder, recorder
         self.judge: JobJudge | None = None
         """Judge of all nodes' steps; set when the coordinator acts for the first time."""
         self._rollbacks: JobRollbacks | None = None
@@ -145,9 +119,8 @@ class Lead:
         the run is over. Returns whether any changed: the other nodes must know before this one can die."""
         if not self.coordinator.is_acting(now):
             return False
-        if self._cause_finder is not None:
-            for incident in self.coordinator.take_unexplained(now):
-                self._cause_finder.begin(self.coordinator.incidents, incident)
+        for incident in self.coordinator.take_unexplained(now):
+            self._local.find_cause(self.coordinator.incidents, incident)
         changed = self.coordinator.take_changes(now, leaving=ending)
         fresh = {case.id for case in changed}
         for case in [*changed, *(case for case in self._silenced.values() if case.id not in fresh)]:
@@ -168,9 +141,8 @@ class Lead:
     def _record(self, case: Case) -> None:
         incident = self.coordinator.incidents.find(case.id)
         cases = incident.cases if incident is not None else ()
-        if self._recorder is not None:
-            own = [identity for node, identity in cases if node == self.coordinator.node]
-            self._recorder.record_job_incident(case, own)
+        own = [identity for node, identity in cases if node == self.coordinator.node]
+        self._local.record_job_incident(case, own)
 
     def explain_no_order(self, now: float) -> str:
         """Return the reason why there is no order at present."""
@@ -179,7 +151,7 @@ class Lead:
     def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
         number, nodes = self._run.attempt.number, self.coordinator.expected
         if self._rollbacks is None or self._rollbacks.attempt != number:
-            self._rollbacks = JobRollbacks(number, self._find_identity(), nodes, relay.done, relay.agreed_stop_reason)
+            self._rollbacks = JobRollbacks(number, self._local.identity, nodes, relay.done, relay.agreed_stop_reason)
         job = self._rollbacks
         for state in self.coordinator.list_nodes(now):
             known = self.coordinator.nodes.get(state.node)

@@ -19,30 +19,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sentinel import wire
 from sentinel.cluster.connection import Connection
 from sentinel.cluster.inquiry import Inquiry
-from sentinel.cluster.lead import IncidentRecorder, JobJudge, Lead, restore_blame, restore_pages
-from sentinel.cluster.node_parts import NodeSupervisor, StepHandling, StepReporter
+from sentinel.cluster.lead import Lead, restore_blame, restore_pages
+from sentinel.cluster.local_run import JobJudge, LocalRun, StepReporter
 from sentinel.cluster.orders import NO_ORDERS, NodeOrders
 from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.election import check_epoch, check_incarnation, next_epoch
 from sentinel.cluster.protocol.job_extent import count_candidates, count_nodes, describe_shrink
-from sentinel.cluster.protocol.job_incident import CauseFinder
 from sentinel.cluster.protocol.messages import (
     Beat,
     NodeState,
     OpenIncident,
     Pulse,
-    WorkReport,
     decode,
     encode,
 )
 from sentinel.cluster.protocol.node import Node
 from sentinel.cluster.protocol.questions import IncidentView
-from sentinel.cluster.protocol.relay import RelayedRollback
-from sentinel.cluster.protocol.work import WorkExchange, find_work_elsewhere
+from sentinel.cluster.protocol.work import find_work_elsewhere
 from sentinel.cluster.rejected_connections import RejectedConnections
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
@@ -67,21 +63,10 @@ REMEMBERED_SECONDS = 600.0
 class Membership:
     """One run's place in its job. Lives in the daemon's event loop; the session's threads hand calls over to it."""
 
-    def __init__(
-        self,
-        run: Run,
-        notifier: Notifier,
-        identity: wire.Identity,
-        meeting: Meeting,
-        list_cases: Callable[[], Iterable[Case]],
-        tell: Callable[[str], None],
-        supervisor: NodeSupervisor,
-        find_relay: Callable[[], RelayedRollback | None],
-    ) -> None:
-        """Begin to look for the other nodes, and set `notifier.outlet`. `list_cases` returns the cases of this node,
-        `find_relay` the relay of orders to the present attempt's ranks. `tell` prints one line on the terminal."""
-        now = time.monotonic()
-        self._run, self._notifier, self._tell = run, notifier, tell
+    def __init__(self, run: Run, notifier: Notifier, meeting: Meeting, local: LocalRun) -> None:
+        """Begin to look for the other nodes and to send them this node's steps, and set `notifier.outlet`."""
+        now, identity = time.monotonic(), local.identity
+        self._run, self._notifier, self._local = run, notifier, local
         self._passing = False
         """Whether news of a rollback will be passed on in the next turn of the loop."""
         self._news: asyncio.TimerHandle | None = None
@@ -90,23 +75,18 @@ class Membership:
         """When news was last passed on."""
         self._pipeline = notifier.pipeline
         self._first_identity, self.node = identity, identity.node
-        self.work: WorkExchange | None = None
-        self.cause_finder: CauseFinder | None = None
-        self.recorder: IncidentRecorder | None = None
-        """It and `cause_finder` are used while this node is the coordinator."""
-        self._steps: StepHandling | None = None
         self._reporter: StepReporter | None = None
         """Sends this node's steps to the coordinator; None: this node judges the steps of the job."""
         self._node = Node(identity.node, _read_clock(), now, count_candidates(meeting, identity))
         self._node.note_members(identity.members)
-        self._own_pages = OwnPages(self._pipeline, self._node, run.run_id, list_cases)
+        self._own_pages = OwnPages(self._pipeline, self._node, run.run_id, local)
         self._lead: Lead | None = None
         """The coordinator's role; None: this node does not have it."""
         self._connection = Connection(
             meeting, identity.node, self._open_session, self._begin_session, self._hand_over, self._say
         )
-        self._orders = NodeOrders(self._node, self._connection, supervisor, find_relay, self._leave_role)
-        self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
+        self._orders = NodeOrders(self._node, self._connection, local, self._leave_role)
+        self.inquiry = Inquiry(local, lambda: self._session, self._hand_over, self._refuse)
         self._refused = 0
         self._rejected = RejectedConnections(run.name)
         self._said = set[str]()
@@ -119,20 +99,17 @@ class Membership:
         self._closed = False
         notifier.outlet = self
         self._own_pages.withhold()
-        for case in list_cases():
+        for case in local.list_cases():
             recent = case.state == "firing" or (case.resolved_time or 0.0) > time.time() - REMEMBERED_SECONDS
             if case.told and recent and case.attempt == run.attempt.number:
                 self.put(case)
+        self._reporter = local.report_steps()
         self._task = self._loop.create_task(self._serve())
-
-    def handle_steps(self, steps: StepHandling) -> None:
-        """Set the ways to handle this node's steps, and begin to send them to the coordinator."""
-        self._steps, self._reporter = steps, steps.report()
 
     def move(self, meeting: Meeting) -> None:
         """Meet the nodes elsewhere: the job was started again, and what had been found out is lost."""
         self._connection.move(meeting)
-        self._node.election.candidates = count_candidates(meeting, self._identity)
+        self._node.election.candidates = count_candidates(meeting, self._local.identity)
 
     # The outlet, which the notifier and the end of the daemon use.
 
@@ -211,10 +188,10 @@ class Membership:
             "no_orders": "" if self._orders.are_taken else NO_ORDERS,
             "absence": "" if view in ("coordinator", "joined") else self._orders.describe_absence(now, self._lead),
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
-            "expected": beat.expected if beat else count_nodes(self._identity),
-            "members": list(members.nodes or range(count_nodes(self._identity))),
+            "expected": beat.expected if beat else count_nodes(self._local.identity),
+            "members": list(members.nodes or range(count_nodes(self._local.identity))),
             "left_out": list(members.left_out),
-            "shrunk": describe_shrink(members, self._identity.world_size),
+            "shrunk": describe_shrink(members, self._local.identity.world_size),
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
             "blame": dict(beat.blame) if beat else {},
@@ -319,8 +296,8 @@ class Membership:
             earlier = beat.nodes if beat is not None else ()
             coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame, earlier)
             self._lead = Lead(
-                self._run, self._notifier, lambda: self._identity, coordinator, self._begin_judging,
-                self._orders.find_relay, self._say, self._said, self.cause_finder, self.recorder,
+                self._run, self._notifier, self._local, coordinator, self._begin_judging, self._orders.find_relay,
+                self._say, self._said,
             )  # fmt: skip
             self._session.lead()
         elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:
@@ -328,11 +305,10 @@ class Membership:
 
     def _begin_judging(self) -> JobJudge:
         """Begin to judge, as this node acts as the coordinator for the first time since it has the role."""
-        assert self._steps is not None
         self._reporter = None
         self._own_pages.take_up()
         log.info("run %s: node %d is the coordinator", self._run.name, self.node)
-        return self._steps.judge()
+        return self._local.judge_steps()
 
     def _leave_role(self) -> None:
         """Give the coordinator's role up, if this node has it."""
@@ -343,22 +319,21 @@ class Membership:
         if self._session is not None:
             self._session.follow()
         if lead.judge is not None:
-            assert self._steps is not None
             self._own_pages.withhold()
-            self._reporter = self._steps.report()
+            self._reporter = self._local.report_steps()
             log.info("run %s: node %d is the coordinator no more", self._run.name, self.node)
 
     def _send_pulse(self, now: float, *, leaving: bool = False) -> None:
         attempt, election, report = self._run.attempt, self._node.election, self._orders.find_report()
         pulse = Pulse(
-            node=self.node, incarnation=self._node.incarnation, hostname=self._identity.hostname,
+            node=self.node, incarnation=self._node.incarnation, hostname=self._local.identity.hostname,
             attempt=attempt.number, step=attempt.last_seq + attempt.step_offset,
             ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
             last=self._node.last, epoch=election.epoch, stamp=election.stamp, leaving=leaving,
             ended=leaving and not attempt.live and self._orders.has_completed,
             job=report, last_job=self._orders.last_report if report is None else None,
             rollback=self._orders.report_rollback(),
-            work=self.work.report(now) if self.work is not None else WorkReport(),
+            work=self._local.report_work(now),
         )  # fmt: skip
         if self._lead is not None:
             self._lead.coordinator.take_pulse(pulse, now)
@@ -389,14 +364,12 @@ class Membership:
 
     def _note_work(self, now: float) -> None:
         """Note what the ranks of other nodes do, as far as this one hears of them."""
-        if self.work is None:
-            return
         if self._lead is not None:
             states, heard = self._lead.coordinator.list_nodes(now), now
         else:
             beat = self._node.beat if self._node.find_view(now) == "joined" else None
             states, heard = beat.nodes if beat is not None else (), self._node.heard
-        self.work.note(*find_work_elsewhere(states, self.node, self._run.attempt.number, heard))
+        self._local.note_work_elsewhere(*find_work_elsewhere(states, self.node, self._run.attempt.number, heard))
 
     def _ask_missing(self, lead: Lead, now: float, among: Iterable[int] | None = None) -> None:
         """Ask nodes for the events that the coordinator misses. `among`: only these nodes; None: all."""
@@ -414,13 +387,7 @@ class Membership:
 
     def _say(self, text: str) -> None:
         log.warning("run %s: %s", self._run.name, text)
-        self._tell(text)
-
-    @property
-    def _identity(self) -> wire.Identity:
-        """Identity of any rank of this node, in the present attempt."""
-        ranks = self._run.attempt.ranks.values()
-        return next((rank.identity for rank in ranks), self._first_identity)
+        self._local.tell(text)
 
     @property
     def _session(self) -> Session | None:

@@ -8,7 +8,7 @@ from typing import Literal
 from sentinel import wire
 from sentinel.cluster.connection import Connection
 from sentinel.cluster.lead import Lead
-from sentinel.cluster.node_parts import NodeSupervisor
+from sentinel.cluster.local_run import LocalRun
 from sentinel.cluster.protocol.messages import NodeRollback
 from sentinel.cluster.protocol.node import Node
 from sentinel.cluster.protocol.relay import RelayedRollback
@@ -27,14 +27,11 @@ class NodeOrders:
         self,
         node: Node,
         connection: Connection,
-        supervisor: NodeSupervisor,
-        find_relay: Callable[[], RelayedRollback | None],
+        local: LocalRun,
         leave_role: Callable[[], None],
     ) -> None:
-        """`find_relay` returns the relay of orders to the present attempt's ranks. `leave_role` has this node give the
-        coordinator's role up, if it has it."""
-        self._node, self._connection, self._supervisor = node, connection, supervisor
-        self._find_any_relay, self._leave_role = find_relay, leave_role
+        """`leave_role` has this node give the coordinator's role up, if it has it."""
+        self._node, self._connection, self._local, self._leave_role = node, connection, local, leave_role
         self.last_report: wire.JobReport | None = None
         """The last report of the supervisor, which may have ended since."""
         self._mark = ""
@@ -48,20 +45,20 @@ class NodeOrders:
     @property
     def has_supervisor(self) -> bool:
         """Whether a supervisor is connected: it may start the ranks again."""
-        return self._supervisor.find_report() is not None
+        return self._local.find_supervisor_report() is not None
 
     @property
     def has_completed(self) -> bool:
         """Whether no supervisor would start the ranks again."""
-        report = self._supervisor.find_report()
+        report = self._local.find_supervisor_report()
         return report is None or report.status == 0
 
     def find_report(self) -> wire.JobReport | None:
         """Return the state of the job on this node; None: no supervisor reports, or the job takes no orders."""
-        report = self._supervisor.find_report() if self.are_taken else None
+        report = self._local.find_supervisor_report() if self.are_taken else None
         if report is None:
             return None
-        if self._mark not in ("", mark := self._supervisor.find_mark()) and self._node.members.start:
+        if self._mark not in ("", mark := self._local.find_supervisor_mark()) and self._node.members.start:
             self._node.forget_members()
             self._leave_role()
         self._mark, self.last_report = mark, report
@@ -70,7 +67,7 @@ class NodeOrders:
 
     def find_relay(self) -> RelayedRollback | None:
         """Return the relay of orders to the ranks; None: there is none, or the job takes no orders."""
-        return self._find_any_relay() if self.are_taken else None
+        return self._local.find_relay() if self.are_taken else None
 
     def report_rollback(self) -> NodeRollback | None:
         """Return how a rollback stands on this node; None: it takes part in none."""
@@ -84,11 +81,11 @@ class NodeOrders:
             self._refuse_orders()
             return
         report = self.find_report()  # before the rest: the report may be of another job
-        relay = self._find_any_relay()
+        relay = self._local.find_relay()
         if self._node.is_left_out:
             why, nodes = explain_left_out(self._node.members), self._node.members.nodes
             if report is not None:
-                self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=why, nodes=nodes))
+                self._local.order_supervisor(wire.Order(start=report.start, does="stop", why=why, nodes=nodes))
             if relay is not None:
                 relay.apart = why
             return
@@ -119,9 +116,9 @@ class NodeOrders:
 
     def _refuse_orders(self) -> None:
         """Say to the supervisor and the ranks that this job has no orders."""
-        report, relay = self._supervisor.find_report(), self._find_any_relay()
+        report, relay = self._local.find_supervisor_report(), self._local.find_relay()
         if report is not None and report.fault is not None:
-            self._supervisor.give_order(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
+            self._local.order_supervisor(wire.Order(start=report.start, does="stop", why=NO_ORDERS))
         if relay is not None:
             relay.no_orders = NO_ORDERS
 
@@ -129,12 +126,12 @@ class NodeOrders:
         order = self._node.find_order(now)
         if is_unaware(report, self._node.members):
             does: Literal["stop", "end"] = "stop" if report.fault is not None else "end"
-            self._supervisor.give_order(wire.Order(start=report.start, does=does, why=STARTED_ALONE))
+            self._local.order_supervisor(wire.Order(start=report.start, does=does, why=STARTED_ALONE))
         elif order is not None and order.start == report.start:
-            self._supervisor.give_order(order)
+            self._local.order_supervisor(order)
         elif report.fault is not None:
             why = lead.explain_no_order(now) if lead is not None else self.explain_absence(now, lead)
-            self._supervisor.give_order(wire.Order(start=report.start, does="wait", why=why))
+            self._local.order_supervisor(wire.Order(start=report.start, does="wait", why=why))
 
     def _order_ranks(self, relay: RelayedRollback, now: float, lead: Lead | None) -> None:
         beat = self._node.beat

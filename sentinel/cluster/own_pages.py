@@ -4,10 +4,11 @@ coordinator."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
+from sentinel.cluster.local_run import LocalRun
 from sentinel.cluster.protocol.node import Node
 from sentinel.diagnose.case import Case
 from sentinel.notify.entry import Entry
@@ -24,9 +25,9 @@ def own_name(run_id: str, node: int) -> str:
 class OwnPages:
     """A node's pages in the pipeline of its run."""
 
-    def __init__(self, pipeline: Pipeline, node: Node, run_id: str, list_cases: Callable[[], Iterable[Case]]) -> None:
-        """Start with no page. `list_cases` returns the cases of this node."""
-        self._pipeline, self._node, self._list_cases = pipeline, node, list_cases
+    def __init__(self, pipeline: Pipeline, node: Node, run_id: str, local: LocalRun) -> None:
+        """Start with no page."""
+        self._pipeline, self._node, self._local = pipeline, node, local
         self._name = own_name(run_id, node.node)
         self._withheld: list[Entry] = []
         """What was sent about the job from here, while another node may be the coordinator and send it."""
@@ -61,7 +62,7 @@ class OwnPages:
         """End this node's pages of cases that the coordinator has now: it tells people of those that fire, on the page
         of the job. Of a case that is over already people hear from here, where its page began."""
         known = [identity for identity in identities if self.is_known(identity)]
-        for case in self._list_cases() if known else ():
+        for case in self._local.list_cases() if known else ():
             if case.id in known and case.state == "firing":
                 done = (*case.done, OVER_HERE)
                 over = msgspec.structs.replace(case, state="resolved", resolved_time=time.time(), done=done)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from sentinel.cluster.orders import NO_ORDERS
 from sentinel.cluster.protocol.election import next_epoch
 from sentinel.cluster.protocol.messages import Beat, RollbackOrder, encode
 from sentinel.config.cluster import Meeting
-from sentinel.daemon.run.meeting_search import MeetingSearch
+from sentinel.daemon.run.meeting_search import MeetingSearch, SearchOwner
 from sentinel.hooks.core import store_client
 from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
@@ -474,7 +474,7 @@ def test_a_node_whose_own_name_means_loopback_listens_where_others_find_it_too(
 
 
 def test_a_later_attempt_with_fewer_nodes_is_asked_for_as_many() -> None:
-    search = MeetingSearch(Meeting((), SECRET), 0, lambda _: None, lambda _: None)
+    search = MeetingSearch(Meeting((), SECRET), 0, cast("SearchOwner", None))
     for nodes in (4, 3):
         identity = wire.Identity(run="r", run_id="r", world_size=2 * nodes, local_world_size=2)
         question = search.ask(wire.Hello(version="t", identity=identity))

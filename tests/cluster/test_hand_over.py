@@ -7,13 +7,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from sentinel import wire
 from sentinel.cluster.lead import Lead, restore_pages
+from sentinel.cluster.local_run import LocalRun
 from sentinel.cluster.own_pages import OwnPages, own_name
 from sentinel.cluster.protocol.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.protocol.election import LEASE_SECONDS, next_epoch
@@ -39,11 +39,24 @@ from tests.notify.test_pipeline import SLOW, Fake, pipeline, until
 RUN = "r"
 
 
-class Asked:
-    """Ranks that get the question for a cause, and do not answer it by themselves."""
+class LocalCases:
+    """The run on a node, with these cases. Its ranks get the question for a cause, and do not answer by themselves."""
 
-    def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
+    def __init__(self, *cases: Case) -> None:
+        self._cases = cases
+
+    def list_cases(self) -> Sequence[Case]:
+        return self._cases
+
+    def find_cause(self, incidents: JobIncidents, incident: JobIncident) -> None:
         pass
+
+    def record_job_incident(self, case: Case, own: Sequence[str]) -> None:
+        pass
+
+
+def make_local(*cases: Case) -> LocalRun:
+    return cast("LocalRun", LocalCases(*cases))
 
 
 class Job:
@@ -64,18 +77,15 @@ class Job:
 
     def begin_lead(self, number: int, pipeline: Pipeline) -> Lead:
         """Let a node take the coordinator's role, with this pipeline; return the role."""
-        beat, identity = self.nodes[number].beat, wire.Identity(
-            run="train", run_id=RUN, rank=number, world_size=3, local_world_size=1, node=number, pid=1, session="s"
-        )  # fmt: skip
+        beat = self.nodes[number].beat
         pages = restore_pages(beat.incidents, "train", RUN) if beat is not None else []
         epoch = next_epoch(self.nodes[number].election.epoch, number)
         terminal = Terminal(lambda _: None, frozenset(SEVERITIES))
         notifier = Notifier(terminal, pipeline, Silences(self._folder / FILE), lambda _: None)
         coordinator = Coordinator(number, 3, epoch, self.now, pages)
         return Lead(
-            Run("train", RUN, 0.0), notifier, lambda: identity, coordinator, pytest.fail, lambda: None, pytest.fail,
-            set(), Asked(),
-        )  # fmt: skip
+            Run("train", RUN, 0.0), notifier, make_local(), coordinator, pytest.fail, lambda: None, pytest.fail, set()
+        )
 
     def play(self, lead: Lead, there: Sequence[int], seconds: float = LEASE_SECONDS + SETTLE_SECONDS + 2) -> None:
         """Let `seconds` pass with the coordinator `lead`, while only the nodes `there` are heard."""
@@ -165,7 +175,7 @@ def test_an_alert_of_a_node_that_was_alone_meanwhile_is_told_as_firing_first(job
     fired, node, pipeline = fire(), job.nodes[1], job.make_pipeline()
     node.record(fired)
     node.record(over := end(fired))
-    pages = OwnPages(pipeline, node, RUN, lambda: [over])
+    pages = OwnPages(pipeline, node, RUN, make_local(over))
     pages.tell_alone(ALONE_SECONDS + 1)
     key = f"{own_name(RUN, 1)}/RankLost"
     assert job.deliver(pipeline) == [(key, "0.1", "firing"), (key, "0.1", "resolved")]
@@ -191,7 +201,7 @@ def test_a_former_coordinator_hands_in_the_end_of_what_it_had_not_sent(job: Job)
     job.nodes[1].record(end(fired))
     job.play(former, [0, 1, 2], 2)
     assert job.nodes[1].list_events(0).cases == ()
-    OwnPages(pipeline, job.nodes[0], RUN, list).withhold()
+    OwnPages(pipeline, job.nodes[0], RUN, make_local()).withhold()
     job.now += LEASE_SECONDS
     following = job.make_pipeline()
     job.play(job.begin_lead(1, following), [0, 1, 2])
@@ -264,7 +274,7 @@ def test_what_was_over_before_the_coordinator_was_heard_is_told_by_the_node_that
     fired, node, own, pipeline = fire(), job.nodes[1], job.make_pipeline(), job.make_pipeline()
     node.record(fired)
     node.record(over := end(fired))
-    pages = OwnPages(own, node, RUN, lambda: [over])
+    pages = OwnPages(own, node, RUN, make_local(over))
     pages.tell_alone(ALONE_SECONDS + 1)
     job.play(job.begin_lead(0, pipeline), [0, 1, 2])
     assert job.applied == {"0.1"}
@@ -277,7 +287,7 @@ def test_what_was_over_before_the_coordinator_was_heard_is_told_by_the_node_that
 def test_a_page_that_the_coordinator_has_before_it_is_sent_does_not_come_back_as_the_case_ends(job: Job) -> None:
     """The job tells people of both."""
     fired, own = fire(), job.make_pipeline()
-    pages = OwnPages(own, job.nodes[1], RUN, lambda: [fired])
+    pages = OwnPages(own, job.nodes[1], RUN, make_local(fired))
     pages.put(fired)
     pages.end([fired.id])
     pages.put(end(fired))
@@ -289,7 +299,7 @@ def test_what_waited_when_the_nodes_found_each_other_goes_on_under_the_key_that_
     """The incident fired before, under the node's own id."""
     own, fired = job.make_pipeline(), msgspec.structs.replace(open_problem(1), id="0.1")
     own.put(fired)
-    pages = OwnPages(own, job.nodes[node], RUN, lambda: [fired])
+    pages = OwnPages(own, job.nodes[node], RUN, make_local(fired))
     pages.withhold()
     job.nodes[node].record(fired)
     pipeline = own if node == 0 else job.make_pipeline()
@@ -317,7 +327,7 @@ def test_a_page_that_became_a_problem_of_its_own_is_handed_over_as_firing() -> N
         assert [entry.problem_id for entry in former] == ["n0-0.10", "n0-0.9"]
         made.restore(former)
         node = Node(0, 1, 0.0, 3)
-        OwnPages(made, node, RUN, list).withhold()
+        OwnPages(made, node, RUN, make_local()).withhold()
         handed_in = {given.case.id: given.case.state for given in node.list_events(0).cases}
         assert handed_in == {"n0-0.9": "firing", "n0-0.10": "firing"}
         await made.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
 from sentinel import wire
 from sentinel.actions.rollback_state import Outcome
+from sentinel.cluster.membership import Membership
 from sentinel.daemon.job.judge import LEFT_SECONDS, LEFT_TO_COORDINATOR, CoordinatorJudge, NodeJudge
 from sentinel.daemon.run.incidents import JobJudgement
 from sentinel.daemon.run.watched_run import WatchedRun
@@ -50,7 +53,9 @@ def be_a_node(watch: WatchedRun) -> JobJudgement:
 
 
 def be_the_coordinator(watch: WatchedRun) -> JobJudgement:
-    return CoordinatorJudge(watch.context, watch.incidents, IDENTITY, list)
+    return CoordinatorJudge(
+        watch.context, watch.incidents, IDENTITY, cast("Membership", SimpleNamespace(list_nodes=list))
+    )
 
 
 @pytest.mark.parametrize("become", [be_a_node, be_the_coordinator])

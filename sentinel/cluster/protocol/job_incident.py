@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -356,13 +356,6 @@ class JobIncidents:
             count, cases = count - 1, cases - len(incident.cases)
             if incident.id not in self._changed:
                 del self._incidents[incident.id]
-
-
-class CauseFinder(Protocol):
-    """Finds the causes of the job's incidents that the ranks of all nodes decide."""
-
-    def begin(self, incidents: JobIncidents, incident: JobIncident) -> None:
-        """Ask the ranks and have the incident explained. Until then, a few seconds, it is kept from people."""
 
 
 def _list_nodes(node: int, case: Case) -> list[int]:

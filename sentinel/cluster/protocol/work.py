@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
 
-from sentinel.cluster.protocol.messages import NodeState, WorkReport
-
-
-class WorkExchange(Protocol):
-    """What this node reports to others about its ranks' work, and learns about theirs."""
-
-    def report(self, now: float) -> WorkReport:
-        """Return the report on the work of this node's ranks."""
-
-    def note(self, moment: float, patience: float) -> None:
-        """Take note when a rank of another node was last seen at work, in monotonic seconds, and the longest patience
-        that one is granted, in seconds."""
+from sentinel.cluster.protocol.messages import NodeState
 
 
 def find_work_elsewhere(states: Iterable[NodeState], node: int, attempt: int, heard: float) -> tuple[float, float]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from sentinel.actions.rollback_state import Outcome
+from sentinel.cluster.membership import Membership
 from sentinel.cluster.protocol.digest import DigestSender, NodeStep
 from sentinel.cluster.protocol.job_extent import list_job_nodes
 from sentinel.cluster.protocol.job_rules import JobRules, find_signals, select_job_rules
@@ -113,13 +114,12 @@ class CoordinatorJudge:
         context: RunContext,
         incidents: RunIncidents,
         identity: Identity,
-        list_nodes: Callable[[], Iterable[NodeState]],
+        membership: Membership,
         earlier: Iterable[NodeStep] = (),
     ) -> None:
-        """`identity`: that of any rank here. `list_nodes` returns the other nodes. `earlier`: steps of this node that
-        no coordinator has judged."""
+        """`identity`: that of any rank here. `earlier`: steps of this node that no coordinator has judged."""
         self._context, self._incidents = context, incidents
-        self._identity, self._list_nodes = identity, list_nodes
+        self._identity, self._membership = identity, membership
         self._rules: Sequence[Rule] = ()
         self.begin_attempt()
         self._job.steps.take_own(earlier, time.monotonic())
@@ -188,7 +188,7 @@ class CoordinatorJudge:
             ended = self._job.replace_rules(rules)
             self._incidents.leave_rules(frozenset(rule.name for rule in rules), LEFT_TO_COORDINATOR, now)
             self._apply(ended, now)
-        for state in self._list_nodes():
+        for state in self._membership.list_nodes():
             if state.state == "left":
                 self._job.steps.leave(state.node)
         self.advance(now)
@@ -221,7 +221,8 @@ class CoordinatorJudge:
         """Return a copy of this node's attempt with the steps and ranks of all nodes."""
         view = copy.copy(self._context.run.attempt)
         view.recent, view.clock_shift, view.before_alert = self._job.recent, 0.0, {}
-        view.ranks = {rank: one for state in self._list_nodes() for rank, one in self._make_ranks(state)} | view.ranks
+        others = (pair for state in self._membership.list_nodes() for pair in self._make_ranks(state))
+        view.ranks = dict(others) | view.ranks
         return view
 
     def _make_ranks(self, state: NodeState) -> Iterable[tuple[int, Rank]]:

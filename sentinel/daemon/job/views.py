@@ -7,7 +7,6 @@ ranks stand. All of it is requested when needed, with a deadline, and what could
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +29,8 @@ from sentinel.diagnose.case import Case
 from sentinel.text import format_count
 
 
-def serve_job(watch: WatchedRun, membership: Membership) -> None:
-    """Answer the questions of other nodes from now on."""
-    membership.inquiry.respond = functools.partial(_answer, watch, membership)
-
-
-async def _answer(watch: WatchedRun, membership: Membership, question: Question) -> NodeAnswer:
+async def answer_question(watch: WatchedRun, membership: Membership, question: Question) -> NodeAnswer:
+    """Answer another node's question."""
     answer = NodeAnswer(node=membership.node, attempt=watch.run.attempt.number)
     if question.what == "ranks":
         await survey_ranks(watch)

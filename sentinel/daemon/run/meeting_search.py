@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
-from collections.abc import Callable
+from typing import Protocol
 
 from sentinel import wire
 from sentinel.cluster.connection import NOT_INSTALLED
@@ -21,15 +21,22 @@ SECRET_BYTES = 32
 SET_ADDRESS = "set SENTINEL_CLUSTER (docs/cluster.md)"
 
 
+class SearchOwner(Protocol):
+    """Takes the result of the search for one run."""
+
+    def take_meeting(self, meeting: Meeting) -> None:
+        """Take the meeting that was found; another one, if the job was started again."""
+
+    def fail(self, why: str) -> None:
+        """Take note of why there is no meeting."""
+
+
 class MeetingSearch:
     """The search for one run, on one node."""
 
-    def __init__(
-        self, meeting: Meeting, port: int, join: Callable[[Meeting], None], fail: Callable[[str], None]
-    ) -> None:
-        """`meeting`: as far as the settings know it. `join` is called with the whole of it; `fail`, with why there is
-        none."""
-        self._meeting, self._port, self._join, self._fail = meeting, port, join, fail
+    def __init__(self, meeting: Meeting, port: int, owner: SearchOwner) -> None:
+        """`meeting`: as far as the settings know it."""
+        self._meeting, self._port, self._owner = meeting, port, owner
         self._nodes = 0
         """Nodes of the job, according to the rank that was asked last."""
         if not meeting.secret and meeting.tls is None:
@@ -42,7 +49,7 @@ class MeetingSearch:
         self._nodes = count_nodes(hello.identity)  # a later attempt may have fewer
         if importlib.util.find_spec("zenoh") is None:
             if hello.identity.rank == 0:
-                self._fail(NOT_INSTALLED)
+                self._owner.fail(NOT_INSTALLED)
             return None
         meeting, node = self._meeting, hello.identity.node
         return wire.FindMeeting(
@@ -56,13 +63,13 @@ class MeetingSearch:
     def take(self, found: wire.MeetingFound) -> None:
         """Take the result of the search, and join or fail."""
         if why := self._find_hindrance(found):
-            self._fail(f"the nodes of this job do not find each other: {why}; each is watched alone")
+            self._owner.fail(f"the nodes of this job do not find each other: {why}; each is watched alone")
             return
         secret = found.secret if self._meeting.is_public else self._meeting.secret
         meeting = self._meeting._replace(addresses=_list_addresses(found), secret=secret, is_found=True)
         if meeting != self._meeting:
             self._meeting = meeting
-            self._join(meeting)
+            self._owner.take_meeting(meeting)
 
     def _find_hindrance(self, found: wire.MeetingFound) -> str:
         if found.reason:
