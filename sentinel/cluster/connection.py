@@ -7,10 +7,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from sentinel.cluster.inquiry import HandOver
+from sentinel.cluster.local_run import LocalRun
 from sentinel.config.cluster import Meeting
+from sentinel.errors import ProtocolError
 
 if TYPE_CHECKING:
     from sentinel.cluster.session import Session
@@ -26,23 +27,27 @@ NOT_INSTALLED = (
 )
 
 
+class ConnectionOwner(Protocol):
+    """Opens sessions, and uses them."""
+
+    def open_session(self, meeting: Meeting) -> Session:
+        """Return an open session. Called in a thread. Raises ImportError where Zenoh is not installed."""
+
+    def begin_session(self, session: Session) -> None:
+        """Begin to use a session that is new. Called in the daemon's loop."""
+
+
 class Connection:
     """The connection of one run. Lives in the daemon's loop."""
 
     def __init__(
-        self,
-        meeting: Meeting,
-        node: int,
-        open_session: Callable[[Meeting], Session],
-        begin: Callable[[Session], None],
-        hand_over: HandOver,
-        say: Callable[[str], None],
+        self, meeting: Meeting, node: int, owner: ConnectionOwner, local: LocalRun, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Prepare the connection; `tick` opens it. `open_session` is called in a thread, and raises ImportError where
-        Zenoh is not installed. `begin` gets each session, in the loop."""
-        self.meeting, self._node = meeting, node
-        self._open_session, self._begin, self._hand_over, self._say = open_session, begin, hand_over, say
+        """Prepare the connection; `tick` opens it."""
+        self.meeting, self._node, self._owner, self._local, self._loop = meeting, node, owner, local, loop
         self.session: Session | None = None
+        self.refused = 0
+        """Count of messages of other nodes that were refused."""
         self.trouble = ""
         """Why there is no session; empty: unknown, or there is one."""
         self._thread: threading.Thread | None = None
@@ -80,6 +85,20 @@ class Connection:
         if session is not None:
             self._drop(session)
 
+    def call_in_loop(self, function: Callable[..., object], *arguments: object) -> bool:
+        """Call the function in the daemon's loop, from any thread. Returns False if the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            return False
+        return True
+
+    def refuse(self, error: ProtocolError) -> None:
+        """Count a message that is refused; for the first one, say why."""
+        self.refused += 1
+        if self.refused == 1:
+            self._local.tell(f"a message of another node is refused: {error}")
+
     async def finish_trying(self) -> None:
         """Wait for the connecting thread: one that is inside Zenoh when the interpreter ends aborts the process."""
         if self._thread is not None:
@@ -95,7 +114,7 @@ class Connection:
 
         def end() -> None:
             session.close()
-            self._hand_over(ended.set)
+            self.call_in_loop(ended.set)
 
         threading.Thread(target=end, daemon=True).start()
         with contextlib.suppress(TimeoutError):
@@ -103,14 +122,14 @@ class Connection:
 
     def _open(self, meeting: Meeting) -> None:
         try:
-            session = self._open_session(meeting)
+            session = self._owner.open_session(meeting)
         except ImportError:
-            self._hand_over(self._fail, NOT_INSTALLED, meeting)
+            self.call_in_loop(self._fail, NOT_INSTALLED, meeting)
         except Exception as error:
             log.info("the nodes of a job: %s", error)
-            self._hand_over(self._fail, _describe_trouble(meeting, self._node), meeting)
+            self.call_in_loop(self._fail, _describe_trouble(meeting, self._node), meeting)
         else:
-            if not self._hand_over(self._take, session, meeting):
+            if not self.call_in_loop(self._take, session, meeting):
                 session.close()
 
     def _take(self, session: Session, meeting: Meeting) -> None:
@@ -119,9 +138,9 @@ class Connection:
             return
         if self.trouble in self._said:
             self._said.discard(self.trouble)
-            self._say("the job's other nodes can reach this one now")
+            self._local.tell("the job's other nodes can reach this one now")
         self.session, self.trouble = session, ""
-        self._begin(session)
+        self._owner.begin_session(session)
 
     def _drop(self, session: Session) -> None:
         self._closing = threading.Thread(target=session.close, daemon=True)
@@ -144,7 +163,7 @@ class Connection:
     def _say_once(self, trouble: str) -> None:
         if trouble not in self._said:
             self._said.add(trouble)
-            self._say(trouble)
+            self._local.tell(trouble)
 
 
 def _is_alive(thread: threading.Thread | None) -> bool:

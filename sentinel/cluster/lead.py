@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from sentinel import wire
 from sentinel.cluster.local_run import JobJudge, LocalRun
+from sentinel.cluster.orders import NodeOrders
 from sentinel.cluster.protocol.blame import BlameLedger
 from sentinel.cluster.protocol.coordinator import Coordinator, find_bound
 from sentinel.cluster.protocol.election import check_epoch, check_incarnation
@@ -39,18 +40,15 @@ class Lead:
         run: Run,
         notifier: Notifier,
         local: LocalRun,
+        orders: NodeOrders,
         coordinator: Coordinator,
-        make_judge: Callable[[], JobJudge],
-        find_relay: Callable[[], RelayedRollback | None],
-        say: Callable[[str], None],
         said: set[str],
     ) -> None:
-        """`find_relay` returns this node's relay of the present attempt. `say` prints one line on the training
-        terminal; `said` holds the lines that are not repeated."""
-        self._run, self._notifier, self._local, self._say = run, notifier, local, say
-        self.coordinator, self._make_judge, self._find_relay = coordinator, make_judge, find_relay
+        """`said`: the lines on the training terminal that are not repeated."""
+        self._run, self._notifier, self._local, self._orders = run, notifier, local, orders
+        self.coordinator = coordinator
         self.judge: JobJudge | None = None
-        """Judge of all nodes' steps; set when the coordinator acts for the first time."""
+        """Judge of all nodes' steps; set by the membership when the coordinator acts for the first time."""
         self._rollbacks: JobRollbacks | None = None
         """Rollbacks of the present attempt."""
         self._order: wire.Order | None = None
@@ -86,7 +84,7 @@ class Lead:
 
     def decide(self, now: float) -> bool:
         """Decide on the orders to the nodes. Returns whether they changed."""
-        before, relay = (self._order, self._rollback_order), self._find_relay()
+        before, relay = (self._order, self._rollback_order), self._orders.find_relay()
         self._order = self.coordinator.order_nodes(now)
         if relay is not None and self.coordinator.is_acting(now):
             self._decide_rollback(relay, now)
@@ -101,8 +99,6 @@ class Lead:
     def tick(self, now: float) -> None:
         """Have the steps judged, notify people, and say on the terminal which nodes met or fell silent. Called once a
         second."""
-        if self.judge is None and self.coordinator.is_acting(now):
-            self.judge = self._make_judge()
         if self.judge is not None:
             self.judge.tick(now)
         self.tell(now)
@@ -110,9 +106,9 @@ class Lead:
         heard = self.coordinator.nodes
         if "met" not in self._said and sum(one.state == "alive" and one.node in heard for one in states) == nodes:
             self._said.add("met")
-            self._say(f"all {nodes} nodes of the job have met")
+            self._local.tell(f"all {nodes} nodes of the job have met")
         for line in self._silences.describe_changes(states):
-            self._say(line)
+            self._local.tell(line)
 
     def tell(self, now: float, *, ending: bool = False) -> bool:
         """Notify people of the job's incidents that changed, and of those for which a silence began or ended. `ending`:
@@ -144,10 +140,6 @@ class Lead:
         own = [identity for node, identity in cases if node == self.coordinator.node]
         self._local.record_job_incident(case, own)
 
-    def explain_no_order(self, now: float) -> str:
-        """Return the reason why there is no order at present."""
-        return f"more than half of the nodes must be heard; missing: {self.coordinator.name_missing(now)}"
-
     def _decide_rollback(self, relay: RelayedRollback, now: float) -> None:
         number, nodes = self._run.attempt.number, self.coordinator.expected
         if self._rollbacks is None or self._rollbacks.attempt != number:
@@ -159,7 +151,7 @@ class Lead:
         job.advance(now)
         if job.armed and (key := f"armed {number}") not in self._said:
             self._said.add(key)
-            self._say(f"all {nodes} nodes have met: rollback is armed on all ranks")
+            self._local.tell(f"all {nodes} nodes have met: rollback is armed on all ranks")
         self._rollback_order = job.make_order()
 
 

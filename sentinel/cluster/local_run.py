@@ -54,7 +54,7 @@ class LocalRun(Protocol):
         """Identity of any rank of this node, in the present attempt."""
 
     def tell(self, text: str) -> None:
-        """Print one line on the training terminal."""
+        """Log one line, and print it on the training terminal."""
 
     def list_cases(self) -> Sequence[Case]:
         """Return the cases of this node."""

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from sentinel.cluster.connection import Connection
 from sentinel.cluster.inquiry import Inquiry
 from sentinel.cluster.lead import Lead, restore_blame, restore_pages
-from sentinel.cluster.local_run import JobJudge, LocalRun, StepReporter
+from sentinel.cluster.local_run import LocalRun, StepReporter
 from sentinel.cluster.orders import NO_ORDERS, NodeOrders
 from sentinel.cluster.own_pages import OwnPages
 from sentinel.cluster.protocol.coordinator import Coordinator
@@ -47,7 +47,7 @@ from sentinel.notify.notifier import Notifier
 from sentinel.runs import Run
 
 if TYPE_CHECKING:
-    from sentinel.cluster.session import Session
+    from sentinel.cluster.session import Query, Session
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +82,10 @@ class Membership:
         self._own_pages = OwnPages(self._pipeline, self._node, run.run_id, local)
         self._lead: Lead | None = None
         """The coordinator's role; None: this node does not have it."""
-        self._connection = Connection(
-            meeting, identity.node, self._open_session, self._begin_session, self._hand_over, self._say
-        )
-        self._orders = NodeOrders(self._node, self._connection, local, self._leave_role)
-        self.inquiry = Inquiry(local, lambda: self._session, self._hand_over, self._refuse)
-        self._refused = 0
+        self._loop = asyncio.get_running_loop()
+        self._connection = Connection(meeting, identity.node, self, local, self._loop)
+        self._orders = NodeOrders(self._node, self._connection, local, self)
+        self.inquiry = Inquiry(self._connection, local)
         self._rejected = RejectedConnections(run.name)
         self._said = set[str]()
         """Lines of the coordinator that this node's terminal already has: each is printed once."""
@@ -95,7 +93,6 @@ class Membership:
         """Whether the terminal shows that no coordinator is heard."""
         self._ending: float | None = None
         """Time since when no rank is left."""
-        self._loop = asyncio.get_running_loop()
         self._closed = False
         notifier.outlet = self
         self._own_pages.withhold()
@@ -152,7 +149,7 @@ class Membership:
         self._send_pulse(now)
         if self._lead is not None and self._lead.decide(now):
             self._send_beat(now)
-        self._orders.follow(now, self._lead)
+        self._orders.follow(now, self._coordinator)
 
     def pass_on_rollback(self) -> None:
         """Pass on news of a rollback, or the request for one, once the caller has returned."""
@@ -181,12 +178,13 @@ class Membership:
         beat, members = self._node.recall_beat(now), self._node.members
         if self._lead is not None and self._lead.coordinator.is_acting(now):
             view, beat = "coordinator", self._lead.make_beat(now)
+        in_touch = view in ("coordinator", "joined")
         return {
             "node": self.node,
             "view": view,
             "address": self._orders.find_address(),
             "no_orders": "" if self._orders.are_taken else NO_ORDERS,
-            "absence": "" if view in ("coordinator", "joined") else self._orders.describe_absence(now, self._lead),
+            "absence": "" if in_touch else self._orders.describe_absence(now, self._coordinator),
             "coordinator_silent_seconds": 0.0 if view == "coordinator" else round(now - self._node.heard, 1),
             "expected": beat.expected if beat else count_nodes(self._local.identity),
             "members": list(members.nodes or range(count_nodes(self._local.identity))),
@@ -196,7 +194,7 @@ class Membership:
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
             "blame": dict(beat.blame) if beat else {},
             "blamed_incidents": beat.blamed_incidents if beat else 0,
-            "refused": self._refused,
+            "refused": self._connection.refused,
             "rejected": self._rejected.count,
             "rejected_from": self._rejected.addresses,
             "dropped": self._node.dropped,
@@ -258,12 +256,14 @@ class Membership:
         self._change_role(now)
         self._send_pulse(now)
         if self._lead is not None:
+            if self._lead.judge is None and self._lead.coordinator.is_acting(now):
+                self._begin_judging(self._lead)
             self._lead.tick(now)
             self._lead.decide(now)
             self._send_beat(now)
             self._ask_missing(self._lead, now)
         self._note_work(now)
-        self._orders.follow(now, self._lead)
+        self._orders.follow(now, self._coordinator)
         if self._reporter is not None:
             self._reporter.tick(now, joined=self._node.find_view(now) != "alone")
             self._send_digest(now)
@@ -275,10 +275,10 @@ class Membership:
         """Say on the terminal when this node is cut off, and when that is over: a wrong secret has no other sign."""
         cut_off, stays = self._node.is_cut_off(now), self._ending is None and not self._node.is_left_out
         if cut_off and stays and not self._cut_off:
-            why = self._orders.describe_absence(now, self._lead)
-            self._say(f"{why}: this node sends its own alerts itself; see `sentinel status`")
+            why = self._orders.describe_absence(now, self._coordinator)
+            self._local.tell(f"{why}: this node sends its own alerts itself; see `sentinel status`")
         elif self._cut_off and stays and not cut_off:
-            self._say("the other nodes are heard again")
+            self._local.tell("the other nodes are heard again")
         self._cut_off = cut_off and stays
 
     def _change_role(self, now: float) -> None:
@@ -286,7 +286,7 @@ class Membership:
         if self._lead is not None:
             self._node.note_members(self._lead.coordinator.members)
         if self._node.is_left_out:
-            self._leave_role()
+            self.leave_role()
         elif self._lead is None and self._session is not None and self._node.election.is_due(now):
             epoch = next_epoch(self._node.election.epoch, self.node, _read_clock())
             beat = self._node.recall_beat(now)
@@ -295,22 +295,19 @@ class Membership:
             blame = restore_blame(beat) if beat is not None else None
             earlier = beat.nodes if beat is not None else ()
             coordinator = Coordinator(self.node, members.count(count), epoch, now, pages, members, blame, earlier)
-            self._lead = Lead(
-                self._run, self._notifier, self._local, coordinator, self._begin_judging, self._orders.find_relay,
-                self._say, self._said,
-            )  # fmt: skip
+            self._lead = Lead(self._run, self._notifier, self._local, self._orders, coordinator, self._said)
             self._session.lead()
         elif self._lead is not None and self._lead.coordinator.has_failed(now) and self._node.election.candidates > 1:
-            self._leave_role()
+            self.leave_role()
 
-    def _begin_judging(self) -> JobJudge:
+    def _begin_judging(self, lead: Lead) -> None:
         """Begin to judge, as this node acts as the coordinator for the first time since it has the role."""
         self._reporter = None
         self._own_pages.take_up()
         log.info("run %s: node %d is the coordinator", self._run.name, self.node)
-        return self._local.judge_steps()
+        lead.judge = self._local.judge_steps()
 
-    def _leave_role(self) -> None:
+    def leave_role(self) -> None:
         """Give the coordinator's role up, if this node has it."""
         if self._lead is None:
             return
@@ -385,58 +382,54 @@ class Membership:
         with contextlib.suppress(Exception):  # a digest that does not arrive is sent again
             self._session.publish_digest(encode(digest))
 
-    def _say(self, text: str) -> None:
-        log.warning("run %s: %s", self._run.name, text)
-        self._local.tell(text)
+    @property
+    def _coordinator(self) -> Coordinator | None:
+        return self._lead.coordinator if self._lead is not None else None
 
     @property
     def _session(self) -> Session | None:
         return self._connection.session
 
-    @property
-    def _meeting(self) -> Meeting:
-        return self._connection.meeting
+    # The connection's owner.
 
-    def _open_session(self, meeting: Meeting) -> Session:
+    def open_session(self, meeting: Meeting) -> Session:
         """Return an open session. Called in a thread."""
         from sentinel.cluster.session import Session  # it imports Zenoh
 
-        return Session(
-            meeting, self._run.run_id, self.node, receive=self._receive, answer=self._answer,
-            answer_view=self.inquiry.answer, refuse=lambda error: self._hand_over(self._refuse, error),
-            note_link=lambda locator: self._hand_over(self._rejected.note_link, locator, time.monotonic()),
-        )  # fmt: skip
+        return Session(meeting, self._run.run_id, self.node, self)
 
-    def _begin_session(self, session: Session) -> None:
+    def begin_session(self, session: Session) -> None:
+        """Begin to use a session that is new."""
         if self._lead is not None:
             session.lead()
         self._send_pulse(time.monotonic())
 
-    def _refuse(self, error: ProtocolError) -> None:
-        """Count a message that was refused; for the first one, say why."""
-        self._refused += 1
-        if self._refused == 1:
-            self._say(f"a message of another node is refused: {error}")
+    # The session's listener, called in threads.
 
-    def _hand_over(self, function: Callable[..., None], *arguments: object) -> bool:
-        """Call the function in the daemon's loop. Returns False if the loop has ended."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            return False
-        return True
+    def receive(self, kind: str, node: int, payload: bytes) -> None:
+        """Take a message of another node."""
+        self._connection.call_in_loop(self._take, kind, node, payload)
 
-    def _receive(self, kind: str, node: int, payload: bytes) -> None:
-        """Take a message in a thread of the session."""
-        self._hand_over(self._take, kind, node, payload)
+    def answer_events(self, after: int, query: Query) -> None:
+        """Answer with this node's events after number `after`."""
+        self._connection.call_in_loop(self._hand_in, after, query)
 
-    def _answer(self, after: int, reply: Callable[[bytes], None]) -> None:
-        def hand_in() -> None:
-            # What was judged here alone ends when a beat is heard. Only then the coordinator gets it, as ended.
-            if self._node.find_view(time.monotonic()) == "joined":
-                reply(encode(self._node.list_events(after)))
+    def answer_question(self, question: bytes, query: Query) -> None:
+        """Answer another node's question."""
+        self.inquiry.answer(question, query)
 
-        self._hand_over(hand_in)
+    def refuse(self, error: ProtocolError) -> None:
+        """Count a message that is refused."""
+        self._connection.call_in_loop(self._connection.refuse, error)
+
+    def note_link(self, locator: str) -> None:
+        """Take note that a link to an accepted node began or ended."""
+        self._connection.call_in_loop(self._rejected.note_link, locator, time.monotonic())
+
+    def _hand_in(self, after: int, query: Query) -> None:
+        # What was judged here alone ends when a beat is heard. Only then the coordinator gets it, as ended.
+        if self._node.find_view(time.monotonic()) == "joined":
+            query.reply(encode(self._node.list_events(after)))
 
     def _take(self, kind: str, node: int, payload: bytes) -> None:
         now = time.monotonic()
@@ -450,7 +443,7 @@ class Membership:
                 self._pass_on_news()
                 self._ask_missing(self._lead, now, [node])
         except ProtocolError as error:
-            self._refuse(error)
+            self._connection.refuse(error)
 
     def _take_beat(self, beat: Beat, node: int, now: float) -> None:
         """Take the beat of another node. Raises ProtocolError."""
@@ -463,7 +456,7 @@ class Membership:
         if self._lead is not None:
             if not self._lead.coordinator.yields_to(beat, now):
                 return
-            self._leave_role()
+            self.leave_role()
         self._follow_beat(beat, now)
         if beat.acting and self._node.beat is beat and not self._node.has_pages:
             self._own_pages.forget()
@@ -476,7 +469,7 @@ class Membership:
             self._reporter.tick(now, joined=not beat.leaving)
             self._reporter.confirm(beat.digested.get(str(self.node), -1), now)
         self._own_pages.end(applied)
-        self._orders.follow(now, self._lead)
+        self._orders.follow(now, self._coordinator)
 
 
 def _read_clock() -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from sentinel import wire
 from sentinel.cluster.connection import Connection
-from sentinel.cluster.lead import Lead
 from sentinel.cluster.local_run import LocalRun
+from sentinel.cluster.protocol.coordinator import Coordinator
 from sentinel.cluster.protocol.messages import NodeRollback
 from sentinel.cluster.protocol.node import Node
 from sentinel.cluster.protocol.relay import RelayedRollback
@@ -20,18 +19,18 @@ NO_ORDERS = "orders need TLS, or a secret from SENTINEL_CLUSTER_SECRET or [clust
 STARTED_ALONE = "`sentinel run` was started again here, while it goes on on other nodes: start it again on all"
 
 
+class RoleHolder(Protocol):
+    """Has the coordinator's role, if this node is the coordinator."""
+
+    def leave_role(self) -> None:
+        """Give the coordinator's role up, if this node has it."""
+
+
 class NodeOrders:
     """Passes orders of one job on, and reports what its supervisor and ranks made of them."""
 
-    def __init__(
-        self,
-        node: Node,
-        connection: Connection,
-        local: LocalRun,
-        leave_role: Callable[[], None],
-    ) -> None:
-        """`leave_role` has this node give the coordinator's role up, if it has it."""
-        self._node, self._connection, self._local, self._leave_role = node, connection, local, leave_role
+    def __init__(self, node: Node, connection: Connection, local: LocalRun, holder: RoleHolder) -> None:
+        self._node, self._connection, self._local, self._holder = node, connection, local, holder
         self.last_report: wire.JobReport | None = None
         """The last report of the supervisor, which may have ended since."""
         self._mark = ""
@@ -60,7 +59,7 @@ class NodeOrders:
             return None
         if self._mark not in ("", mark := self._local.find_supervisor_mark()) and self._node.members.start:
             self._node.forget_members()
-            self._leave_role()
+            self._holder.leave_role()
         self._mark, self.last_report = mark, report
         self._node.note_members(report.members)
         return report
@@ -74,9 +73,9 @@ class NodeOrders:
         relay = self.find_relay()
         return relay.report() if relay is not None else None
 
-    def follow(self, now: float, lead: Lead | None) -> None:
-        """Pass the coordinator's order to the supervisor and the ranks, or the reason why there is none. `lead`: the
-        coordinator's role, if this node has it."""
+    def follow(self, now: float, coordinator: Coordinator | None) -> None:
+        """Pass the coordinator's order to the supervisor and the ranks, or the reason why there is none.
+        `coordinator`: set if this node has the role."""
         if not self.are_taken:
             self._refuse_orders()
             return
@@ -90,21 +89,21 @@ class NodeOrders:
                 relay.apart = why
             return
         if report is not None:
-            self._order_supervisor(report, now, lead)
+            self._order_supervisor(report, now, coordinator)
         if relay is not None:
-            self._order_ranks(relay, now, lead)
+            self._order_ranks(relay, now, coordinator)
 
-    def explain_absence(self, now: float, lead: Lead | None) -> str:
-        """Return why this node has no order: whose is missing. `lead` as in `follow`."""
-        if lead is not None:
-            return lead.coordinator.explain_inaction(now)
+    def explain_absence(self, now: float, coordinator: Coordinator | None) -> str:
+        """Return why this node has no order: whose is missing. `coordinator` as in `follow`."""
+        if coordinator is not None:
+            return coordinator.explain_inaction(now)
         return f"the coordinator at {self.find_address()} is not heard"
 
-    def describe_absence(self, now: float, lead: Lead | None) -> str:
+    def describe_absence(self, now: float, coordinator: Coordinator | None) -> str:
         """Return the same for people, with how long that has been so."""
         if self._node.is_left_out:
             return explain_left_out(self._node.members)
-        return f"{self.explain_absence(now, lead)} (for {now - self._node.heard:.0f} s)"
+        return f"{self.explain_absence(now, coordinator)} (for {now - self._node.heard:.0f} s)"
 
     def find_address(self) -> str:
         """Return the address of the coordinator; where none is known, of the node that should be it."""
@@ -122,7 +121,7 @@ class NodeOrders:
         if relay is not None:
             relay.no_orders = NO_ORDERS
 
-    def _order_supervisor(self, report: wire.JobReport, now: float, lead: Lead | None) -> None:
+    def _order_supervisor(self, report: wire.JobReport, now: float, coordinator: Coordinator | None) -> None:
         order = self._node.find_order(now)
         if is_unaware(report, self._node.members):
             does: Literal["stop", "end"] = "stop" if report.fault is not None else "end"
@@ -130,13 +129,16 @@ class NodeOrders:
         elif order is not None and order.start == report.start:
             self._local.order_supervisor(order)
         elif report.fault is not None:
-            why = lead.explain_no_order(now) if lead is not None else self.explain_absence(now, lead)
+            if coordinator is not None:
+                why = f"more than half of the nodes must be heard; missing: {coordinator.name_missing(now)}"
+            else:
+                why = self.explain_absence(now, None)
             self._local.order_supervisor(wire.Order(start=report.start, does="wait", why=why))
 
-    def _order_ranks(self, relay: RelayedRollback, now: float, lead: Lead | None) -> None:
+    def _order_ranks(self, relay: RelayedRollback, now: float, coordinator: Coordinator | None) -> None:
         beat = self._node.beat
         if self._node.find_view(now) == "joined" and beat is not None:
             relay.apart = ""
             relay.take_order(beat.rollback, now)
         else:
-            relay.apart = self.explain_absence(now, lead)
+            relay.apart = self.explain_absence(now, coordinator)

@@ -21,7 +21,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zenoh
 
@@ -39,34 +39,50 @@ _QUERY_SECONDS = 5.0
 OPEN_SECONDS = 3.0
 """Seconds that an address has to answer before the next one is tried: a host that is gone refuses no connection."""
 
-Receive = Callable[[str, int, bytes], None]
-"""Gets a message: `pulse`, `event`, `digest`, `beat` or `gone`, the node that the key names, and the bytes."""
-Answer = Callable[[int, Callable[[bytes], None]], None]
-"""Gets the event number after which events are wanted, and a function that takes the answer."""
-AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
-"""Gets a question, and a function that takes the parts of the answer."""
-Refuse = Callable[[ProtocolError], object]
-"""Gets the reason why a message was not handed on."""
-NoteLink = Callable[[str], object]
-"""Gets the other side of a link that began or ended: `tcp/10.0.0.7:41234`."""
+
+class Query:
+    """A query of another node. It is answered once, from any thread."""
+
+    def __init__(self, query: Any, key: str, seal: Seal) -> None:
+        self._query, self._key, self._seal = query, key, seal
+
+    def reply(self, *parts: bytes) -> None:
+        """Answer with these parts."""
+        with contextlib.suppress(zenoh.ZError), self._query:  # the session may be closed by now
+            for part in parts:
+                self._query.reply(self._key, self._seal.sign(self._key, part))
+
+
+class SessionListener(Protocol):
+    """What a session calls, in Zenoh's threads."""
+
+    def receive(self, kind: str, node: int, payload: bytes) -> None:
+        """Take a message: `pulse`, `event`, `digest`, `beat` or `gone`, of the node that the key names."""
+
+    def answer_events(self, after: int, query: Query) -> None:
+        """Answer with this node's events after number `after`."""
+
+    def answer_question(self, question: bytes, query: Query) -> None:
+        """Answer a question about this node."""
+
+    def refuse(self, error: ProtocolError) -> None:
+        """Take note of why a message was not handed on."""
+
+    def note_link(self, locator: str) -> None:
+        """Take note that a link to this other side began or ended: `tcp/10.0.0.7:41234`."""
 
 
 class Session:
-    """The Zenoh session of one run. Callbacks are called in Zenoh's threads."""
+    """The Zenoh session of one run."""
 
-    def __init__(
-        self, meeting: Meeting, run_id: str, node: int, *, receive: Receive, answer: Answer, answer_view: AnswerView,
-        refuse: Refuse, note_link: NoteLink,
-    ) -> None:  # fmt: skip
+    def __init__(self, meeting: Meeting, run_id: str, node: int, listener: SessionListener) -> None:
         """Connect, and listen if the node has an address. Raises zenoh.ZError if that is not possible now; blocks while
         it tries."""
-        self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
-        self._refuse, self._seal = refuse, Seal(meeting.secret)
-        self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
-        self._question_key = f"{self._root}/question"
+        self._root, self._listener, self._seal = f"sentinel/{run_id}", listener, Seal(meeting.secret)
+        self._view_key, self._question_key = f"{self._root}/view/{node}", f"{self._root}/question"
         self._session: Any = open_session(meeting, node)
         self._links = self._session.info.declare_link_events_listener(
-            lambda event: note_link(event.link.dst), history=True
+            lambda event: listener.note_link(event.link.dst), history=True
         )
         self._views = self._session.declare_queryable(self._view_key, self._answer_question)
         self._publishers = {
@@ -114,7 +130,7 @@ class Session:
 
         def take(reply: Any) -> None:
             if reply.ok is not None and (payload := self._open(key, reply.ok.payload)) is not None:
-                self._receive("event", node, payload)
+                self._listener.receive("event", node, payload)
 
         self._session.get(f"{key}?after={after}", take, timeout=_QUERY_SECONDS)
 
@@ -155,7 +171,7 @@ class Session:
         try:
             return self._seal.check(key, bytes(sealed) if sealed is not None else b"")
         except ProtocolError as error:
-            self._refuse(error)
+            self._listener.refuse(error)
             return None
 
     def _subscribe(self, kind: str) -> Any:
@@ -164,31 +180,20 @@ class Session:
     def _take(self, kind: str, sample: Any) -> None:
         key = str(sample.key_expr)
         if (payload := self._open(key, sample.payload)) is not None:
-            self._receive(kind, _number(key), payload)
+            self._listener.receive(kind, _number(key), payload)
 
     def _note_liveliness(self, sample: Any) -> None:
         if sample.kind == zenoh.SampleKind.DELETE:
-            self._receive("gone", _number(str(sample.key_expr)), b"")
+            self._listener.receive("gone", _number(str(sample.key_expr)), b"")
 
     def _answer_query(self, query: Any) -> None:
         after = str(query.parameters).removeprefix("after=")
-        if not after.isdecimal() or len(after) > 15:
-            return
-
-        def reply(payload: bytes) -> None:
-            with query:
-                query.reply(query.key_expr, self._seal.sign(str(query.key_expr), payload))
-
-        self._answer(int(after), reply)
+        if after.isdecimal() and len(after) <= 15:
+            self._listener.answer_events(int(after), Query(query, str(query.key_expr), self._seal))
 
     def _answer_question(self, query: Any) -> None:
-        def reply(parts: list[bytes]) -> None:
-            with contextlib.suppress(zenoh.ZError), query:  # the session may be closed by now
-                for part in parts:
-                    query.reply(self._view_key, self._seal.sign(self._view_key, part))
-
         if (question := self._open(self._question_key, query.payload)) is not None:
-            self._answer_view(question, reply)
+            self._listener.answer_question(question, Query(query, self._view_key, self._seal))
 
 
 def open_session(meeting: Meeting, node: int) -> Any:

@@ -25,11 +25,13 @@ class Opened:
 
 
 class Node:
-    """Node 1, with a loop that runs each call at once."""
+    """Node 1: the owner of its connection, its run, and a loop that makes each call at once."""
 
     def __init__(self, open_session: Callable[[Meeting], Any], meeting: Meeting = MEETING) -> None:
         self.said: list[str] = []
-        self.connection = Connection(meeting, 1, open_session, lambda _: None, self._hand_over, self.said.append)
+        this: Any = self
+        self.connection = Connection(meeting, 1, this, this, this)
+        self.open_session, self.tell = open_session, self.said.append
         self._now = 0.0
 
     def tick(self) -> None:
@@ -39,9 +41,11 @@ class Node:
         if (thread := self.connection._thread) is not None:
             thread.join(60)
 
-    def _hand_over(self, function: Callable[..., None], *arguments: object) -> bool:
+    def begin_session(self, session: Any) -> None:
+        pass
+
+    def call_soon_threadsafe(self, function: Callable[..., None], *arguments: object) -> None:
         function(*arguments)
-        return True
 
 
 def test_an_address_is_listened_on_again_once_the_session_before_is_closed() -> None:

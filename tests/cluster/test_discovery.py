@@ -29,6 +29,7 @@ from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
 from sentinel.node import network_address
 from tests.cluster.job import RUN, SECRET, free_address
+from tests.cluster.listener import Listener
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import sentinel
 from tests.waiting import until
@@ -247,10 +248,7 @@ def stranger(address: str, secret: str) -> Iterator[Callable[[], None]]:
     """Listen where node 0 should. Yields a function that orders the end of the job, and a rollback."""
     from sentinel.cluster.session import Session
 
-    session = Session(
-        Meeting((address,), secret), RUN, 0, receive=lambda *_: None, answer=lambda *_: None,
-        answer_view=lambda *_: None, refuse=lambda _: None, note_link=lambda _: None,
-    )  # fmt: skip
+    session = Session(Meeting((address,), secret), RUN, 0, Listener())
     epoch = next_epoch(0, 0, int(time.time() * 1000))
 
     def give_orders() -> None:

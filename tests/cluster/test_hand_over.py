@@ -14,6 +14,7 @@ import pytest
 
 from sentinel.cluster.lead import Lead, restore_pages
 from sentinel.cluster.local_run import LocalRun
+from sentinel.cluster.orders import NodeOrders
 from sentinel.cluster.own_pages import OwnPages, own_name
 from sentinel.cluster.protocol.coordinator import SETTLE_SECONDS, Coordinator
 from sentinel.cluster.protocol.election import LEASE_SECONDS, next_epoch
@@ -83,9 +84,7 @@ class Job:
         terminal = Terminal(lambda _: None, frozenset(SEVERITIES))
         notifier = Notifier(terminal, pipeline, Silences(self._folder / FILE), lambda _: None)
         coordinator = Coordinator(number, 3, epoch, self.now, pages)
-        return Lead(
-            Run("train", RUN, 0.0), notifier, make_local(), coordinator, pytest.fail, lambda: None, pytest.fail, set()
-        )
+        return Lead(Run("train", RUN, 0.0), notifier, make_local(), cast("NodeOrders", None), coordinator, set())
 
     def play(self, lead: Lead, there: Sequence[int], seconds: float = LEASE_SECONDS + SETTLE_SECONDS + 2) -> None:
         """Let `seconds` pass with the coordinator `lead`, while only the nodes `there` are heard."""

@@ -22,6 +22,7 @@ from sentinel.cluster.rejected_connections import (
 )
 from sentinel.config.cluster import Meeting
 from tests.cluster.job import RUN, SECRET, free_address
+from tests.cluster.listener import Listener
 from tests.waiting import until
 
 NODE, STRANGER = "0700000A:9C42", "0900000A:9C43"  # 10.0.0.7, 10.0.0.9
@@ -187,13 +188,11 @@ def test_a_wrong_secret_and_garbage_are_counted_and_a_right_node_is_not(host: st
     from sentinel.cluster.session import Session, open_session
 
     port = int(free_address().rpartition(":")[2])
-    rejected, clock, linked = RejectedConnections("train"), itertools.count(LATER, LATER), list[str]()
+    rejected, clock, listener = RejectedConnections("train"), itertools.count(LATER, LATER), Listener()
+    linked = listener.links
 
     def open_node(node: int, secret: str) -> Session:
-        return Session(
-            Meeting((f"{host}:{port}",), secret), RUN, node, receive=lambda *_: None, answer=lambda *_: None,
-            answer_view=lambda *_: None, refuse=lambda _: None, note_link=linked.append,
-        )  # fmt: skip
+        return Session(Meeting((f"{host}:{port}",), secret), RUN, node, listener)
 
     def find_closed() -> set[int]:
         """Return the other side's ports of the connections that this side closed first."""

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import pytest
 
 from sentinel.cluster.protocol.messages import Pulse, encode
 from sentinel.config.cluster import Meeting
-from sentinel.errors import ProtocolError
 from tests.cluster.job import HIGH, LOW, RUN, SECRET, free_address, node_daemon
+from tests.cluster.listener import Listener
 from tests.cluster.test_nodes import received
 from tests.cluster.test_takeover import coordinates, follows
 from tests.notify.consumer import Consumer
@@ -84,25 +83,10 @@ def test_nodes_meet_at_a_router_and_go_on_when_the_coordinator_or_the_router_die
 def test_messages_of_a_stranger_through_a_router_are_refused() -> None:
     from sentinel.cluster.session import Session
 
-    address, heard, refused = free_address(), threading.Event(), threading.Event()
-    taken: list[tuple[str, int]] = []
-    reasons: list[str] = []
-
-    def take(kind: str, node: int, _: bytes) -> None:
-        if kind == "pulse":
-            taken.append((kind, node))
-            heard.set()
-
-    def refuse(error: ProtocolError) -> None:
-        reasons.append(str(error))
-        refused.set()
-
+    address, listener = free_address(), Listener()
     with router(address), contextlib.ExitStack() as stack:
         for node, secret in ((0, SECRET), (1, "of another job, as long"), (2, SECRET)):
-            session = Session(
-                Meeting((), secret, routers=(address,)), RUN, node, receive=take, answer=lambda *_: None,
-                answer_view=lambda *_: None, refuse=refuse, note_link=lambda _: None,
-            )  # fmt: skip
+            session = Session(Meeting((), secret, routers=(address,)), RUN, node, listener)
             stack.callback(session.close)
             if node == 0:
                 session.lead()
@@ -111,8 +95,8 @@ def test_messages_of_a_stranger_through_a_router_are_refused() -> None:
 
             def is_there(session: Session = session, pulse: bytes = pulse, node: int = node) -> bool:
                 session.publish_pulse(pulse)
-                return (refused if node == 1 else heard).is_set()
+                return bool(listener.refused if node == 1 else listener.pulses)
 
             until(is_there, f"node 0 to get something of node {node}")
-    assert set(taken) == {("pulse", 2)}
-    assert set(reasons) == {"it is not signed with the job's secret"}
+    assert set(listener.pulses) == {2}
+    assert set(listener.refused) == {"it is not signed with the job's secret"}

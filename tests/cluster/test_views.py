@@ -30,6 +30,7 @@ from sentinel.runs import Rank
 from sentinel.wire.flight_recorder import Collective, Flight, Group
 from sentinel.wire.heartbeat_page import PAGE, pack_heartbeat
 from tests.cluster.job import HIGH, LOW, RUN, SECRET, NodeDaemon, free_address, node_daemon
+from tests.cluster.listener import Listener
 from tests.daemon.simulated import ended
 from tests.daemon.test_stalls import BEAT
 from tests.waiting import until
@@ -277,11 +278,7 @@ def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tm
     with job(tmp_path, options) as nodes:
         address = nodes[0].job()["address"]
         answers, finished = list[bytes](), threading.Event()
-        stranger = Session(
-            Meeting((address,), SECRET), RUN, 7, receive=lambda kind, node, payload: None,
-            answer=lambda after, reply: None, answer_view=lambda payload, reply: reply([]),
-            refuse=lambda _: None, note_link=lambda _: None,
-        )  # fmt: skip
+        stranger = Session(Meeting((address,), SECRET), RUN, 7, Listener())
 
         def ask(payload: bytes, node: int | None = None) -> None:
             finished.clear()

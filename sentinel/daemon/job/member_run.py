@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from sentinel.daemon.job.unasked import find_silent_ranks
 from sentinel.daemon.job.views import answer_question
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
+
+log = logging.getLogger(__name__)
 
 
 class MemberRun:
@@ -39,7 +42,8 @@ class MemberRun:
         return next((rank.identity for rank in ranks), self._first_identity)
 
     def tell(self, text: str) -> None:
-        """Print one line on the training terminal."""
+        """Log one line, and print it on the training terminal."""
+        log.warning("run %s: %s", self._watch.run.name, text)
         self._watch.context.tell(text)
 
     def list_cases(self) -> Sequence[Case]:
