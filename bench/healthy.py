@@ -1,6 +1,6 @@
 """Counts alarms in a million healthy steps, of small loops that go on long after they have converged.
 
-    python -m bench.healthy                         # all twelve loops; half an hour on two idle cores
+    python -m bench.healthy                         # all fourteen loops; half an hour on two idle cores
     python -m bench.healthy --only gan regression   # some of them
     python -m bench.healthy --steps 5000            # shorter
     python -m bench.healthy --only --write          # measure nothing, put what is kept into docs/detection.md
@@ -236,11 +236,41 @@ def accumulated() -> Loop:
     return [(model, optimizer)], step
 
 
+def ratings() -> Loop:
+    """Ratings of items by users, from two embeddings, with Adagrad."""
+    model = nn.ModuleDict({"user": nn.Embedding(200, 8), "item": nn.Embedding(300, 8)})
+    taste, kind = torch.randn(200, 4), torch.randn(300, 4)
+
+    def find_loss() -> torch.Tensor:
+        users, items = torch.randint(200, (64,)), torch.randint(300, (64,))
+        wanted = (taste[users] * kind[items]).sum(1) + 0.5 * torch.randn(64)
+        return functional.mse_loss((model["user"](users) * model["item"](items)).sum(1), wanted)
+
+    return train(model, torch.optim.Adagrad(model.parameters(), 0.05), find_loss)
+
+
+def attention() -> Loop:
+    """Which token stands behind a marker, by one transformer layer."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+    model = nn.ModuleDict({"embed": nn.Embedding(16, 16), "place": nn.Embedding(8, 16), "layer": layer})
+    model["out"] = nn.Linear(16, 16)
+    places = torch.arange(8)
+
+    def find_loss() -> torch.Tensor:
+        tokens = torch.randint(1, 16, (32, 8))
+        marked = torch.randint(7, (32,))
+        tokens[torch.arange(32), marked] = 0
+        hidden = model["layer"](model["embed"](tokens) + model["place"](places)).mean(1)
+        return functional.cross_entropy(model["out"](hidden), tokens[torch.arange(32), marked + 1])
+
+    return train(model, torch.optim.AdamW(model.parameters(), 1e-3), find_loss)
+
+
 LOOPS: dict[str, Callable[[], Loop]] = {
     make.__name__.replace("_", "-"): make
     for make in (
         regression, sine, heavy_tails, classification, memorised, autoencoder,
-        variational, contrastive, gan, language, convolution, accumulated,
+        variational, contrastive, gan, language, convolution, accumulated, ratings, attention,
     )
 }  # fmt: skip
 

@@ -9,9 +9,12 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+END_SECONDS = 60.0
+"""Longest time to wait for the end of a daemon."""
 ANY_PORT = "[daemon]\nhttp = 0\n"
 """Settings by which a daemon serves HTTP on any free port."""
 
@@ -28,7 +31,13 @@ def make_places(folder: Path, settings: str = "") -> dict[str, str]:
 
 
 def list_incidents(environment: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the incidents of the runs in these places, as `sentinel incidents --json` prints them."""
+    """Return the incidents of the runs in these places, as `sentinel incidents --json` prints them.
+
+    Waits until the daemon has judged the last steps and ended, as it does after its last run.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    while find_daemon(Path(environment["SENTINEL_RUNTIME"])) is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
     command = [sys.executable, "-m", "sentinel", "incidents", "--json"]
     incidents: list[dict[str, Any]] = json.loads(
         subprocess.run(command, env=environment, capture_output=True, text=True).stdout

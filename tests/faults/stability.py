@@ -219,7 +219,7 @@ def starved(trial: Trial) -> None:
 def low_limit(trial: Trial) -> None:
     """S11: a clipping limit far below the usual gradient norm."""
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     trial.attach(model, optimizer)
     for (_, on), (x, y) in zip(trial.steps(900, 600), images(trial.seed), strict=False):
         optimizer.zero_grad()
