@@ -78,15 +78,18 @@ def _row(tensor: Tensor) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]], total: int) -> list[str]:
-    lines = [f"{'tensor':<36}{'type':<9}{'weights':>9}{'to zero':>9}{'grads 0':>9}{'lost':>8}"]
+    lines = [f"{'tensor':<33}{'type':<12}{'weights':>9}{'to zero':>9}{'grads 0':>9}{'lost':>8}"]
     for row in rows:
-        name = row["tensor"] if len(row["tensor"]) < 36 else "..." + row["tensor"][-32:]
-        cells = (row["fp16_zero"], row["gradient_fp16_zero"], row["lost_updates"])
-        zero, gradients, lost = ("-" if cell is None else f"{cell:.1%}" for cell in cells)
-        lines.append(f"{name:<36}{row['dtype']:<9}{readable_count(row['elements']):>9}{zero:>9}{gradients:>9}{lost:>8}")
+        name = row["tensor"] if len(row["tensor"]) < 33 else "..." + row["tensor"][-29:]
+        kind, size, zero = row["dtype"].removesuffix("fn"), readable_count(row["elements"]), row["fp16_zero"]
+        if not row["elements"]:  # only the optimizer's state is known
+            kind, size, zero = "-", "-", None
+        shares = (zero, row["gradient_fp16_zero"], row["lost_updates"])
+        cells = (size, *("-" if share is None else f"{share:.1%}" for share in shares))
+        lines.append(f"{name:<33}{kind:<12}{cells[0]:>9}{cells[1]:>9}{cells[2]:>9}{cells[3]:>8}")
     hidden = f", {total - len(rows)} tensors more" if total > len(rows) else ""
-    lines.append(f"shares in float16 (weights, typical gradients) and of updates lost in bfloat16{hidden}")
-    return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+    told = f"shares in float16 (weights, typical gradients) and of updates lost in bfloat16{hidden}"
+    return ["".join(c if c.isprintable() else " " for c in line) for line in (*lines, *wrap_text("", told))]
 
 
 def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -96,6 +97,72 @@ def test_gradients_are_those_of_their_tensors_in_each_parameter_group(kinds: tup
     tensors = checkpoint.read(saved(tmp_path / "c.pt", model.state_dict(), optimizer.state_dict()))
     powers = [tensor.gradients and tensor.gradients.highest for tensor in tensors]
     assert powers == [-power for power in range(6)]
+
+
+def stepped(model: torch.nn.Module, *, named: bool) -> Any:
+    """Return the state of AdamW after a step of the parameters that are not frozen: the gradients of the last one are
+    far smaller than the others'."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained if named else [p for _, p in trained])
+    for _, p in trained:
+        p.grad = torch.ones_like(p)
+    trained[-1][1].grad = torch.full_like(trained[-1][1], 2.0**-30)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def layers(*, frozen: int) -> torch.nn.Module:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
+    for layer in model[:frozen]:
+        layer.requires_grad_(False)
+    return model
+
+
+def gradients_lost(path: Path) -> dict[str, float | None]:
+    return {row["tensor"]: row["gradient_fp16_zero"] for row in json.loads(called(path, "--json").output)["tensors"]}
+
+
+def test_the_state_of_trained_layers_is_not_taken_for_that_of_frozen_ones(tmp_path: Path) -> None:
+    model = layers(frozen=2)
+    path = saved(tmp_path / "c.pt", model.state_dict(), stepped(model, named=False))
+    found = gradients_lost(path)
+    assert {found.pop(f"{at}.weight") for at in range(4)} == {None}
+    assert found == {"parameter 0 of the optimizer": 0.0, "parameter 1 of the optimizer": 1.0}
+    assert "50.0% of typical gradients become zero" in " ".join(called(path).output.split())
+
+
+def test_an_optimizer_with_names_says_whose_its_states_are(tmp_path: Path) -> None:
+    model = layers(frozen=2)
+    found = gradients_lost(saved(tmp_path / "c.pt", model.state_dict(), stepped(model, named=True)))
+    assert found == {"0.weight": None, "1.weight": None, "2.weight": 0.0, "3.weight": 1.0}
+
+
+def test_statistics_of_batch_norms_and_tied_weights_have_no_state(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.BatchNorm1d(8), "b": torch.nn.BatchNorm1d(8)})
+    model["tied"] = model["a"]
+    found = gradients_lost(saved(tmp_path / "c.pt", model.state_dict(), stepped(model, named=False)))
+    told = {name: share for name, share in found.items() if share is not None}
+    assert told == {"a.weight": 0.0, "a.bias": 0.0, "b.weight": 0.0, "b.bias": 1.0}
+
+
+@pytest.mark.parametrize("keys", [("model_state", "optim_state"), ("generator", "opt_g"), ("params", "opt")])
+def test_weights_and_states_are_found_under_any_key(keys: tuple[str, str], tmp_path: Path) -> None:
+    model = layers(frozen=0)
+    optimizer = stepped(model, named=False)
+    torch.save(dict(zip(keys, (model.state_dict(), optimizer), strict=True)), tmp_path / "c.pt")
+    assert gradients_lost(tmp_path / "c.pt") == {"0.weight": 0, "1.weight": 0, "2.weight": 0, "3.weight": 1}
+    torch.save(optimizer, tmp_path / "optimizer.pt")  # the Trainer writes it alone
+    assert list(gradients_lost(tmp_path / "optimizer.pt").values()) == [1, 0, 0, 0]
+
+
+def test_float8_is_read_and_objects_are_named(tmp_path: Path) -> None:
+    header = {"w": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+    (tensor,) = checkpoint.read(safetensors(tmp_path / "m.safetensors", header, b"\x38\x00\x7f\x38"))
+    assert (tensor.dtype, tensor.weights.zeros, tensor.weights.nonfinite) == ("float8_e4m3fn", 1, 1)
+    torch.save({"state_dict": {}, "hyper_parameters": argparse.Namespace(lr=1)}, tmp_path / "c.ckpt")
+    error = str(called(tmp_path / "c.ckpt").exception)
+    assert "it holds argparse.Namespace" in error
+    assert "\x1b" not in error
 
 
 def test_the_state_of_another_optimizer_is_not_taken_for_adams(tmp_path: Path) -> None:

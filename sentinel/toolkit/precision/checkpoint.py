@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 import struct
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +21,25 @@ from sentinel.toolkit.precision import advice
 from sentinel.toolkit.precision.magnitudes import LOST, Magnitudes
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
+_BUFFERS = ("running_mean", "running_var")
+"""Ends of the names of BatchNorm's statistics, which no optimizer has."""
 _HEADER = 100 * 1024 * 1024
 _PIECE = 1 << 22
 _SAFE = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+
+
+class _AdamState(NamedTuple):
+    """What Adam keeps of one parameter."""
+
+    label: str
+    """The parameter's name, if the optimizer has it; otherwise its number in the optimizer, in words."""
+    group: Mapping[str, Any]
+    moments: Mapping[str, Any]
 
 
 def read(path: Path) -> list[advice.Tensor]:
@@ -37,10 +51,12 @@ def read(path: Path) -> list[advice.Tensor]:
         raise ConfigError(f"{path}: no such file")
     content = _safetensors(path) if path.suffix == ".safetensors" else _torch(path)
     weights = {name: t for name, t in _weights(content).items() if t.is_floating_point() and t.numel()}
-    if not weights:
+    states = dict(_match(list(_states(content)), weights))
+    if not weights and not states:
         raise ConfigError(f"{path}: holds no floating-point tensors by name")
-    states = dict(_states(content, list(weights.values())))
-    return [_tensor(name, weight, states.get(at)) for at, (name, weight) in enumerate(weights.items())]
+    found = [_tensor(name, weight, states.pop(name, None)) for name, weight in weights.items()]
+    unknown = torch.empty(0)
+    return found + [_tensor(label, unknown, state) for label, state in states.items()]
 
 
 def _torch(path: Path) -> Any:
@@ -58,10 +74,13 @@ def _torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes can raise anything
         first = str(error).strip().splitlines()[:1]
-        raise ConfigError(
-            f"{path}: not a checkpoint that can be read without running what is in it "
-            f"({type(error).__name__}: {''.join(first)[:160]})"
-        ) from None
+        code = re.search(r"GLOBAL ([\w.]+) was not an allowed global", str(error))
+        why = (
+            f"it holds {code[1]}; save tensors, numbers and text alone"
+            if code
+            else f"{type(error).__name__}: {''.join(first)[:160]}"
+        )
+        raise ConfigError(f"{path}: not a checkpoint that can be read without running what is in it ({why})") from None
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -97,50 +116,80 @@ def _map_tensor(data: mmap.mmap, start: int, entry: Mapping[str, Any]) -> Tensor
 
 
 def _weights(content: Any) -> dict[str, Tensor]:
-    if isinstance(content, Mapping):
-        for key in _MODEL_KEYS:
-            if isinstance(content.get(key), Mapping):
-                return _weights(content[key])
-        return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    return {}
+    """Return the tensors under a key of the model; else those of the checkpoint, or of the dictionaries in it."""
+    if not isinstance(content, Mapping):
+        return {}
+    for key in _MODEL_KEYS:
+        if isinstance(content.get(key), Mapping):
+            return _weights(content[key])
+    if own := _tensors(content):
+        return own
+    inner = {id(value): (key, _tensors(value)) for key, value in content.items() if isinstance(value, Mapping)}
+    parts = [(key, tensors) for key, tensors in inner.values() if any(t.is_floating_point() for t in tensors.values())]
+    if len(parts) == 1:
+        return parts[0][1]
+    return {f"{key}.{name}": tensor for key, tensors in parts for name, tensor in tensors.items()}
 
 
-def _states(content: Any, weights: list[Tensor]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (position of a weight, Adam's state of it). Each group has its parameters in the model's order."""
-    found = (
-        next((content[key] for key in _OPTIMIZER_KEYS if key in content), None) if isinstance(content, dict) else None
-    )
-    found = found[0] if isinstance(found, list) and found else found
-    if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
+def _tensors(content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+
+
+def _states(content: Any) -> Iterator[_AdamState]:
+    """Yield what the checkpoint's first optimizer keeps, as far as it is Adam's."""
+    values = (content, *content.values()) if isinstance(content, Mapping) else ()
+    firsts = (value[0] if isinstance(value, list) and value else value for value in values)
+    found: Mapping[str, Any] = next((one for one in firsts if isinstance(one, Mapping) and "param_groups" in one), {})
+    states = found.get("state")
+    if not isinstance(states, Mapping):
         return
-    taken: set[int] = set()
-    for group in found.get("param_groups", ()):
-        at = 0
-        for number in group.get("params", ()):
-            state = found["state"].get(number)
-            moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")] if isinstance(state, dict) else []
-            if not moments or not all(isinstance(moment, Tensor) for moment in moments):  # Adafactor has no first one
+    for group in found["param_groups"]:
+        numbers = group.get("params", ())
+        for number, name in zip(numbers, group.get("param_names") or numbers, strict=False):
+            state = states.get(number)
+            if not isinstance(state, Mapping):
                 continue
-            shape = state["exp_avg_sq"].shape
-            free = (n for n in range(at, len(weights)) if n not in taken)
-            match = next((n for n in free if weights[n].shape == shape), None)
-            if match is not None:
-                taken.add(match)
-                at = match + 1
-                yield match, {**state, "group": group}
+            if all(isinstance(state.get(moment), Tensor) for moment in ("exp_avg", "exp_avg_sq")):  # not Adafactor's
+                label = name if isinstance(name, str) else f"parameter {number} of the optimizer"
+                yield _AdamState(label, group, state)
 
 
-def _tensor(name: str, weight: Tensor, state: dict[str, Any] | None) -> advice.Tensor:
+def _match(states: list[_AdamState], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, _AdamState]]:
+    """Yield (name of a weight, the state of it), or the state's own label if its weight is not known.
+
+    An optimizer without names has its parameters in the model's order, which says whose a state is only if each weight
+    of that shape has a state, and all of these are in one group: frozen weights have none.
+    """
+    free: dict[torch.Size, dict[int, str]] = defaultdict(dict)  # tied weights have one state
+    for name, weight in weights.items():
+        if not name.endswith(_BUFFERS):
+            free[weight.shape].setdefault(weight.data_ptr(), name)
+    unnamed: dict[torch.Size, list[_AdamState]] = defaultdict(list)
+    for state in states:
+        shape = state.moments["exp_avg_sq"].shape
+        if state.label in weights and weights[state.label].shape == shape:
+            yield state.label, state
+        else:
+            unnamed[shape].append(state)
+    for shape, alike in unnamed.items():
+        names = free[shape].values()
+        known = len(names) == len(alike) and len({id(state.group) for state in alike}) == 1
+        yield from zip(names if known else [state.label for state in alike], alike, strict=True)
+
+
+def _tensor(name: str, weight: Tensor, state: _AdamState | None) -> advice.Tensor:
+    """Return what is known of a tensor; `weight` is empty if only the state is known."""
     gradients = lost = None
     if state is not None:
-        first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
-        beta1, beta2 = (float(beta) for beta in state["group"].get("betas", (0.9, 0.999)))
-        step = max(1.0, float(state.get("step", 1000)))
+        first, second = state.moments["exp_avg"].float(), state.moments["exp_avg_sq"].float()
+        beta1, beta2 = (float(beta) for beta in state.group.get("betas", (0.9, 0.999)))
+        step = max(1.0, float(state.moments.get("step", 1000)))
         typical = (second / (1 - beta2**step)).sqrt()
         gradients = _magnitudes(typical)
-        rate, eps = float(state["group"].get("lr", 0.0)), float(state["group"].get("eps", 1e-8))
-        update = rate * (first / (1 - beta1**step)) / (typical + eps)
-        lost = float((update.abs() < weight.float().abs() * LOST).float().mean()) if rate else None
+        rate, eps = float(state.group.get("lr", 0.0)), float(state.group.get("eps", 1e-8))
+        if rate and weight.numel():
+            update = rate * (first / (1 - beta1**step)) / (typical + eps)
+            lost = float((update.abs() < weight.float().abs() * LOST).float().mean())
     dtype = str(weight.dtype).removeprefix("torch.")
     return advice.Tensor(name=name, dtype=dtype, weights=_magnitudes(weight), gradients=gradients, lost=lost)
 
