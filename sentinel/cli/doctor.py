@@ -64,10 +64,11 @@ def judge_ranks(seen: Examined) -> list[DoctorFinding]:
     found = [finding for facts in seen.ranks for finding in _judge_rank(facts, len(seen.ranks))]
     found += model.across(seen.ranks)
     if seen.timed_out:
-        found.append(_explain_unfinished("the time was over before the steps were", seen.output))
+        found.append(describe_finding("no-step/time", last=_quote_last(seen.output)))
     elif not any(facts["steps"] for facts in seen.ranks):
         error = next((facts["error"] for facts in seen.ranks if facts["error"]), "")
-        found.append(_explain_unfinished(error or "no optimizer took a step", seen.output))
+        reason = error or "no optimizer took a step"
+        found.append(describe_finding("no-step", reason=reason, last=_quote_last(seen.output)))
     return found
 
 
@@ -79,10 +80,11 @@ def _judge_rank(facts: dict[str, Any], ranks: int) -> Iterator[DoctorFinding]:
         yield describe_finding("error", steps=len(facts["steps"]), error=facts["error"])
 
 
-def _explain_unfinished(reason: str, output: str) -> DoctorFinding:
-    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-    said = f"its last output: {last[:200]}" if last else "it printed nothing"
-    return describe_finding("no-step", reason=reason, last=said)
+def _quote_last(errors: str) -> str:
+    """Return the last line of stderr that says something: torchrun ends its warnings with lines of stars."""
+    written = (line.rstrip() for line in reversed(errors.splitlines()))
+    last = next((line for line in written if line and not line.endswith("****")), "")
+    return f"its last line on stderr: {last[:200]}" if last else "it wrote nothing to stderr"
 
 
 def _page(found: list[DoctorFinding], ran: bool) -> list[str]:

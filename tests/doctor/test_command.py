@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from sentinel.cli.doctor import judge_ranks
 from sentinel.errors import ConfigError
-from sentinel.toolkit.doctor.command import rewritten
+from sentinel.toolkit.doctor.command import Examined, examine_command, rewritten
 from tests.doctor.scripts import PLANTED
+from tests.waiting import until
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,6 +57,25 @@ def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
     assert "the time was over before the steps were" in done.stdout
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.processes
+def test_ranks_in_sessions_of_their_own_are_ended_when_the_time_is_over(tmp_path: Path) -> None:
+    """torchrun starts each rank in a session, which the end of its process group does not reach."""
+    start = f"setsid sleep 1000 & echo $! > {tmp_path / 'rank'}; wait"
+    assert examine_command(["sh", "-c", start, "train.py"], steps=1, seconds=5).timed_out
+    rank = int((tmp_path / "rank").read_text())
+    until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE, "its end")
+
+
+def test_only_a_command_that_took_too_long_is_given_more_time() -> None:
+    stderr = "W1127 run.py:874] Setting OMP_NUM_THREADS\nW1127 run.py:874] *****\n\n"
+    (late,) = judge_ranks(Examined([], stderr, timed_out=True))
+    (ended,) = judge_ranks(Examined([], "", timed_out=False))
+    assert (late.name, ended.name) == ("no-step", "no-step")
+    assert late.why == "its last line on stderr: W1127 run.py:874] Setting OMP_NUM_THREADS"
+    assert ended.why == "it wrote nothing to stderr"
+    assert ("--timeout" in late.line, "--timeout" in ended.line) == (True, False)
 
 
 @pytest.mark.parametrize(

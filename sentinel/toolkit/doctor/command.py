@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import psutil
 
 from sentinel.errors import ConfigError
 
@@ -89,10 +90,22 @@ def _run_until(command: list[str], environment: dict[str, str], seconds: float, 
     except subprocess.TimeoutExpired:
         return True
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-        process.wait()
+        _kill_all(process)
     return False
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill the command, its group, and all processes below it: torchrun starts each rank in a session of its own."""
+    below: list[psutil.Process] = []
+    if process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            below = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in below:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    process.wait()
 
 
 def _facts(path: Path) -> dict[str, Any]:
