@@ -27,7 +27,7 @@ from sentinel.hooks.measure import kernels
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.discovery import WRAPPERS
 from sentinel.hooks.torch_interop.internals import Dropout, NormWithStatistics, default_group_seconds
-from sentinel.hooks.torch_interop.layer_table import class_name, named_parameters, wrappers
+from sentinel.hooks.torch_interop.layer_table import class_name, local, named_parameters, wrappers
 from sentinel.text import did_you_mean, format_count
 
 _P = ParamSpec("_P")
@@ -119,6 +119,16 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
             if any(type(model).__name__ == "DeepSpeedEngine" for model in models):
                 raise AttachError("DeepSpeed has flattened the parameters: use sentinel.hooks.deepspeed.attach(engine)")
             raise AttachError(_strangers(type(optimizer).__name__, own, names, named))
+
+
+def refuse_meta(models: Sequence[nn.Module]) -> None:
+    """Raise AttachError if parameters are on the meta device: torch copies into them without an error, and keeps
+    nothing."""
+    if bare := [name for _, name, parameter in named_parameters(models) if local(parameter).is_meta]:
+        raise AttachError(
+            f"resume(model, optimizer): parameters are on the meta device ({list_names(bare)}), and nothing can be "
+            "restored into them: call model.to_empty(device=...) before, and make the optimizer after that"
+        )
 
 
 def describe_stray(names: Sequence[str]) -> str:

@@ -84,6 +84,7 @@ def resume(
     """
     models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
     arguments.check(models, optimizers)
+    arguments.refuse_meta(models)
     check_state(state or {}, "resume")
     folder = Path(directory).absolute()
     framework_checkpoints.asking()

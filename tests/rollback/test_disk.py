@@ -279,6 +279,14 @@ def test_a_run_that_does_not_fit(tmp_path: Path, change: str) -> None:
         )  # fmt: skip
 
 
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    """Already in the first start: copies into the meta device are lost without an error."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 4)
+    with pytest.raises(AttachError, match=r"on the meta device \(weight, bias\).*to_empty"):
+        sentinel.resume(model, torch.optim.AdamW(model.parameters()), directory=tmp_path)
+
+
 def test_only_a_directory_of_ones_own_is_read(tmp_path: Path) -> None:
     written(tmp_path)
     os.chmod(tmp_path, 0o777)
