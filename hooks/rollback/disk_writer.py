@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -202,6 +203,8 @@ class DiskWriter:
                 safe=safe,
             )  # fmt: skip
             done(answer)
+            if not ok and self._leads:  # a disk that was full for a moment would stay so
+                shutil.rmtree(snapshots.working(self._place, message.step, message.id), ignore_errors=True)
 
         try:
             self.written = self._worker.submit(run)

@@ -180,6 +180,24 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not of_type(sent, wire.RolledBack)
 
 
+def test_a_write_that_fails_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a disk that was full for a moment would stay full, for the script's own files too."""
+    training = Training()
+    restorer, sent = armed(training, tmp_path)
+    for seq in range(7):
+        training.step(DATA[seq])
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        answer = write(restorer, sent, 5)
+    assert "No space left" in answer.reason
+    assert not list(tmp_path.iterdir())
+    restorer.close()
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
