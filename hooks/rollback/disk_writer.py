@@ -37,15 +37,18 @@ Of older parts it keeps a few (`CommonSnapshots`).
 
 
 _line = ""
+_unfinished: tuple[Path, int] | None = None
+"""The directory, and the step, of which the younger snapshots are still to be set aside; None: there are none."""
 
 
-def begin_line(name: str) -> None:
+def begin_line(name: str, unfinished: tuple[Path, int] | None) -> None:
     """Begin a line of snapshots: what all ranks write from now on belongs together.
 
-    Called once all ranks went on from one snapshot, or from the beginning.
+    Called once all ranks went on from one snapshot, or from the beginning. `unfinished`: that directory and step, if
+    younger snapshots could not be set aside.
     """
-    global _line
-    _line = name
+    global _line, _unfinished
+    _line, _unfinished = name, unfinished
 
 
 def _is_ahead(manifest: snapshots.Manifest) -> bool:
@@ -128,9 +131,9 @@ class DiskWriter:
             self._place = node_parts.place_of(self._directory, place()[0])
         self._rewinds = 0
         self._common = CommonSnapshots(first_step - 1)
-        self._void_after: int | None = None
-        """The step whose younger snapshots are still to be set aside, as that failed when the run went back; None:
-        done."""
+        self._void_after = self._take_unfinished(first_step - 1)
+        """The step whose younger snapshots are still to be set aside, as that failed when the run went back, or was
+        resumed; None: done."""
         self._parent = -1
         if self._leads:
             with say_if_late(f"attach: reading {self._directory}", speaks=True):
@@ -142,6 +145,14 @@ class DiskWriter:
         self._writing: wire.Publish | None = None
         self._closed = False
         self._void = threading.Lock()
+
+    def _take_unfinished(self, step: int) -> int | None:
+        """Return `step` if `resume` could not set aside what is younger. Once: what is written later is the run's."""
+        global _unfinished
+        if _unfinished != (self._directory, step):
+            return None
+        _unfinished = None
+        return step
 
     def _check_directory(self, first_step: int) -> int:
         """Return the newest step before `first_step` that has a snapshot; -1 if there is none. Raises RollbackError."""
@@ -159,6 +170,8 @@ class DiskWriter:
                 continue
             if isinstance(seen, snapshots.Manifest):
                 if _is_ahead(seen):
+                    continue
+                if self._void_after is not None:
                     continue
                 raise RollbackError(
                     f"{self._directory}: holds a snapshot of step {step}, and this run begins at step {first_step}. "
@@ -285,7 +298,9 @@ class DiskWriter:
                 self._writing = None
             self._rewinds += 1
             if self._leads:
-                self._void_after = to + self._offset
+                step = to + self._offset
+                # What an earlier one undid stays void, even if this one goes less far back: nothing was written since.
+                self._void_after = step if self._void_after is None else min(step, self._void_after)
                 self._common.rewind(self._void_after)
                 with contextlib.suppress(OSError):  # a passing error of a file server: done again before the next write
                     self._set_aside()

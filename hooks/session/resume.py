@@ -135,14 +135,13 @@ def resume(
 def _begin_line(folder: Path, after: int, damaged: Collection[int], exchange: RankExchange) -> None:
     """Begin a new line of snapshots, once all ranks have gone back. Younger ones are set aside, later ones belong
     together."""
-    if exchange.rank == 0:
-        _set_aside(folder, after, damaged)
+    is_done = _set_aside(folder, after, damaged) if exchange.rank == 0 else True
     name = exchange.gather(secrets.token_hex(4).encode())[0].decode()
     if spans_nodes():
         if leads_node():  # those that rank 0 did not see
-            _set_aside(folder, after, damaged)
+            is_done = _set_aside(folder, after, damaged)
         check_sharing(folder, name, exchange)
-    begin_line(name)
+    begin_line(name, None if is_done else (folder, after))
 
 
 def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[_Taken | Begin, set[int]]:
@@ -241,22 +240,26 @@ def _put_back(parts: Sequence[Part], named: Mapping[str, Any]) -> None:
         raise RollbackError(f"{error}. The run is in no state to train: end it") from error
 
 
-def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> None:
-    """Rename the snapshots younger than the one that the run goes on from. On rank 0, once all ranks have gone back."""
+def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> bool:
+    """Rename the snapshots younger than the one that the run goes on from. Returns whether that succeeded.
+
+    On rank 0, once all ranks have gone back.
+    """
     steps: set[int] = set()
     try:
         with say_if_late(f"resume: setting aside what is younger in {folder}", speaks=True):
             for place in (folder, *(own for _, own in node_parts.list_places(folder))):
                 steps.update(snapshots.set_aside(place, after, damaged))
     except OSError as error:
-        # Harmless: the next snapshot names its parent, and these are off its line.
+        # Harmless: it is done before the next snapshot is written, which names its parent: these are off its line.
         faults.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
-        return
+        return False
     if steps:
         faults.say(
             f"snapshots of steps {', '.join(map(str, sorted(steps)))} are set aside as .void-*; they are deleted once "
             "newer ones are there and were read back"
         )
+    return True
 
 
 _MADE_LATER = re.compile(r"optimizers\[\d+\]\.\w+\[\d+\]|AveragedModel\[\d+\]|scaler")

@@ -320,6 +320,44 @@ def test_a_rename_that_fails_in_a_rollback_is_made_up_for(place: Path, monkeypat
     restorer.close()
 
 
+def test_two_rollbacks_whose_renames_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sentinel.hooks.rollback.disk_writer import DiskWriter
+
+    publisher = DiskWriter(place, 2, 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse_void(os.rename))
+        publisher.rewound(7 - 20)
+    publisher.rewound(15 - 20)  # to a snapshot in memory, younger than the one on disk that the first one undid
+    assert directory.steps(place) == [5]
+
+
+def refuse_void(rename: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def refuse(path: Any, other: Any) -> None:
+        if ".void-" in str(other):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        rename(path, other)
+
+    return refuse
+
+
+def test_a_rename_that_fails_in_a_resume_is_made_up_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that goes on from an older snapshot is attached all the same, and sets the younger one aside later."""
+    training = Training()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse_void(os.rename))
+        assert again(training, place, before=8) == 6
+    assert directory.steps(place) == [5, 10]
+    restorer, sent = armed(training, place, step=6)
+    with pytest.raises(RollbackError, match="holds a snapshot of step 10"):
+        armed(Training(), place, step=6)
+    for seq in range(7):
+        training.step(DATA[seq])
+    assert write(restorer, sent, 5, step=11).ok
+    restorer.close()
+    assert directory.steps(place) == [5, 11]
+    assert again(Training(), place) == 12
+
+
 def test_a_file_system_that_is_not_mounted_yet(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that is known not to be the first one waits for it; the first one makes the directory."""
     mounted = tmp_path / "mount" / "snapshots"
