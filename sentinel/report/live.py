@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sentinel.report import ranks
@@ -17,36 +17,39 @@ from sentinel.store import Series
 _RANK_STEPS = 256
 _RANK_VALUES = 16_384
 """Most steps for the medians of all ranks together; `_RANK_STEPS` is the limit for one rank."""
+_Row = tuple[int, float, Mapping[str, float]]
 
 
-def report(run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> Callable[[], Report]:
-    """Read the live state now, and return a function that makes the report on the steps in memory: on a thread, as a
-    large model's layers take a while. `undone`: (to, at) of rollbacks, as seqs. The goodput of a run that was started
-    again is unknown: what it did before is only in its history."""
-    attempt = run.attempt
-    steps, layers, offset = list(attempt.recent), list(attempt.recent_layers), attempt.step_offset
-    seconds, reached = max(attempt.find_end() - run.began, 0.0), attempt.closed_to + offset
-    rollbacks, number = tuple(Undone(to + offset, at + offset) for to, at in undone), attempt.number
-    facts, incidents = dict(attempt.facts), tuple(dict(case) for case in cases)
-    devices = tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values())
+class LiveRun:
+    """The live state of a run, as it was when this object was made. `undone`: (to, at) of rollbacks, as seqs."""
 
-    def make_report() -> Report:
+    def __init__(self, run: Run, cases: Iterable[Mapping[str, Any]], undone: Iterable[tuple[int, int]]) -> None:
+        attempt, offset = run.attempt, run.attempt.step_offset
+        self._run, self._number, self._offset = run, attempt.number, offset
+        self._steps, self._layers, self._facts = list(attempt.recent), list(attempt.recent_layers), dict(attempt.facts)
+        self._seconds, self._reached = max(attempt.find_end() - run.began, 0.0), attempt.closed_to + offset
+        self._rollbacks = tuple(Undone(to + offset, at + offset) for to, at in undone)
+        self._incidents = tuple(dict(case) for case in cases)
+        self._devices = tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values())
+
+    def make_report(self) -> Report:
+        """Make the report on the steps in memory: on a thread, as a large model's layers take a while. The goodput of a
+        run that was started again is unknown: what it did before is only in its history."""
+        run, steps, offset, seconds = self._run, self._steps, self._offset, self._seconds
         titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
-        shown = tuple(name for _, names in titles for name in names)
+        shown, apart = tuple(name for _, names in titles for name in names), _apart(steps)
         columns = dict(_list_series([(step.seq, step.time, step.run) for step in steps], shown))
-        apart = _apart(steps)
         step_seconds = columns["step_seconds"].values if "step_seconds" in columns else ()
         first, last = (steps[0].seq + offset, steps[-1].seq + offset) if steps else (0, 0)
+        goodput = measure_goodput(offset, self._reached, self._rollbacks, step_seconds, seconds)
         return Report(
-            run=run.name, run_id=run.run_id, attempts=number + 1, began=run.began, seconds=seconds,
-            first=first, last=last, facts=facts, panels=panels_of([(offset, columns)], titles), incidents=incidents,
-            rollbacks=rollbacks, heat=heat_of(layers, offset), ranks=ranks.rows(apart) if len(apart) > 1 else (),
-            matrix=ranks.matrix(apart, offset), devices=devices,
+            run=run.name, run_id=run.run_id, attempts=self._number + 1, began=run.began, seconds=seconds,
+            first=first, last=last, facts=self._facts, panels=panels_of([(offset, columns)], titles),
+            incidents=self._incidents, rollbacks=self._rollbacks, heat=heat_of(self._layers, offset),
+            ranks=ranks.rows(apart) if len(apart) > 1 else (), matrix=ranks.matrix(apart, offset),
             final_loss=median([step.run["loss"] for step in steps[-20:] if "loss" in step.run]),
-            goodput=math.nan if number else measure_goodput(offset, reached, rollbacks, step_seconds, seconds),
+            devices=self._devices, goodput=math.nan if self._number else goodput,
         )  # fmt: skip
-
-    return make_report
 
 
 def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:
@@ -59,12 +62,9 @@ def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:
     return {rank: dict(_list_series(own, ranks.NAMES)) for rank, own in rows.items()}
 
 
-def _list_series(
-    rows: list[tuple[int, float, Mapping[str, float]]], names: Iterable[str]
-) -> Iterator[tuple[str, Series]]:
+def _list_series(rows: list[_Row], names: Iterable[str]) -> Iterator[tuple[str, Series]]:
     """Yield a series for each name that occurs in rows of (seq, time, values)."""
     for name in names:
-        seen = [(seq, time, values[name]) for seq, time, values in rows if name in values]
-        if seen:
+        if seen := [(seq, time, values[name]) for seq, time, values in rows if name in values]:
             seqs, times, values = zip(*seen, strict=True)
             yield name, Series(array("q", seqs), array("d", times), array("d", values))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,14 +99,14 @@ class StoredRuns:
         runs = [_status(self._read(self._file))] if self._file else []
         return {"version": __version__, "pid": os.getpid(), "runs": runs}
 
-    def runs(self) -> Callable[[], str]:
-        return lambda: self.make_list(())
+    async def render_list(self) -> str:
+        return await asyncio.to_thread(self.make_list, ())
 
-    def live(self, run_id: str) -> Callable[[], str]:
-        return lambda: self._make_fragment(run_id)
+    async def render_live(self, run_id: str) -> str:
+        return await asyncio.to_thread(self._make_fragment, run_id)
 
-    def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
-        return lambda: self._make_whole(run_ids, zoom)
+    async def render_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
+        return await asyncio.to_thread(self._make_whole, run_ids, zoom)
 
     def families(self) -> Iterator[Metric]:
         return iter(())

@@ -58,15 +58,15 @@ class Backend(Protocol):
     def view(self, what: str) -> Any:
         """Return `status` or `incidents`, as plain data."""
 
-    def runs(self) -> Callable[[], str]:
-        """Read the live state of all runs now, and return a function that makes the HTML of their list on a thread."""
+    async def render_list(self) -> str:
+        """Return the list of all runs as HTML, made on a thread from the live state of now."""
 
-    def live(self, run_id: str) -> Callable[[], str]:
-        """Read the live state of a run now, and return a function that makes the changing part of its page."""
+    async def render_live(self, run_id: str) -> str:
+        """Return the changing part of a run's page, made on a thread from the live state of now."""
 
-    def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
-        """Return a function that makes the HTML of a run's whole history, or of two side by side. `zoom`: first and
-        last of the steps that charts show in more detail."""
+    async def render_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
+        """Return a run's whole history as HTML, or two side by side. `zoom`: first and last of the steps that charts
+        show in more detail."""
 
     def families(self) -> Iterator[Metric]:
         """Yield the metric families for Prometheus, each made on demand."""
@@ -105,19 +105,19 @@ def application(
         return Response(text + "\n", media_type="application/json")
 
     async def runs(_: Request) -> Response:
-        return await _make_html(backend.runs())
+        return _answer_html(await backend.render_list())
 
     async def live(request: Request) -> Response:
-        return await _make_html(backend.live(request.query_params.get("run", "")))
+        return _answer_html(await backend.render_live(request.query_params.get("run", "")))
 
     async def whole(request: Request) -> Response:
         asked = request.query_params
         steps = re.fullmatch(r"(-?\d{1,15})\.\.(-?\d{1,15})", asked.get("steps", ""))
         zoom = (float(steps[1]), float(steps[2])) if steps else None
-        return await _make_html(backend.whole(asked.getlist("run")[:2], zoom))
+        return _answer_html(await backend.render_whole(asked.getlist("run")[:2], zoom))
 
     async def shell(_: Request) -> Response:
-        return HTMLResponse(page.shell(), headers=page.HEADERS)
+        return _answer_html(page.shell())
 
     async def script(request: Request) -> Response:
         return Response(SCRIPTS[request.url.path], media_type="text/javascript", headers=page.HEADERS)
@@ -241,8 +241,8 @@ class _Collected:
         return self._families
 
 
-async def _make_html(make: Callable[[], str]) -> Response:
-    return HTMLResponse(await asyncio.to_thread(make), headers=page.HEADERS)
+def _answer_html(text: str) -> Response:
+    return HTMLResponse(text, headers=page.HEADERS)
 
 
 def _require_token(handler: Handler, token: str) -> Handler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -79,7 +80,7 @@ def test_a_run_that_was_resumed_from_further_back_stands_where_it_came_to(tmp_pa
             values = {"loss": 1.0}
             store.records.add_step(attempt, RunStep(seq, 1e9 + seq, {0: values}, values))
     store.close()
-    said = re.sub(r"<[^>]*>", " ", StoredRuns(tmp_path / "gpt.sqlite").live("gpt")())
+    said = re.sub(r"<[^>]*>", " ", asyncio.run(StoredRuns(tmp_path / "gpt.sqlite").render_live("gpt")))
     assert "step 59" in " ".join(said.split())
 
 
@@ -95,7 +96,7 @@ def test_a_logged_number_named_as_a_chart_has_a_chart_of_its_own(tmp_path: Path)
 
 def test_how_a_run_ended_is_said_as_in_the_list_of_runs(tmp_path: Path) -> None:
     kept = history(tmp_path / "gpt.sqlite")  # it lacks the end
-    header = StoredRuns(kept).live("gpt")().partition("</header>")[0]
+    header = asyncio.run(StoredRuns(kept).render_live("gpt")).partition("</header>")[0]
     assert "not known: its history lacks its end; last seen at " in header
     assert "ended at" not in header
     assert "<th>outcome</th><td>not known: its history lacks its end</td>" in written(tmp_path / "r.html", kept)
@@ -110,10 +111,10 @@ def test_the_goodput_of_a_live_run_is_that_of_its_first_attempt() -> None:
     run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns), 0.0)
     assert len(list(run.attempt.take_closed(0.0))) == 100
     run.began = time.time() - 1000.0
-    assert live.report(run, [], [])().goodput == pytest.approx(0.01, rel=0.1)
-    assert live.report(run, [], [(19, 69)])().goodput == pytest.approx(0.005, rel=0.1)
+    assert live.LiveRun(run, [], []).make_report().goodput == pytest.approx(0.01, rel=0.1)
+    assert live.LiveRun(run, [], [(19, 69)]).make_report().goodput == pytest.approx(0.005, rel=0.1)
     run.attempt.number = 1
-    assert math.isnan(live.report(run, [], [])().goodput)
+    assert math.isnan(live.LiveRun(run, [], []).make_report().goodput)
 
 
 def test_the_layers_of_a_live_run_are_read_when_its_report_is_made() -> None:
@@ -129,10 +130,10 @@ def test_the_layers_of_a_live_run_are_read_when_its_report_is_made() -> None:
     for seq in range(3):
         layers = LayerStats(("head",), Statistics(layer_grad_norm=array("f", [1.0])), b"\1")
         run.attempt.recent_layers.append((seq, layers))
-    make_report = live.report(run, [], [])
+    state = live.LiveRun(run, [], [])
     assert read == []
     run.attempt.recent_layers.clear()  # the run goes on meanwhile
-    heat = make_report().heat
+    heat = state.make_report().heat
     assert heat is not None
     assert heat.values == ((1.0,) * 3,)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -54,7 +55,7 @@ def test_the_shell_holds_no_data_and_a_strict_policy(served: Served) -> None:
 @pytest.mark.usefixtures("still_charts")
 def test_without_the_library_the_page_has_still_charts_and_says_which_command_brings_it(tmp_path: Path) -> None:
     stored = StoredRuns(history(tmp_path / "gpt.sqlite"))
-    for text in (stored.live("gpt")(), stored.whole(["gpt"], None)()):
+    for text in (asyncio.run(stored.render_live("gpt")), asyncio.run(stored.render_whole(["gpt"], None))):
         assert text.count('class="curve s0"') == 3
         assert "Interactive charts are missing: <code>python -m sentinel.web.fetch_charts</code> brings them." in text
         assert "data-plot" not in text

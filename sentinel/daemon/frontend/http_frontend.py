@@ -141,24 +141,24 @@ class HttpFrontend:
         watches = list(self._watches.values())
         return views.incidents(watches) if what == "incidents" else views.status(watches) | self.status()
 
-    def runs(self) -> Callable[[], str]:
-        stored, watched = self._read_stored(), views.status(self._watches.values())["runs"]
-        return lambda: stored.make_list(watched)
+    async def render_list(self) -> str:
+        watched = views.status(self._watches.values())["runs"]
+        return await asyncio.to_thread(self._read_stored().make_list, watched)
 
-    def live(self, run_id: str) -> Callable[[], str]:
+    async def render_live(self, run_id: str) -> str:
         from sentinel.report import live, live_page
 
         watch = self._watches.get(run_id)
         if watch is None:
-            return self._read_stored().live(run_id)
+            return await self._read_stored().render_live(run_id)
         cases = views.incidents([watch])
         undone = [(outcome.to, outcome.at) for outcome in watch.actions.rollback.done if outcome.ok]
-        make_report = live.report(watch.run, cases, undone)
+        state = live.LiveRun(watch.run, cases, undone)
         (status,) = views.status([watch])["runs"]
-        return lambda: live_page.fragment(make_report(), status)
+        return await asyncio.to_thread(lambda: live_page.fragment(state.make_report(), status))
 
-    def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
-        return self._read_stored().whole(run_ids, zoom)
+    async def render_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
+        return await self._read_stored().render_whole(run_ids, zoom)
 
     def _read_stored(self) -> StoredRuns:
         if self._stored is None:
