@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from sentinel.daemon import signal_handlers
 
 if TYPE_CHECKING:
     from sentinel.config import settings as config
-    from sentinel.rulebook import loader
 
 DESCRIPTORS = 65536
 
@@ -66,10 +64,8 @@ def daemon(
     """
     signal_handlers.hold_back()  # before the other imports, which take most of the start
     from sentinel.cli.log_format import JsonLines, LineFormatter, Sparing
-    from sentinel.config import settings as config
     from sentinel.daemon.tenancy.tenants import service_directory
     from sentinel.node import paths as places
-    from sentinel.rulebook import loader
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if as_json else LineFormatter())
@@ -84,15 +80,12 @@ def daemon(
     for note in notes:
         logging.getLogger(__name__).error("%s", note)
 
-    def load(settings: config.Settings) -> loader.Rulebook:
-        return loader.load([*settings.daemon.rules, *paths])
-
-    def reread() -> config.Settings:
-        return config.load(settings_file)
-
     asyncio.run(
-        _serve(where, load, settings, reread, nice=nice, stay=stay, service=service, notes=notes, starter=started_by)
-    )
+        _serve(
+            where, settings_file, paths, settings, nice=nice, stay=stay, service=service, notes=notes,
+            starter=started_by,
+        )
+    )  # fmt: skip
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
@@ -120,9 +113,9 @@ def _widen() -> None:
 
 async def _serve(
     directory: Path,
-    load: Callable[[config.Settings], loader.Rulebook],
+    settings_file: Path | None,
+    rules: tuple[Path, ...],
     settings: config.Settings,
-    reread: Callable[[], config.Settings],
     *,
     nice: int,
     stay: bool,
@@ -131,11 +124,12 @@ async def _serve(
     starter: int | None,
 ) -> None:
     from sentinel.cli.mcp import make_server
-    from sentinel.daemon.app import Daemon
+    from sentinel.daemon.app import ConfigFiles, Daemon
 
     # Created inside the loop, because its events belong to the loop.
     daemon = Daemon(
-        directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter,
+        directory, ConfigFiles(settings_file, rules), settings, stay=stay, service=service, notes=notes,
+        starter=starter,
         # The tools read the histories of the user who runs them, not those that a service keeps.
         make_assistants=None if service else make_server,
     )  # fmt: skip

@@ -11,12 +11,13 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sentinel import actions, wire
 from sentinel._version import __version__
+from sentinel.config import settings as config
 from sentinel.config.settings import Settings
 from sentinel.daemon import health, restoration, signal_handlers
 from sentinel.daemon.frontend.http_frontend import HttpFrontend
@@ -46,6 +47,7 @@ from sentinel.errors import ConfigError, DamageError, ProtocolError
 from sentinel.node import locks, paths
 from sentinel.notify import undelivered
 from sentinel.notify.deadman import Deadman
+from sentinel.rulebook import loader
 from sentinel.rulebook.loader import Rulebook, explain_unknown
 from sentinel.runs import Attempt, Rank, Run, Runs
 
@@ -55,15 +57,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class ConfigFiles(NamedTuple):
+    """The files that a daemon reads at its start and at each reload."""
+
+    settings: Path | None
+    """The settings file; None: where it usually is."""
+    rules: Sequence[Path] = ()
+    """Rule files, in addition to those that the settings name."""
+
+    def read_settings(self) -> Settings:
+        """Return the settings. Raises ConfigError."""
+        return config.load(self.settings)
+
+    def load_rules(self, settings: Settings) -> Rulebook:
+        """Return the rules."""
+        return loader.load([*settings.daemon.rules, *self.rules])
+
+
 class Daemon:
     """Connects the parts of the daemon. `serve` runs until the work is done."""
 
     def __init__(
         self,
         directory: Path,
-        load: Callable[[Settings], Rulebook],
+        files: ConfigFiles,
         settings: Settings,
-        reread: Callable[[], Settings],
         *,
         stay: bool = False,
         service: bool = False,
@@ -73,17 +91,16 @@ class Daemon:
     ) -> None:
         """Prepare a daemon; `serve` starts it.
 
-        `load` reads the rule files, now and at each reload; `reread` reads the settings at each reload. `stay`: wait
-        for the next run when all have ended. `service`: serve all users, and stay. `notes`: mistakes in the settings,
-        shown to each rank. `starter`: pid of the process that started this daemon for a run; once it has ended, the
-        daemon waits for no run. `make_assistants` makes the server for MCP over HTTP; None: MCP is not served.
+        `settings`: read already; `files` has them read again at each reload. `stay`: wait for the next run when all
+        have ended. `service`: serve all users, and stay. `notes`: mistakes in the settings, shown to each rank.
+        `starter`: pid of the process that started this daemon for a run; once it has ended, the daemon waits for no
+        run. `make_assistants` makes the server for MCP over HTTP; None: MCP is not served.
         """
-        book = load(settings)
+        book = files.load_rules(settings)
         for note in book.notes:
             log.error("%s", note)
-        self._directory, self._rules, self._load, self._history = directory, book.rules, load, settings.history
+        self._directory, self._rules, self._files, self._history = directory, book.rules, files, settings.history
         self._cluster, self._trackers = settings.cluster, settings.trackers
-        self._reread = reread
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
         self._shares = Shares(several=service)
@@ -366,7 +383,7 @@ class Daemon:
         Returns it, and the transitions of its rules that another daemon did not report.
         """
         store = opened.store
-        context = RunContext(run, store, PeerLink(run.run_id, self._peers, self._processes))
+        context = RunContext(run, store, PeerLink(run.run_id, self._peers, self._processes), self._supervision)
         watch = self._watches[run.run_id] = WatchedRun(
             context,
             self._receivers.make_notifier(context),
@@ -400,12 +417,12 @@ class Daemon:
     def _reload(self) -> tuple[str, ...]:
         """Read settings and rule files again, and return the mistakes in them. With a mistake, nothing changes."""
         try:
-            settings = self._reread()
+            settings = self._files.read_settings()
         except ConfigError as error:
             self._http_frontend.reloads.read((str(error),))
             log.error("%s; settings and rules stay as they were", error)
             return (str(error),)
-        book = self._load(settings)
+        book = self._files.load_rules(settings)
         self._http_frontend.reloads.read(book.notes)
         for note in book.notes:
             log.error("%s; the rules stay as they were", note)

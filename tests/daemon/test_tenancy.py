@@ -13,10 +13,9 @@ import pytest
 
 from sentinel.config.settings import Settings
 from sentinel.daemon import app
-from sentinel.daemon.app import Daemon
+from sentinel.daemon.app import ConfigFiles, Daemon
 from sentinel.daemon.shutdown import DaemonShutdown
 from sentinel.node import locks, paths
-from sentinel.rulebook import loader
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_a_daemon_that_removed_its_directory_leaves_that_of_its_successor(
             made.append(self)
 
     monkeypatch.setattr(app, "DaemonShutdown", Noted)
-    Daemon(directory, lambda _: loader.load(), Settings(), Settings)
+    Daemon(directory, ConfigFiles(None), Settings())
     (ending,) = made
     ending.vanish()
     assert not directory.exists()

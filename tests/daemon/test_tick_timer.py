@@ -14,12 +14,11 @@ import pytest
 from sentinel import wire
 from sentinel.config.settings import Settings
 from sentinel.daemon import app
-from sentinel.daemon.app import Daemon
+from sentinel.daemon.app import ConfigFiles, Daemon
 from sentinel.daemon.ingest.acknowledgements import Acknowledgements
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.daemon.shutdown import DaemonShutdown
 from sentinel.daemon.tick_timer import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, READ_SECONDS, TickTimer
-from sentinel.rulebook import loader
 from sentinel.store import FLUSH_SECONDS
 from tests.daemon.test_runs import batch, hello
 
@@ -47,7 +46,7 @@ class Served(Daemon):
         with pytest.MonkeyPatch.context() as noting:
             noting.setattr(app, "TickTimer", make_timer)
             noting.setattr(app, "Acknowledgements", make_acknowledgements)
-            super().__init__(folder, lambda _: loader.load(), Settings(), Settings, stay=stay)
+            super().__init__(folder, ConfigFiles(None), Settings(), stay=stay)
 
 
 class Connection:

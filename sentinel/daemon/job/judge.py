@@ -6,26 +6,22 @@ judges them, and what they find becomes cases of its own node's run: stored, act
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Sequence
-
-import msgspec
 
 from sentinel.actions.rollback_state import Outcome
 from sentinel.cluster.membership import Membership
 from sentinel.cluster.protocol.digest import DigestSender, NodeStep
 from sentinel.cluster.protocol.job_extent import list_job_nodes
 from sentinel.cluster.protocol.job_rules import JobRules, find_signals, select_job_rules
-from sentinel.cluster.protocol.messages import Digest, NodeState
+from sentinel.cluster.protocol.messages import Digest
+from sentinel.daemon.job.job_incident_log import JobIncidentLog
 from sentinel.daemon.run.context import RunContext
-from sentinel.daemon.run.incident_log import JobIncidentLog
 from sentinel.daemon.run.incidents import RunIncidents
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule, Transition
-from sentinel.runs import Attempt, Rank
 from sentinel.runs.steps import RunStep
-from sentinel.wire import Hello, Identity
+from sentinel.wire import Identity
 
 LEFT_TO_COORDINATOR = "over here: judged by the job's coordinator, over the ranks of all nodes"
 LEFT_SECONDS = 150.0
@@ -135,7 +131,7 @@ class CoordinatorJudge:
             rules, context.run.name, identity.node, list_job_nodes(identity), incidents=max(numbers, default=0)
         )
         self._log = JobIncidentLog(
-            context, incidents.notifier, incidents.log, self._view_attempt, self._job.steps.nodes
+            context, incidents.notifier, incidents.log, self._job, self._membership, self._identity
         )
         self._former = {case.alert: case for case in present if case.state == "firing"}
         """Open cases of an earlier coordinator, by alert."""
@@ -216,16 +212,3 @@ class CoordinatorJudge:
         for case in former.values():
             if case.state == "firing":
                 self._incidents.end_case(case, "over: not found again by the next coordinator")
-
-    def _view_attempt(self) -> Attempt:
-        """Return a copy of this node's attempt with the steps and ranks of all nodes."""
-        view = copy.copy(self._context.run.attempt)
-        view.recent, view.clock_shift, view.before_alert = self._job.recent, 0.0, {}
-        others = (pair for state in self._membership.list_nodes() for pair in self._make_ranks(state))
-        view.ranks = dict(others) | view.ranks
-        return view
-
-    def _make_ranks(self, state: NodeState) -> Iterable[tuple[int, Rank]]:
-        for rank in map(int, filter(str.isdecimal, state.ranks)):
-            identity = msgspec.structs.replace(self._identity, rank=rank, node=state.node, hostname=state.hostname)
-            yield rank, Rank(Hello(version="", identity=identity), 0.0)

@@ -97,7 +97,7 @@ class MemberRun:
 
     def find_supervisor_mark(self) -> str:
         """Return the mark of the run's supervisor."""
-        return find_mark(self._watch)
+        return find_mark(self._watch.run)
 
     def order_supervisor(self, order: wire.Order) -> None:
         """Send an order to the run's supervisor, if it is connected."""

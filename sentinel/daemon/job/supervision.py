@@ -13,6 +13,7 @@ from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.daemon.tenancy.tenants import Tenants
 from sentinel.diagnose.case import Case
 from sentinel.errors import EXIT_BY_RULE
+from sentinel.runs import Run
 
 NOTICES = 64
 """Most notices that wait for one supervisor."""
@@ -41,15 +42,15 @@ class Supervision:
 
     def is_of(self, watch: WatchedRun, mark: str) -> bool:
         """Whether the run is the job of the supervisor with this mark."""
-        return bool(mark) and find_mark(watch) == mark
+        return bool(mark) and find_mark(watch.run) == mark
 
     def serves(self, watch: WatchedRun) -> bool:
         """Whether the run's supervisor is connected: it may start the job again."""
-        return self._find_supervisor(watch) is not None
+        return self._find_supervisor(watch.run) is not None
 
     def owes(self, watch: WatchedRun) -> bool:
         """Whether a supervisor is still to be told how its job ended."""
-        mark = find_mark(watch)
+        mark = find_mark(watch.run)
         return bool(mark) and (mark, watch.run.attempt.number) not in self._told
 
     def drop_peer(self, peer: Peer) -> None:
@@ -59,7 +60,7 @@ class Supervision:
 
     def end_job(self, watch: WatchedRun, case: Case) -> bool:
         """Have the job of a run ended; False if no supervisor would do it."""
-        supervisor = self._find_supervisor(watch)
+        supervisor = self._find_supervisor(watch.run)
         if supervisor is None:
             return False
         peer, asked = supervisor
@@ -70,31 +71,31 @@ class Supervision:
 
     def tell(self, watch: WatchedRun, *, over: bool) -> None:
         """Tell the supervisor how the job stands. `over`: no rank of the run is left."""
-        self._print_notices(watch)
-        if (supervisor := self._find_supervisor(watch)) is not None:
+        self._print_notices(watch.run)
+        if (supervisor := self._find_supervisor(watch.run)) is not None:
             supervisor[0].send(standing(watch, _explanation(watch), over=over))
             if over:
-                self._told.add((find_mark(watch), watch.run.attempt.number))
+                self._told.add((find_mark(watch.run), watch.run.attempt.number))
 
-    def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
+    def print_notice(self, run: Run, notice: wire.Notice) -> None:
         """Print on the terminal of a run's supervisor, if it has one; at the latest before it learns of the end."""
-        if mark := find_mark(watch):
+        if mark := find_mark(run):
             self._notices.setdefault(mark, deque(maxlen=NOTICES)).append(notice)
-            self._print_notices(watch)
+            self._print_notices(run)
 
-    def _print_notices(self, watch: WatchedRun) -> None:
-        if (supervisor := self._find_supervisor(watch)) is not None:
-            for notice in self._notices.pop(find_mark(watch), ()):
+    def _print_notices(self, run: Run) -> None:
+        if (supervisor := self._find_supervisor(run)) is not None:
+            for notice in self._notices.pop(find_mark(run), ()):
                 supervisor[0].send(notice)
 
     def find_report(self, watch: WatchedRun) -> wire.JobReport | None:
         """Return how the job of a run stands on this node; None if there is no supervisor, or several."""
-        supervisor = self._find_supervisor(watch)
+        supervisor = self._find_supervisor(watch.run)
         return supervisor[1].job if supervisor is not None and not _is_shared(watch) else None
 
     def give_order(self, watch: WatchedRun, order: wire.Order) -> None:
         """Send an order to the supervisor of a run, if it is connected."""
-        if (supervisor := self._find_supervisor(watch)) is not None:
+        if (supervisor := self._find_supervisor(watch.run)) is not None:
             supervisor[0].send(order)
 
     def take_report(self, watch: WatchedRun, peer: Peer, report: wire.JobReport) -> None:
@@ -109,8 +110,8 @@ class Supervision:
             why = f"{why}: they cannot be started again at once"
             peer.send(wire.Order(start=report.start, does="stop", why=why))
 
-    def _find_supervisor(self, watch: WatchedRun) -> tuple[Peer, wire.Supervise] | None:
-        mark, uid = find_mark(watch), self._tenants.uid(watch.run.run_id)
+    def _find_supervisor(self, run: Run) -> tuple[Peer, wire.Supervise] | None:
+        mark, uid = find_mark(run), self._tenants.uid(run.run_id)
         return self._peers.get((mark, uid)) or self._peers.get((mark, 0))
 
 
@@ -142,9 +143,9 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
     )
 
 
-def find_mark(watch: WatchedRun) -> str:
+def find_mark(run: Run) -> str:
     """Return the mark of a run's supervisor, as its ranks send it; empty: it has none."""
-    return next((rank.hello.supervisor for rank in watch.run.attempt.ranks.values() if rank.hello.supervisor), "")
+    return next((rank.hello.supervisor for rank in run.attempt.ranks.values() if rank.hello.supervisor), "")
 
 
 def _is_shared(watch: WatchedRun) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from sentinel import wire
@@ -21,14 +21,21 @@ class JobPart(Protocol):
         """Return the ranks of nodes that are not heard, as `unasked` of `Evidence`."""
 
 
+class SupervisorTerminals(Protocol):
+    """The terminals of jobs' supervisors, which print when no rank can."""
+
+    def print_notice(self, run: Run, notice: wire.Notice) -> None:
+        """Print on the terminal of a run's supervisor, if it has one."""
+
+
 class RunContext:
     """The shared part of one run, for as long as the daemon knows the run."""
 
-    def __init__(self, run: Run, store: Store | None, link: RankLink) -> None:
-        """`store` is None if no history is kept."""
-        self.run, self.store, self.link = run, store, link
-        self.print_beside: Callable[[wire.Notice], None] = lambda notice: None
-        """Prints when no rank can: through the job's supervisor, if there is one."""
+    def __init__(
+        self, run: Run, store: Store | None, link: RankLink, terminals: SupervisorTerminals | None = None
+    ) -> None:
+        """`store` is None if no history is kept; `terminals`, if no supervisor can be reached."""
+        self.run, self.store, self.link, self._terminals = run, store, link, terminals
         self.job: JobPart | None = None
         """Set while the run is part of a job over several nodes that meet."""
         self._said = set[str]()
@@ -54,8 +61,8 @@ class RunContext:
         connected = [rank.identity.rank for rank in self.run.attempt.live if not rank.hello.ended]
         if connected:
             self.link.send(min(connected), notice)
-        else:
-            self.print_beside(notice)
+        elif self._terminals is not None:
+            self._terminals.print_notice(self.run, notice)
 
     def tell(self, text: str) -> None:
         """Print one line on the training terminal."""

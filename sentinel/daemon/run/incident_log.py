@@ -6,14 +6,12 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-import msgspec
+from collections.abc import Iterable, Iterator, Mapping
 
 from sentinel.daemon.run.context import RunContext
 from sentinel.diagnose import case as cases
 from sentinel.diagnose import folding
-from sentinel.diagnose.case import Case, CaseMember
+from sentinel.diagnose.case import Case
 from sentinel.engine import Incident
 from sentinel.notify.notifier import Notifier
 from sentinel.runs import Attempt
@@ -22,8 +20,6 @@ log = logging.getLogger(__name__)
 
 CASES = 1000
 """Cases kept in memory, at some 20 kB each: the open ones, and the newest. The history has all."""
-JOB_PREFIX = "job-"
-"""Prefix of the ids of the job's cases, which are counted separately from those of the node."""
 TOLD_AGAIN = 20
 """The most cases whose notices are sent again to a first rank that comes back."""
 
@@ -184,41 +180,3 @@ class IncidentLog:
 
 def _is_one_problem(case: Case, other: Case) -> bool:
     return bool(case.problem_id) and case.problem_id == other.problem_id
-
-
-class JobIncidentLog(IncidentLog):
-    """The cases of rules over the ranks of all nodes, stored among those of the coordinator's node."""
-
-    def __init__(
-        self,
-        context: RunContext,
-        notifier: Notifier,
-        log: IncidentLog,
-        find_attempt: Callable[[], Attempt],
-        nodes: Mapping[int, int],
-    ) -> None:
-        """Share the cases of `log`, the node's log. `find_attempt` returns the attempt with the ranks of all nodes.
-        `nodes`: the node of each rank."""
-        super().__init__(context, notifier)
-        self.cases, self.fired = log.cases, log.fired
-        self._find, self._nodes = find_attempt, nodes
-
-    def _identity(self, incident: Incident) -> str:
-        return JOB_PREFIX + super()._identity(incident)
-
-    def _find_attempt(self) -> Attempt:
-        return self._find()
-
-    def _name_nodes(self, case: Case) -> None:
-        """Add the node of each member rank; for a rule on the run, of the ranks that the diagnosis names."""
-        case.of_job = True
-        blamed = [CaseMember("rank", str(rank), case.first_step, {}) for rank in case.diagnosis.ranks]
-        ranks = [member for member in case.members if member.scope == "rank" and member.values] or blamed
-        case.members = (
-            *(member for member in case.members if member.scope != "rank"),
-            *(msgspec.structs.replace(one, node=self._find_node(one.name)) for one in ranks),
-        )
-
-    def _find_node(self, rank: str) -> str:
-        node = self._nodes.get(int(rank))
-        return "" if node is None else str(node)

@@ -5,13 +5,11 @@ Batch -> RunIngest -> RunIncidents -> RunActions -> ranks
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from sentinel import wire
 from sentinel.actions import Factory
 from sentinel.actions.restart import is_stall
 from sentinel.cluster.membership import Membership
@@ -37,9 +35,6 @@ class JobSupervision(Protocol):
     def end_job(self, watch: WatchedRun, case: Case) -> bool:
         """Have the job of a run ended; False if no supervisor would do it."""
 
-    def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
-        """Print on the terminal of a run's supervisor, if it has one."""
-
 
 class WatchedRun:
     """Composes the parts of one run, and ticks them."""
@@ -56,8 +51,6 @@ class WatchedRun:
         """`actions`: those of other packages, by name; `stop_on`: further alerts that stop this run."""
         self.context, self.run, self.store, self.notifier = context, context.run, context.store, notifier
         self._supervision = supervision
-        if supervision is not None:
-            context.print_beside = functools.partial(supervision.print_notice, self)
         self.incidents = RunIncidents(context, notifier, rules, stop_on)
         self.actions = self.incidents.actions = RunActions(context, self.incidents, actions, self)
         self.ingest = RunIngest(context, self.incidents, self.actions)
