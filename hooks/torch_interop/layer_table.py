@@ -112,10 +112,12 @@ class Layers:
         self._looked = 0
         self.table = wire.LayerTable(digest="", layers=())
         self.measured: list[tuple[int, torch.Tensor, bool]] = []
-        """(row, parameter, whether it is a plain tensor) of parameters whose gradient can be measured."""
+        """(row, parameter, whether it is a plain tensor) of parameters whose elements can be measured."""
+        self.trained: list[tuple[int, torch.Tensor, bool]] = []
+        """Those of `measured` that train. What is left in the gradient of a frozen one says nothing of the layer."""
         self.rows: list[int] = []
         self.plain: list[Any] = []
-        """Parts of `measured`: all rows; all parameters if every one is a plain tensor, else an empty list."""
+        """Parts of `trained`: all rows; all parameters if every one is a plain tensor, else an empty list."""
         self.left_out: dict[str, str] = {}
         """Layer -> reason why its gradient cannot be measured."""
         self.sharded: dict[int, bool] = {}
@@ -156,8 +158,9 @@ class Layers:
         self.measured = [
             (row, p, local(p) is p) for row, p in parameters if local(p).numel() and not _explain_unmeasured(p)
         ]
-        self.rows = [row for row, _, _ in self.measured]
-        self.plain = [p for _, p, _ in self.measured] if all(whole for *_, whole in self.measured) else []
+        self.trained = [one for one in self.measured if one[1].requires_grad]
+        self.rows = [row for row, _, _ in self.trained]
+        self.plain = [p for _, p, _ in self.trained] if all(whole for *_, whole in self.trained) else []
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
 
     @property

@@ -73,10 +73,12 @@ def averaging_on(trial: Trial) -> None:
     """B2: a frozen body whose batch norm goes on averaging, because `model.train()` reached it, too."""
     body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     model = nn.Sequential(body, nn.ReLU(), nn.Linear(64, 10))
+    for x, _ in itertools.islice(images(trial.seed), 50):  # as if trained before
+        body(x)
     body.requires_grad_(False)
     optimizer = torch.optim.Adam(model[2].parameters(), lr=1e-3)
     trial.attach(model, optimizer)
-    for (_, on), (x, y) in zip(trial.steps(200), images(trial.seed), strict=False):
+    for (_, on), (x, y) in zip(trial.steps(LATE), images(trial.seed), strict=False):
         body.train(on)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -286,7 +288,7 @@ FAULTS = (
         names=("add_param_group",),
     ),
     Fault(
-        id="B2", what="a layer that is frozen, and decays", alert="FrozenParameterChanged", signal="frozen_changed",
+        id="B2", what="a layer that is frozen, and decays", alert="FrozenParameterChanged", signal="parameter_checksum",
         delay=1, loop=frozen_late, cause="0\\.weight is frozen and changed.*in the optimizer", begins=True,
     ),
     Fault(

@@ -218,13 +218,31 @@ def test_checksums_tell_replicas_that_drift_and_frozen_layers_that_move(daemon: 
     daemon.ended()
     frozen = daemon.series("frozen_checksum")
     assert frozen[0] == frozen[1] == frozen[2] != frozen[3] == frozen[5]
-    # In the optimizer or not, the first look has nothing to compare with.
-    assert daemon.series("frozen_changed") == {1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0, 5: 0.0}
-    assert daemon.series("frozen_changed_row") == {1: -1.0, 2: -1.0, 3: 0.0, 4: -1.0, 5: -1.0}
+    # What the optimizer has is read before the first step, too.
+    assert daemon.series("frozen_changed") == {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0, 5: 0.0}
+    assert daemon.series("frozen_changed_row") == {0: -1.0, 1: -1.0, 2: -1.0, 3: 0.0, 4: -1.0, 5: -1.0}
     assert set(daemon.series("frozen_moved").values()) == {0.0}
     trained = daemon.series("parameter_checksum")
     assert len(set(trained.values())) == 6
     assert all(value == int(value) < 1 << 24 for value in trained.values())
+
+
+def test_what_is_frozen_in_mid_run_and_still_moves_is_found_at_the_first_look(daemon: FakeDaemon) -> None:
+    net = model()
+    loop = Loop(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+
+    def freeze(step: int) -> None:
+        if step == 3:
+            net[0].requires_grad_(False)
+            for parameter in net[0].parameters():
+                parameter.grad = torch.zeros_like(parameter)
+
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(5, freeze)
+    daemon.ended()
+    assert daemon.series("frozen_changed")[3] == 2.0
+    sampled = [{"0.weight", "0.bias"} <= layers.keys() for layers in daemon.layers("layer_grad_norm").values()]
+    assert sampled == [True, True, True, False, False], "a gradient that was left is not the layer's"
 
 
 def test_a_teacher_that_follows_is_told_from_what_the_optimizer_moves(daemon: FakeDaemon) -> None:

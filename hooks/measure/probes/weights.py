@@ -260,6 +260,16 @@ class Checksums(Probe):
         self._known: tuple[tuple[int, ...], torch.Tensor] | None = None
         """Rows of the parameters that were frozen at the last look, and their checksums."""
 
+    def enter(self, step: Step) -> None:
+        """Read what was frozen since the last look before the step, which may still move it.
+
+        Not where some of it is in no optimizer: a moving average moves after the step, which counts if it stood still.
+        """
+        frozen = step.parameters.list_frozen() if step.parameters is not None else []
+        rows = tuple(row for row, _, _ in frozen)
+        if frozen and all(held for _, _, held in frozen) and (self._known is None or self._known[0] != rows):
+            self._known = rows, _sums([part for _, part, _ in frozen])
+
     def after(self, step: Step) -> None:
         known = step.parameters
         if known is None:
