@@ -14,7 +14,7 @@ from sentinel.cluster.protocol.questions import NodeAnswer, Question, pack_answe
 from sentinel.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from sentinel.cluster.session import Query
+    from sentinel.cluster.session import NodeQuery
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Inquiry:
             await asyncio.wait_for(complete.wait(), ANSWER_SECONDS + 0.5)
         return list(found)
 
-    def answer(self, payload: bytes, query: Query) -> None:
+    def answer(self, payload: bytes, query: NodeQuery) -> None:
         """Answer another node's question; without parts, if the question is refused."""
         try:
             question = decode(payload, Question)
@@ -71,14 +71,14 @@ class Inquiry:
         if not self._connection.call_in_loop(self._begin, question, query):
             query.reply()
 
-    def _begin(self, question: Question, query: Query) -> None:
+    def _begin(self, question: Question, query: NodeQuery) -> None:
         if len(self._tasks) >= AT_ONCE:
             query.reply()
             return
         self._tasks.add(task := asyncio.create_task(self._reply(question, query)))
         task.add_done_callback(self._tasks.discard)
 
-    async def _reply(self, question: Question, query: Query) -> None:
+    async def _reply(self, question: Question, query: NodeQuery) -> None:
         parts: list[bytes] = []
         try:
             parts = pack_answer(await self._local.answer_question(question))

@@ -47,7 +47,7 @@ from sentinel.notify.notifier import Notifier
 from sentinel.runs import Run
 
 if TYPE_CHECKING:
-    from sentinel.cluster.session import Query, Session
+    from sentinel.cluster.session import NodeQuery, Session
 
 log = logging.getLogger(__name__)
 
@@ -410,11 +410,11 @@ class Membership:
         """Take a message of another node."""
         self._connection.call_in_loop(self._take, kind, node, payload)
 
-    def answer_events(self, after: int, query: Query) -> None:
+    def answer_events(self, after: int, query: NodeQuery) -> None:
         """Answer with this node's events after number `after`."""
         self._connection.call_in_loop(self._hand_in, after, query)
 
-    def answer_question(self, question: bytes, query: Query) -> None:
+    def answer_question(self, question: bytes, query: NodeQuery) -> None:
         """Answer another node's question."""
         self.inquiry.answer(question, query)
 
@@ -426,7 +426,7 @@ class Membership:
         """Take note that a link to an accepted node began or ended."""
         self._connection.call_in_loop(self._rejected.note_link, locator, time.monotonic())
 
-    def _hand_in(self, after: int, query: Query) -> None:
+    def _hand_in(self, after: int, query: NodeQuery) -> None:
         # What was judged here alone ends when a beat is heard. Only then the coordinator gets it, as ended.
         if self._node.find_view(time.monotonic()) == "joined":
             query.reply(encode(self._node.list_events(after)))

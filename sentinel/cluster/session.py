@@ -40,7 +40,7 @@ OPEN_SECONDS = 3.0
 """Seconds that an address has to answer before the next one is tried: a host that is gone refuses no connection."""
 
 
-class Query:
+class NodeQuery:
     """A query of another node. It is answered once, from any thread."""
 
     def __init__(self, query: Any, key: str, seal: Seal) -> None:
@@ -59,10 +59,10 @@ class SessionListener(Protocol):
     def receive(self, kind: str, node: int, payload: bytes) -> None:
         """Take a message: `pulse`, `event`, `digest`, `beat` or `gone`, of the node that the key names."""
 
-    def answer_events(self, after: int, query: Query) -> None:
+    def answer_events(self, after: int, query: NodeQuery) -> None:
         """Answer with this node's events after number `after`."""
 
-    def answer_question(self, question: bytes, query: Query) -> None:
+    def answer_question(self, question: bytes, query: NodeQuery) -> None:
         """Answer a question about this node."""
 
     def refuse(self, error: ProtocolError) -> None:
@@ -189,11 +189,11 @@ class Session:
     def _answer_query(self, query: Any) -> None:
         after = str(query.parameters).removeprefix("after=")
         if after.isdecimal() and len(after) <= 15:
-            self._listener.answer_events(int(after), Query(query, str(query.key_expr), self._seal))
+            self._listener.answer_events(int(after), NodeQuery(query, str(query.key_expr), self._seal))
 
     def _answer_question(self, query: Any) -> None:
         if (question := self._open(self._question_key, query.payload)) is not None:
-            self._listener.answer_question(question, Query(query, self._view_key, self._seal))
+            self._listener.answer_question(question, NodeQuery(query, self._view_key, self._seal))
 
 
 def open_session(meeting: Meeting, node: int) -> Any:
