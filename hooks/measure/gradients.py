@@ -26,7 +26,10 @@ class Gradients:
         """Layer -> reason why its gradient is not measured."""
         self.absent = self.absent_numbers = 0
         """Number of trainable parameters without a gradient, and of the elements in them."""
-        found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.trained]
+        found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
+        for place, parameter in layers.frozen:
+            if not parameter.requires_grad:
+                found[place] = None  # a gradient that was left says nothing of the layer
         self.tensors: list[torch.Tensor] = found
         """This rank's part of each gradient: none is empty, sparse, complex, or a wrapper around other tensors."""
         self._released: list[weakref.ref[torch.Tensor]] = []
@@ -37,12 +40,12 @@ class Gradients:
 
     def _leave_out(self) -> None:
         """Keep only gradients that exist and lie in plain memory."""
-        found = zip(self._layers.trained, self.tensors, strict=True)
+        found = zip(self._layers.measured, self.tensors, strict=True)
         self.rows, self.tensors, self.left_out = [], [], dict(self.left_out)
         for (row, parameter, _), gradient in found:
             if gradient is None:
-                self.absent += 1
-                self.absent_numbers += local(parameter).numel()
+                self.absent += parameter.requires_grad
+                self.absent_numbers += local(parameter).numel() if parameter.requires_grad else 0
                 continue
             if gradient.layout is not torch.strided or is_wrapper_tensor(gradient):
                 self.left_out[self._layers.table.layers[row].name] = _kind(gradient)

@@ -112,12 +112,13 @@ class Layers:
         self._looked = 0
         self.table = wire.LayerTable(digest="", layers=())
         self.measured: list[tuple[int, torch.Tensor, bool]] = []
-        """(row, parameter, whether it is a plain tensor) of parameters whose elements can be measured."""
-        self.trained: list[tuple[int, torch.Tensor, bool]] = []
-        """Those of `measured` that train. What is left in the gradient of a frozen one says nothing of the layer."""
+        """(row, parameter, whether it is a plain tensor) of parameters whose gradient can be measured."""
+        self.frozen: list[tuple[int, torch.Tensor]] = []
+        """(place in `measured`, parameter) of the models' parameters that did not train when last looked at. Copies of
+        an optimizer's own train without requires_grad."""
         self.rows: list[int] = []
         self.plain: list[Any] = []
-        """Parts of `trained`: all rows; all parameters if every one is a plain tensor, else an empty list."""
+        """Parts of `measured`: all rows; all parameters if every one is a plain tensor, else an empty list."""
         self.left_out: dict[str, str] = {}
         """Layer -> reason why its gradient cannot be measured."""
         self.sharded: dict[int, bool] = {}
@@ -142,6 +143,7 @@ class Layers:
         self._layout = layout
         own = {id(p): p for group in groups for p in group["params"]}
         layers, rows = self._rows(own)
+        named = len(layers)
         self.stray = []
         for number, group in enumerate(groups):
             for place, parameter in enumerate(group["params"]):
@@ -158,9 +160,11 @@ class Layers:
         self.measured = [
             (row, p, local(p) is p) for row, p in parameters if local(p).numel() and not _explain_unmeasured(p)
         ]
-        self.trained = [one for one in self.measured if one[1].requires_grad]
-        self.rows = [row for row, _, _ in self.trained]
-        self.plain = [p for _, p, _ in self.trained] if all(whole for *_, whole in self.trained) else []
+        self.frozen = [
+            (place, p) for place, (row, p, _) in enumerate(self.measured) if row < named and not p.requires_grad
+        ]
+        self.rows = [row for row, _, _ in self.measured]
+        self.plain = [p for _, p, _ in self.measured] if all(whole for *_, whole in self.measured) else []
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
 
     @property

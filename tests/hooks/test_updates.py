@@ -245,6 +245,20 @@ def test_what_is_frozen_in_mid_run_and_still_moves_is_found_at_the_first_look(da
     assert sampled == [True, True, True, False, False], "a gradient that was left is not the layer's"
 
 
+def test_a_copy_of_the_optimizers_own_trains_without_requires_grad(daemon: FakeDaemon) -> None:
+    net, copied = model(), torch.zeros(3)
+    loop = Loop(net, torch.optim.SGD([*net.parameters(), copied], lr=0.1))
+
+    def reduce(_: int) -> None:
+        copied.grad = torch.full((3,), 2.0)
+
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(3, reduce)
+    daemon.ended()
+    (name,) = daemon.layers("layer_grad_norm")[2].keys() - dict(net.named_parameters()).keys()
+    assert daemon.layers("layer_grad_norm")[2][name] == pytest.approx(12**0.5)
+
+
 def test_a_teacher_that_follows_is_told_from_what_the_optimizer_moves(daemon: FakeDaemon) -> None:
     net = nn.ModuleDict({"student": model(), "teacher": model()})
     net["teacher"].requires_grad_(False)
