@@ -19,7 +19,7 @@ from sentinel.engine import Rule
 from sentinel.engine.rules.loading import load_rules
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.snapshot.directory import steps
-from sentinel.report.live import report
+from sentinel.report.live import LiveRun
 from sentinel.report.live_page import fragment
 from sentinel.runs import Run
 from tests.rollback.training import Training, batches, of_type
@@ -172,7 +172,7 @@ def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) ->
 def shown(watched: Watched) -> dict[str, str]:
     """Return what a person reads in `status`, in `top` and on the page."""
     run = watched.told()
-    live = report(watched.watch.run, [], [])()
+    live = LiveRun(watched.watch.run, [], []).make_report()
     return {
         "status": "\n".join(describe_rollback(run["rollback"])),
         "top": "\n".join(line.text for line in frame([run], [], Traces(), 120, 40)),
