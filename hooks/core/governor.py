@@ -58,6 +58,8 @@ NORM_SHARE = 0.6
 """Part of the budget that tier 1 may take before the others; at the default it is 1 % of a step. Where it is enough,
 the total gradient norm is taken at every step: only the norm of the step before can decide whether the gradient or the
 loss moved first. Where it is not enough, and the rest takes all of the budget, tier 1 gets half of this part."""
+NORM_ALONE = 4.0
+"""How many times cheaper the norm alone is on the fast path than a sample of tier 1, until it was measured: 2 to 4."""
 RARE_SHARE = 0.05
 """Tier 3's part of what is left of the budget."""
 RARE_MOST = 0.005
@@ -135,6 +137,9 @@ class Governor:
         """Whether everything is sampled because something looked odd."""
         self.slow_seconds = SLOW_SECONDS
         """A step that takes longer is followed by steps at which all of tier 0 is taken."""
+        self.checks_norm_on_fast_path = True
+        """Whether the gradient norm is computed at steps on the fast path, too, and compared with what is usual. It is
+        not sent, which would cost more; but the step at which it is odd is measured in full before the update."""
         self._overhead, self._opening, self._norm_first = overhead, opening, norm_first
         self._tiers = {tier: Mean() for tier in FIRST}
         self._samples: dict[int, float] = {}
@@ -144,6 +149,8 @@ class Governor:
         self._fixed = Mean()
         self._full, self._fast = Mean(), Mean()
         """Seconds of a step off the fast path without its samples, and of one on the fast path."""
+        self._fast_norm = Mean()
+        """Seconds of a gradient norm on the fast path."""
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
         """Steps of the first optimizer: the last one at which everything is sampled, and the last one that is over."""
@@ -293,10 +300,12 @@ class Governor:
             self._decide()
             self._begin()
 
-    def account(self, steps: int, loop: float, own: float) -> None:
-        """Record that `steps` steps on the fast path took `loop` seconds in all, `own` of them ours. The next decision
-        waits for the next step off the fast path."""
+    def account(self, steps: int, loop: float, own: float, norms: float = 0.0) -> None:
+        """Record that `steps` steps on the fast path took `loop` seconds in all, `own` of them ours, `norms` of these
+        for gradient norms. The next decision waits for the next step off the fast path."""
         self.hook_seconds += own
+        if norms > 0.0:
+            self._fast_norm.add(norms / steps)
         self._fast.add(own / steps)
         self._count(steps, loop, own)
 
@@ -325,6 +334,9 @@ class Governor:
         third = min(third, max(_steps_apart(bare), coarsen_spacing(rare, RARE_MOST * bare, _ANY_RARE)))
         # Tier 2's samples include the norm, so tier 2 is never the finer one. It gets what tier 1 leaves over.
         claim = NORM_SHARE * whole
+        alone = self._fast_norm.least or norms / NORM_ALONE
+        paid = alone if self.checks_norm_on_fast_path and self._fast_norm.count else 0.0
+        self.checks_norm_on_fast_path = alone <= (claim if self._norm_first else min(claim, budget + paid))
         norm_step = norms + (relaxed if zero > 1 else 0.0)  # such a step is off the fast path
         if norms > claim or not self._norm_first:  # else it is taken at every step, unless that ends the fast path
             claim = min(claim, max(budget, claim / 2 if self._norm_first else 0.0))

@@ -5,6 +5,10 @@ costs a microsecond, and a step that is measured in full calls many (see docs/pe
 take the fast path: hooks and patches check that the loss is within the noise, up to
 `StepAccumulator.fast_path_loss_limit`, store it, and call nothing else. The record of the next step that is measured in
 full includes what happened meanwhile; that step is at the latest the first whose loss is outside the noise.
+
+Where it costs little, the gradient norm is checked in the same way. It is not sent, as every value of every step costs
+the sender and the daemon more than it costs here; only the last one before an odd step is, with which a diagnosis tells
+whether gradient or loss moved first.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from sentinel.hooks.core.threads import UserCallbacks
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop.grad_clipping import Clip, Clipping
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.measure.kernels import measure_in_one_pass
 from sentinel.hooks.measure.probe import OCCASION, Probes
 from sentinel.hooks.step.loss_outliers import OutlierWatch
 from sentinel.hooks.torch_interop import internals
@@ -114,9 +119,13 @@ class FastPath:
         self._stretch_end = 0
         """The first step that must be measured in full again."""
         self._stretch_steps = 0
-        self._stretch_seconds = self._stretch_own = 0.0
-        """Steps on the fast path since the last one off it, the seconds they took, and the part of these that was
-        ours."""
+        self._stretch_seconds = self._stretch_own = self._stretch_norms = 0.0
+        """Steps on the fast path since the last one off it, the seconds they took, the part of these that was ours, and
+        the part of this for gradient norms."""
+        self._checks_norm = False
+        """Whether the gradient norm is checked in this stretch."""
+        self._last_norm: tuple[int, float] | None = None
+        """The newest step whose gradient norm was checked and found usual, and that norm."""
 
     def watches(self, optimizer: object) -> bool:
         """Whether this monitor watches `optimizer`."""
@@ -166,6 +175,10 @@ class FastPath:
             self._unseen.recover(f"steps of {type(self._optimizer()).__name__}")
 
     def _suspect(self) -> None:
+        if self._last_norm is not None:
+            (seq, norm), self._last_norm = self._last_norm, None
+            values = {"grad_norm": norm, "grad_norm_applied": norm}
+            self._submit(Record(self.layers.stream, seq, time.time(), self.layers.table, values), False)
         if self.guard is not None:
             self._call_guard(self.guard.suspect)
 
@@ -204,6 +217,9 @@ class FastPath:
             and self._previous_exit is not None
         ):
             accumulator.allow_fast_path(self._outlier_watch.loss_limit)
+            self._checks_norm = (
+                self._governor.checks_norm_on_fast_path and bool(self.layers.plain) and not self.layers.frozen
+            )
 
     def _end_stretch(self) -> None:
         self._accumulator.fast_path_loss_limit = -math.inf
@@ -223,12 +239,28 @@ class FastPath:
             or (self._clipped and not self._clips_calmly())
         ):
             return False
+        if self._checks_norm and self._clip is None and not self._is_norm_usual():
+            return False
         if begin >= self._note_at:
             self._note(begin)
         self._on_fast_path, self._loss = True, loss
         self._entered_at = entered = perf_counter()
         self._stretch_own += entered - begin
         return True
+
+    def _is_norm_usual(self) -> bool:
+        """Whether the gradient norm is not odd, as far as the compiled kernel can tell. After an odd one the present
+        step is sampled in full."""
+        begin = perf_counter()
+        found = measure_in_one_pass([parameter.grad for parameter in self.layers.plain])
+        self._stretch_norms += perf_counter() - begin
+        if found is None:
+            return True
+        if found.total <= self._outlier_watch.norm_limit:
+            self._last_norm = self.seq, found.total
+            return True
+        self._governor.attend(self.seq if not self.layers.stream else None, 1)
+        return False
 
     def _clips_calmly(self) -> bool:
         """Whether the norm that the loop computed is known, and neither odd nor infinite."""
@@ -275,9 +307,10 @@ class FastPath:
 
     def _account_stretch(self) -> None:
         if self._stretch_steps:
-            self._governor.account(self._stretch_steps, self._stretch_seconds, self._stretch_own)
-            self._own_since_timed_exit += self._stretch_own
-            self._stretch_steps, self._stretch_seconds, self._stretch_own = 0, 0.0, 0.0
+            own, norms = self._stretch_own, self._stretch_norms
+            self._governor.account(self._stretch_steps, self._stretch_seconds, own, norms)
+            self._own_since_timed_exit += own
+            self._stretch_steps, self._stretch_seconds, self._stretch_own, self._stretch_norms = 0, 0.0, 0.0, 0.0
 
     def _note(self, now: float) -> None:
         if now >= self._note_at:

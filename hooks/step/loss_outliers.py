@@ -129,8 +129,8 @@ class OutlierWatch:
 
     @property
     def norm_limit(self) -> float:
-        """The highest gradient norm that is not odd."""
-        return self._norms.limit
+        """The highest gradient norm that is not sampled in full as odd."""
+        return self._norms.limit if self._leaps_left else LARGEST
 
     def judge_norm(self, norm: Scalar | None, seq: int) -> bool:
         """Judge the gradient norm of step `seq`; return whether it, or one that arrived late, is odd. A norm on a

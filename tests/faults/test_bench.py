@@ -62,20 +62,20 @@ def test_a_kept_fault_is_trained_again_only_with_other_code(
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     for fault in bugs.FAULTS:
         faults.keep_verdicts("bugs", [Verdict(fault.id, 0, fault.alert)], late=False, pace=20)
-    assert faults.list_missing(["bugs"], 1, late=False, pace=20) == []
+    assert list(faults.list_missing(["bugs"], 1, late=False, pace=20)) == []
     ids = [fault.id for fault in bugs.FAULTS]
-    assert faults.list_missing(["bugs"], 1, late=False, pace=200) == [("bugs", 0, [name]) for name in ids]
-    assert faults.list_missing(["bugs"], 1, late=False, pace=0) == [("bugs", 0, ids)]
+    assert list(faults.list_missing(["bugs"], 1, late=False, pace=200)) == [("bugs", 0, [name], 200) for name in ids]
+    assert list(faults.list_missing(["bugs"], 1, late=False, pace=0)) == [("bugs", 0, ids, 0)]
     monkeypatch.setattr(faults, "find_digest", lambda family: "other code")
-    assert len(faults.list_missing(["bugs"], 1, late=False, pace=20)) == len(ids)
+    assert len(list(faults.list_missing(["bugs"], 1, late=False, pace=20))) == len(ids)
     assert faults.tabulate_paces(faults.read_kept()).endswith("an earlier state of the code: all.")
 
 
 def test_faults_that_begin_late_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     late = [fault for fault in bugs.FAULTS if fault.begins]
-    assert faults.list_missing(["bugs"], 1, late=True, pace=0) == [("bugs", 0, [fault.id]) for fault in late]
-    faults.keep_verdicts("bugs", [Verdict("B1", 0, "ParametersNotUpdated", delay=16, allowed=20)], late=True, pace=0)
+    assert list(faults.list_missing(["bugs"], 1, late=True, pace=0)) == [("bugs", 0, [fault.id], 3) for fault in late]
+    faults.keep_verdicts("bugs", [Verdict("B1", 0, "ParametersNotUpdated", delay=16, allowed=20)], late=True, pace=3)
 
     def find_row(*, late: bool) -> str:
         table = faults.tabulate_faults(faults.read_kept(), {}, late=late)
@@ -88,7 +88,10 @@ def test_faults_that_begin_late_have_a_table_of_their_own(tmp_path: Path, monkey
 
 def test_faults_about_time_are_trained_at_their_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
-    assert faults.list_missing(["throughput", "hardware"], 1, late=False, pace=20) == [("throughput", 0, ["T6"])]
+    families = ["throughput", "hardware"]
+    assert list(faults.list_missing(families, 1, late=False, pace=20)) == [("throughput", 0, ["T6"], 20)]
+    late = [(ids, pace) for _, _, ids, pace in faults.list_missing(families, 1, late=True, pace=0)]
+    assert late == [(["T1"], 0), (["T4"], 0)]
 
 
 @pytest.mark.parametrize(

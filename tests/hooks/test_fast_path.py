@@ -264,6 +264,45 @@ def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
     assert [seq for seq in daemon.series("learning_rate") if seq < 14] == [0, 1, 2, 3, 4, 8, 12]
 
 
+@pytest.mark.parametrize("value", [1e6, math.inf, math.nan], ids=str)
+def test_a_gradient_out_of_the_ordinary_makes_its_own_step_whole(
+    value: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its update: a step later the weights would be broken, and its origin gone."""
+    monkeypatch.setattr(loss_outliers, "SPAN", 2)
+    loop = Loop(net := model(), adamw(net))
+
+    def disturb(step: int) -> None:
+        if step == 14:
+            net[0].weight.grad[0, 0] = value  # type: ignore[union-attr, index]
+
+    with sentinel.attach(loop.net, loop.optimizer):
+        loop.run(16, disturb)
+    daemon.ended()
+    assert daemon.series("grad_norm")[14] == pytest.approx(value, nan_ok=True)
+    assert 14 in daemon.layers("layer_grad_norm")
+    assert not {9, 10, 11} & daemon.series("grad_norm").keys(), "a norm that is as usual is not sent"
+
+
+def test_the_norm_before_a_loss_out_of_the_noise_is_sent(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone tells whether the update of the step before broke the weights."""
+    monkeypatch.setattr(loss_outliers, "SPAN", 2)
+    norms = []
+    loop = Loop(net := model(), adamw(net))
+
+    def disturb(step: int) -> None:
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])))
+        if step == 13:  # the next loss is out of the noise, and this gradient is not
+            net[-1].bias.data += 100.0  # type: ignore[union-attr, operator]
+
+    with sentinel.attach(loop.net, loop.optimizer):
+        losses = loop.run(16, disturb)
+    daemon.ended()
+    assert losses[14] > 100 * losses[13]
+    assert daemon.series("grad_norm")[13] == pytest.approx(norms[13])
+    assert daemon.series("loss")[13] == pytest.approx(losses[13])
+
+
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that were not on the fast path."""

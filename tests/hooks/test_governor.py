@@ -320,6 +320,23 @@ def test_a_sample_is_priced_with_the_step_that_leaves_the_fast_path_for_it(whole
     assert governor.spacing[1] == apart
 
 
+@pytest.mark.parametrize(
+    ("norm_first", "norm", "checked"), [(True, 3e-5, True), (True, 4e-5, False), (False, 3e-5, False)]
+)
+def test_the_norm_is_checked_on_the_fast_path_where_it_costs_at_most_a_hundredth(
+    norm_first: bool, norm: float, checked: bool
+) -> None:
+    """Of a step of 3 ms. Of a share that the user gave, something must be left for it."""
+    governor = make_governor(0.02, norm_first=norm_first)
+    governor.record_daemon_share(0.02)
+    for seq in range(0, 800, 8):
+        norms = 7 * norm if governor.checks_norm_on_fast_path else 0.0
+        governor.account(7, 7 * 0.003, 7 * 1e-5 + norms, norms)
+        governor.record_sample(1, 1e-4)
+        governor.record_step(seq, 0.003, 1.1e-4)
+    assert governor.checks_norm_on_fast_path == checked
+
+
 def test_what_the_daemon_says_is_bounded() -> None:
     """A mistake of the daemon must neither make a run slow for good nor sample at every step for nothing."""
     governor = make_governor(0.01)
