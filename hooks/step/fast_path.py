@@ -175,7 +175,7 @@ class FastPath:
             self._unseen.recover(f"steps of {type(self._optimizer()).__name__}")
 
     def _suspect(self) -> None:
-        if self._last_norm is not None:
+        if self._last_norm is not None and self._last_norm[0] < self.seq:  # else its step has no record yet
             (seq, norm), self._last_norm = self._last_norm, None
             values = {"grad_norm": norm, "grad_norm_applied": norm}
             self._submit(Record(self.layers.stream, seq, time.time(), self.layers.table, values), False)
