@@ -84,10 +84,12 @@ def list_private_names(trees: Iterable[ast.Module]) -> set[str]:
 
 
 def measure() -> dict[str, tuple[object, list[str]]]:
-    """Return what is measured -> (the figure, the names behind it)."""
+    """Return what is measured -> (the figure, the names behind it). A package's `__init__` that only says what the
+    package is for is no module here."""
     product = {path: parse(path) for path in list_sources(*PRODUCT)}
     own = {path: tree for path, tree in product.items() if path.relative_to(ROOT).parts[0] in ("hooks", "sentinel")}
-    hooks = [path for path in own if path.relative_to(ROOT).parts[0] == "hooks"]
+    modules = [path for path, tree in own.items() if len(tree.body) > 1 or ast.get_docstring(tree) is None]
+    hooks = [path for path in modules if path.relative_to(ROOT).parts[0] == "hooks"]
     folders = collections.Counter(str(path.parent.relative_to(ROOT)) for path in own if path.name != "__init__.py")
     hooks_folders = {name: n for name, n in folders.items() if name.startswith("hooks")}
     loose = [path for path in own if path.parent == ROOT / "sentinel"]
@@ -120,7 +122,7 @@ def measure() -> dict[str, tuple[object, list[str]]]:
             [f"{name} {n}" for name, n in folders.most_common()],
         ),
         "loose modules on top of sentinel/": (len(loose), [path.stem for path in loose]),
-        "lines of a module, median": (median(lines.values()), []),
+        "lines of a module, median": (median(lines[path] for path in modules), []),
         "lines of the longest module": (
             max(lines.values()),
             [f"{path.relative_to(ROOT)} {n}" for path, n in sorted(lines.items(), key=lambda item: -item[1])[:10]],
