@@ -239,6 +239,7 @@ class StepAccumulator:
         totals = self.totals
         totals.loss = totals.batch = None
         totals.backwards = totals.batches = totals.forwards = 0
+        totals.evaluating = False  # of the last step alone: an evaluation in between is no training in that mode
         totals.steps += 1
         totals.optimizer_seconds += seconds
         self.steps += 1
