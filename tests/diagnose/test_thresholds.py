@@ -279,6 +279,20 @@ def test_second_moments_that_one_gradient_filled_unseen(growth: float, cause: st
     assert alone.startswith(cause.replace("between", "by step 2048"))
 
 
+def test_how_much_updates_changed_is_quoted_from_the_rule_and_since_when_is_said() -> None:
+    """The rule looks further back than the steps that are still in memory."""
+
+    def values(seq: int) -> dict[str, float]:
+        rare = {"update_ratio": 7e-4 if seq == 2048 else 1e-4} if seq % 512 == 0 else {}
+        return {"loss": 1.0, "learning_rate": 1e-3, "grad_norm": 1000.0 if seq == 1700 else 1.0} | rare
+
+    numbers = {"the run": {"size": 0.7, "base": 9.0}}
+    found = judged("OptimizerStateCorrupt", run_of(2049, values), since=2048, facts=ADAM, numbers=numbers)
+    assert found.cause.startswith("a gradient of norm 1e+03 at step 1700")
+    assert "updates are 0.078 times what they were" in found.cause
+    assert found.since == 1700
+
+
 def test_workers_are_no_advice_where_no_cpu_is_free() -> None:
     assert "num_workers=4" in starving(0.89, 0).remedy
     assert starving(0.91, 0).remedy.startswith("num_workers cannot help: ")

@@ -7,6 +7,8 @@ import math
 import statistics
 from typing import Any
 
+import msgspec
+
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import ALL_STEPS, SAMPLE_MORE, Evidence, Finding, report_unknown
 from sentinel.diagnose.explanations import explains
@@ -74,12 +76,15 @@ def optimizer_state(evidence: Evidence) -> Finding:
         if filled is not None:  # the samples before it are no longer in memory
             return finding(evidence.alert, "filled-moments", effect="", **filled)
         return report_unknown("the size of updates before it", command=SAMPLE_MORE)
-    ratio = statistics.median(now) / statistics.median(past)
+    quoted = evidence.quote("size", "base")
+    size, base = quoted if quoted and quoted[1] > 0 else (statistics.median(now), statistics.median(past))
+    ratio = size / base
     layers = _odd_layers(evidence, ratio)
     told = f", most of all in {join_names(layers, 3)}" if layers else ""
     outlier = huge_gradient(evidence, evidence.until + 1)
     if ratio < 1 and outlier is not None:
-        return finding(evidence.alert, "huge-gradient", ratio=ratio, layers=told, **outlier)
+        made = finding(evidence.alert, "huge-gradient", ratio=ratio, layers=told, **outlier)
+        return msgspec.structs.replace(made, since=outlier["at"])  # the alert comes with the next sample of updates
     if ratio < 1 and (filled := _filled_moments(evidence)) is not None:
         effect = f", and updates are {ratio:.2g} times what they were{told}"
         return finding(evidence.alert, "filled-moments", effect=effect, **filled)
