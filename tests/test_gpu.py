@@ -82,6 +82,7 @@ def test_a_finished_check_is_not_run_again_and_a_failed_one_is(
     assert run(monkeypatch, tmp_path, "--only", "machine", "--again") == 0
 
 
+@pytest.mark.slow
 def test_a_check_has_a_time_limit_and_the_whole_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

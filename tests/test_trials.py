@@ -78,6 +78,7 @@ def until_served(runs: int = 1) -> list[tuple[int, list[str]]]:
     return serving()
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_have_a_daemon_each(tmp_path: Path) -> None:
     first, second = start_run(600, until=tmp_path / "seen"), start_run(600, until=tmp_path / "seen")
     assert sorted(len(names) for _, names in until_served(2)) == [1, 1]
@@ -103,12 +104,14 @@ def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_ba
     daemon_gone()
 
 
+@pytest.mark.slow
 def test_a_run_without_the_usual_variables_is_watched() -> None:
     missing = ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME", "USER", "LOGNAME")
     end, told = finish_run(start_run(20, **dict.fromkeys(missing, "unset")))
     assert (end["state"], sentences(told)) == ("streaming", [])
 
 
+@pytest.mark.slow
 def test_a_run_is_unmonitored_if_the_runtime_directory_cannot_be_made() -> None:
     Path(os.environ["SENTINEL_RUNTIME"]).write_text("a file where the directory would be")
     end, told = finish_run(start_run(20))
@@ -154,6 +157,7 @@ def kept_steps(path: Path) -> int:
         return len(history.series("loss").seqs)
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -> None:
     mounts = own_tmp(shared / "tmp")
@@ -164,6 +168,7 @@ def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -
     assert kept_steps(path) == 50
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_container_that_does_not_see_the_named_socket_says_so(shared: Path) -> None:
     mounts = own_tmp(shared / "tmp")
@@ -197,6 +202,7 @@ def test_a_container_whose_first_process_trains() -> None:
     assert kept_steps(paths.histories()[0]) == 50
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_home_that_cannot_be_written(shared: Path) -> None:
     (shared / "var").mkdir()
@@ -208,6 +214,7 @@ def test_a_home_that_cannot_be_written(shared: Path) -> None:
     assert kept_steps(path) == 50
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
     mounts = ["mount -t tmpfs -o ro tmpfs /mnt", "mount -t tmpfs -o ro tmpfs /var/tmp"]

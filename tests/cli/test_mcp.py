@@ -96,6 +96,7 @@ def check_incidents(incidents: list[dict[str, Any]]) -> None:
         assert one["command"] == f"sentinel incidents show 0.{number} --run train-1"
 
 
+@pytest.mark.slow
 def test_recorded_incidents_have_their_cause_step_rank_and_command() -> None:
     keep("train")
 
@@ -118,6 +119,7 @@ def test_recorded_incidents_have_their_cause_step_rank_and_command() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_only_what_is_new_comes_after_a_cursor() -> None:
     keep("first", count=2)
 
@@ -133,6 +135,7 @@ def test_only_what_is_new_comes_after_a_cursor() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_and_a_snapshot_of_the_allocator_is_read(tmp_path: Path) -> None:
     snapshot = synthetic.written(tmp_path / "snapshot.pickle", synthetic.torn())
 
@@ -161,6 +164,7 @@ def test_a_model_is_planned_and_a_snapshot_of_the_allocator_is_read(tmp_path: Pa
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_series_around_a_step_and_mistakes_as_sentences() -> None:
     keep("train", count=0)
 
@@ -189,6 +193,7 @@ def test_series_around_a_step_and_mistakes_as_sentences() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_hostile_names_come_out_as_data() -> None:
     keep(HOSTILE.replace("\x1b", ""), cause=HOSTILE, count=1)
 
@@ -205,6 +210,7 @@ def test_hostile_names_come_out_as_data() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_any_text_stays_in_its_quotes_and_an_answer_is_bounded() -> None:
     cases = [case.builtins() for case in hostile.cases(200)]
     text = quote_data(cases)
@@ -214,6 +220,7 @@ def test_any_text_stays_in_its_quotes_and_an_answer_is_bounded() -> None:
     assert json.loads(quote_data({"a": "b" * 10**6, "c": [0] * 10**6}))["data"]["c"][-1] == "... 999744 more"
 
 
+@pytest.mark.slow
 def test_tools_that_change_something_are_there_only_with_allow_write() -> None:
     keep("train", count=0)
 
@@ -233,6 +240,7 @@ def test_tools_that_change_something_are_there_only_with_allow_write() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_the_runbook_and_the_rule_files_are_resources() -> None:
     async def ask() -> None:
         async with Session() as session:
@@ -254,6 +262,7 @@ def test_the_runbook_and_the_rule_files_are_resources() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_live_run_is_seen() -> None:
     async def ask() -> None:
         async with Session("--allow-write") as session:

@@ -75,6 +75,7 @@ def say(rank: SimulatedRank, words: str) -> None:
 # The daemon.
 
 
+@pytest.mark.slow
 def test_the_store_carries_what_the_nodes_need_and_no_order(tmp_path: Path) -> None:
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     with waiting_daemon(0, tmp_path) as first, waiting_daemon(1, tmp_path) as second:
@@ -164,6 +165,7 @@ def test_discovery_can_be_turned_off(tmp_path: Path) -> None:
             rank.expect(wire.FindMeeting)
 
 
+@pytest.mark.slow
 def test_without_zenoh_one_line_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['zenoh'] = None")
     with waiting_daemon(0, tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)])) as rank:
@@ -172,6 +174,7 @@ def test_without_zenoh_one_line_says_what_is_missing(tmp_path: Path) -> None:
         assert describe_job(rank) is None
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_reported_and_the_node_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     with socket.create_server(("127.0.0.1", 0)) as taken, waiting_daemon(0, tmp_path) as rank:
@@ -181,6 +184,7 @@ def test_a_port_that_is_taken_is_reported_and_the_node_goes_on(tmp_path: Path) -
         _expect_monitoring(rank)
 
 
+@pytest.mark.slow
 def test_a_node_that_gets_no_answer_says_so_and_goes_on(tmp_path: Path) -> None:
     """As behind a firewall, everything that it sends is lost."""
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
@@ -205,6 +209,7 @@ def _expect_monitoring(rank: SimulatedRank) -> None:
         rank.expect(wire.Prepare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["", SECRET], ids=["of the store", "of the environment"])
 def test_only_with_a_secret_of_the_users_can_orders_be_given(own: str, tmp_path: Path) -> None:
     """A stranger acts as the coordinator, with the secret from the store or with the users' own."""
@@ -398,6 +403,7 @@ def test_the_answer_says_why_no_meeting_was_found(stores: list[Any], monkeypatch
     )
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_is_reported(stores: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_finder, "FIND_SECONDS", 0.0)
     server = open_store()

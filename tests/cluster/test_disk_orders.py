@@ -141,6 +141,7 @@ class Job:
         self.best = newest if common else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [2, 3, 5])
 @pytest.mark.parametrize("talk", [0.3, 3, 30])
 @pytest.mark.parametrize("longest", [1, AHEAD - 1, math.inf])
@@ -184,6 +185,7 @@ def test_a_slow_node_shares_a_snapshot_with_the_others_even_without_messages(dur
             assert max(common, default=-1) >= (now - 2 * stride) * spacing, (now, fast.steps, slow.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 @pytest.mark.parametrize("began", [0, 371])
 def test_a_node_that_stopped_writing_shares_a_snapshot_with_the_others_however_long_ago(

@@ -57,6 +57,7 @@ def list_incidents(daemon: NodeDaemon) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_slow_rank_of_another_node_is_one_incident_that_names_it(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_slow_rank_of_another_node_is_one_incident_that_names_it(
         assert coordinator.job()["incidents"][0]["nodes"] == [1]
 
 
+@pytest.mark.slow
 def test_what_differs_between_nodes_is_found_and_what_is_judged_over_the_mean_is_not_judged_twice(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def test_what_differs_between_nodes_is_found_and_what_is_judged_over_the_mean_is
         assert list_incidents(node) == []
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_node_names_what_is_open_on_others(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_the_last_line_of_a_node_names_what_is_open_on_others(
         )
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_judges_for_itself_and_leaves_it_to_the_next_coordinator(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -266,6 +266,7 @@ def beat(pages: list[int], *, progressed: float, paused: int = 0) -> None:
         os.pwrite(page, pack_heartbeat(found), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_page_of_a_hang_names_the_rank_of_another_node(
     ops: Consumer, options: tuple[str, ...], pages: list[int], tmp_path: Path
@@ -303,6 +304,7 @@ def test_ranks_that_wait_for_one_of_another_node_in_a_phase_do_not_hang_until_th
         assert ops.next()["alerts"][0]["labels"]["alertname"] == "Hang"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_page_of_a_hang_says_which_node_is_silent(
     ops: Consumer, options: tuple[str, ...], pages: list[int], tmp_path: Path

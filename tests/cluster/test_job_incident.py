@@ -159,6 +159,7 @@ def test_an_alert_costs_no_more_where_those_before_it_were_on_many_nodes() -> No
     assert count_lines_of_an_alert(64) < 1.5 * count_lines_of_an_alert(4)
 
 
+@pytest.mark.slow
 def test_incidents_of_all_nodes_that_are_over_take_bounded_memory() -> None:
     incidents, nodes, number = JobIncidents(), 64, 0
     for number in range(1, ENDED_CASES // nodes + 10):

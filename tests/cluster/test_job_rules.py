@@ -179,6 +179,7 @@ class NodesOfJob:
             self.rules.take(decode(packet[2], Digest), now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_any_split_into_nodes_and_any_order_of_arrival_finds_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +209,7 @@ def test_any_split_of_a_recorded_run_finds_the_same(name: str, alert: str, monke
             assert alert in {"", *(found[1] for found in judged)}
 
 
+@pytest.mark.slow
 def test_the_made_runs_fire_rules_that_compare_ranks_and_rules_over_their_mean() -> None:
     fired = {found[1] for seed in range(24) for found in judge_on_one_node(MadeRun(seed)) if found[0] == "fired"}
     assert fired >= {"Straggler", "ReplicaDivergence", "UnevenBatches", "LossSpike", "NonFiniteLoss"}

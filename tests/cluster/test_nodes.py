@@ -88,6 +88,7 @@ def _notices(daemon: NodeDaemon) -> Iterator[str]:
         yield daemon.rank.expect(wire.Notice).text
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_killed_and_started_again_gives_no_second_id(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_coordinator_that_is_killed_and_started_again_gives_no_second_id(
     assert received(ops) == []
 
 
+@pytest.mark.slow
 def test_a_node_with_another_secret_says_that_it_hears_no_other(options: tuple[str, ...], tmp_path: Path) -> None:
     address = free_address()
     with (
@@ -135,6 +137,7 @@ def add_slack(options: tuple[str, ...], team: Consumer, monkeypatch: pytest.Monk
     return (options[0], str(told), *options[2:])
 
 
+@pytest.mark.slow
 def test_a_node_whose_coordinator_leaves_sends_pages_of_its_own(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +167,7 @@ def test_a_node_whose_coordinator_leaves_sends_pages_of_its_own(
     assert received(ops) == []
 
 
+@pytest.mark.slow
 def test_what_a_node_told_by_itself_is_not_told_once_more_by_the_job_when_its_daemon_is_restarted(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -195,6 +199,7 @@ def test_what_a_node_told_by_itself_is_not_told_once_more_by_the_job_when_its_da
     assert received(ops) == []
 
 
+@pytest.mark.slow
 def test_a_node_that_is_alone_tells_people_once_that_a_problem_is_over(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -214,6 +219,7 @@ def test_a_node_that_is_alone_tells_people_once_that_a_problem_is_over(
     assert {page["alerts"][0]["labels"]["run_id"] for page in pages} == {f"{RUN}@node-1"}
 
 
+@pytest.mark.slow
 def test_the_last_incident_of_a_node_is_told_before_its_daemon_goes(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -230,6 +236,7 @@ def test_the_last_incident_of_a_node_is_told_before_its_daemon_goes(
     assert more == []
 
 
+@pytest.mark.slow
 def test_a_wrong_secret_gets_nowhere(options: tuple[str, ...], tmp_path: Path) -> None:
     address = free_address()
     with (
@@ -241,6 +248,7 @@ def test_a_wrong_secret_gets_nowhere(options: tuple[str, ...], tmp_path: Path) -
         assert stranger.job()["nodes"] == []
 
 
+@pytest.mark.slow
 def test_a_run_on_one_node_opens_no_port_and_imports_no_zenoh(
     monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:

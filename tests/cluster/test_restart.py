@@ -63,6 +63,7 @@ def supervised_nodes(folder: Path, *secrets: str) -> Iterator[list[NodeSuperviso
         yield [stack.enter_context(NodeSupervisor(daemon)) for daemon in daemons]
 
 
+@pytest.mark.slow
 def test_an_end_on_one_node_is_ordered_on_the_other_and_both_begin_after_the_same_fault(tmp_path: Path) -> None:
     with supervised_nodes(tmp_path, SECRET, SECRET) as (zero, one):
         one.report(fault=LOST)
@@ -80,6 +81,7 @@ def test_an_end_on_one_node_is_ordered_on_the_other_and_both_begin_after_the_sam
         assert one.await_order("end").start == 1
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_be_reached_is_named_and_nothing_is_ordered(tmp_path: Path) -> None:
     with supervised_nodes(tmp_path, SECRET, "another secret, as long") as (zero, one):
         zero.report(fault=LOST)
@@ -99,6 +101,7 @@ def test_nodes_that_do_not_meet_are_stopped_at_once(tmp_path: Path) -> None:
         assert "the nodes of this job do not meet" in supervisor.await_order("stop").why
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_after_it_was_left_out_is_ended_and_counts_for_nothing(tmp_path: Path) -> None:
     with supervised_nodes(tmp_path, SECRET, SECRET, SECRET) as (zero, back, two):
         members = wire.Members(start=1, nodes=(0, 2), whole=3)
@@ -120,6 +123,7 @@ def test_a_node_that_comes_back_after_it_was_left_out_is_ended_and_counts_for_no
         assert zero.await_order("end").why == "waits for node 0 (host0: its ranks have not ended)"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_under_its_run_id_begins_with_all_nodes_though_daemons_stayed(
     tmp_path: Path,
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_job_that_is_queued_again_under_its_run_id_begins_with_all_nodes_thoug
             assert not [one for one in supervisor._arrived if isinstance(one, wire.Order) and one.nodes]
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_started_again_alone_is_no_second_group_and_says_why(tmp_path: Path) -> None:
     with supervised_nodes(tmp_path, SECRET, SECRET) as (zero, again):
         begun = wire.Members(start=1, nodes=(0, 1), whole=2)

@@ -29,6 +29,7 @@ class AloneForLong(ShrinkSimulation):
             super().break_job(supervisor)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_nodes_go_on_as_one_group_or_not_at_all(seed: int) -> None:

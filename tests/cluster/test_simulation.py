@@ -15,6 +15,7 @@ SEEDS = 100
 """Number of simulations of each kind."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -> None:
@@ -23,6 +24,7 @@ def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -
     check_all(simulation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
 def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(seed: int) -> None:
     simulation = Simulation(seed, deaths=False, cuts=False)
@@ -30,6 +32,7 @@ def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(se
     check_all(simulation)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(50)
 @pytest.mark.parametrize("nodes", [3, 4])
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -39,6 +42,7 @@ def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int, 
     check_all(simulation)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_with_daemons_that_are_restarted_in_order_never_two_coordinators_act(seed: int) -> None:
@@ -47,6 +51,7 @@ def test_with_daemons_that_are_restarted_in_order_never_two_coordinators_act(see
     check_all(simulation)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_alerts_that_stop_the_run_end_all_ranks_at_one_step_or_none(seed: int) -> None:

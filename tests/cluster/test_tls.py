@@ -43,6 +43,7 @@ def write_settings(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_nodes_of_one_authority_meet_without_a_secret_and_one_of_another_gets_nowhere(tmp_path: Path) -> None:
     pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
     ours, theirs = (write_settings(tmp_path / name) for name in ("ours", "theirs"))

@@ -110,6 +110,7 @@ def shown(*words: str, of: NodeDaemon, monkeypatch: pytest.MonkeyPatch) -> tuple
     return json.loads(result.stdout), result.stderr
 
 
+@pytest.mark.slow
 def test_the_page_of_any_node_lists_all_nodes(tmp_path: Path) -> None:
     settings = tmp_path / "sentinel.toml"
     settings.write_text("[daemon]\nhttp = 0\n")
@@ -133,6 +134,7 @@ def test_the_page_of_any_node_lists_all_nodes(tmp_path: Path) -> None:
         assert re.search(r"<td>not heard of for \d+ s; was alive</td>", read_page())
 
 
+@pytest.mark.slow
 def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node
     assert "node 0 as a rule, keeps the incidents of all nodes; node 1 has it as 0.1" in str(missing.exception)
 
 
+@pytest.mark.slow
 def test_the_coordinator_alone_has_the_figures_of_the_job(tmp_path: Path) -> None:
     settings = tmp_path / "sentinel.toml"
     settings.write_text("[daemon]\nhttp = 0\n")
@@ -212,6 +215,7 @@ def scrape(daemon: NodeDaemon) -> str:
     return httpx2.get(f"{http['http']}/metrics", headers={"Authorization": f"Bearer {http['token']}"}).text
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_rank_and_the_node_that_never_came(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +258,7 @@ def issued(count: int) -> Flight:
     return Flight({"0": Group("0", "default_pg", (0, 1, 2), count, 2)}, tuple(ones))
 
 
+@pytest.mark.slow
 def test_a_node_without_its_coordinator_shows_what_it_has_and_says_so(
     options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +279,7 @@ def test_a_node_without_its_coordinator_shows_what_it_has_and_says_so(
         assert re.fullmatch(r"  node 0    host0, not heard of for \d+ s; was alive, step -?\d+", shown_node)
 
 
+@pytest.mark.slow
 def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tmp_path: Path) -> None:
     with job(tmp_path, options) as nodes:
         address = nodes[0].job()["address"]

@@ -77,6 +77,7 @@ def test_a_rank_that_comes_later_does_not_pay_for_its_hello() -> None:
     assert second.daemon_share == pytest.approx(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_real_daemon_tells_real_hooks() -> None:
     with daemon_process() as (path, _):

@@ -33,6 +33,7 @@ def told_of_a_spike(ranks: list[SimulatedRank]) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_no_rollback_while_a_rank_has_not_come() -> None:
     with daemon_process() as (path, _), contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(path, number, 3)) for number in range(2)]
@@ -42,6 +43,7 @@ def test_no_rollback_while_a_rank_has_not_come() -> None:
     assert "not rolled back: not every rank of the run is connected" in told
 
 
+@pytest.mark.slow
 def test_no_rollback_where_a_rank_did_not_arm_it() -> None:
     with daemon_process() as (path, _), contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(path, number, 2)) for number in range(2)]

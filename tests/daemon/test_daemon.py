@@ -87,6 +87,7 @@ def asked_after_a_spike(rank: SimulatedRank) -> wire.Prepare:
     return rank.expect(wire.Prepare)
 
 
+@pytest.mark.slow
 def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         prepare = asked_after_a_spike(rank)
@@ -133,6 +134,7 @@ def done(rank: SimulatedRank, alert: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_alert_that_fired_during_a_failed_rollback_gets_a_rollback_of_its_own() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         first = spiked_and_not_finite(rank)
@@ -152,6 +154,7 @@ def test_an_alert_that_fired_during_a_failed_rollback_gets_a_rollback_of_its_own
         assert ended(process) == 0
 
 
+@pytest.mark.slow
 def test_the_next_daemon_makes_that_rollback_too_and_only_once() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         spiked_and_not_finite(rank)
@@ -174,6 +177,7 @@ def test_the_next_daemon_makes_that_rollback_too_and_only_once() -> None:
             rank.expect(wire.Prepare)
 
 
+@pytest.mark.slow
 def test_four_ranks_promise_before_any_restores() -> None:
     with daemon_process() as (path, process), contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(path, number, 4)) for number in range(4)]
@@ -359,6 +363,7 @@ def test_a_daemon_that_is_terminated_leaves_nothing_but_history() -> None:
         assert len(history.incidents()) == 1
 
 
+@pytest.mark.slow
 def test_no_room_for_history_is_reported_and_alerts_go_on(tmp_path: Path) -> None:
     # For SQLite a limit on the size of files is a full disk; no separate file system is needed.
     script = tmp_path / "small_disk.py"

@@ -58,6 +58,7 @@ def rows(path: Path, table: str) -> int:
             return 0
 
 
+@pytest.mark.slow
 def test_a_history_that_is_cut_short_is_moved_aside_and_all_goes_on_over_a_kill_too(
     ops: Consumer, options: tuple[str, ...]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_dead_mans_switch_is_told_while_a_run_is_watched(
             assert ended(process) == 0
 
 
+@pytest.mark.slow
 def test_what_could_not_be_delivered_is_in_status_and_once_in_the_next_run(
     ops: Consumer, options: tuple[str, ...]
 ) -> None:

@@ -73,6 +73,7 @@ def nothing_is_left() -> bool:
     return not root.exists() or not any(root.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("steps", "mistake", "alerts"),

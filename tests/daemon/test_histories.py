@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import msgspec
+import pytest
 
 from sentinel import wire
 from sentinel.daemon.tenancy.histories import PUT_OFF_SECONDS, Histories, Opened
@@ -73,6 +74,7 @@ def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(
         assert len(history.attempts()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path) -> None:
     """Such a file has a header and no table. The run used to be put off for a minute, in which nothing watched it."""
     path = tmp_path / "r1.sqlite"

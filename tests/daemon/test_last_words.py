@@ -56,6 +56,7 @@ def test_people_are_told_the_cause_that_came_with_the_goodbye(
             assert ended(process) == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_not_held_back_for_long(private_places: Path) -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()

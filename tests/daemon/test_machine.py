@@ -283,6 +283,7 @@ def test_prometheus_can_join_them_with_dcgm(nvml: FakeNvml) -> None:
     assert host.labels == {"hostname": machine.devices.hostname}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_real_daemon_reads_a_fake_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parent.parent.parent

@@ -99,6 +99,7 @@ def test_what_waits_is_sent_when_the_run_ends(ops: Consumer, options: tuple[str,
         assert ended(process) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delivered", [True, False])
 def test_after_kill_9_only_what_was_not_delivered_is_sent(
     ops: Consumer, options: tuple[str, ...], delivered: bool
@@ -144,6 +145,7 @@ def test_a_receiver_that_hangs_holds_nothing_up(ops: Consumer, options: tuple[st
         assert "notifies  ops: 0 sent, 1 waiting" in shown
 
 
+@pytest.mark.slow
 def test_a_silenced_incident_is_kept_and_not_sent(ops: Consumer, options: tuple[str, ...]) -> None:
     with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
         rank.hello()
@@ -193,6 +195,7 @@ def test_what_a_former_attempt_left_open_is_over(ops: Consumer, options: tuple[s
     assert nothing_more(ops)
 
 
+@pytest.mark.slow
 def test_what_could_not_be_delivered_is_reported_where_people_look(ops: Consumer, options: tuple[str, ...]) -> None:
     ops.answers += [500] * 100
     with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:

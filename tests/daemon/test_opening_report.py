@@ -122,6 +122,7 @@ def test_a_run_whose_first_steps_were_not_seen_was_not_examined() -> None:
         assert rule["values"]["resumed"] == 1.0, "rules take it for a run that goes on"
 
 
+@pytest.mark.slow
 def test_the_next_daemon_of_a_run_does_not_report_it_again() -> None:
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:
@@ -137,6 +138,7 @@ def test_the_next_daemon_of_a_run_does_not_report_it_again() -> None:
         assert not [one for one in rank._arrived if isinstance(one, wire.Notice)]
 
 
+@pytest.mark.slow
 def test_a_daemon_that_takes_over_amid_the_examination_reports_it() -> None:
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:

@@ -101,6 +101,7 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_plugins_are_used_and_their_faults_harm_nothing_else(package: Path, tmp_path: Path) -> None:
     settings, rules, diary = tmp_path / "sentinel.toml", tmp_path / "rules.yaml", tmp_path / "diary"
     settings.write_text(

@@ -73,6 +73,7 @@ def _is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_real_collector_takes_all_and_after_it_was_killed_nothing_is_missing_or_there_twice(
     rotel: Path, backend: Collector, tmp_path: Path

@@ -98,6 +98,7 @@ def test_what_is_no_record_is_refused_with_a_reason(tmp_path: Path, content: byt
         judged(tmp_path / "odd")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_sentinel_replay_judges_a_record_and_replaces_no_live_history(tmp_path: Path) -> None:
     path = record(tmp_path / "run.rec", hello(), steps(0, HEALTHY[:20]), steps(20, [math.nan]))

@@ -80,6 +80,7 @@ def test_an_open_incident_stays_one_and_ends_later() -> None:
         assert len(history.attempts()) == 1
 
 
+@pytest.mark.slow
 def test_what_happened_without_a_daemon_is_reported_once() -> None:
     """Steps that were not confirmed are sent again; those that were kept after all change nothing."""
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
@@ -98,6 +99,7 @@ def test_what_happened_without_a_daemon_is_reported_once() -> None:
         assert list(history.series("loss").seqs)[:20] == list(range(20))
 
 
+@pytest.mark.slow
 def test_windows_of_rules_survive_a_restart() -> None:
     """A rule whose window began before the kill fires where it would have fired without it."""
 
@@ -140,6 +142,7 @@ def test_changed_rules_judge_the_last_steps_again(tmp_path: object) -> None:
         assert {rank.expect(wire.Notice).id for _ in range(2)} == {"r1/0.1/resolved", "r1/0.2/resolved"}
 
 
+@pytest.mark.slow
 def test_another_session_is_the_next_attempt_and_the_first_is_kept() -> None:
     for number, session in enumerate(("a", "b", "c")):
         with daemon_process() as (path, process), SimulatedRank(path, session=session) as rank:
@@ -205,6 +208,7 @@ def test_a_promise_without_a_verdict_is_aborted_and_asked_for_again() -> None:
         assert case["done"] == ["rolled back to step 200 at the exit of step 260"]
 
 
+@pytest.mark.slow
 def test_a_new_daemon_waits_for_all_ranks_of_a_run() -> None:
     with daemon_process() as (path, process), contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(SimulatedRank(path, number, 2)) for number in range(2)]
@@ -229,6 +233,7 @@ def test_a_new_daemon_waits_for_all_ranks_of_a_run() -> None:
         assert len(history.attempts()) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_is_told_what_is_kept() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.say(wire.Hello(version="t", identity=rank.identity))

@@ -90,6 +90,7 @@ def test_a_directory_that_serves_others_is_left_as_it_is(tmp_path: Path) -> None
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777
 
 
+@pytest.mark.slow
 def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
     assert stat.S_IMODE(service.stat().st_mode) == 0o666
     assert stat.S_IMODE(service.parent.stat().st_mode) == 0o755
@@ -103,6 +104,7 @@ def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
     """A scheduler's run id is easy to guess: who comes first must neither get at the other's run nor keep it out."""
 
@@ -150,6 +152,7 @@ def test_run_ids_of_two_users_survive_a_restart_of_the_service(monkeypatch: pyte
     assert {uid: after.admit_rank(hello, uid).identity.run_id for uid in (SOMEBODY, NOBODY)} == given
 
 
+@pytest.mark.slow
 def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
@@ -170,6 +173,7 @@ def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_run_id_that_is_no_name_is_refused(service: Path) -> None:
     for run_id in ("../../etc/cron", "", "a/b", "x" * 41):
         with SimulatedRank(service, run_id=run_id) as rank:
@@ -224,6 +228,7 @@ def silenced(path: Path, run_id: str, order: dict[str, Any]) -> Callable[[], Any
     return train
 
 
+@pytest.mark.slow
 def test_a_silence_is_that_of_the_user_who_asked_and_of_root_for_all(service: Path) -> None:
     def silence(identity: str, alert: str = "*") -> dict[str, Any]:
         now = time.time()
@@ -238,6 +243,7 @@ def test_a_silence_is_that_of_the_user_who_asked_and_of_root_for_all(service: Pa
         as_user(SOMEBODY, lambda: ask_daemon(service, "silence", {"add": {"id": 3}}))
 
 
+@pytest.mark.slow
 def test_without_a_place_for_histories_runs_are_watched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
         os.chmod(folder, 0o755)

@@ -88,6 +88,7 @@ def test_the_rows_of_a_column_must_rise() -> None:
         run.attempt.take(rank, msgspec.structs.replace(batch(0, 5), columns={"loss": column}), 0.0)
 
 
+@pytest.mark.slow
 def test_ranks_beyond_those_that_a_node_can_have_are_not_waited_for() -> None:
     run, rank = greeted(world_size=1 << 18)
     assert run.attempt.ranks == {0: rank}
@@ -133,6 +134,7 @@ def test_content_without_a_fixed_type_is_limited_and_a_first_message_more_so() -
         list(frames.feed((wire.OPENING_LIMIT + 1).to_bytes(4, "big")))
 
 
+@pytest.mark.slow
 def test_recent_steps_of_many_signals_are_fewer() -> None:
     run, rank = greeted()
     names = [f"signal {number}" for number in range(2000)]
@@ -286,6 +288,7 @@ def test_no_signal_goes_to_a_process_that_is_known_by_its_number_alone() -> None
     assert asyncio.run(signalled()) == (False, True)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_history_for_which_no_descriptor_is_free_is_continued_later() -> None:
     with daemon_process() as (path, process), SimulatedRank(path, session="s") as rank:
@@ -318,6 +321,7 @@ def test_a_history_for_which_no_descriptor_is_free_is_continued_later() -> None:
     assert [file.name for file in (paths.state_directory() / "runs").iterdir()] == ["r1.sqlite"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.root
 def test_runs_of_one_user_are_limited_and_others_are_served(service: Path) -> None:

@@ -30,6 +30,7 @@ def signalled(number: int, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-S", "-c", script, *options], stderr=subprocess.PIPE, cwd="/", text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_daemon_that_is_terminated_while_it_starts_leaves_nothing(number: int) -> None:
     daemon = signalled(number)
@@ -39,6 +40,7 @@ def test_a_daemon_that_is_terminated_while_it_starts_leaves_nothing(number: int)
     assert list(paths.runtime_root().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_reload_that_is_asked_for_while_it_starts_is_made() -> None:
     with signalled(signal.SIGHUP) as daemon:
         assert daemon.stderr is not None

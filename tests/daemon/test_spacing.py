@@ -124,6 +124,7 @@ def test_an_order_takes_effect_ahead_of_all_ranks() -> None:
     assert 2 * ranks.step_seconds <= BETWEEN_SECONDS
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is a real loop with no limit on its cost; rank 1 reports that it wants every 32nd step."""

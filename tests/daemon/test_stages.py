@@ -79,6 +79,7 @@ def test_open_incidents_end_with_a_new_stage_and_say_why() -> None:
         assert (case["state"], case["done"][-1]) == ("resolved", "over: stage 'harder' began")
 
 
+@pytest.mark.slow
 def test_of_several_ranks_the_first_that_says_it_counts_once() -> None:
     with daemon_process() as (path, _), SimulatedRank(path, 0, 2) as one, SimulatedRank(path, 1, 2) as two:
         for rank in (one, two):
@@ -108,6 +109,7 @@ def test_a_stage_is_known_by_its_step_and_name() -> None:
     assert attempt.stage_seq == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_daemon_that_takes_over_knows_the_stage(begun: bool) -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:

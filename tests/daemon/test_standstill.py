@@ -81,6 +81,7 @@ def test_a_pause_with_a_known_reason_is_no_standstill(rank: Rank, beat: dict[str
     assert not rank.rank.standing
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_line_and_the_status_name_the_place() -> None:
     page = os.memfd_create(PAGE)

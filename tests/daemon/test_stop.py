@@ -159,6 +159,7 @@ def test_a_rank_that_cannot_leave_keeps_all_of_them(daemon: tuple[Path, Any]) ->
         assert "training-sentinel (0.1) is older" in ranks[0].done()[-1]
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_do_not_leave_alone(daemon: tuple[Path, Any]) -> None:
     with Stoppable(daemon[0], 0, 2) as rank:
         rank.identity = msgspec.structs.replace(rank.identity, local_world_size=1)
@@ -286,6 +287,7 @@ def test_a_named_alert_stops_the_run_even_where_its_rule_is_downgraded(daemon: t
         assert next(case["severity"] for case in rank.ask("incidents") if case["alert"] == "Lowest") == "info"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_without_stop_on_the_same_alert_stops_nothing(number: int, daemon: tuple[Path, Any]) -> None:
     """The alert stops neither another run on the same daemon nor the next start of a script without `stop_on`.

@@ -54,6 +54,7 @@ def alerts(path: Path, least: int, seconds: float = 60.0) -> list[dict[str, Any]
     return list(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", ["silent", "lags"])
 def test_a_rank_that_says_nothing_or_lags_holds_up_no_rule_of_the_others(behind: str) -> None:
     """Rank 1 says hello and then nothing, or stays 40 steps behind."""

@@ -31,6 +31,7 @@ def greet(rank: SimulatedRank, *, resumes: bool = False) -> None:
     rank.expect(wire.Welcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("always", "resumes"), [(True, False), (False, True)])
 def test_a_fault_without_a_rollback_is_the_supervisors_and_the_daemon_stays_for_it(always: bool, resumes: bool) -> None:
     with daemon_process() as (path, process):
@@ -56,6 +57,7 @@ def test_a_fault_without_a_rollback_is_the_supervisors_and_the_daemon_stays_for_
         assert ended(process) == 0
 
 
+@pytest.mark.slow
 def test_a_warning_whose_rule_asks_for_a_rollback_says_from_which_step_on_saves_are_bad(tmp_path: Path) -> None:
     """A rule of the user's is a warning unless it says otherwise."""
     rules = tmp_path / "rules.yaml"

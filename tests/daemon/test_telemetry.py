@@ -148,6 +148,7 @@ def test_many_events_are_several_requests(store: Store, collector: Collector) ->
     assert len(Sender(store, collector).send()) == 1200
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_daemon_loses_nothing_and_nothing_is_sent_twice(collector: Collector, tmp_path: Path) -> None:
     settings = tmp_path / "sentinel.toml"

@@ -101,6 +101,7 @@ def test_kubernetes_takes_what_the_chart_renders(tmp_path: Path) -> None:
     check_documents(render(tmp_path, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHER)
 def test_kubernetes_takes_what_each_value_changes(path: str, tmp_path: Path) -> None:
     values, other = OTHER[path]

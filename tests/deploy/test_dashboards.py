@@ -130,6 +130,7 @@ timeout = "500ms"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 @each

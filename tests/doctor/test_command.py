@@ -39,6 +39,7 @@ def test_a_script_is_run_for_a_few_steps_and_judged(tmp_path: Path) -> None:
     assert (tmp_path / "steps").read_text().count("step") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_as_many_steps_are_examined_as_were_asked_for(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -48,6 +49,7 @@ def test_as_many_steps_are_examined_as_were_asked_for(tmp_path: Path) -> None:
     assert said["no-gradient"].startswith("at 3 steps ")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -59,6 +61,7 @@ def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_in_sessions_of_their_own_are_ended_when_the_time_is_over(tmp_path: Path) -> None:
     """torchrun starts each rank in a session, which the end of its process group does not reach."""
@@ -104,6 +107,7 @@ def test_the_command_is_rewritten_to_start_the_examiner(command: str, expected: 
     assert rewritten(command.split()) == expected.split()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("target", ["train.py", "-m train"])
 def test_the_local_rank_that_a_launcher_puts_first_is_the_scripts(target: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def _names(script: str, path: Path) -> list[str]:
     return [finding.name for finding in findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PLANTED))
 def test_a_planted_mistake_is_found_and_nothing_else(name: str, found: dict[str, list[str]]) -> None:
     assert set(found[name]) == {name}

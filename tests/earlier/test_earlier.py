@@ -76,6 +76,7 @@ def list_cases(run: str) -> dict[str, dict[str, Any]]:
     return {case["alert"]: case for case in json.loads(command("incidents", "--json", "--run", run).stdout)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("state")
 def test_incidents_are_listed_and_shown() -> None:
     spike = list_cases("finished")["LossSpike"]
@@ -122,6 +123,7 @@ def test_a_run_goes_on_from_a_snapshot_to_the_bit(earlier: Path) -> None:
     assert_same(training.list_state(), torch.load(earlier / "expected.pt", weights_only=True))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_daemon_goes_on_delivers_what_waited_and_honours_the_silence(
     earlier: Path, state: Path, pager: Consumer
@@ -158,6 +160,7 @@ def test_a_daemon_goes_on_delivers_what_waited_and_honours_the_silence(
     assert math.isnan(loss.values[BROKEN])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_daemon_understands_earlier_hooks(earlier: Path) -> None:
     """All that a rank said from its start to its end is replayed to a current daemon."""
@@ -173,6 +176,7 @@ def test_a_daemon_understands_earlier_hooks(earlier: Path) -> None:
     assert list_cases("finished")["LossSpike"]["step"] == FAULT
 
 
+@pytest.mark.slow
 def test_hooks_understand_an_earlier_daemon(earlier: Path, daemon: FakeDaemon) -> None:
     """Hooks accept an earlier daemon's Welcome, and can read all that it said to other runs."""
     bodies = [body for run in ("finished", "killed") for body in read_frames(earlier / f"{run}.daemon")]

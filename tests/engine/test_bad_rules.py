@@ -354,6 +354,7 @@ PIECES = st.sampled_from(
 VOCABULARY = {name: signal.scope for name, signal in SIGNALS.items()}
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.text(max_size=60), st.lists(PIECES, max_size=25).map(" ".join), st.lists(PIECES, max_size=25).map("".join)

@@ -53,6 +53,7 @@ def sparse_run(seed: int, steps: int) -> list[Observation]:
     return observations
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:

@@ -95,6 +95,7 @@ def fed(observations: list[Observation], *, rewindable: bool = True) -> Evaluato
     return evaluator
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), to=st.integers(0, 119), lost=st.integers(1, 24), after=st.integers(1, 30))
 def test_as_if_later_samples_had_never_been(seed: int, to: int, lost: int, after: int) -> None:

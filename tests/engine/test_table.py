@@ -6,6 +6,7 @@ import math
 import random
 from array import array
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ def judge_and_look(evaluator: Evaluator, sample: Observation) -> list[object]:
     return seen
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10**6), to=st.integers(0, 59), wide=st.booleans())
 def test_as_if_each_came_by_itself(seed: int, to: int, wide: bool) -> None:

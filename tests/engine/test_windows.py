@@ -186,6 +186,7 @@ def is_line(blocks: Sequence[float]) -> bool:
     return statistics.correlation(range(12), blocks) > 0.98
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 999), tooth=st.integers(1, 9), begin=st.integers(0, 40))
 def test_a_steady_rise_is_that_of_the_best_stretch(seed: int, tooth: int, begin: int) -> None:
     source = random.Random(seed)

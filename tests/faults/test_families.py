@@ -23,6 +23,7 @@ def test_found_in_time_with_its_cause_and_the_twin_is_silent(family: str, fault:
     assert not verdict.notes, "\n".join(verdict.notes)
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_at_a_slower_pace() -> None:
     (verdict,) = verdicts("bugs", 0, ["B5"], pace=2)
     assert verdict.notes == []

@@ -60,6 +60,7 @@ def test_of_2_gb_healthy_loops_take_some_and_are_silent(kind: str, steps: int) -
     assert trained("filling.py", kind, str(steps), "0", "100")[0] == []
 
 
+@pytest.mark.slow
 def test_a_process_that_ran_out_of_memory_reports_what_held_it() -> None:
     (case,), _ = trained("exhausting.py", status=1)
     assert (case["alert"], case["severity"]) == ("OutOfMemory", "critical")

@@ -11,6 +11,7 @@ from tests.faults.training import trained
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.slow
 def test_a_scale_that_collapses_is_reported_at_the_eighth_withheld_step() -> None:
     (case,), _ = trained("scaling.py", "collapse")
     assert (case["alert"], case["severity"]) == ("ScalerCollapse", "critical")
@@ -20,6 +21,7 @@ def test_a_scale_that_collapses_is_reported_at_the_eighth_withheld_step() -> Non
     assert not any("roll" in done for done in case["done"])
 
 
+@pytest.mark.slow
 def test_a_scale_that_settles_and_is_tried_again_is_healthy() -> None:
     cases, printed = trained("scaling.py", "settles")
     scales = [float(line.split()[1]) for line in printed.splitlines()]
@@ -29,6 +31,7 @@ def test_a_scale_that_settles_and_is_tried_again_is_healthy() -> None:
     assert cases == []
 
 
+@pytest.mark.slow
 def test_fp16_without_a_scaler_is_reported_after_20_steps() -> None:
     (case,), _ = trained("scaling.py", "missing")
     assert (case["alert"], case["severity"], case["step"]) == ("ScalerMissing", "warning", 19)
@@ -36,6 +39,7 @@ def test_fp16_without_a_scaler_is_reported_after_20_steps() -> None:
     assert re.search(r"[\d.]+% are 0 .* and [\d.]+% are under 6e-5", case["diagnosis"]["evidence"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "cause"),

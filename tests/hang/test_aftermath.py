@@ -35,6 +35,7 @@ def test_dumps_of_a_folder_pickled_and_as_json(tmp_path: Path) -> None:
     assert found.confidence == "medium"
 
 
+@pytest.mark.slow
 def test_a_damaged_rank_number_does_not_slow_the_verdict(tmp_path: Path) -> None:
     """A damaged line makes a million ranks of a few; missing ones must not be looked up in a list of that length."""
     (tmp_path / "job.out").write_text(timeouts(0, 1, 2, 4) + "[rank999999]: RuntimeError: bad shard\n")

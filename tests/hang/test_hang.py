@@ -200,12 +200,14 @@ def test_a_phase_that_has_ended_is_not_counted(private_places: Path) -> None:
         run.end()
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_users_is_not_called_and_the_stacks_come_by_message(private_places: Path) -> None:
     with stalling("own-handler", private_places) as run:
         assert "in sleep_in_user_code" in run.hang()["stacks"]["0"]
         assert run.end() == "done\n", "the handler would have said so"
 
 
+@pytest.mark.slow
 def test_a_case_is_shown_with_its_stacks(private_places: Path) -> None:
     with stalling("lock", private_places) as run:
         run.hang()

@@ -63,6 +63,7 @@ def said_by(*program: str | Path, **environment: str) -> list[str]:
     return re.findall(r"^sentinel: (run 'short' .*ended.*|.*ended.*run 'short'.*)$", done.stderr, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def test_a_run_that_was_judged(end: str, words: str) -> None:
     assert re.search(words, line), line
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("prefix", [(), ("-m", "sentinel", "run", "--", sys.executable)])
 def test_the_history_and_the_report_have_the_same_duration(prefix: tuple[str, ...]) -> None:
@@ -95,6 +97,7 @@ def test_the_history_and_the_report_have_the_same_duration(prefix: tuple[str, ..
     assert [format_duration(one["seconds"]) for one in found] == [re.findall(" in (.*?)[:,]", line)[0]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_newest_snapshot_on_disk_is_named(tmp_path: Path) -> None:
     rollback = f"sentinel.Rollback(every=20, keep=4, margin=10, directory={str(tmp_path / 'kept')!r})"
@@ -104,6 +107,7 @@ def test_the_newest_snapshot_on_disk_is_named(tmp_path: Path) -> None:
     assert any(newest[1] in path.name for path in (tmp_path / "kept").rglob("*")), line
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.namespaces
 def test_without_a_history_no_command_is_named_that_reads_it(tmp_path: Path) -> None:
@@ -129,6 +133,7 @@ def test_a_daemon_that_has_yet_to_answer_is_one(daemon: FakeDaemon) -> None:
     assert "no daemon took part" not in line, line
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def traced() -> tuple[int, int]:
     return sum(Counter(counters["graph_break"]).values()), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [compiled_model, compiled_later, compiled_copy, compiled_optimizer, compiled_step])
 def test_no_more_graph_breaks(build: Any, daemon: FakeDaemon) -> None:
     weights, graphs = [], []
@@ -143,6 +144,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del optimizers._global_optimizer_pre_hooks[key]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [compiled_model, compiled_optimizer, compiled_step])
 def test_no_more_graph_breaks_when_attached_at_the_first_step(build: Any, daemon: FakeDaemon, request: Any) -> None:
     weights, graphs = [], []

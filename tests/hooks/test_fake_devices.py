@@ -99,6 +99,7 @@ def faked() -> Iterator[Faults]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(

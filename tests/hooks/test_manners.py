@@ -310,6 +310,7 @@ def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture
     assert len(daemon.of(wire.Hello)) == 1
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_is_made_again(daemon: FakeDaemon) -> None:
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer):

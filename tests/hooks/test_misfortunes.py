@@ -99,6 +99,7 @@ except BrokenPipeError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("descriptors", [[], ["1"]])

@@ -87,6 +87,7 @@ def only(found: Census) -> Holder:
     return found.holders[0]
 
 
+@pytest.mark.slow
 def test_a_list_of_losses_in_a_module() -> None:
     losses.clear()
     holder = only(counted(lambda _, net: losses.append(loss_of(net))))
@@ -95,6 +96,7 @@ def test_a_list_of_losses_in_a_module() -> None:
     assert holder.example == "scalar float32"
 
 
+@pytest.mark.slow
 def test_a_dict_of_activations_in_a_local() -> None:
     cache: dict[int, Tensor] = {}
 
@@ -110,6 +112,7 @@ def test_a_dict_of_activations_in_a_local() -> None:
     assert holder.bytes_per_step == 8 * 64 * 4
 
 
+@pytest.mark.slow
 def test_an_attribute() -> None:
     trainer = Trainer()
     holder = only(counted(lambda _, net: trainer.history.append(loss_of(net).detach())))
@@ -117,12 +120,14 @@ def test_an_attribute() -> None:
     assert not holder.graph
 
 
+@pytest.mark.slow
 def test_an_attribute_of_a_class() -> None:
     holder = only(counted(lambda _, net: Trainer.best.append(loss_of(net))))
     assert holder.name == f"Trainer.best, an attribute of class {__name__}.Trainer"
     Trainer.best.clear()
 
 
+@pytest.mark.slow
 def test_a_list_in_a_dict_in_an_attribute() -> None:
     trainer = Trainer()
     holder = only(counted(lambda _, net: trainer.logs["loss"].append(loss_of(net))))
@@ -138,6 +143,7 @@ def closure() -> Callable[[Any, Any], None]:
     return keep
 
 
+@pytest.mark.slow
 def test_a_closure() -> None:
     holder = only(counted(closure()))
     assert holder.name == "kept, in the closure of closure.<locals>.keep"
@@ -145,6 +151,7 @@ def test_a_closure() -> None:
     assert holder.kind == "deque"
 
 
+@pytest.mark.slow
 def test_a_default_argument() -> None:
     def keep(_: int, net: nn.Module, kept: list[Tensor] = []) -> None:  # noqa: B006
         kept.append(loss_of(net))
@@ -152,6 +159,7 @@ def test_a_default_argument() -> None:
     assert only(counted(keep)).name.startswith("a default argument, of ")
 
 
+@pytest.mark.slow
 def test_a_local_of_a_function() -> None:
     def loop() -> Census:
         outputs: list[tuple[int, Tensor]] = []
@@ -163,6 +171,7 @@ def test_a_local_of_a_function() -> None:
     assert holder.line.startswith(FILE + ":")
 
 
+@pytest.mark.slow
 def test_an_average_that_keeps_all_graphs_in_a_module() -> None:
     def step(_: int, net: nn.Module) -> None:
         global mean
@@ -174,6 +183,7 @@ def test_an_average_that_keeps_all_graphs_in_a_module() -> None:
     assert (holder.kind, holder.graph) == ("tensor", True)
 
 
+@pytest.mark.slow
 def test_an_average_that_keeps_all_graphs_in_an_attribute_and_a_local() -> None:
     trainer, average = Trainer(), torch.zeros(())
 
@@ -185,6 +195,7 @@ def test_an_average_that_keeps_all_graphs_in_an_attribute_and_a_local() -> None:
     assert names == {"Trainer.mean", "average"}
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_made_longer() -> None:
     trainer = Trainer()
 
@@ -196,6 +207,7 @@ def test_a_tensor_that_is_made_longer() -> None:
     assert holder.bytes_per_step == 8 * 4 * 4
 
 
+@pytest.mark.slow
 def test_a_hook_that_keeps_its_output() -> None:
     net, kept = model(), list[Tensor]()
     net[1].register_forward_hook(lambda *called: kept.append(called[2]))
@@ -204,6 +216,7 @@ def test_a_hook_that_keeps_its_output() -> None:
     assert holder.hook == "1"
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_an_object() -> None:
     net = model()
     net[0].register_forward_hook(Outputs())
@@ -211,6 +224,7 @@ def test_a_hook_that_is_an_object() -> None:
     assert (holder.name, holder.hook) == (f"Outputs.kept, an attribute of a {__name__}.Outputs", "0")
 
 
+@pytest.mark.slow
 def test_a_healthy_loop_has_no_holders() -> None:
     logs: list[float] = []
     net = model()
@@ -227,6 +241,7 @@ def test_a_healthy_loop_has_no_holders() -> None:
     assert found.tensors >= 4
 
 
+@pytest.mark.slow
 def test_containers_with_names_are_found_without_garbage_collection() -> None:
     """A search of all objects would disturb other threads, as all are young: what it leaves out is said."""
     trainer = Trainer()
@@ -247,6 +262,7 @@ def test_containers_with_names_are_found_without_garbage_collection() -> None:
     assert not counted(step).missing
 
 
+@pytest.mark.slow
 def test_the_census_itself_keeps_nothing() -> None:
     net = model()
     counted(lambda _, net: loss_of(net), net)

@@ -234,6 +234,7 @@ def test_attach_says_that_there_is_no_kernel(
     assert daemon.of(wire.Hello)[0].facts["kernel_missing"] == "no C compiler"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("facts", "said"), [({"kernel_missing": "no C compiler"}, True), ({}, False)])
 def test_status_says_that_there_is_no_kernel(facts: dict[str, str], said: bool) -> None:

@@ -54,6 +54,7 @@ def test_it_is_what_torch_says(fused: ModuleType, tensors: list[torch.Tensor]) -
     check(fused.measure_tensors(tensors), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # Triton is interpreted here
 def test_more_than_one_chunk_and_more_than_one_step(fused: ModuleType) -> None:
     many = torch.randn(fused.CHUNK * 300 + 17)
@@ -112,6 +113,7 @@ def test_types_and_addresses_that_alternate_take_few_launches(fused: ModuleType)
     check(fused.measure_tensors(tensors[:-1]), tensors[:-1])
 
 
+@pytest.mark.slow
 def test_nan_and_infinity(fused: ModuleType) -> None:
     nan, inf = torch.nan, torch.inf
     rows = [[nan, 1.0, 0.0], [nan, nan, nan], [inf, -1.0, 0.0], [-inf, inf, 2.0], [0.0, 0.0, 0.0], [inf, nan, -3.0]]
@@ -120,6 +122,7 @@ def test_nan_and_infinity(fused: ModuleType) -> None:
     check(fused.measure_tensors([*short, *long]), [*short, *long])
 
 
+@pytest.mark.slow
 def test_plans_do_not_pile_up(fused: ModuleType) -> None:
     for size in range(1, 3 * fused._PLANS):
         fused.measure_tensors([torch.ones(size)])

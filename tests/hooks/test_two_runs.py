@@ -88,6 +88,7 @@ def test_a_batch_that_one_of_two_loops_skips_makes_them_no_rivals(daemons: list[
         assert daemon.series("rival_loss") == {}
 
 
+@pytest.mark.slow
 def test_a_net_that_no_longer_trains_through_the_other_is_judged_alone_again(daemons: list[FakeDaemon]) -> None:
     generator, critic = torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)
     optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (generator, critic)]

@@ -49,6 +49,7 @@ def callback(**options: Any) -> Any:
     return SentinelCallback(**options)
 
 
+@pytest.mark.slow
 def test_every_step_is_seen_with_its_loss_and_the_validation_is_a_phase(daemon: FakeDaemon, tmp_path: Path) -> None:
     watch = callback(run="fit")
     model = fitted(tmp_path, watch, val_check_interval=6)

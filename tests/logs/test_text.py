@@ -172,6 +172,7 @@ def test_the_loss_by_other_names() -> None:
         assert logs.choose_columns(columns, WANTED, {}).get("loss") == loss, columns
 
 
+@pytest.mark.slow
 def test_a_run_whose_loss_was_not_read_says_so_first(tmp_path: Path) -> None:
     for name in ("a", "b"):
         rows = "".join(f'{{"step": {i}, "grad_norm": 1.0, "loss_cls": 2.0, "loss_box": 1.0}}\n' for i in range(100))

@@ -91,6 +91,7 @@ def rows(recording: Recording, name: str) -> list[tuple[int, float]]:
     return [(step, pytest.approx(value, nan_ok=True)) for step, value in zip(*recording.series(name), strict=True)]
 
 
+@pytest.mark.slow
 def test_wandb(wandb: Path) -> None:
     """The file has records over several blocks, and nested names."""
     (file,) = wandb.rglob("run-*.wandb")
@@ -101,6 +102,7 @@ def test_wandb(wandb: Path) -> None:
     assert rows(recording, "grad/norm") == [(1000, INF)]
 
 
+@pytest.mark.slow
 def test_mlflow(mlflow: Path) -> None:
     """A resumed run's steps go back; a metric with steps of its own must not make them go back."""
     runs = read(mlflow)
@@ -114,6 +116,7 @@ def test_mlflow(mlflow: Path) -> None:
     assert rows(runs["bert"], "loss") == [(3, 1.5)]
 
 
+@pytest.mark.slow
 def test_trackio(trackio: Path) -> None:
     runs = read(trackio)
     assert sorted(runs) == ["bert", "gpt"]
@@ -123,6 +126,7 @@ def test_trackio(trackio: Path) -> None:
         assert (rows(recording, "grad_norm"), recording.timed) == ([(7, -INF)], True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tracker", "endings"), [("wandb", [".wandb"]), ("mlflow", ["", ""])])
 def test_files_beside_a_run_are_no_runs(tracker: str, endings: list[str], request: pytest.FixtureRequest) -> None:
     """Beside runs lie W&B's requirements and output, and MLflow's metrics and tags."""

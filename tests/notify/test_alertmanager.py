@@ -108,6 +108,7 @@ rules:
 """
 
 
+@pytest.mark.slow
 def test_a_real_alertmanager_receives_groups_and_resolves_our_alerts(tmp_path: Path) -> None:
     """It groups by run: two firing rules are one notification of Alertmanager."""
     (tmp_path / "rules.yaml").write_text(RULES)
@@ -142,6 +143,7 @@ def test_a_real_alertmanager_receives_groups_and_resolves_our_alerts(tmp_path: P
     assert {alert["status"] for alert in resolved["alerts"]} == {"resolved"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [True, False])
 def test_a_real_alertmanager_takes_whatever_texts_there_are_and_ends_before_beginnings(
     tmp_path: Path, odd: bool

@@ -136,6 +136,7 @@ class Away:
         pass
 
 
+@pytest.mark.slow
 def test_receivers_that_are_away_for_an_hour_are_told_what_is_true_when_they_are_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

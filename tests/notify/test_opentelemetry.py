@@ -96,6 +96,7 @@ def test_a_clock_that_is_far_out_is_no_fault(collector: Collector) -> None:
     assert [record.time_unix_nano for record in list_records(collector.take("logs"))] == [0, 9 * 10**18, 0]
 
 
+@pytest.mark.slow
 def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector) -> None:
     """Through the pipeline: a message has all cases of a problem, but each change must be recorded only once."""
 

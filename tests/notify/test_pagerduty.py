@@ -98,6 +98,7 @@ def test_a_case_that_fires_again_keeps_the_page_open(server: PagerDuty) -> None:
     assert server.next()["event_action"] == "trigger"
 
 
+@pytest.mark.slow
 def test_200_incidents_with_hostile_texts_are_all_accepted(server: PagerDuty) -> None:
     cases = hostile.cases(200)
     messages = [

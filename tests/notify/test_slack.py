@@ -125,6 +125,7 @@ def test_a_deleted_message_is_posted_again(server: Slack) -> None:
     assert [one["method"] for one in server.all()] == ["chat.postMessage", "chat.postMessage"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", ["hook", "bot"])
 def test_200_incidents_with_hostile_texts_are_all_accepted(server: Slack, settings: str) -> None:
@@ -226,6 +227,7 @@ def test_no_entity_is_cut_in_two(text: str, limit: int) -> None:
     assert len(slack.escape_markup(text, limit).encode("utf-16-le")) <= 2 * limit
 
 
+@pytest.mark.slow
 def test_a_vendor_that_enforces_its_rate_gets_all_of_them_once(server: Slack) -> None:
     """The server allows twenty a second, and answers further ones by 429 with Retry-After."""
     server.allowance = Allowance(20, 1.0)

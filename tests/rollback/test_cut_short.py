@@ -117,6 +117,7 @@ def newest(place: Path) -> int:
     return found.step
 
 
+@pytest.mark.slow
 def test_killed_at_every_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = all_calls(writer, monkeypatch)
     assert whole.names.count("fsync") >= 6  # of each file, of the folder and of its parent
@@ -134,6 +135,7 @@ def test_killed_at_every_call(writer: Writer, tmp_path: Path, monkeypatch: pytes
     assert again(Training(), tmp_path / str(whole.count)) == 12
 
 
+@pytest.mark.slow
 def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The older snapshot is still there, and the next one that is written removes the remains."""
     whole = all_calls(writer, monkeypatch)
@@ -148,6 +150,7 @@ def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest
     assert not [path for path in (tmp_path / "2").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_killed_at_a_byte(writer: Writer) -> None:
     """The kernel kills a real process as soon as a file grows beyond that size."""
     whole = writer.folder("whole")

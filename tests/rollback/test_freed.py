@@ -50,6 +50,7 @@ def begun(line: str, weight: str) -> set[str]:
     return set(done.stdout.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("line", ["net.weight.untyped_storage().resize_(0)", "net.share_memory()"])

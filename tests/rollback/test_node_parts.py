@@ -104,6 +104,7 @@ def test_what_one_node_did_not_publish_is_passed_over_on_all(disks: list[Path], 
     assert resume(ranks, disks) == [6, 6]
 
 
+@pytest.mark.slow
 def test_parts_on_another_host_are_named_and_no_older_ones_taken(
     disks: list[Path],
     ranks: Ranks,  # noqa: F811
@@ -200,6 +201,7 @@ def test_a_damaged_part_is_passed_over_on_all(disks: list[Path], ranks: Ranks) -
     assert ranks.damaged == {10}
 
 
+@pytest.mark.slow
 def test_a_job_must_resume_with_as_many_ranks(disks: list[Path], ranks: Ranks) -> None:  # noqa: F811
     shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
     failures = resume(ranks, [disks[0]] * 3)
@@ -255,6 +257,7 @@ def go_on(ranks: Ranks, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> 
     return ranks.run(len(places), resume)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shrunk")
 def test_fewer_ranks_go_on_from_replicas_and_need_no_part_of_the_node_that_is_lost(
     three: list[Path],
@@ -269,6 +272,7 @@ def test_fewer_ranks_go_on_from_replicas_and_need_no_part_of_the_node_that_is_lo
     assert go_on(ranks, [three[0], three[0]], monkeypatch) == [11, 11], "in a directory that nodes share"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shrunk")
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_part_of_the_node_that_is_lost_is_compared_where_it_is_seen(
@@ -291,6 +295,7 @@ def test_the_part_of_the_node_that_is_lost_is_compared_where_it_is_seen(
         assert "what rank 1 had is not seen here, and was not compared" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shrunk")
 def test_fewer_ranks_do_not_go_on_where_ranks_held_parts_of_the_state(
     three: list[Path],
@@ -307,6 +312,7 @@ def test_fewer_ranks_do_not_go_on_where_ranks_held_parts_of_the_state(
     assert [files_of(place) for place in three] == before, "nor an older one"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shrunk")
 def test_no_rank_goes_on_from_a_part_of_another_node(
     three: list[Path],
@@ -323,6 +329,7 @@ def test_no_rank_goes_on_from_a_part_of_another_node(
     assert all("no node here has rank 1's part of the snapshot of step 5" in str(one) for one in failures)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shrunk")
 def test_a_part_of_the_same_node_that_is_on_another_disk_is_named(
     three: list[Path],
@@ -358,6 +365,7 @@ def test_a_run_does_not_begin_in_a_directory_with_parts(disks: list[Path], monke
         Writer(disks[1], 1, 2, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_node_deletes_what_all_know_to_be_superfluous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path, 1, 2, monkeypatch)
     steps = range(5, 5 * (KEEP + disk_writer.AHEAD + 1), 5)

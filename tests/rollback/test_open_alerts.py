@@ -104,6 +104,7 @@ def _batch(seq: int, loss: float) -> wire.Batch:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_open_alert_that_does_not_roll_back_keeps_no_snapshot_away(name: str, tmp_path: Path) -> None:
@@ -203,6 +204,7 @@ def test_without_an_armed_rollback_no_snapshots_are_mentioned() -> None:
     assert status.state == "no data"
 
 
+@pytest.mark.slow
 def test_a_newest_snapshot_older_than_three_times_every_is_an_alert_that_says_why() -> None:
     rules = [held_open("LossSpike", "loss > 5", hold="60 steps"), RULES["SnapshotStale"]]
     watched = Watched(rules, Rollback(every=10, keep=2, margin=5))

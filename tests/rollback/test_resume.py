@@ -276,6 +276,7 @@ def test_which_line_of_snapshots_is_followed() -> None:
     assert follow_line({5: seen(1), 10: Seen("", "unreadable"), 8: seen(3)}) == (10, 8, 5)
 
 
+@pytest.mark.slow
 def test_what_is_set_aside_is_kept_until_newer_ones_were_read_back(place: Path) -> None:
     flip(place / "step-00000010" / "__0_0.distcp")
     training = Training()

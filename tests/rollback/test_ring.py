@@ -28,6 +28,7 @@ from tests.rollback.training import Parts, Training, batches, note_cells, of_typ
 DATA = batches(24)
 
 
+@pytest.mark.slow
 @given(
     every=st.integers(1, 6),
     keep=st.integers(2, 4),
@@ -240,6 +241,7 @@ ring.settle()
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_a_checksum_is_made() -> None:
     """The ring need not be closed: a thread that returned from torch after the interpreter's end would abort it."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100, cwd=ROOT)

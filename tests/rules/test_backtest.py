@@ -97,10 +97,12 @@ def test_json_for_scripts(folder: Path) -> None:
     assert (looked["NonFiniteLoss"]["judged"], looked["GradientSpike"]["missing"]) == (300, ["grad_norm"])
 
 
+@pytest.mark.slow
 def test_several_processes_find_what_one_does(folder: Path) -> None:
     assert run(folder, "--json", "--jobs", 2).stdout == run(folder, "--json", "--jobs", 1).stdout
 
 
+@pytest.mark.slow
 def test_a_progress_bar_is_shown_at_a_terminal_only(folder: Path) -> None:
     assert "replaying" not in run(folder).stderr
     watched = CliRunner().invoke(cli, ["rules", "backtest", str(folder)], env={"COLUMNS": "80", "TTY_COMPATIBLE": "1"})
@@ -169,6 +171,7 @@ def test_wrong_use(folder: Path, arguments: list[str], said: str) -> None:
     assert said in str(result.exception)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_log_is_passed_over_in_a_folder_and_an_error_where_it_is_named(folder: Path) -> None:
     (folder / "notes.txt").write_text("tried a higher rate\n")
     assert len(json.loads(run(folder, "--json").stdout)["runs"]) == 2

@@ -95,6 +95,7 @@ def count_alerts(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[
     return Counter(alert.alert for alert in backtest(rules, observations, run="t").alerts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 3])
 def test_a_target_network_that_is_renewed_is_no_fault(tmp_path: Path, seed: int) -> None:
     rows = q_learning(seed)
@@ -110,6 +111,7 @@ def test_a_target_network_that_is_renewed_is_no_fault(tmp_path: Path, seed: int)
     assert count_alerts(rows, book.rules) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_policy_gradient_is_noise_around_zero(seed: int) -> None:
     assert count_alerts(policy_gradient(seed), loader.load().rules).keys() <= {"GradientSpike"}
@@ -121,6 +123,7 @@ def replay(path: Path, rows: list[dict[str, float]]) -> Result:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_log_that_says_what_it_is_has_no_critical_alarm(name: str, tmp_path: Path) -> None:
     loop = Loop(broken_at=139)

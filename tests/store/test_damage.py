@@ -142,6 +142,7 @@ def test_fields_of_an_incident_that_an_older_version_did_not_write_are_empty(tmp
     assert (incident["alert"], incident["summary"], incident["diagnosis"]["missing"]) == ("LossSpike", "", [])
 
 
+@pytest.mark.slow
 def test_a_few_bytes_that_unpack_to_gigabytes_are_not_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     filled(path, 10).close()
@@ -279,6 +280,7 @@ def test_the_outbox_moves_with_a_damaged_history(tmp_path: Path) -> None:
         assert [case["alert"] for case in history.incidents()] == ["LossSpike"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_daemon_goes_on_and_reports_damage(private_places: Path) -> None:
     path = paths.state_directory() / "runs" / "r1.sqlite"

@@ -119,6 +119,7 @@ time.sleep(1000)
     assert not (Path("/dev/shm") / ready.read_text()).exists()
 
 
+@pytest.mark.slow
 def test_sentinels_daemon_is_not_part_of_the_job(tmp_path: Path) -> None:
     """The job starts the daemon, which must be able to report how the job died."""
     ready, directory = tmp_path / "ready", tmp_path / "d"

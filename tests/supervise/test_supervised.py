@@ -351,6 +351,7 @@ sys.exit(9)
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_after_it_was_asked_to_end_was_ended_by_request(tmp_path: Path) -> None:
     """A Hang after the request used to be announced as the supervisor's own reason, so that the run had failed."""
     place = tmp_path / "daemon.sock"

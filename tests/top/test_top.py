@@ -178,6 +178,7 @@ def test_the_past_of_a_run_comes_from_its_history(tmp_path: Path) -> None:
     assert len(traces.list_values("gpt-1", "loss")) == 51
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_in_a_real_terminal_it_shows_a_live_run_and_q_ends_it() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as one:

@@ -35,6 +35,7 @@ async def ask(served: Served) -> list[str]:
         return [tool.name for tool in (await client.list_tools()).tools]
 
 
+@pytest.mark.slow
 def test_the_daemon_serves_the_reading_tools(served: Served) -> None:
     keep("train")
 

@@ -65,6 +65,7 @@ def place_of(page: Browser, step: float, chart: int = 0) -> tuple[float, float]:
     return left + width * step / 99, top
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_the_values_of_one_step_are_read_on_all_charts(noted: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
@@ -90,6 +91,7 @@ def test_the_values_of_one_step_are_read_on_all_charts(noted: Served, chromium: 
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
@@ -128,6 +130,7 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_a_signal_that_is_not_finite_at_any_step_is_drawn_as_crosses(
     served: Served, chromium: str, tmp_path: Path
@@ -180,6 +183,7 @@ DRAWN = """new Promise(done => {
 """A script that returns, for each chart, the numbers at its vertical axis and how many lines cross it."""
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_an_axis_has_few_lines_and_a_number_at_each(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
@@ -203,6 +207,7 @@ def test_an_axis_has_few_lines_and_a_number_at_each(served: Served, chromium: st
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_a_long_run_shows_every_sample_of_what_is_zoomed_into(
     private_places: Path, chromium: str, tmp_path: Path
@@ -230,6 +235,7 @@ def test_a_long_run_shows_every_sample_of_what_is_zoomed_into(
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_a_mark_opens_its_incident_and_the_address_keeps_the_zoom(
     served: Served, chromium: str, tmp_path: Path
@@ -245,6 +251,7 @@ def test_a_mark_opens_its_incident_and_the_address_keeps_the_zoom(
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_a_report_keeps_what_is_zoomed_into(chromium: str, tmp_path: Path) -> None:
     with History(history(tmp_path / "gpt.sqlite", steps=100, cases=(case(1, 40),))) as kept_run:
@@ -277,6 +284,7 @@ def test_still_charts_of_a_report_lead_to_its_incidents(chromium: str, tmp_path:
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("still_charts")
 def test_still_charts_of_the_page_lead_to_its_incidents(chromium: str, tmp_path: Path) -> None:
     stored = StoredRuns(history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))

@@ -201,6 +201,7 @@ def address_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     return url, token
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Popen[str]) -> None:
     url, token = address_of(stored)
     allowed = {"Authorization": f"Bearer {token}"}
@@ -226,6 +227,7 @@ def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Pope
     assert stored.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_every_view_of_a_run_that_has_ended(stored: subprocess.Popen[str], chromium: str, tmp_path: Path) -> None:
     url, token = address_of(stored)

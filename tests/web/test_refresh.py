@@ -27,6 +27,7 @@ IMPATIENT = """(() => {
 """A script that makes the page wait for answers for half a second only."""
 
 
+@pytest.mark.slow
 def test_a_daemon_that_stands_still_is_not_shown_as_live(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
@@ -44,6 +45,7 @@ def test_a_daemon_that_stands_still_is_not_shown_as_live(served: Served, chromiu
         assert page.asked("document.getElementById('note').textContent") == "Live."
 
 
+@pytest.mark.slow
 def test_what_another_daemon_does_not_show_is_marked_as_old(tmp_path: Path, chromium: str) -> None:
     """A daemon that was restarted at the same port has another token."""
     stored = StoredRuns(history(tmp_path / "gpt.sqlite"))
@@ -60,6 +62,7 @@ def test_what_another_daemon_does_not_show_is_marked_as_old(tmp_path: Path, chro
             assert page.asked("document.querySelector('h1').textContent").startswith("gpt not known")
 
 
+@pytest.mark.slow
 def test_a_hidden_page_counts_the_incidents_in_its_title_and_is_requested_seldom(
     served: Served, chromium: str, tmp_path: Path
 ) -> None:
@@ -81,6 +84,7 @@ def test_a_hidden_page_counts_the_incidents_in_its_title_and_is_requested_seldom
         assert page.asked("waits.at(-1)") == 60_000
 
 
+@pytest.mark.slow
 def test_what_screen_readers_read_out_does_not_change_with_each_request(
     served: Served, chromium: str, tmp_path: Path
 ) -> None:
@@ -101,6 +105,7 @@ def test_what_screen_readers_read_out_does_not_change_with_each_request(
         assert page.asked("document.getElementById('note').textContent") == "Live."
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_a_page_with_still_charts_says_when_the_interactive_ones_are_there(
     chromium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +120,7 @@ def test_a_page_with_still_charts_says_when_the_interactive_ones_are_there(
         assert page.asked("document.getElementById('note').textContent").endswith("load this page again.")
 
 
+@pytest.mark.slow
 def test_after_a_pause_what_is_opened_is_shown(chromium: str, private_places: Path, tmp_path: Path) -> None:
     runs = private_places / "state" / "runs"
     runs.mkdir(parents=True)
@@ -131,6 +137,7 @@ def test_after_a_pause_what_is_opened_is_shown(chromium: str, private_places: Pa
         assert page.asked("document.getElementById('pause').textContent") == "Pause"
 
 
+@pytest.mark.slow
 def test_of_details_of_the_same_name_only_those_that_were_opened_stay_open(chromium: str, tmp_path: Path) -> None:
     cases = [case(number, 20 * number, stacks={"0": "File train.py"}) for number in (1, 2)]
     stored = StoredRuns(history(tmp_path / "gpt.sqlite", cases=tuple(cases)))
@@ -143,6 +150,7 @@ def test_of_details_of_the_same_name_only_those_that_were_opened_stay_open(chrom
         assert page.asked(opened) == ["case-1"]
 
 
+@pytest.mark.slow
 def test_a_context_menu_does_not_stop_the_page(served: Served, chromium: str, tmp_path: Path) -> None:
     """Where the menu opens at the press of the button, the browser gets no release of it."""
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:

@@ -166,6 +166,7 @@ def many(private_places: Path) -> Iterator[str]:
         yield f"{address}/#token"
 
 
+@pytest.mark.slow
 def test_all_runs_are_listed_each_with_an_address_of_its_own(many: str, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.go(many)
@@ -193,6 +194,7 @@ def test_all_runs_are_listed_each_with_an_address_of_its_own(many: str, chromium
         assert page.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.charts
 def test_two_runs_are_compared_in_the_same_charts(many: str, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
@@ -220,6 +222,7 @@ def test_two_runs_are_compared_in_the_same_charts(many: str, chromium: str, tmp_
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_the_list_has_the_runs_of_other_daemons(broken: Served, chromium: str, tmp_path: Path) -> None:
     with served_here(StoredRuns()) as address, browser(chromium, tmp_path / "profile") as page:
         page.go(f"{address}/#token")
@@ -234,6 +237,7 @@ def test_the_list_has_the_runs_of_other_daemons(broken: Served, chromium: str, t
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
@@ -253,6 +257,7 @@ def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: P
         assert page.asked("document.querySelectorAll('figure canvas, figure path.curve, article').length") >= 2
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_marked_and_fetched_seldom(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
@@ -268,6 +273,7 @@ def test_a_run_that_has_ended_is_marked_and_fetched_seldom(served: Served, chrom
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.size(390, 844)
@@ -294,6 +300,7 @@ def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: 
         )
 
 
+@pytest.mark.slow
 def test_512_ranks_are_shown_by_node(served: Served, chromium: str, tmp_path: Path) -> None:
     slow, lost = 300, 17
     with ExitStack() as stack:
@@ -326,6 +333,7 @@ def test_512_ranks_are_shown_by_node(served: Served, chromium: str, tmp_path: Pa
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_the_whole_page_can_be_used_by_keyboard(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
@@ -349,6 +357,7 @@ def test_the_whole_page_can_be_used_by_keyboard(served: Served, chromium: str, t
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_a_page_without_its_token_says_so(served: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.go(f"{served.url}/#wrong")
@@ -359,6 +368,7 @@ def test_a_page_without_its_token_says_so(served: Served, chromium: str, tmp_pat
         assert all("401" in complaint for complaint in page.complaints)
 
 
+@pytest.mark.slow
 def test_a_user_reads_a_report(chromium: str, tmp_path: Path) -> None:
     stacks = {"0": "File train.py, line 7"}
     one = history(tmp_path / "one.sqlite", name="gpt", ranks=4, gpus=2, cases=(case(1, 123, stacks=stacks),))
@@ -382,6 +392,7 @@ def test_a_user_reads_a_report(chromium: str, tmp_path: Path) -> None:
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_incidents_are_filtered_and_selected_by_keys(private_places: Path, chromium: str, tmp_path: Path) -> None:
     cases = case(1, 20), case(2, 60, alert="SlowStep", severity="warning"), case(3, 150, state="firing")
     runs = private_places / "state" / "runs"
