@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from click.testing import CliRunner
 from sentinel import wire
 from sentinel.cli import cli
 from sentinel.cli.page import list_served
-from tests.daemon.simulated import DEADLINE_SECONDS, SimulatedRank, daemon_process
+from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.waiting import until
 from tests.zygote import DAEMON, run_fork
 
 pytestmark = pytest.mark.processes
@@ -26,21 +26,13 @@ def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_fork([sys.executable, "-m", "sentinel", *arguments], DAEMON, cwd="/")
 
 
-def wait_for_http() -> None:
-    """Wait until the daemon serves HTTP, which it does some time after its socket."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not list_served():
-        assert time.monotonic() < deadline, "the daemon does not serve HTTP"
-        time.sleep(0.02)
-
-
 def test_a_changed_rule_is_in_force_and_a_mistake_is_reported(tmp_path: Path) -> None:
     rules = tmp_path / "mine.yaml"
     rules.write_text(RULES.format(limit=3))
     with daemon_process("--rules", str(rules)) as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, [2.0] * 5)
-        wait_for_http()
+        until(list_served, "a daemon that serves HTTP")  # some time after its socket
         rules.write_text(RULES.format(limit="_"))
         refused = sentinel("reload", "--json")
         (answer,) = json.loads(refused.stdout)
@@ -61,7 +53,7 @@ def test_a_daemon_is_asked_without_the_sites_proxy(monkeypatch: pytest.MonkeyPat
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, [2.0])
-        wait_for_http()
+        until(list_served, "a daemon that serves HTTP")  # some time after its socket
         done = CliRunner().invoke(cli, ["reload"])
         assert (done.exit_code, done.output.endswith(": reloaded\n")) == (0, True), done.output
 
