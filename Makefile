@@ -1,6 +1,6 @@
 # `make demo` and `make test` only need Python 3.11 or newer: they make .venv by themselves.
 # WORKERS: two for a proof; four for the tests, also on two cores, as they wait for processes half of the time.
-# SEED: selects the cases of tests marked `sampled`, and in CI a quarter of the slow tests. `make proof PART=cases` runs
+# SEED: selects the cases of tests marked `sampled`, and in CI a fifth of the slow tests. `make proof PART=cases` runs
 # all cases, `make slow` all slow tests.
 PYTHON ?= python3
 BIN ?= .venv/bin
@@ -30,7 +30,7 @@ slow: $(READY)
 
 # The tests as CI runs them, in one call: collected once, and waiting tests run beside computing ones.
 all-tests: $(READY)
-	$(PYTEST) --slow-share 4
+	$(PYTEST) --slow-share 5
 
 proof: $(READY)
 	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(or $(WORKERS),2) --first $(FIRST)
