@@ -285,10 +285,8 @@ def test_a_gradient_out_of_the_ordinary_makes_its_own_step_whole(
 
 
 def test_the_norm_before_a_loss_out_of_the_noise_is_sent(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It alone tells whether the update of the step before broke the weights."""
     monkeypatch.setattr(loss_outliers, "SPAN", 2)
-    norms = []
-    loop = Loop(net := model(), adamw(net))
+    loop, norms = Loop(net := model(), adamw(net)), []
 
     def disturb(step: int) -> None:
         norms.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])))
