@@ -88,6 +88,7 @@ TRAVERSALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_no_path_of_the_api_leads_to_files(served: Served) -> None:
     for path in TRAVERSALS:

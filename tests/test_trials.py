@@ -226,6 +226,7 @@ def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
     assert sentence.endswith("set SENTINEL_STATE to a local directory")
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
 def test_a_machine_on_which_nothing_can_be_written(shared: Path) -> None:
     run = start_run(20, mounts=[f"mount -t tmpfs -o ro tmpfs {shared}"], SENTINEL_RUNTIME=f"{shared}/run")

@@ -246,6 +246,7 @@ def test_a_node_that_falls_silent_is_waited_for_and_then_not_missed() -> None:
     assert closed_at(job, 20.0) == [(4, [0, 1])]
 
 
+@pytest.mark.slow
 def test_a_fast_loop_is_thinned_to_the_budget_and_nodes_agree_on_which_steps() -> None:
     job, senders = JobSteps(0, range(3)), {node: DigestSender(node, 0, {"loss"}) for node in (1, 2)}
     judged: list[RunStep] = []

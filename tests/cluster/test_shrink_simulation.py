@@ -38,6 +38,7 @@ def test_nodes_go_on_as_one_group_or_not_at_all(seed: int) -> None:
     check_shrink(simulation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [1, 2, 3], ids=["may be the coordinator", "may be, too", "may not be"])
 def test_a_node_that_was_cut_off_meanwhile_learns_that_it_was_left_out(apart: int) -> None:
     """Candidates have tried the role while cut off, and have a higher epoch than the acting coordinator."""

@@ -342,6 +342,7 @@ def test_a_rank_that_only_lost_its_connection_goes_on() -> None:
         assert ended(process) == 0
 
 
+@pytest.mark.slow
 def test_a_second_daemon_at_the_same_place_says_so() -> None:
     with daemon_process() as (path, _):
         second = sentinel("daemon", "--directory", str(path.parent))

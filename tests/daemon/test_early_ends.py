@@ -98,6 +98,7 @@ def test_the_daemon_judges_what_was_over_before_it_served(
         assert {case["step"] for case in found} == {steps - 1}
 
 
+@pytest.mark.slow
 def test_sentinel_run_prints_the_alert_of_a_job_that_has_ended(tmp_path: Path, late: Path) -> None:
     supervised = subprocess.Popen(
         [sys.executable, "-m", "sentinel", "run", "--", *command(tmp_path, 5, "nan", "alone")],

@@ -120,6 +120,7 @@ def test_windows_of_rules_survive_a_restart() -> None:
         assert "LossSpike" in rank.expect(wire.Notice).text
 
 
+@pytest.mark.slow
 def test_changed_rules_judge_the_last_steps_again(tmp_path: object) -> None:
     rules = paths.runtime_root().parent / "own.yaml"
     rules.write_text("group: mine\nrules:\n  - alert: High\n    expr: loss > 100\n    keep_firing: 50 steps\n")

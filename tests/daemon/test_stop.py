@@ -185,6 +185,7 @@ def test_what_was_committed_is_known_to_the_next_daemon(tmp_path: Path) -> None:
         rank.await_done("stopped: all ranks ended training")
 
 
+@pytest.mark.slow
 def test_what_was_only_promised_is_asked_again_by_the_next_daemon(tmp_path: Path) -> None:
     rules = tmp_path / "mine.yaml"
     rules.write_text(RULES)
@@ -232,6 +233,7 @@ def test_a_rollback_that_is_possible_comes_first_and_the_stop_where_its_budget_i
         assert "not rolled back: TooHigh again after 1 rollback(s), which is the budget" in rank.done()[-2]
 
 
+@pytest.mark.slow
 def test_a_rollback_that_fails_is_followed_by_the_stop(daemon: tuple[Path, Any]) -> None:
     with Stoppable(daemon[0]) as rank:
         train_with_snapshots(rank)

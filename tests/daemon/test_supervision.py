@@ -87,6 +87,7 @@ def test_a_job_that_would_start_from_the_beginning_is_not_ended() -> None:
         assert ended(process) == 0
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_comes_late_is_waited_for(private_places: Path) -> None:
     with daemon_process() as (path, process):
         with SimulatedRank(path) as rank:

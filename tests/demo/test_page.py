@@ -30,6 +30,7 @@ def test_page_needs_no_network_and_escapes_what_the_run_said(page: Path) -> None
     assert "SENTINEL CRITICAL &lt;b&gt;" in text
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_page_draws_both_curves_without_an_error(page: Path, record: DemoRecord, chromium: str, tmp_path: Path) -> None:
     profile = f"--user-data-dir={tmp_path / 'profile'}"

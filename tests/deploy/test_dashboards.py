@@ -143,6 +143,7 @@ def test_every_query_of_every_panel_has_data(prometheus: str, dashboard: Dashboa
         until(functools.partial(asked, prometheus, expr.replace("$run", "r1")), f"{title}: {expr}")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_memory_of_a_host_without_a_gpu_is_shown(prometheus: str) -> None:
     ranks = next(dashboard.json() for dashboard in DASHBOARDS if dashboard.uid == "sentinel-ranks")

@@ -53,6 +53,7 @@ def test_a_planted_mistake_is_found_and_nothing_else(name: str, found: dict[str,
     assert set(found[name]) == {name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PLANTED_AGAIN))
 def test_another_form_of_a_mistake_is_found_and_nothing_else(name: str, found: dict[str, list[str]]) -> None:
     assert set(found[name]) == {PLANTED_AGAIN[name][0]}

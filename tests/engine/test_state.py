@@ -27,6 +27,7 @@ def resumed(evaluator: Evaluator, past: list) -> Evaluator:  # type: ignore[type
     return other
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), before=st.integers(1, 90), after=st.integers(1, 40), back=st.integers(0, 40))
 def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, back: int) -> None:

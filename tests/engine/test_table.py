@@ -91,6 +91,7 @@ def test_as_if_each_came_by_itself(seed: int, to: int, wide: bool) -> None:
         observation.WIDE = limit
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), before=st.integers(1, 59))
 def test_what_was_kept_of_columns_goes_on(seed: int, before: int) -> None:

@@ -68,6 +68,7 @@ def judged(observations: list[Observation], *, rests: bool) -> tuple[Evaluator, 
     return evaluator, by_rule([*transitions, *evaluator.finish_deferred()])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), rests=st.booleans())
 def test_as_if_each_step_had_waited(seed: int, rests: bool) -> None:
@@ -127,6 +128,7 @@ def test_a_rewind_forgets_what_is_left(wide: None) -> None:
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), at=st.integers(6, 40))
 def test_a_rewind_amid_the_work_loses_nothing_of_rules_that_go_on(seed: int, at: int) -> None:

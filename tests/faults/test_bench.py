@@ -71,6 +71,7 @@ def test_a_kept_fault_is_trained_again_only_with_other_code(
     assert faults.tabulate_paces(faults.read_kept()).endswith("an earlier state of the code: all.")
 
 
+@pytest.mark.slow
 def test_faults_that_begin_late_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     late = [fault for fault in bugs.FAULTS if fault.begins]

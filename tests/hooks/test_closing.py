@@ -119,12 +119,14 @@ def test_without_a_history_no_command_is_named_that_reads_it(tmp_path: Path) -> 
     assert re.search("150 steps in .* s: no incidents; no history of it could be written$", line), line
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_daemon_that_does_not_answer_in_time_is_reported(daemon: FakeDaemon) -> None:
     (line,) = said("kept = train(watch=True)")
     assert re.search("150 steps in .*: its daemon did not say in time what it found. Details: ", line), line
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 def test_a_daemon_that_has_yet_to_answer_is_one(daemon: FakeDaemon) -> None:
@@ -148,6 +150,7 @@ def test_without_a_daemon_nothing_is_claimed(tmp_path: Path, name: str, value: s
     assert re.search(words, line), line
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("variables", [{"RANK": "1", "WORLD_SIZE": "2"}, {"SENTINEL_SUPERVISOR": "mark"}])

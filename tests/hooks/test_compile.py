@@ -167,6 +167,7 @@ def test_no_more_graph_breaks_when_attached_at_the_first_step(build: Any, daemon
     daemon.wait(lambda: daemon.seqs() == list(range(5)))
 
 
+@pytest.mark.slow
 def test_clipping_in_a_region_that_must_not_break(daemon: FakeDaemon) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)

@@ -201,6 +201,7 @@ def test_ranks_that_are_waited_for_send_more_often(
     assert len(EARLY_STEPS) in daemon.seqs()
 
 
+@pytest.mark.slow
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is bounded, the oldest steps are dropped and counted; the newest arrive when the daemon reads again."""
     monkeypatch.setattr(records, "QUEUE_STEPS", 40)

@@ -17,15 +17,19 @@ from tests.hooks.conftest import FakeDaemon
 from tests.programs import ranks
 from tests.programs.combined import WORLD, combined, hellos, layers_of, reference, torchrun
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings of the library
-    deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed", exc_type=ImportError)
-
 WAYS = ("0", "0-clip", "1", "2-clip-twice", "3-clip", "3-bf16")
 UNASKED = "2-unasked"
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Load DeepSpeed, which takes seconds, once the first of these tests is run."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of the library
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")

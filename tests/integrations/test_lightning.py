@@ -66,6 +66,7 @@ def test_every_step_is_seen_with_its_loss_and_the_validation_is_a_phase(daemon: 
     assert "net.0.weight" in daemon.layers("layer_grad_norm")[0]
 
 
+@pytest.mark.slow
 def test_accumulated_micro_batches_are_one_step(daemon: FakeDaemon, tmp_path: Path) -> None:
     model = fitted(tmp_path, callback(), accumulate_grad_batches=2, limit_train_batches=12, max_epochs=1)
     daemon.ended()

@@ -136,6 +136,7 @@ def test_files_beside_a_run_are_no_runs(tracker: str, endings: list[str], reques
     assert [path.suffix for path in found if path.suffix != ".log"] == endings
 
 
+@pytest.mark.slow
 def test_a_named_folder_of_mlflow_is_a_run(mlflow: Path) -> None:
     folder = next(path.parent for path in mlflow.rglob("meta.yaml") if (path.parent / "metrics").is_dir())
     (log,) = logs.find_logs([str(folder)])
@@ -151,6 +152,7 @@ def test_a_bad_line_of_mlflow_is_quoted(tmp_path: Path) -> None:
     assert recording.faults.shown[0].endswith(":3: loss: `milliseconds value step` is expected in each line")
 
 
+@pytest.mark.slow
 def test_a_file_of_wandb_that_was_cut_off_is_read_as_far_as_it_goes(wandb: Path, tmp_path: Path) -> None:
     (file,) = wandb.rglob("run-*.wandb")
     (tmp_path / "x").write_bytes(file.read_bytes()[: 40 * 1024])
@@ -175,6 +177,7 @@ def test_damage_to_a_file_of_wandb(wandb: Path, tmp_path: Path) -> None:
     damage(file.read_bytes()[: 10 * 1024], tmp_path / "x", seed="wandb")
 
 
+@pytest.mark.slow
 def test_damage_to_a_database_of_trackio(trackio: Path, tmp_path: Path) -> None:
     (file,) = trackio.rglob("p.db")
     damage(file.read_bytes(), tmp_path / "x", seed="trackio")

@@ -347,6 +347,7 @@ def test_rows_that_cannot_be_read_are_dropped(tmp_path: Path, caplog: pytest.Log
     assert "not a database" in none.trouble
 
 
+@pytest.mark.slow
 def test_two_hundred_alerts_and_a_stop_at_any_moment_lose_none(tmp_path: Path) -> None:
     path, got = tmp_path / "r1.sqlite", set[str]()
 

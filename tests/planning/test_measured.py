@@ -77,6 +77,7 @@ def test_a_traced_module_needs_what_its_real_step_needs(
     assert plan == pytest.approx(real, rel=0.1)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_lie_beside_the_activations() -> None:
     subject = trace(zoo.bert)
     model, inputs = zoo.bert()

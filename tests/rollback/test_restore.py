@@ -60,6 +60,7 @@ def test_everything_keeps_its_place_in_memory(optimizer: str) -> None:
     assert seen[-1] == seen[-2]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_not_compiled_again() -> None:
     from torch._dynamo.testing import CompileCounter  # the import takes two seconds
 

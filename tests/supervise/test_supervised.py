@@ -384,6 +384,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "decided"), ORDERS, ids=["by the coordinator", "by its daemon"])
 def test_a_node_that_is_left_out_says_so_by_whose_decision_and_what_the_job_goes_on_with(
     tmp_path: Path, order: wire.Order, decided: str

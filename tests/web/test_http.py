@@ -101,6 +101,7 @@ def test_the_rules_are_not_read_again_without_the_token(served: Served, settings
     assert metric(served, "sentinel_config_last_reload_successful") == "1.0", "it was not looked at"
 
 
+@pytest.mark.slow
 def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, settings: Path) -> None:
     mine = settings.parent / "rules" / "mine.yaml"
     with SimulatedRank(served.socket) as rank:
@@ -128,6 +129,7 @@ def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, setting
         assert f"{mine}:3:" not in sentinel("status").stdout
 
 
+@pytest.mark.slow
 def test_a_hangup_signal_reads_the_rules_again(served: Served, settings: Path) -> None:
     mine = settings.parent / "rules" / "mine.yaml"
     good = mine.read_text()
@@ -155,6 +157,7 @@ def test_the_state_file_is_the_owners_and_goes_with_the_daemon(served: Served) -
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_passed_over(served: Served, settings: Path) -> None:
     settings.write_text(f"[daemon]\nhttp = {served.url.rpartition(':')[2]}\n")
     with daemon_process("--stay", run_id="r2"):
@@ -171,6 +174,7 @@ def test_http_can_be_off(settings: Path) -> None:
         assert '"http": ""' in until(lambda: file.exists() and file.read_text(), "the state file")
 
 
+@pytest.mark.slow
 def test_targets_of_killed_daemons_are_swept(served: Served, settings: Path, private_places: Path) -> None:
     folder = private_places / "discovery"
     settings.write_text(f'[daemon]\nhttp = 0\nfile_sd = "{folder}"\n')
