@@ -2,7 +2,7 @@
 
     python -m bench.faults                      # 8 minutes a seed on two idle cores; goes on where it was stopped
     python -m bench.faults --seeds 1 --family bugs              # the rows of other families stay as they are
-    python -m bench.faults --seeds 1 --pace 20 --workers 4      # steps of 20 ms, for the third table
+    python -m bench.faults --seeds 1 --pace 20 --workers 4      # steps of 20 ms, for a table of their own
     python -m bench.faults --late               # those that can begin at any step, at a random one from 2,000 to 5,000
     python -m bench.faults --table              # only write the tables, from what was kept
 
@@ -27,13 +27,10 @@ from tests.faults.train import FAMILIES, faults
 from tests.faults.verdict import OF_THE_MACHINE, TIMED, Verdict, verdicts
 
 KEPT = BUILD / "faults.jsonl"
-MARKS = "<!-- trained -->", "<!-- end of trained -->"
 HEAD = (
     "row", "fault", "alert", "in time", "delay in steps", "allowed", "right cause", "one page",
     "false alarms of the twin",
 )  # fmt: skip
-LATE_MARKS = "<!-- late -->", "<!-- end of late -->"
-PACED_MARKS = "<!-- paced -->", "<!-- end of paced -->"
 SEEDS = 5
 LATE_PACE = 3
 """Least milliseconds of a step of the loops whose fault begins late, except where the time of a step is the fault."""
@@ -47,6 +44,33 @@ class Training(NamedTuple):
     late: bool
     pace: int
     """Least milliseconds of a step; 0: the loop's own speed."""
+
+
+class Table(NamedTuple):
+    """A table of docs/detection.md: which trainings it counts."""
+
+    name: str
+    late: bool = False
+    pace: int = 0
+
+    def find_pace(self, fault: Fault) -> int | None:
+        """Return the pace at which a fault is trained for this table; None if it is not."""
+        if (self.late and not fault.begins) or (self.pace and fault.own_pace):
+            return None
+        return LATE_PACE if self.late and not fault.own_pace else self.pace
+
+    def mark_ends(self) -> tuple[str, str]:
+        """Return the comments of the page between which it stands."""
+        return f"<!-- {self.name} -->", f"<!-- end of {self.name} -->"
+
+
+TABLES = (
+    Table("trained"),
+    Table("late", late=True),
+    Table("paced 3", pace=3),
+    Table("paced 20", pace=20),
+    Table("paced 200", pace=200),
+)
 
 
 def find_digest(family: str) -> str:
@@ -72,12 +96,11 @@ def list_missing(
     families: Sequence[str], seeds: int, *, late: bool, pace: int
 ) -> Iterator[tuple[str, int, list[str], int]]:
     """Yield what was not trained with the present code, by seed: (family, seed, ids that one process trains, pace)."""
-    kept = read_kept()
+    kept, table = read_kept(), Table("missing", late, pace)
     for seed in range(seeds):
         for family in families:
             digest = find_digest(family)
-            able = [one for one in faults(family) if (one.begins or not late) and not (pace and one.own_pace)]
-            paces = {one.id: LATE_PACE if late and not one.own_pace else pace for one in able}
+            paces = {fault.id: own for fault in faults(family) if (own := table.find_pace(fault)) is not None}
             ids = [
                 name
                 for name, own in paces.items()
@@ -116,46 +139,28 @@ def keep_verdicts(family: str, found: Sequence[Verdict], *, late: bool, pace: in
             print(f"{family} {one.seed}: {one.id}: {'; '.join(one.notes) or 'found'}", flush=True)
 
 
-def find_verdicts(kept: dict[Training, dict[str, Any]], fault: Fault, pace: int) -> list[dict[str, Any]]:
-    """Return a fault's verdicts of all seeds."""
-    return [entry["verdict"] for training, entry in kept.items() if (training.id, training.pace) == (fault.id, pace)]
-
-
-def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Sequence[str]], *, late: bool) -> str:
+def tabulate_faults(kept: dict[Training, dict[str, Any]], shown: Mapping[str, Sequence[str]], table: Table) -> str:
     """Return a table with one row per fault, over all kept seeds; a fault not trained here keeps the row in `shown`.
 
-    `late`: only the faults that can begin at any step, planted late.
+    Empty if no fault was trained here.
     """
-    kept = {key: entry for key, entry in kept.items() if key.late == late and (late or not key.pace)}
-    rows, untrained = list[Iterable[object]](), list[str]()
+    rows, counted, untrained = list[Iterable[object]](), dict[Training, dict[str, Any]](), list[str]()
     for family in FAMILIES:
-        for fault in (one for one in faults(family) if one.begins or not late):
-            found = find_verdicts(kept, fault, LATE_PACE if late and not fault.own_pace else 0)
+        for fault in faults(family):
+            pace = table.find_pace(fault)
+            found = {key: kept[key] for key in kept if key == Training(fault.id, key.seed, table.late, pace)}
+            counted |= found
             if not found and fault.id in shown:
                 rows.append(shown[fault.id])
                 untrained.append(fault.id)
-            elif found or not late:
-                rows.append(row(fault, found, timed=family in TIMED))
-    return make_table(HEAD, rows) + note_stale(kept, untrained)
+            elif found or table == TABLES[0]:
+                rows.append(row(fault, [entry["verdict"] for entry in found.values()], timed=family in TIMED))
+    return make_table(HEAD, rows) + note_stale(counted, untrained) if counted else ""
 
 
-def tabulate_paces(kept: dict[Training, dict[str, Any]]) -> str:
-    """Return a table with one row per fault, and a column for each pace at which faults were trained."""
-    kept = {key: entry for key, entry in kept.items() if key.pace and not key.late}
-    paces = sorted({key.pace for key in kept})
-    head = ("row", "alert", "allowed", *(f"in time at {pace} ms (delay in steps)" for pace in paces))
-    rows = [
-        paced_row(fault, [find_verdicts(kept, fault, pace) for pace in paces])
-        for family in FAMILIES
-        for fault in faults(family)
-        if not fault.own_pace
-    ]
-    return make_table((*head, "right cause", "one page", "false alarms of the twin"), rows) + note_stale(kept)
-
-
-def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str] = ()) -> str:
+def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str]) -> str:
     """Return a sentence on what was trained with earlier code: `untrained`, and some of what is kept. May be empty."""
-    digests = {fault.id: find_digest(family) for family in FAMILIES for fault in faults(family)}
+    digests = {fault.id: digest for family in FAMILIES for digest in [find_digest(family)] for fault in faults(family)}
     changed = (key.id for key, entry in kept.items() if entry["digest"] != digests.get(key.id))
     stale = dict.fromkeys([*untrained, *changed])
     which = "all" if {*untrained, *(key.id for key in kept)} == stale.keys() else ", ".join(stale)
@@ -173,15 +178,6 @@ def row(fault: Fault, found: Sequence[dict[str, Any]], *, timed: bool) -> Iterat
     yield f"{delays[0]} to {delays[-1]}{unit}" if delays else "-"
     yield f"{fault.delay}{unit}"
     yield from count_rest(found, timed=timed)
-
-
-def paced_row(fault: Fault, by_pace: Sequence[Sequence[dict[str, Any]]]) -> Iterator[str]:
-    """Yield the cells of one fault, with its verdicts at each pace in the order of the columns."""
-    yield from (fault.id, fault.alert, f"{fault.delay}")
-    for found in by_pace:
-        delays = " to ".join(map(str, sorted({*list_delays(found)[:1], *list_delays(found)[-1:]})))
-        yield f"{count_in_time(found)} ({delays or '-'})" if found else "-"
-    yield from count_rest([one for found in by_pace for one in found], timed=False)
 
 
 def list_delays(found: Sequence[dict[str, Any]]) -> list[int]:
@@ -207,7 +203,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--late", action="store_true", help="faults begin at a random step, where they can")
-    parser.add_argument("--pace", type=int, default=0, metavar="MS", help="a step takes so many milliseconds at least")
+    paces = sorted({table.pace for table in TABLES})
+    parser.add_argument("--pace", type=int, default=0, choices=paces, help="least milliseconds of a step")
     parser.add_argument("--workers", type=int, default=1, help="how many train at a time")
     parser.add_argument("--table", action="store_true", help="train nothing, write the tables")
     options = parser.parse_args()
@@ -217,11 +214,10 @@ def main() -> None:
         families = options.family or FAMILIES
         train_missing(families, options.seeds, late=options.late, pace=options.pace, workers=options.workers)
     kept, page = read_kept(), DOCS / "detection.md"
-    for late, marks in ((False, MARKS), (True, LATE_MARKS)):
-        if any(training.late == late and (late or not training.pace) for training in kept):
-            write_section(page, marks, tabulate_faults(kept, read_rows(page, marks), late=late))
-    if any(training.pace and not training.late for training in kept):
-        write_section(page, PACED_MARKS, tabulate_paces(kept))
+    for table in TABLES:
+        marks = table.mark_ends()
+        if rows := tabulate_faults(kept, read_rows(page, marks), table):
+            write_section(page, marks, rows)
 
 
 if __name__ == "__main__":

@@ -32,20 +32,26 @@ def test_a_row_counts_alerts_in_time_and_late_ones(timed: bool, alarms: str) -> 
 def test_a_fault_that_was_not_trained_here_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
     faults.keep_verdicts("throughput", [Verdict("T1", 0, "SlowStep", delay=7, allowed=50)], late=False, pace=0)
-    page, marks = tmp_path / "page.md", ("<!-- a -->", "<!-- b -->")
-    page.write_text("above\n<!-- a -->\n<!-- b -->\nbelow\n")
-    shown = {"T1": ["T1", "an old row"], "T6": ["T6", "of another day"]}
-    write_section(page, marks, faults.tabulate_faults(faults.read_kept(), shown, late=False))
+    page, table = tmp_path / "page.md", faults.TABLES[0]
+    page.write_text("above\n<!-- trained -->\n<!-- end of trained -->\nbelow\n")
+    shown, marks = {"T1": ["T1", "an old row"], "T6": ["T6", "of another day"]}, table.mark_ends()
+    write_section(page, marks, faults.tabulate_faults(faults.read_kept(), shown, table))
     rows = read_rows(page, marks)
     assert rows["T1"][3:6] == ["1 of 1", "7 to 7", "50"]
     assert rows["T6"] == shown["T6"]
     assert rows["P1"][3] == "0 of 0"
-    assert page.read_text().endswith("an earlier state of the code: T6.\n\n<!-- b -->\nbelow\n")
+    assert page.read_text().endswith("an earlier state of the code: T6.\n\n<!-- end of trained -->\nbelow\n")
 
 
-def test_a_row_of_paces_has_a_column_for_each_and_adds_up_the_rest() -> None:
-    cells = list(faults.paced_row(THROUGHPUT["T6"], [[judge(0), judge(60)], [], [judge(None, right=False)]]))
-    assert cells[2:] == ["1", "1 of 2 (0 to 60)", "-", "0 of 1 (-)", "2 of 3", "2 of 3", "0 of 3"]
+def test_each_pace_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "KEPT", tmp_path / "faults.jsonl")
+    for pace, delay in ((3, 0), (3, 9), (20, 1)):
+        verdict = Verdict("T6", delay, "DataParallelInUse", delay=delay, allowed=5)
+        faults.keep_verdicts("throughput", [verdict], late=False, pace=pace)
+    trained, late, *paced = (faults.tabulate_faults(faults.read_kept(), {}, table) for table in faults.TABLES)
+    assert (trained, late, paced[2]) == ("", "", "")
+    assert "| 1 of 2 | 0 to 9 |" in paced[0]
+    assert "| 1 of 1 | 1 to 1 |" in paced[1]
 
 
 def test_a_busy_machine_has_a_page_of_its_own_where_the_fault_is_not_about_time() -> None:
@@ -68,7 +74,9 @@ def test_a_kept_fault_is_trained_again_only_with_other_code(
     assert list(faults.list_missing(["bugs"], 1, late=False, pace=0)) == [("bugs", 0, ids, 0)]
     monkeypatch.setattr(faults, "find_digest", lambda family: "other code")
     assert len(list(faults.list_missing(["bugs"], 1, late=False, pace=20))) == len(ids)
-    assert faults.tabulate_paces(faults.read_kept()).endswith("an earlier state of the code: all.")
+    assert faults.tabulate_faults(faults.read_kept(), {}, faults.TABLES[3]).endswith(
+        "an earlier state of the code: all."
+    )
 
 
 @pytest.mark.slow
@@ -78,13 +86,10 @@ def test_faults_that_begin_late_have_a_table_of_their_own(tmp_path: Path, monkey
     assert list(faults.list_missing(["bugs"], 1, late=True, pace=0)) == [("bugs", 0, [fault.id], 3) for fault in late]
     faults.keep_verdicts("bugs", [Verdict("B1", 0, "ParametersNotUpdated", delay=16, allowed=20)], late=True, pace=3)
 
-    def find_row(*, late: bool) -> str:
-        table = faults.tabulate_faults(faults.read_kept(), {}, late=late)
-        (found,) = (line for line in table.splitlines() if line.startswith("| B1 |"))
-        return found
-
-    assert "| 1 of 1 | 16 to 16 |" in find_row(late=True)
-    assert "| 0 of 0 | - |" in find_row(late=False)
+    trained, late_table = (faults.tabulate_faults(faults.read_kept(), {}, table) for table in faults.TABLES[:2])
+    assert trained == ""
+    (row,) = (line for line in late_table.splitlines() if line.startswith("| B1 |"))
+    assert "| 1 of 1 | 16 to 16 |" in row
 
 
 def test_faults_about_time_are_trained_at_their_own_pace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
