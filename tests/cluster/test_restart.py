@@ -151,7 +151,7 @@ def test_a_job_that_is_queued_again_under_its_run_id_begins_with_all_nodes_thoug
         for supervisor in fresh:
             supervisor.say(wire.Query(what="status"))  # what was sent before is there with the answer
             supervisor.expect(wire.Answer)
-            assert not [one for one in supervisor._arrived if isinstance(one, wire.Order) and one.nodes]
+            assert not [one for one in supervisor.arrived if isinstance(one, wire.Order) and one.nodes]
 
 
 @pytest.mark.slow

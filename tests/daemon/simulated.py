@@ -39,7 +39,7 @@ class SimulatedRank:
         self.connection.settimeout(DEADLINE_SECONDS)
         self.connection.connect(str(path))
         self._frames = wire.Frames()
-        self._arrived: list[wire.ToRank] = []
+        self.arrived: list[wire.ToRank] = []
 
     def __enter__(self) -> Self:
         return self
@@ -87,22 +87,22 @@ class SimulatedRank:
     def list_arrived(self, kind: type[Message]) -> list[Message]:
         """Return the messages of a kind that have come and that `expect` has not returned."""
         self.ask("status")
-        return [message for message in self._arrived if isinstance(message, kind)]
+        return [message for message in self.arrived if isinstance(message, kind)]
 
     def expect(self, kind: type[Message]) -> Message:
         """Wait for the next message of a kind, and return it; others that come before it are kept."""
-        for index, message in enumerate(self._arrived):
+        for index, message in enumerate(self.arrived):
             if isinstance(message, kind):
-                del self._arrived[index]
+                del self.arrived[index]
                 return message
         deadline = time.monotonic() + DEADLINE_SECONDS
         while chunk := self.connection.recv(65536):
-            assert time.monotonic() < deadline, f"no {kind.__name__}; the daemon said {self._arrived}"
+            assert time.monotonic() < deadline, f"no {kind.__name__}; the daemon said {self.arrived}"
             found = [wire.to_rank(body) for body in self._frames.feed(chunk)]
-            self._arrived += found
+            self.arrived += found
             if any(isinstance(message, kind) for message in found):
                 return self.expect(kind)
-        raise AssertionError(f"the daemon closed the connection before a {kind.__name__}; it said {self._arrived}")
+        raise AssertionError(f"the daemon closed the connection before a {kind.__name__}; it said {self.arrived}")
 
 
 @contextlib.contextmanager

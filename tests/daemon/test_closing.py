@@ -84,7 +84,7 @@ def test_only_a_rank_that_understands_it_gets_the_summary_of_the_run(takes_closi
         rank.say(wire.Goodbye(next_seq=3, time=now - 30))
         while rank.expect(wire.Kept).frames != 3:
             pass
-        closings = [message for message in rank._arrived if isinstance(message, wire.Closing)]
+        closings = [message for message in rank.arrived if isinstance(message, wire.Closing)]
         assert [closing.summary and closing.summary.seconds for closing in closings] == [
             pytest.approx(60)
         ] * takes_closing

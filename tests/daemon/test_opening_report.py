@@ -78,7 +78,7 @@ def test_it_is_said_once(kept: dict[int, float], rate: float, text: str) -> None
         assert line in sentinel("status").stdout
         rank.say(wire.Query(what="nothing"))
         rank.expect(wire.Answer)
-        assert not [one for one in rank._arrived if isinstance(one, wire.Notice) and not one.alert]
+        assert not [one for one in rank.arrived if isinstance(one, wire.Notice) and not one.alert]
 
 
 def test_a_run_that_ends_early_gets_the_result_before_its_closing_line() -> None:
@@ -88,9 +88,9 @@ def test_a_run_that_ends_early_gets_the_result_before_its_closing_line() -> None
         steps(rank, 0, 20, kept=dict.fromkeys(range(8), 0.0))
         rank.say(wire.Goodbye(next_seq=20))
         rank.expect(wire.Kept)
-        kinds = [type(message) for message in rank._arrived if isinstance(message, wire.Notice | wire.Closing)]
+        kinds = [type(message) for message in rank.arrived if isinstance(message, wire.Notice | wire.Closing)]
         assert kinds == [wire.Notice, wire.Closing]
-        (notice,) = (message for message in rank._arrived if isinstance(message, wire.Notice))
+        (notice,) = (message for message in rank.arrived if isinstance(message, wire.Notice))
         assert notice.text.startswith("[sentinel] first 20 steps: ")
 
 
@@ -107,7 +107,7 @@ def test_after_the_examination_a_line_says_how_often_each_tier_is_sampled() -> N
         )
         rank.say(wire.Query(what="nothing"))
         rank.expect(wire.Answer)
-        assert not [one for one in rank._arrived if isinstance(one, wire.Notice)]
+        assert not [one for one in rank.arrived if isinstance(one, wire.Notice)]
 
 
 def test_a_run_whose_first_steps_were_not_seen_was_not_examined() -> None:
@@ -135,7 +135,7 @@ def test_the_next_daemon_of_a_run_does_not_report_it_again() -> None:
         rank.hello(next_seq=70)
         steps(rank, 70, 70, kept={70: 0.0})
         assert f"[sentinel] {status()['opening']['text']}" == line
-        assert not [one for one in rank._arrived if isinstance(one, wire.Notice)]
+        assert not [one for one in rank.arrived if isinstance(one, wire.Notice)]
 
 
 @pytest.mark.slow

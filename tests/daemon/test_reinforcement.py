@@ -48,7 +48,7 @@ def test_a_jump_is_a_warning_and_rolls_back_with_the_gradient_alone(norm: float,
         assert case["severity"] == severity
         rank.say(wire.Query(what="nothing"))
         rank.expect(wire.Answer)
-        assert any(isinstance(message, wire.Prepare) for message in rank._arrived) is (severity == "critical")
+        assert any(isinstance(message, wire.Prepare) for message in rank.arrived) is (severity == "critical")
         (run,) = json.loads(sentinel("status", "--json").stdout)
         assert run["judged_as"] == JUDGED
         assert f"judged    as {JUDGED}" in sentinel("status").stdout

@@ -44,8 +44,8 @@ def notices(rank: SimulatedRank) -> list[str]:
     """Return the ids of the notices that have arrived so far: an unknown query is answered after them."""
     rank.say(wire.Query(what="nothing"))
     rank.expect(wire.Answer)
-    found = [message.id for message in rank._arrived if isinstance(message, wire.Notice)]
-    rank._arrived.clear()
+    found = [message.id for message in rank.arrived if isinstance(message, wire.Notice)]
+    rank.arrived.clear()
     return found
 
 

@@ -33,7 +33,7 @@ def said(rank: SimulatedRank) -> list[wire.Message]:
     """Return the notices and orders that have arrived so far, apart from spacings."""
     rank.say(wire.Query(what="nothing"))
     rank.expect(wire.Answer)
-    return [message for message in rank._arrived if isinstance(message, wire.Notice | wire.Prepare | wire.Stop)]
+    return [message for message in rank.arrived if isinstance(message, wire.Notice | wire.Prepare | wire.Stop)]
 
 
 def test_a_loss_that_jumps_with_a_stage_is_neither_reported_nor_rolled_back() -> None:

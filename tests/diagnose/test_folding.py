@@ -150,8 +150,11 @@ def test_an_alert_and_what_it_brings_about_are_one_problem_whichever_is_seen_fir
 
 @pytest.mark.parametrize(
     "alerts",
-    [("GpuFault", "Hang"), ("Fragmentation", "MemoryPressure"), ("ParametersNotInOptimizer", "UnusedParameters")],
-)
+    [
+        ("GpuFault", "Hang"), ("Fragmentation", "MemoryPressure"), ("ParametersNotInOptimizer", "UnusedParameters"),
+        ("ParametersNotUpdated", "OptimizerStateCorrupt"),
+    ],
+)  # fmt: skip
 def test_what_an_alert_brings_about_joins_it_as_long_as_it_fires(alerts: tuple[str, str]) -> None:
     cause, effect = stock(alerts[0], 100), msgspec.structs.replace(stock(alerts[1], 1000), id="0.2")
     assert find_parent(effect, [cause]) is cause
