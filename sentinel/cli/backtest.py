@@ -26,6 +26,8 @@ LISTED_RUNS = 20
 """Runs up to which all are listed; of more, only those with an alert, without a loss, or with unreadable lines."""
 
 SHOWN_COLUMNS = 12
+SHOWN_FILES = 5
+"""Most names of files of a folder that were passed over, as most of them are no logs."""
 
 
 @click.command(short_help="Replay recorded runs through the rules.")
@@ -79,6 +81,8 @@ def backtest(
         echo(f"sentinel: {failed.error}", err=True)
     if not replayed:
         raise LogError(f"{', '.join(runs)}: no log that can be read in there")
+    if passed_over := sorted({str(log.path) for log in found} - {result.path for result in replayed}):
+        echo(f"no run that can be read, name one alone to see why: {join_names(passed_over, SHOWN_FILES)}", err=True)
     if as_json:
         echo(json.text({"runs": [_plain(result) for result in replayed]}))
     elif results:

@@ -20,7 +20,7 @@ SAMPLES = {
     "jsonl": b'{"step": 1, "loss": 2.5, "train": {"lr": 1e-3}}\n{"step": 2, "loss": NaN, "time": "2024-05-01"}\n' * 9,
     "state": b'{"log_history": [{"step": 1, "loss": 2.5}, {"step": 2, "eval": {"loss": 3}}, 7]}',
     "text": b"".join(b"step %d | loss %.2f | lr 1e-3\n" % (step, 3 - step / 10) for step in range(20)),
-    "gzip": gzip.compress(b'{"step": 1, "loss": 2.5}\n' * 50),
+    "gzip": gzip.compress(b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.5}\n' * 25),
     "tensorboard": WRITTEN_BY_TORCH.read_bytes(),
 }
 EDITS = 150

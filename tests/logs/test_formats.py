@@ -115,6 +115,14 @@ def test_a_log_of_bad_lines_alone_is_an_error(tmp_path: Path) -> None:
         one(tmp_path / "x.jsonl", '{"step": -1, "loss": 2}\n{"step": -2, "loss": 2}\n')
 
 
+def test_a_log_whose_rows_are_all_of_one_step_is_an_error(tmp_path: Path) -> None:
+    """Its `batch` is the size of a batch. Each row would replace the one before."""
+    with pytest.raises(LogError, match=r"x\.csv: its 3 rows all have step 32, read as CSV: rename the column"):
+        one(tmp_path / "x.csv", "batch,loss\n32,3\n32,2\n32,1\n")
+    joined = one(tmp_path / "y.jsonl", '{"step": 5, "loss": 1}\n{"step": 5, "lr": 2}\n')
+    assert (len(joined), joined.names) == (1, ["loss", "lr"])
+
+
 def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
     history = [
         {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 1e-4, "loss": 2.5, "step": 10},

@@ -174,7 +174,9 @@ def test_wrong_use(folder: Path, arguments: list[str], said: str) -> None:
 @pytest.mark.slow
 def test_a_file_that_is_no_log_is_passed_over_in_a_folder_and_an_error_where_it_is_named(folder: Path) -> None:
     (folder / "notes.txt").write_text("tried a higher rate\n")
-    assert len(json.loads(run(folder, "--json").stdout)["runs"]) == 2
+    among = run(folder, "--json")
+    assert len(json.loads(among.stdout)["runs"]) == 2
+    assert among.stderr.endswith(f"name one alone to see why: {folder}/notes.txt\n")
     result = run(folder / "notes.txt", folder / "good.jsonl")
     assert (result.exit_code, "notes.txt: not a log that can be read" in result.stderr) == (2, True)
 

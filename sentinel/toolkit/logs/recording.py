@@ -68,13 +68,14 @@ class LogColumn:
     rows: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def put(self, row: int, value: float) -> None:
-        """Add a value; a second one for a row replaces the first."""
+    def put(self, row: int, value: float) -> bool:
+        """Add a value; a second one for a row replaces the first. Returns whether it did."""
         if self.rows and self.rows[-1] == row:
             self.values[-1] = value
-        else:
-            self.rows.append(row)
-            self.values.append(value)
+            return True
+        self.rows.append(row)
+        self.values.append(value)
+        return False
 
 
 class Recording:
@@ -90,6 +91,8 @@ class Recording:
         """First step that the rules see, if the source has only some of the steps before it."""
         self.columns: dict[str, LogColumn] = {}
         self.faults = BadLines(path)
+        self.replaced = 0
+        """How many rows replaced a value of the row before, as both have one step."""
         self._steps, self._times = array("q"), array("d")
 
     def __len__(self) -> int:
@@ -117,22 +120,28 @@ class Recording:
         if not self._steps or step != self._steps[-1]:
             self._steps.append(step)
             self._times.append(math.nan if time is None else time)
-        row = len(self._steps) - 1
+        row, replaces = len(self._steps) - 1, False
         for name, value in values.items():
             column = self.columns.get(name)
             if column is None:
                 column = self.columns[name] = LogColumn()
-            column.put(row, value)
+            replaces |= column.put(row, value)
+        self.replaced += replaces
 
     def choose_columns(self, wanted: Collection[str], named: Mapping[str, str]) -> dict[str, str]:
         """Return metric -> column for the metrics in `wanted`, as `naming.choose_columns` does."""
         return choose_columns(self.names, wanted, named)
 
     def check(self) -> Recording:
-        """Return the recording itself. Raises LogError if it is empty."""
+        """Return the recording itself. Raises LogError if it is empty, or if all rows are of one step."""
         if not self.columns:
             because = f": {self.faults.shown[0]}" if self.faults.shown else ""
             raise LogError(f"{self.path}: no row of numbers in it, read as {self.format}{because}")
+        if self.replaced and len(self) == 1:
+            raise LogError(
+                f"{self.path}: its {self.replaced + 1} rows all have step {self._steps[0]}, read as {self.format}: "
+                "rename the column if it is not the number of a step, as where `batch` is a size"
+            )
         return self
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
