@@ -41,3 +41,12 @@ def test_no_section_has_a_dead_link(
 @pytest.mark.parametrize("written", ["lossspike", "LOSSSPIKE", "loss-spike", "Loss Spike"])
 def test_a_name_is_known_however_it_is_written(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(written, capsys) == printed("LossSpike", capsys)
+
+
+def test_each_row_of_a_table_is_a_list_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    text = " ".join(re.sub("[^ -~]", " ", printed("rank-lost", capsys)).split())
+    row = "ended by SIGABRT (-6, 134) what happened: C++ code aborted what to do: the end of its log"
+    assert row in text

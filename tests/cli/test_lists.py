@@ -90,6 +90,23 @@ def test_the_status_says_that_the_first_steps_cost_more(monkeypatch: pytest.Monk
     assert words not in shown_status(monkeypatch, ranks=[RANK], values={"loss": 2.0})
 
 
+@pytest.mark.parametrize(
+    ("newest", "on_all", "said"),
+    [
+        (1200, 1000, "newest part step 1,200, newest of all nodes step 1,000"),
+        (1200, None, "newest part step 1,200, newest of all nodes not known"),
+        (None, None, "newest part none yet, newest of all nodes not known"),
+    ],
+)
+def test_the_status_says_which_snapshots_the_nodes_have_on_disk(
+    newest: int | None, on_all: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = {"where": "/scratch/train", "newest": newest, "newest_on_all": on_all}
+    rollback = {"armed": True, "held": [], "done": [], "disk": disk}
+    lines = shown_status(monkeypatch, ranks=[RANK], rollback=rollback).splitlines()
+    assert f"            on disk: this node's {said}, in /scratch/train" in lines
+
+
 def test_one_element_is_singular(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [{"name": name, "nonfinite": count} for name, count in (("bias", 1), ("weight", 2))]
     diagnosis = {"cause": "c", "confidence": "low", "evidence": [], "remedy": "", "missing": []}

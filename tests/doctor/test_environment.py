@@ -206,6 +206,28 @@ def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, fact
     assert {finding.name for finding in model.findings({**CUDA, **facts})} == {name}
 
 
+@pytest.mark.parametrize(("autocast", "found"), [("", ["tf32-off"]), ("bfloat16", [])])
+def test_tf32_is_advised_only_where_products_are_computed_in_float32(autocast: str, found: list[str]) -> None:
+    facts = {**CUDA, "models": [MODEL], "forward": {"autocast": autocast, "batch": 8}}
+    assert [finding.name for finding in model.findings(facts)] == found
+
+
+@pytest.mark.parametrize(
+    ("forward", "found"),
+    [
+        ({"autocast": "", "batch": 2}, ["batch-norm-small-batch"]),
+        ({"autocast": "", "batch": 3}, []),
+        ({"autocast": "", "batch": 0}, []),
+        (None, []),
+    ],
+    ids=["two samples", "three", "no batch known", "no forward pass seen"],
+)
+def test_batch_norms_are_judged_only_where_the_batch_is_known(forward: object, found: list[str]) -> None:
+    normed = {**MODEL, "batch_norms": 3, "batch_norms_frozen_in_training": 0}
+    facts = {**CUDA, "models": [normed], "forward": forward, "matmul_precision": "high"}
+    assert [finding.name for finding in model.findings(facts)] == found
+
+
 def test_a_rate_is_judged_with_its_own_optimizer() -> None:
     """SGD's usual rate beside Adam's is not Adam's."""
 

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
+from sentinel.toolkit.plan.transformer import Transformer
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -153,6 +155,17 @@ def test_the_time_of_a_mixture_is_that_of_the_experts_that_a_token_goes_through(
         arguments = (str(tmp_path / "config.json"), "--sequence", "4096", "--gpu-memory", "10TB", "--no-checkpointing")
         seconds.append(strategies(*arguments)["one GPU"]["seconds"])
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
+
+
+def test_attention_with_dropout_is_fused_on_a_gpu_and_not_on_a_cpu() -> None:
+    sizes = Transformer(layers=1, hidden=64, heads=16, vocabulary=100)
+
+    def held_in_backward(**more: bool) -> float:
+        known = msgspec.structs.replace(sizes, **more)
+        return known.profile(4096, 2, checkpointed=False, autocast=False).points[2].activations
+
+    assert held_in_backward(dropout=True) == held_in_backward()
+    assert held_in_backward(dropout=True, on_cpu=True) > held_in_backward(on_cpu=True)
 
 
 def test_memory_left_is_for_activations_if_those_are_not_known(tmp_path: Path) -> None:

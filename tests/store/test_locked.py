@@ -88,6 +88,25 @@ def test_samples_are_dropped_before_events_and_the_loss_is_counted_reported_and_
         assert 5000 - len(history.layers()) == lost["layers"]
 
 
+def test_a_checkpoint_that_was_dropped_is_written_with_the_next_state(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is written once. If it were taken for written, a daemon that starts later could not rewind to it."""
+    store = Store(path, run="train", run_id="r1")
+    store.records.begin_attempt(0, b"\x80")
+    store.write()
+    with monkeypatch.context() as crowded:
+        crowded.setattr(pending_writes, "HELD_BYTES", 0)
+        store.records.keep_state(0, 3, b"state", [(1, b"checkpoint")])
+    assert store.dropped == {"states": 2}
+    store.records.add_event(0, 4, "snapshot", bytes=7)
+    store.write()
+    store.records.keep_state(0, 5, b"state", [(1, b"checkpoint")])
+    store.close()
+    with History(path) as history:
+        assert history.checkpoints(0) == [(1, b"checkpoint")]
+
+
 class Values(dict[str, float]):
     """Values of a step. Unlike a plain dict, they can be referred to weakly."""
 
