@@ -292,6 +292,15 @@ def test_a_run_is_judged_by_what_its_hooks_sampled(tmp_path: Path) -> None:
     assert "in 1 of 2 layers half of the elements or more did not change in a step: a" in said
 
 
+def test_a_run_whose_gradients_were_not_sampled_yet_is_not_called_sound(tmp_path: Path) -> None:
+    store = Store(tmp_path / "gpt.sqlite", run="gpt", run_id="gpt-1")
+    store.records.begin_attempt(0, b"\x80")
+    store.records.add_step(0, RunStep(0, 1e9, {0: {"loss": 1.0}}, {"loss": 1.0}, None))
+    store.close()
+    with pytest.raises(ConfigError, match="run gpt: its hooks sampled no magnitudes of gradients yet"):
+        CliRunner().invoke(cli, ["precision", str(tmp_path / "gpt.sqlite")], catch_exceptions=False)
+
+
 def test_a_run_whose_gradients_overflow_is_reported_by_layer_and_scale(tmp_path: Path) -> None:
     code, content, said = read_findings(live(tmp_path / "gpt.sqlite", largest=3.0, scale=2.0**16, skips=0.1))
     assert code == 1

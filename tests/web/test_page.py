@@ -248,6 +248,12 @@ def test_a_run_that_is_not_there_is_one_sentence(private_places: Path) -> None:
     assert done.stderr == "sentinel: no history of nope; no run is kept on this node\n"
 
 
+def test_where_there_is_nothing_to_show_the_exit_code_is_1(private_places: Path) -> None:
+    done = run_fork([sys.executable, "-m", "sentinel", "page"], DAEMON)
+    nothing = "No daemon of yours serves a page on this node, and no history of a run is kept.\n"
+    assert (done.returncode, done.stdout) == (1, nothing)
+
+
 def test_for_a_watched_run_the_daemons_page_is_named(served: Served) -> None:
     with SimulatedRank(served.socket) as rank:
         rank.hello()

@@ -68,9 +68,9 @@ class Grafana:
             raise ConfigError(f"{self.url}: {what}: expected a list, got {type(content).__name__}")
         return content
 
-    def put(self, method: str, path: str, body: dict[str, Any], what: str) -> Any:
-        """Write `body` to a path, and return the answer. `what`: its name in an error."""
-        return self._accept_answer(*self.ask(method, path, body), what)
+    def put(self, method: str, path: str, body: dict[str, Any], what: str) -> None:
+        """Write `body` to a path. `what`: its name in an error."""
+        self._accept_answer(*self.ask(method, path, body), what)
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """Make one call, and return (status, content)."""

@@ -54,7 +54,7 @@ def push(
     yield from _annotations(grafana, put, list(incidents))
 
 
-Put = Callable[[str, str, dict[str, Any], str], Any]
+Put = Callable[[str, str, dict[str, Any], str], None]
 
 
 def _nothing(method: str, path: str, body: dict[str, Any], what: str) -> None:
