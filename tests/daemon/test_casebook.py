@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sentinel import wire
@@ -78,6 +79,13 @@ def at_hand(watch: WatchedRun) -> list[tuple[str, str, int]]:
 def test_open_and_newest_incidents_stay_in_memory(watch: WatchedRun) -> None:
     newest = [("Flapping", "resolved", step) for step in (12, 14, 16)]
     assert at_hand(watch) == [("First", "firing", 0), *newest]
+
+
+def test_a_new_attempt_ends_what_is_open_and_leaves_what_had_ended_as_it_was(watch: WatchedRun) -> None:
+    again = msgspec.structs.replace(watch.run.attempt.ranks[0].identity, session="another")
+    watch.ingest.hello(wire.Hello(version="t", identity=again), 2.0)
+    ended = [(case.alert, case.state, case.done) for case in watch.incidents.log.cases.values()]
+    assert ended == [("First", "resolved", ("over: attempt 1 began",)), *[("Flapping", "resolved", ())] * 3]
 
 
 def test_all_incidents_are_counted_and_in_the_history(watch: WatchedRun) -> None:

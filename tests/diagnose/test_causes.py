@@ -108,6 +108,11 @@ def test_memory_that_several_ranks_of_a_node_take_is_gone_sooner() -> None:
     assert found.cause.endswith(f"the resident set grows by 1 MB a step, and {gone}")
 
 
+def test_memory_creeps_since_the_step_at_which_it_left_its_level() -> None:
+    steps = run_of(1600, lambda seq: {"rss_bytes": 3e8 + 5e4 * max(seq - 800, 0)} if seq % 8 == 0 else {})
+    assert diagnosis("MemoryCreep", steps).since == 800
+
+
 def test_samples_that_are_far_apart_and_few() -> None:
     steps = run_of(2048, lambda seq: {"rss_bytes": 3e8 + 5e4 * seq} if seq % 64 == 0 else {})
     assert diagnosis("MemoryCreep", steps).cause.endswith("grows by 50 kB a step")
@@ -153,6 +158,27 @@ def test_fragmentation_is_measured_on_the_rank_that_it_fired_for() -> None:
         "rank 1: reserved 60 GB, of which 20 GB in live tensors after the step and 30 GB in free pieces of split "
         "blocks (50%)"
     )
+
+
+@pytest.mark.parametrize(
+    ("every", "confidence", "unseen"),
+    [
+        (1, "medium", ()),
+        (2, "low", ("the batches of 4 of the steps in which it happened: they were not looked at",)),
+    ],
+)
+def test_a_long_batch_is_less_certain_where_others_of_these_steps_were_not_looked_at(
+    every: int, confidence: str, unseen: tuple[str, ...]
+) -> None:
+    """Memory was sampled at steps 32 and 40, batches at every or every second step."""
+
+    def values(seq: int) -> dict[str, float]:
+        memory = {"memory_reserved_bytes": 7e10} if seq % 8 == 0 else {}
+        return memory | ({"batch_elements": 2048.0 if seq == 38 else 512.0} if seq % every == 0 else {})
+
+    found = judged("MemoryPressure", run_of(41, values), since=39)
+    assert found.cause.startswith("a batch that is larger than the usual ones: 2048 elements at step 38")
+    assert (found.confidence, found.missing[1:]) == (confidence, unseen)
 
 
 def test_a_frozen_parameter_that_moved_has_a_name() -> None:

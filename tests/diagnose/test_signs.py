@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from sentinel.diagnose.signs import COMPARED_VALUES, LEAST_COMPARED, first_signs, grown_layers
+from sentinel.diagnose.signs import COMPARED_VALUES, LEAST_COMPARED, Sign, first_signs, grown_layers
 from sentinel.runs.steps import LayerStats, RunStep
 from tests.diagnose.made import layered, run_of
 
@@ -74,6 +74,11 @@ def test_a_change_after_the_incident_is_no_sign_of_it() -> None:
 def test_a_run_too_young_to_have_a_past_shows_what_is_not_finite() -> None:
     steps = history(2, loss={1: math.nan})
     assert [(sign.signal, sign.seq) for sign in first_signs(steps, 1, 1)] == [("loss", 1)]
+
+
+def test_three_samples_are_a_past_and_the_one_that_left_it_is_no_part_of_it() -> None:
+    losses = [3.0, 3.1, 3.2, 9.0]
+    assert first_signs(run_of(4, lambda seq: {"loss": losses[seq]}), 3, 3) == [Sign("loss", 3, 9.0, usual=3.1)]
 
 
 def test_a_constant_signal_shows_any_clear_change_and_no_small_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -10,7 +12,7 @@ from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Evidence
 from sentinel.diagnose.explainers.hang import hang
-from sentinel.engine import Entity, Incident
+from sentinel.engine import RUN, Entity, Incident
 from sentinel.engine.judging.incident import Member
 from sentinel.runs import Attempt, Run
 from sentinel.runs.steps import RunStep
@@ -95,6 +97,25 @@ def test_a_rank_that_goes_on_before_the_others_changes_nothing_in_the_case(first
     assert standstill.again() == told
     standstill.attempt.ranks[1 - first].flight = recorded(entry(1), entry(2), entry(3), batches=3)
     assert standstill.again() == told
+
+
+def test_evidence_that_comes_later_is_judged_with_the_loss_of_the_step_of_the_alert() -> None:
+    run = Run("r", "r-1", 0.0)
+    run.hello(wire.Hello(version="1", identity=wire.Identity(run="r", run_id="r-1", session="s")), 0.0)
+    incident = Incident(
+        id=1, run="r", rule="NonFiniteGradient", severity="critical", state="firing", first_seq=40, seq=40, time=0.0,
+        members={RUN: Member(40, 40, {"grad_norm": math.inf})}, summary="", annotations={}, actions=(), runbook="",
+    )  # fmt: skip
+
+    def add_step(seq: int, loss: float) -> None:
+        values = {"loss": loss, "grad_norm": math.inf}
+        run.attempt.recent.append(RunStep(seq, 0.0, {0: values}, values))
+
+    add_step(40, 2.0)
+    case = cases.open_case(run, run.attempt, incident)
+    add_step(41, math.nan)
+    cases.add_evidence(case, incident, run.attempt)
+    assert case.diagnosis.cause.startswith("the backward pass of step 40 made it: the loss of that step is finite (2)")
 
 
 @pytest.mark.parametrize(

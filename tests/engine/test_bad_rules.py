@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import warnings
 
 import pytest
 from hypothesis import example, given
@@ -262,6 +263,12 @@ def test_bad_expression(expression: str) -> None:
     said = fault(HEAD + f'    expr: "{expression}"\n')
     column, _, message = EXPRESSIONS[expression].partition(": ")
     assert said == f"my.yaml:4:{int(column) + 11}: {message}"
+
+
+def test_a_number_that_touches_a_word_is_refused_though_python_only_warns_of_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as outside of tests
+        assert "syntax error" in fault(HEAD + "    expr: loss > 1and loss < 2\n")
 
 
 def test_every_operator_of_python_is_named_by_its_sign() -> None:

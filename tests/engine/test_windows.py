@@ -251,6 +251,11 @@ def test_mean_does_not_drift() -> None:
     assert said == pytest.approx((1e9 + 0.1) / 2, rel=1e-15)
 
 
+def test_mad_of_two_neighbouring_numbers_whose_middle_is_rounded_to_one_of_them() -> None:
+    low, high = 1 + 2**-52, 1 + 2**-51
+    assert played("mad(loss, 2)", [low, high]) == [None, (high - low) / 2]
+
+
 def test_mad_of_a_large_window_takes_no_pass_over_it() -> None:
     """`mad` is a binary search: of 20,001 samples it reads about 60."""
 
