@@ -388,6 +388,7 @@ _ALL = (
         "L2 norm of the step's update over that of the parameters, sampled",
         staged=True,
     ),
+    _rank("last_update_size", "1", "max", 2, "size of the last update over its rate, from the optimizer's state"),
     _rank(
         "second_moment_kept",
         "ratio",

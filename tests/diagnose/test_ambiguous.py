@@ -20,6 +20,12 @@ def updates(seq: int, *, odd: float, norm: Callable[[int], float] = lambda _: 1.
     return found | ({"update_ratio": odd if seq >= 2048 else 1e-3} if seq % 256 == 0 else {})
 
 
+def spike(seq: int) -> dict[str, float]:
+    """A loss that jumps at step 197, and gradient norms at every fourth step."""
+    norms = {"grad_norm": 9.0 if seq > 196 else 1.0 + 0.01 * (seq % 5)} if seq % 4 == 3 else {}
+    return {"loss": 9.0 if seq > 196 else 2.0 + 0.01 * (seq % 3)} | norms
+
+
 def times(seq: int, slow: bool, **parts: tuple[float, float]) -> dict[str, float]:
     found = {name: values[slow] for name, values in parts.items()}
     return found | {"step_seconds": sum(found.values())}
@@ -35,17 +41,7 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
         "the gradient norm of step 57, which was not sampled (there is none before it)",
     ),
     "a spike right after a step whose gradient was not sampled": (
-        lambda: judged(
-            "LossSpike",
-            run_of(
-                200,
-                lambda seq: (
-                    {"loss": 9.0 if seq > 196 else 2.0 + 0.01 * (seq % 3)}
-                    | ({"grad_norm": 9.0 if seq > 196 else 1.0 + 0.01 * (seq % 5)} if seq % 4 == 3 else {})
-                ),
-            ),
-            since=197,
-        ),
+        lambda: judged("LossSpike", run_of(200, spike), since=197),
         "the gradient norm of step 196, which was not sampled (the last before it is of step 195)",
     ),
     "a NaN after steps whose gradients were not sampled": (
@@ -217,3 +213,25 @@ def test_an_ambiguous_cause_is_not_known_and_says_what_is_missing(case: str) -> 
 def test_a_spike_after_a_norm_that_was_not_sampled_is_of_its_batch_or_of_the_update_before() -> None:
     judge, _ = CASES["a spike right after a step whose gradient was not sampled"]
     assert judge().cause == "not known: the batch of step 197, at which the loss jumped, or the update of step 196"
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "cause"),
+    [
+        (1.1, 0, "the batch of step 197, not the last update: that was 1.1x the usual size, by the optimizer's state"),
+        (5.0, 0, "not known: the batch of step 197, at which the loss jumped, or the update of step 196"),
+        (
+            1.1,
+            189,
+            "not known: the batch of step 197, at which the loss jumped, or the update of step 196",
+        ),  # two samples
+    ],
+)
+def test_the_size_of_the_update_before_a_spike_tells_whether_it_was_the_batch(
+    size: float, first: int, cause: str
+) -> None:
+    def values(seq: int) -> dict[str, float]:
+        sampled = seq % 4 == 1 and seq >= first
+        return spike(seq) | ({"last_update_size": size if seq == 197 else 1.0} if sampled else {})
+
+    assert judged("LossSpike", run_of(200, values), since=197).cause == cause

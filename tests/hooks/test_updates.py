@@ -435,6 +435,33 @@ def test_second_moments_of_optimizers_that_step_inside_the_backward_pass_are_com
     assert min(kept.values()) >= 0.999
 
 
+@pytest.mark.parametrize("adam", [True, False], ids=["adam", "momentum"])
+def test_the_size_of_the_last_update_is_read_from_the_optimizers_state(adam: bool, daemon: FakeDaemon) -> None:
+    net, rate = model(), 0.01
+    made = torch.optim.Adam(net.parameters(), rate) if adam else torch.optim.SGD(net.parameters(), rate, momentum=0.9)
+    loop = Recorded(net, made)
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(12)
+    daemon.ended()
+    sizes = daemon.series("last_update_size")
+    assert sizes.keys() == set(range(1, 12)), "the first step makes the state"
+    for step, size in sizes.items():
+        before, after = list(loop.before[step - 1].values())[:4], list(loop.before[step].values())[:4]
+        moved = torch.cat([(b - a).flatten() for a, b in zip(before, after, strict=True)]) / rate
+        correction = math.sqrt(1 - 0.999**step) / (1 - 0.9**step) if adam else 1.0
+        assert size == pytest.approx(float(moved.square().mean().sqrt()) / correction, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop])
+def test_an_optimizer_that_keeps_no_update_has_no_size_of_one(make: Any, daemon: FakeDaemon) -> None:
+    net = model()
+    loop = Loop(net, make(net.parameters(), lr=0.01))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(4)
+    daemon.ended()
+    assert daemon.series("last_update_size") == {}
+
+
 def test_a_huge_gradient_multiplies_the_second_moments(daemon: FakeDaemon) -> None:
     net = model()
     loop = Loop(net, torch.optim.Adam(net.parameters(), lr=1e-3))

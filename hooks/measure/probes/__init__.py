@@ -17,6 +17,7 @@ from sentinel.hooks.measure.probes.topology import (
 )
 from sentinel.hooks.measure.probes.weights import (
     Checksums,
+    LastUpdate,
     LoraAdapters,
     SecondMomentGrowth,
     SecondMoments,
@@ -43,6 +44,7 @@ def stock() -> list[Probe]:
         LoaderLength(),
         MemoryProbe(),
         SecondMoments(),
+        LastUpdate(),
         SecondMomentGrowth(),
     ]
     rare = [

@@ -19,6 +19,7 @@ estimates.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -119,6 +120,8 @@ def _zeros(gradients: Gradients) -> torch.Tensor:
 
 _PARAMETERS, _ELEMENTS = 4, 512
 """Most parameters whose second moments are sampled, and elements of each."""
+_EPSILON = 1e-8
+"""Adam's default `eps`."""
 _SLACK = 1e-30
 """Added to numerator and denominator of a ratio of second moments, so that it is 1 where both are 0."""
 
@@ -159,14 +162,12 @@ class _MomentSamples:
             return {}
         decays = _decays(step.optimizer)
         found: dict[int, _Kept] = {}
-        for row, parameter, _ in measured[:: max(1, len(measured) // _PARAMETERS)][:_PARAMETERS]:
+        for row, parameter, _ in _choose_parameters(measured):
             moment, decay = second_moment(step.optimizer, parameter), decays.get(id(parameter), 0.0)
             if moment is None or not 0 < decay < 1:
                 continue
-            values = local(moment).detach()
-            if values.is_contiguous() and values.numel() and values.is_floating_point():
-                size = values.view(-1).narrow(0, 0, min(_ELEMENTS, values.numel())).sum(dtype=torch.float32)
-                found[row] = _Kept(weakref.ref(moment), decay, size)
+            if (values := _first_elements(moment)) is not None:
+                found[row] = _Kept(weakref.ref(moment), decay, values.sum(dtype=torch.float32))
         devices = {kept.size.device for kept in found.values()}
         return found if len(devices) == 1 else {}
 
@@ -227,6 +228,58 @@ class SecondMomentGrowth(Probe):
         grown = [(now.size + _SLACK) / (before.size + _SLACK) for before, now in self._samples.take(step)]
         if grown:
             step.values["second_moment_growth"] = scalar(torch.stack(grown).min())
+
+
+class LastUpdate(Probe):
+    """`last_update_size`: root mean square of the last update over its learning rate, in elements of four parameters.
+
+    Read from the state before the step: m / (sqrt(v) + eps) of Adam without the correction of its first steps (Kingma
+    and Ba 2015, algorithm 1), the momentum of SGD. Other optimizers do not keep their updates, and have no sample.
+    Where a loss jumps, it tells a bad batch from a harmful update, though no gradient norm of the step before is known.
+    """
+
+    tier = 2
+
+    def before(self, step: Step) -> None:
+        if step.parameters is None:
+            return
+        chosen = [parameter for _, parameter, _ in _choose_parameters(step.parameters.measured)]
+        first = [first_moment(step.optimizer, parameter) for parameter in chosen]
+        second = [second_moment(step.optimizer, parameter) for parameter in chosen]
+        sizes = _join_elements(first)
+        if sizes is not None and any(moment is not None for moment in second):
+            roots = _join_elements(second)
+            sizes = sizes / (roots.sqrt() + _EPSILON) if roots is not None and roots.shape == sizes.shape else None
+        if sizes is not None:
+            step.values["last_update_size"] = scalar(sizes.square().mean().sqrt())
+
+
+def _choose_parameters(measured: Sequence[tuple[int, Any, Any]]) -> Sequence[tuple[int, Any, Any]]:
+    """Return some parameters of the layer table, spread over the model."""
+    return measured[:: max(1, len(measured) // _PARAMETERS)][:_PARAMETERS]
+
+
+def _first_elements(state: torch.Tensor) -> torch.Tensor | None:
+    """Return the first elements of this rank's part of a tensor; None if it has none that can be read in place."""
+    values = local(state).detach()
+    if not (values.is_contiguous() and values.numel() and values.is_floating_point()):
+        return None
+    return values.view(-1).narrow(0, 0, min(_ELEMENTS, values.numel()))
+
+
+def _join_elements(states: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the first elements of tensors of one device in one tensor; None if any of them has none."""
+    parts = [None if state is None else _first_elements(state) for state in states]
+    found = [part.float() for part in parts if part is not None]
+    alike = len(found) == len(parts) and len({part.device for part in found}) == 1
+    return torch.cat(found) if alike else None
+
+
+def first_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
+    """Return Adam's running mean of gradients or SGD's momentum from the optimizer's state; None if it has none."""
+    state = optimizer.state.get(parameter, {})
+    found = state.get("exp_avg", state.get("momentum_buffer")) if isinstance(state, dict) else None
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def second_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:

@@ -17,6 +17,10 @@ _GROWN = 5.0
 other layers, too."""
 _ALONE = 3.0
 """Factor of a rank's usual loss above which the loss has jumped."""
+_LARGE_UPDATE = 2.0
+"""Times the usual size from which an update may have hurt the weights: it is what twice the learning rate makes."""
+_FEWEST_UPDATES = 4
+"""Fewest earlier samples that tell which size of an update is usual."""
 _USUAL = 50
 """Number of earlier steps whose median is the usual loss."""
 _LOOSE = 2.0
@@ -41,19 +45,35 @@ def loss_spike(evidence: Evidence) -> Finding:
         )  # fmt: skip
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
-    if evidence.is_unsampled("grad_norm", loss.seq - 1):  # an outsized update is as likely
-        at = evidence.step(loss.seq)
-        return report_unknown(
-            evidence.missing_norm(loss.seq - 1), command=SAMPLE_MORE,
-            cause=f"{NOT_KNOWN}: the batch of step {at}, at which the loss jumped, or the update of step {at - 1}",
-            remedy=f"look at {batches} (Rollback(skip_batches=...))",
-        )  # fmt: skip
-    if (one := _find_rank_with_the_loss(evidence, loss.seq)) is None:
-        return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches, whose="")
-    rank, own, usual = one
-    facts = (f"of the ranks, the loss of rank {rank} alone left its usual {usual:.4g}: it is {own:.4g} at that step",)
-    whose = f" on rank {rank}"
-    return finding(evidence.alert, "batch", facts, at=evidence.step(loss.seq), batches=batches, whose=whose)
+    cause, size = "batch", dict[str, float]()
+    if evidence.is_unsampled("grad_norm", loss.seq - 1):
+        update = _find_last_update(evidence, loss.seq)
+        if update is None or update > _LARGE_UPDATE:
+            return _report_batch_or_update(evidence, loss.seq, batches)
+        cause, size = "usual-update", {"update": update}
+    facts, whose = tuple[str, ...](), ""
+    if (one := _find_rank_with_the_loss(evidence, loss.seq)) is not None:
+        rank, own, usual = one
+        alone = f"of the ranks, the loss of rank {rank} alone left its usual {usual:.4g}: it is {own:.4g} at that step"
+        facts, whose = (alone,), f" on rank {rank}"
+    return finding(evidence.alert, cause, facts, at=evidence.step(loss.seq), batches=batches, whose=whose, **size)
+
+
+def _find_last_update(evidence: Evidence, seq: int) -> float | None:
+    """Return how many times as large as usual the update before a step was; None where that is not known."""
+    sizes = dict(evidence.series("last_update_size"))
+    usual = evidence.usual("last_update_size", before=seq)
+    return sizes[seq] / usual if usual and seq in sizes and len(sizes) > _FEWEST_UPDATES else None
+
+
+def _report_batch_or_update(evidence: Evidence, seq: int, batches: str) -> Finding:
+    """Report that a bad batch and an outsized update are as likely, and what would tell."""
+    at = evidence.step(seq)
+    return report_unknown(
+        evidence.missing_norm(seq - 1), command=SAMPLE_MORE,
+        cause=f"{NOT_KNOWN}: the batch of step {at}, at which the loss jumped, or the update of step {at - 1}",
+        remedy=f"look at {batches} (Rollback(skip_batches=...))",
+    )  # fmt: skip
 
 
 @explains("GradientSpike")
