@@ -23,7 +23,7 @@ CASES = ("idle", "busy")
 
 @contextlib.contextmanager
 def occupy_cores() -> Iterator[None]:
-    """Run a program on each core that computes without a break. It ends with this process, also where that is killed."""
+    """Run a program on each core that computes without a break. It ends with this process, even a killed one."""
     spin = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
     busy = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
     try:

@@ -45,18 +45,18 @@ def loss_spike(evidence: Evidence) -> Finding:
         )  # fmt: skip
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
-    cause, size = "batch", dict[str, float]()
+    cause, update = "batch", _find_last_update(evidence, loss.seq)
     if evidence.is_unsampled("grad_norm", loss.seq - 1):
-        update = _find_last_update(evidence, loss.seq)
         if update is None or update > _LARGE_UPDATE:
             return _report_batch_or_update(evidence, loss.seq, batches)
-        cause, size = "usual-update", {"update": update}
+        cause = "usual-update"
     facts, whose = tuple[str, ...](), ""
     if (one := _find_rank_with_the_loss(evidence, loss.seq)) is not None:
         rank, own, usual = one
         alone = f"of the ranks, the loss of rank {rank} alone left its usual {usual:.4g}: it is {own:.4g} at that step"
         facts, whose = (alone,), f" on rank {rank}"
-    return finding(evidence.alert, cause, facts, at=evidence.step(loss.seq), batches=batches, whose=whose, **size)
+    at = evidence.step(loss.seq)
+    return finding(evidence.alert, cause, facts, at=at, batches=batches, whose=whose, update=update)
 
 
 def _find_last_update(evidence: Evidence, seq: int) -> float | None:
