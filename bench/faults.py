@@ -163,7 +163,8 @@ def note_stale(kept: dict[Training, dict[str, Any]], untrained: Sequence[str]) -
     digests = {fault.id: digest for family in FAMILIES for digest in [find_digest(family)] for fault in faults(family)}
     changed = (key.id for key, entry in kept.items() if entry["digest"] != digests.get(key.id))
     stale = dict.fromkeys([*untrained, *changed])
-    which = "all" if {*untrained, *(key.id for key in kept)} == stale.keys() else ", ".join(stale)
+    fresh = dict.fromkeys(key.id for key in kept if key.id not in stale)
+    which = ", ".join(stale) if len(stale) <= len(fresh) else " but ".join(filter(None, ("all", ", ".join(fresh))))
     return f"\n\nTrained with an earlier state of the code: {which}." if stale else ""
 
 
