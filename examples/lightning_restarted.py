@@ -24,7 +24,7 @@ from sentinel.hooks.lightning import SentinelCallback, checkpoint
 
 
 class Spiral(pl.LightningModule):
-    """Classifies points by which of two spirals they belong to."""
+    """Classifies points by which of two spirals they belong to. They overlap: near a loss of 0, Adam's would jump."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ def spirals(points: int = 16384) -> TensorDataset:
     label = torch.arange(points) % 2
     radius = torch.rand(points) * 3
     angle = 3 * radius + label * torch.pi
-    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], 1), label)
+    noise = 0.2 * torch.randn(points, 2)
+    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], 1) + noise, label)
 
 
 class Breaks(pl.Callback):

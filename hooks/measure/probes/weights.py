@@ -18,6 +18,7 @@ estimates.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -233,8 +234,8 @@ class SecondMomentGrowth(Probe):
 class LastUpdate(Probe):
     """`last_update_size`: root mean square of the last update over its learning rate, in elements of four parameters.
 
-    Read from the state before the step: m / (sqrt(v) + eps) of Adam without the correction of its first steps (Kingma
-    and Ba 2015, algorithm 1), the momentum of SGD. Other optimizers do not keep their updates, and have no sample.
+    Read from the state before the step: m / (sqrt(v) + eps) of Adam, with the correction of its first steps (Kingma and
+    Ba 2015, algorithm 1), the momentum of SGD. Other optimizers do not keep their updates, and have no sample.
     Where a loss jumps, it tells a bad batch from a harmful update, though no gradient norm of the step before is known.
     """
 
@@ -251,7 +252,7 @@ class LastUpdate(Probe):
             roots = _join_elements(second)
             sizes = sizes / (roots.sqrt() + _EPSILON) if roots is not None and roots.shape == sizes.shape else None
         if sizes is not None:
-            step.values["last_update_size"] = scalar(sizes.square().mean().sqrt())
+            step.values["last_update_size"] = scalar(sizes.square().mean().sqrt() * _correct_bias(step, chosen[0]))
 
 
 def _choose_parameters(measured: Sequence[tuple[int, Any, Any]]) -> Sequence[tuple[int, Any, Any]]:
@@ -273,6 +274,19 @@ def _join_elements(states: Sequence[torch.Tensor | None]) -> torch.Tensor | None
     found = [part.float() for part in parts if part is not None]
     alike = len(found) == len(parts) and len({part.device for part in found}) == 1
     return torch.cat(found) if alike else None
+
+
+def _correct_bias(step: Step, parameter: Any) -> float:
+    """Return by how much the moments of Adam's first steps make an update too large; 1 for other optimizers.
+
+    Where Adam counts its steps on a device, those that we saw count.
+    """
+    betas, count = step.optimizer.param_groups[0].get("betas"), step.optimizer.state[parameter].get("step")
+    if not (betas and all(isinstance(beta, float) for beta in betas)):
+        return 1.0
+    known = isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.device.type == "cpu")
+    updates = max(float(count) if known else step.seq, 1)
+    return math.sqrt(1 - betas[1] ** updates) / (1 - betas[0] ** updates)
 
 
 def first_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
