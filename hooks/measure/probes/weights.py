@@ -277,16 +277,17 @@ def _join_elements(states: Sequence[torch.Tensor | None]) -> torch.Tensor | None
 
 
 def _correct_bias(step: Step, parameter: Any) -> float:
-    """Return by how much the moments of Adam's first steps make an update too large; 1 for other optimizers.
+    """Return the factor that corrects the bias of Adam's moments in its first steps; 1 for other optimizers.
 
-    Where Adam counts its steps on a device, those that we saw count.
+    If Adam counts its steps on a device, the steps that we saw are taken.
     """
     betas, count = step.optimizer.param_groups[0].get("betas"), step.optimizer.state[parameter].get("step")
     if not (betas and all(isinstance(beta, float) for beta in betas)):
         return 1.0
     known = isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.device.type == "cpu")
     updates = max(float(count) if known else step.seq, 1)
-    return math.sqrt(1 - betas[1] ** updates) / (1 - betas[0] ** updates)
+    first, second = (1 - float(beta) ** updates for beta in betas[:2])
+    return math.sqrt(second) / first
 
 
 def first_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
