@@ -451,6 +451,16 @@ def test_the_size_of_the_last_update_is_read_from_the_optimizers_state(adam: boo
         assert size == pytest.approx(float(moved.square().mean().sqrt()), rel=1e-3)
 
 
+def test_a_parameter_that_never_had_a_gradient_does_not_hide_the_updates_of_the_others(daemon: FakeDaemon) -> None:
+    net = model()
+    net[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
+    loop = Loop(net, torch.optim.Adam(net.parameters(), lr=0.01))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(4)
+    daemon.ended()
+    assert daemon.series("last_update_size").keys() == {1, 2, 3}
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop])
 def test_an_optimizer_that_keeps_no_update_has_no_size_of_one(make: Any, daemon: FakeDaemon) -> None:
     net = model()

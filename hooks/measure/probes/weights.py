@@ -244,10 +244,13 @@ class LastUpdate(Probe):
     def before(self, step: Step) -> None:
         if step.parameters is None:
             return
-        chosen = [parameter for _, parameter, _ in _choose_parameters(step.parameters.measured)]
-        first = [first_moment(step.optimizer, parameter) for parameter in chosen]
+        chosen = [
+            parameter
+            for _, parameter, _ in _choose_parameters(step.parameters.measured)
+            if first_moment(step.optimizer, parameter) is not None  # those that never had a gradient have none
+        ]
         second = [second_moment(step.optimizer, parameter) for parameter in chosen]
-        sizes = _join_elements(first)
+        sizes = _join_elements([first_moment(step.optimizer, parameter) for parameter in chosen])
         if sizes is not None and any(moment is not None for moment in second):
             roots = _join_elements(second)
             sizes = sizes / (roots.sqrt() + _EPSILON) if roots is not None and roots.shape == sizes.shape else None
