@@ -70,8 +70,13 @@ NONFINITE_STEPS = 50
 """Steps for which everything is sampled after a non-finite value."""
 LONGEST_ATTENTION = 10_000
 """Most steps the daemon may ask for in one request: a mistake there must not slow a run down permanently."""
+OUTLIER_STEPS, OUTLIER_EVERY = 512, 128
+"""Steps that may be sampled in full because a loss or a norm was odd, and the steps in which one of them is restored: a
+transformer that has converged has an odd loss in each of 20 steps, and following all of them costs 2 % of its time."""
 RARE_ATTENTION = 4
 """Samples of tier 3 that one request for attention causes: rules ask for three in a row."""
+LATELY = 0.96
+"""Weight of the steps before in the cost that is reported, at each decision: 25 decisions are 1,250 steps."""
 SEEN = 0.85
 """Share of the budget that is given out. The rest is for what is not timed (the hooks of the forward and the backward
 pass, PyTorch's way to all hooks) and for the error of the means."""
@@ -154,6 +159,8 @@ class Governor:
         self._sender, self._daemon = CpuRate(), 0.0
         self._attend_until, self._latest = -1, -1
         """Steps of the first optimizer: the last one at which everything is sampled, and the last one that is over."""
+        self._outlier_steps, self._restored_at = float(OUTLIER_STEPS), -1
+        """What was left of `OUTLIER_STEPS` at the last odd step, and that step."""
         self._full_until = FULL_STEPS
         """The first step at which tier 0 may be left out."""
         self._rare_left = 0
@@ -161,6 +168,9 @@ class Governor:
         self._order: tuple[int, dict[int, int]] | None = None
         self._ordered = False
         self._aside = 0.0
+        self._own_lately = self._loop_lately = 0.0
+        """Seconds of ours and of the loop's after the first `FULL_STEPS`, those before a decision weighing less with
+        each one after it."""
         self._counted = 0
         self._next = DECISIONS[0]
         self._begin()
@@ -230,6 +240,28 @@ class Governor:
         self._rare_left = RARE_ATTENTION if rare else self._rare_left
         self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True
+
+    @property
+    def follows_outliers(self) -> bool:
+        """Whether an odd loss or norm would be followed by samples at the present step."""
+        return self._count_outlier_steps() >= 1.0
+
+    def follow_outlier(self, seq: int | None, steps: int) -> bool:
+        """Do as `attend` does, because a loss or a norm is odd; return whether at least one step is sampled for it.
+        Where more is odd than `OUTLIER_STEPS` allow, it is usual in this loop, and fewer steps or none are sampled."""
+        left = self._count_outlier_steps()
+        if left < 1.0:
+            return False
+        seq = self._latest + 1 if seq is None else seq
+        steps = min(steps, int(left))
+        added = seq + steps - 1 - max(self._attend_until, seq - 1)
+        self._outlier_steps, self._restored_at = left - max(added, 0), self._latest
+        self.attend(seq, steps)
+        return True
+
+    def _count_outlier_steps(self) -> float:
+        restored = (self._latest - self._restored_at) / OUTLIER_EVERY
+        return min(self._outlier_steps + restored, float(OUTLIER_STEPS))
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
         """Take over the daemon's spacings for all ranks from step `at` on. This rank's own are then only `wanted`."""
@@ -321,7 +353,7 @@ class Governor:
             return
         self._fixed.add(self._beside / self._steps)
         sender = self._sender.mean.value
-        costs = {"hooks": self._own / self._loop, "sender": sender, "daemon": self._daemon}
+        costs = {"hooks": self._average_cost(), "sender": sender, "daemon": self._daemon}
         self.costs = {part: round(share, 5) for part, share in costs.items()}
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
@@ -348,6 +380,15 @@ class Governor:
         self.wanted = {0: min(zero, first), 1: first, 2: max(first, second), 3: third}
         if not self._ordered:
             self.spacing.update(self.wanted)
+
+    def _average_cost(self) -> float:
+        """Return the hooks' share of the loop's time since the last decision; after the first `FULL_STEPS`, in the last
+        thousand or two since then: 50 steps with an odd one among them say little about a run."""
+        if self._counted - self._steps >= FULL_STEPS:
+            self._own_lately = self._own + LATELY * self._own_lately
+            self._loop_lately = self._loop + LATELY * self._loop_lately
+            return self._own_lately / self._loop_lately
+        return self._own / self._loop
 
     def _price_full_step(self) -> float:
         """Return the seconds that a step costs by being off the fast path; 0 where none was on it so far."""

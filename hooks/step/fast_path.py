@@ -259,7 +259,7 @@ class FastPath:
         if found.total <= self._outlier_watch.norm_limit:
             self._last_norm = self.seq, found.total
             return True
-        self._governor.attend(self.seq if not self.layers.stream else None, 1)
+        self._governor.follow_outlier(self.seq if not self.layers.stream else None, 1)
         return False
 
     def _clips_calmly(self) -> bool:

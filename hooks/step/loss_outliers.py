@@ -22,8 +22,6 @@ LEAST = 0.01
 """Share of the mean by which a loss may always exceed it: of a loss without noise, the last bit would be odd."""
 LEAP = 5.0
 """Multiple of the running mean from which a gradient norm is odd: half of what the rule GradientSpike asks for."""
-LEAPS = 64
-"""Most odd norms per stage that are sampled in full: where there are more, they are usual in that loop."""
 SPAN = 50
 """Number of samples that the running mean covers."""
 ODD_STEPS = 4
@@ -108,14 +106,14 @@ class LateValues:
 
 
 class OutlierWatch:
-    """Judges the loss and the gradient norm of each step. After an odd one, everything is sampled for some steps; after
-    an odd or non-finite loss, also no snapshot is kept of a state that may be broken, and the sender is woken."""
+    """Judges the loss and the gradient norm of each step. After an odd one, everything is sampled for some steps, as
+    far as the governor allows; after an odd or non-finite loss, also no snapshot is kept of a state that may be broken,
+    and the sender is woken."""
 
     def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]], *, first: bool = True) -> None:
         """`warn` notifies the owner, which keeps snapshots. Held weakly: the owner holds this object, and must die with
         the optimizer. `first`: whether this is the first optimizer, whose steps the governor counts."""
         self._losses, self._governor, self._warn, self._first = LossOutliers(), governor, warn, first
-        self._leaps_left = LEAPS
         self._norms = NormOutliers()
         self._late_losses, self._late_norms = LateValues("loss"), LateValues("grad_norm")
         self._nonfinite_before = self._outlier_now = self._outlier_before = False
@@ -130,7 +128,7 @@ class OutlierWatch:
     @property
     def norm_limit(self) -> float:
         """The highest gradient norm that is not sampled in full as odd."""
-        return self._norms.limit if self._leaps_left else LARGEST
+        return self._norms.limit if self._governor.follows_outliers else LARGEST
 
     def judge_norm(self, norm: Scalar | None, seq: int) -> bool:
         """Judge the gradient norm of step `seq`; return whether it, or one that arrived late, is odd. A norm on a
@@ -138,11 +136,7 @@ class OutlierWatch:
         odd = [self._norms.observe(late) for late in self._late_norms.take_arrived()]
         if isinstance(norm, float):
             odd.append(self._norms.observe(norm))
-        if not any(odd) or not self._leaps_left:
-            return False
-        self._leaps_left -= 1
-        self._governor.attend(seq if self._first else None, ODD_STEPS)
-        return True
+        return any(odd) and self._governor.follow_outlier(seq if self._first else None, ODD_STEPS)
 
     def judge_loss(self, loss: Scalar | None, seq: int) -> None:
         """Judge the loss of step `seq`, and earlier ones that arrived late. A loss on a device is not read now."""
@@ -161,7 +155,7 @@ class OutlierWatch:
         self._losses = LossOutliers()
         self.unjudged.clear()
         self._late_losses.records.clear()
-        self._norms, self._leaps_left = NormOutliers(), LEAPS
+        self._norms = NormOutliers()
         self._late_norms.records.clear()
 
     def add_record(self, record: Record) -> None:
@@ -187,7 +181,7 @@ class OutlierWatch:
 
     def _respond(self, seq: int, steps: int) -> None:
         self._outlier_now = True
-        self._governor.attend(seq if self._first else None, steps)
+        self._governor.follow_outlier(seq if self._first else None, steps)
         warn = self._warn()
         if warn is not None:
             warn()

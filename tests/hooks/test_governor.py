@@ -196,6 +196,17 @@ def test_steps_of_a_second_optimizer_count_with_the_firsts() -> None:
     assert governor.costs["hooks"] == pytest.approx(0.03)
 
 
+def test_the_cost_that_is_reported_is_that_of_many_steps() -> None:
+    """An odd step in the last 50 says nothing about a run, and neither does its opening examination."""
+    governor = make_governor(0.01)
+    loop(governor, range(FULL_STEPS), step=0.01, tiers={}, fixed=0.004)
+    assert governor.costs["hooks"] > 0.2
+    loop(governor, range(FULL_STEPS, 4000), step=0.01, tiers={}, fixed=0.0001)
+    assert governor.costs["hooks"] == pytest.approx(0.01, rel=0.1)
+    loop(governor, range(4000, 4100), step=0.01, tiers={}, fixed=0.002)
+    assert 0.01 < governor.costs["hooks"] < 0.03
+
+
 def test_attention() -> None:
     governor = make_governor(0.01)
     governor.attend(10, 3)

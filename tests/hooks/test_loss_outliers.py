@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sentinel import wire
+from sentinel.hooks.core.governor import OUTLIER_EVERY, OUTLIER_STEPS
 from sentinel.hooks.step.loss_outliers import LateValues, LossOutliers, NormOutliers, OutlierWatch
 from sentinel.hooks.transport.records import Record, Transfers
 from tests.hooks.governed import make_governor
@@ -141,12 +142,28 @@ def test_steps_without_a_gradient_are_no_measure_of_a_norm() -> None:
     assert not any(norms.observe(norm) for norm in [*[0.0] * 300, *noisy(1.0, 0.1, 300)])
 
 
-def test_norms_that_leap_all_the_time_are_not_followed_up_without_end() -> None:
-    governor = make_governor(0.02)
-    watch = OutlierWatch(governor, weakref.WeakMethod(governor.clear_orders))
-    norms = [1.0 if seq % 20 == 0 else 1e-6 for seq in range(20_000)]
-    followed = [seq for seq, norm in enumerate(norms) if watch.judge_norm(norm, seq)]
-    assert 0 < len(followed) < 100
+@pytest.mark.parametrize("kind", ["odd losses", "losses that are NaN", "odd norms"])
+def test_outliers_that_come_all_the_time_are_not_followed_up_without_end(kind: str) -> None:
+    governor, warned, followed = make_governor(0.02), Warned(), list[int]()
+    watch = OutlierWatch(governor, weakref.WeakMethod(warned.warn))
+    for seq in range(30_000):
+        governor.spacing.update({1: 1 << 20, 2: 1 << 20})
+        odd = seq > 1000 and seq % 20 == 0
+        if kind == "odd norms":
+            watch.judge_norm(1.0 if odd else 1e-6, seq)
+        else:
+            watch.judge_loss(1.0 + seq % 7 / 100 if not odd else 9.0 if kind == "odd losses" else math.nan, seq)
+        followed += [seq] * governor.due(2, seq)
+        governor.record_step(seq, 0.01, 0.0)
+    first, rest = [sum(seq in part for seq in followed) for part in (range(1000, 5000), range(10_000, 30_000))]
+    assert first > OUTLIER_STEPS
+    assert 0.9 / OUTLIER_EVERY < rest / 20_000 < 1.1 / OUTLIER_EVERY
+    assert warned.times == (0 if kind == "odd norms" else 1_449), "each holds snapshots back"
+    for seq in range(30_000, 100_000):
+        governor.record_step(seq, 0.01, 0.0)
+    governor.spacing.update({1: 1 << 20, 2: 1 << 20})
+    watch.judge_loss(math.nan, 100_000)
+    assert [seq for seq in range(100_000, 100_100) if governor.due(2, seq)] == [*range(100_000, 100_050)], "all, again"
 
 
 def test_attention_is_measured_in_steps_of_the_first_optimizer() -> None:
