@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sentinel
+from sentinel.hooks.snapshot.directory import MANIFEST
 
 STEPS, EVERY = 400, 50
 BREAKS_AT = int(os.environ.get("BREAKS_AT", "230"))
@@ -67,9 +68,8 @@ def main() -> None:
     if ranks:
         dist.init_process_group("gloo")
         net = nn.parallel.DistributedDataParallel(net)  # type: ignore[assignment]
-    rollback = None
+    rollback, snapshots = None, folder / "snapshots"
     if ours:
-        snapshots = folder / "snapshots"
         start = sentinel.resume(net, optimizer, directory=snapshots)
         rollback = sentinel.Rollback(
             every=25, keep=3, margin=25, budget=0, directory=snapshots, disk_every=1, disk_keep=4
@@ -93,7 +93,8 @@ def main() -> None:
         optimizer.zero_grad()
         (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
-        time.sleep(0.01)  # so that the daemon is there before the fault
+        has_one = not ours or any(snapshots.rglob(MANIFEST))
+        time.sleep(0.01 if has_one else 0.05)  # so that the daemon, and a snapshot on disk, are there before the fault
     sys.stdout.write("complete\n")  # one write: unbuffered, as under torchrun, print() writes the newline separately
     sys.stdout.flush()
     if ranks:
