@@ -79,7 +79,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     outgrown: Mapping[str, Outgrown] = {}
     """Id -> what a case was that has become more severe since the receiver got it."""
     escalated: bool = False
-    """Whether a more severe case has come, or a case has become more severe, since the receiver got the problem."""
+    """Whether a more severe case has come, a case has become more severe, or a silence of one has ended, since the
+    receiver got the problem."""
     reference: str = ""
     """The receiver's own id of its last message about this group; empty: it has none that is still about the group."""
     repeated: bool = False

@@ -61,7 +61,7 @@ class Entry(msgspec.Struct, kw_only=True):
     edits: bool = True
     """See `Route`."""
     escalated: bool = False
-    """Whether a case more severe than anything sent before must be sent."""
+    """Whether a case must be sent that is more severe than anything sent before, or no longer silenced."""
     told: dict[str, str] = {}
     """Id -> digest of the case as it was delivered."""
     sending: list[str] = []
@@ -96,8 +96,14 @@ class Entry(msgspec.Struct, kw_only=True):
 
     @property
     def firing(self) -> bool:
-        """Whether any of its cases fires."""
-        return any(case.state == "firing" for case in self.cases.values())
+        """Whether any of its cases fires, as far as the receiver knows or is to know."""
+        firing = [case for case in self.cases.values() if case.state == "firing"]
+        return any(not case.silenced or self.may_be_told(case.id) for case in firing)
+
+    @property
+    def muted(self) -> bool:
+        """Whether it fires by silenced cases alone. An end that was sent now would be taken for that of all."""
+        return self.firing and not any(case.state == "firing" for case in self._list_heard())
 
     def fires(self, identity: str) -> bool:
         """Whether a case fires, as far as the receiver knows or is to know."""
@@ -142,13 +148,15 @@ class Entry(msgspec.Struct, kw_only=True):
         if known is not None and known.level > case.level:  # a new coordinator may lack the node's case that was worse
             case = msgspec.structs.replace(case, severity=known.severity)
         rises = known is not None and known.level < case.level
+        is_heard_again = known is not None and fires and bool(known.silenced) and not case.silenced
         is_new = known is None and case.id not in self.told
         was_quiet = case.id in self.quiet
-        escalates = (is_new or (rises and fires)) and self._weigh(case)
+        escalates = (is_new or is_heard_again or (rises and fires)) and self._weigh(case)
         if known is not None and rises and self.may_be_told(case.id):
             self.outgrown[case.id] = Outgrown(known.severity, was_quiet, now)
         muted = bool(case.silenced) and fires and case.id in self.told
-        if muted or self.told.get(case.id) == digest(case):
+        repeats = self.told.get(case.id) == digest(case) and (not is_heard_again or case.id in self.quiet)
+        if muted or repeats:
             if fires or not self.problem_id:
                 self.cases.pop(case.id, None)
             if fires:
@@ -178,10 +186,11 @@ class Entry(msgspec.Struct, kw_only=True):
         return case.resolved_time - case.time <= UNHEARD_SECONDS and abs(now - case.time) <= HANDED_OVER_SECONDS
 
     def _weigh(self, case: Case) -> bool:
-        """Return whether a receiver that knows the problem must get this case, which is new or more severe than before,
-        as something new: what it knows is less severe, or silenced by now. Another new case is noted as quiet."""
+        """Return whether a receiver that knows the problem must get this case, which is new, more severe than before or
+        no longer silenced, as something new: what it knows is less severe, or silenced by now. Another new case is
+        noted as quiet."""
         own = [known for known in self.cases.values() if known.problem_id == self.problem_id]
-        told = [known.level for known in own if known.id not in self.quiet and not known.silenced]
+        told = [] if self.muted else [known.level for known in own if known.id not in self.quiet and not known.silenced]
         rises = case.id in self.cases
         if not rises and not (self.problem_id and self.cases):
             return False
@@ -199,6 +208,8 @@ class Entry(msgspec.Struct, kw_only=True):
     def _is_news(self, case: Case) -> bool:
         """Whether a change of this case is worth a message. A consequence's is if the message edits the former one, so
         that no second notification results, or if the whole problem has ended."""
+        if self.muted:
+            return False
         return self.edits or not self.firing or (case.state == "firing" and case.id not in self.quiet)
 
     def _has_news(self) -> bool:
@@ -228,7 +239,10 @@ class Entry(msgspec.Struct, kw_only=True):
             self.rest(now, grouping)
 
     def list_news(self) -> list[Case]:
-        """Return the cases to send now. Empty: all that remain are firing and silenced."""
+        """Return the cases to send now. Empty: all that fire are silenced."""
+        return [] if self.muted else self._list_heard()
+
+    def _list_heard(self) -> list[Case]:
         return [case for case in self.cases.values() if not (case.silenced and case.state == "firing")]
 
     def urgency(self) -> int:

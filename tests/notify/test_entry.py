@@ -234,6 +234,47 @@ def test_the_end_of_what_was_silenced_before_it_was_told_is_not_told() -> None:
     assert (made.cases, made.list_news(), made.pending) == ({}, [], False)
 
 
+def one_problem() -> tuple[Case, Case]:
+    """Return the silenced parent of a problem, and a consequence that has ended."""
+    parent, consequence = (msgspec.structs.replace(case(id_), problem_id="0.1") for id_ in ("0.1", "0.2"))
+    return msgspec.structs.replace(parent, silenced="3f9a1c"), msgspec.structs.replace(consequence, state="resolved")
+
+
+@pytest.mark.parametrize("edits", [True, False])
+def test_while_only_a_silenced_case_fires_a_problem_is_not_told_as_over_nor_again(edits: bool) -> None:
+    silenced, over = one_problem()
+    made = Entry(receiver="ops", alert="LossSpike", problem_id="0.1", edits=edits)
+    for one in (silenced, over):
+        made.put(msgspec.structs.replace(one, silenced="", state="firing"), NOW, GROUPING)
+    told(made, NOW + 5)
+    made.put(silenced, NOW + 10, GROUPING)
+    made.put(over, NOW + 100, GROUPING)
+    assert (made.pending, made.list_news()) == (False, [])
+    made.rest(made.due, GROUPING)
+    another = msgspec.structs.replace(over, id="0.3", state="firing")
+    made.put(another, NOW + 4000, GROUPING)
+    assert [(one.id, one.state) for one in told(made, NOW + 4005)] == [("0.2", "resolved"), ("0.3", "firing")]
+    made.put(msgspec.structs.replace(another, state="resolved"), NOW + 5000, GROUPING)
+    assert (made.pending, made.list_news()) == (False, [])
+    made.put(msgspec.structs.replace(silenced, state="resolved"), NOW + 6000, GROUPING)
+    assert {one.state for one in told(made, NOW + 6005)} == {"resolved"}
+    assert made.finished
+
+
+def test_a_silenced_case_that_was_not_told_does_not_hold_back_the_end_of_its_problem() -> None:
+    """The end was sent again after each `repeat`, and the silenced case not when its silence ended."""
+    silenced, over = one_problem()
+    made = Entry(receiver="ops", alert="LossSpike", problem_id="0.1", edits=False)
+    made.put(msgspec.structs.replace(over, state="firing"), NOW, GROUPING)
+    made.put(silenced, NOW + 1, GROUPING)
+    told(made, NOW + 5)
+    made.put(over, NOW + 100, GROUPING)
+    assert [(one.id, one.state) for one in told(made, NOW + 105)] == [("0.2", "resolved")]
+    assert (made.pending, made.list_news()) == (False, [])
+    made.put(msgspec.structs.replace(silenced, silenced=""), NOW + 5000, GROUPING)
+    assert [(one.id, one.state) for one in told(made, NOW + 5005)] == [("0.1", "firing")]
+
+
 def test_a_receiver_that_is_down_for_an_hour_gets_one_message_with_what_is_true_then() -> None:
     made, now, attempts = entry(case()), NOW, 0
     while made.due < NOW + 3600:

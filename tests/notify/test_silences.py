@@ -19,7 +19,7 @@ from sentinel.config.settings import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
 from sentinel.node import paths
-from sentinel.notify import Message, Route, silences
+from sentinel.notify import Event, Message, Route, silences
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
@@ -28,7 +28,7 @@ from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
 from sentinel.store import Store
 from tests.notify.cases import case
-from tests.notify.test_pipeline import Fake
+from tests.notify.test_pipeline import Fake, until
 
 
 def sentinel(*arguments: str) -> Result:
@@ -149,15 +149,14 @@ def test_a_damaged_file_leaves_silences_as_they_were(tmp_path: Path, caplog: pyt
 class People:
     """A notifier, and what it sent to the terminal, the history and a receiver."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, edits: bool = False) -> None:
         self.path = folder / silences.FILE
         self.notices: list[wire.Notice] = []
         self.saved: list[tuple[str, bool]] = []
         self.ops = Fake()
         at_once = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
-        self.pipeline = Pipeline(
-            "train", "r1", [Route("ops", self.ops, lambda _: True, 5, at_once, Limiter())], outbox=Outbox(None)
-        )
+        route = Route("ops", self.ops, lambda _: True, 5, at_once, Limiter(), edits)
+        self.pipeline = Pipeline("train", "r1", [route], outbox=Outbox(None))
         terminal = Terminal(self.notices.append, frozenset(SEVERITIES))
         self.notifier = Notifier(terminal, self.pipeline, Silences(self.path), self.save)
 
@@ -232,6 +231,43 @@ def test_receivers_told_before_a_silence_get_the_end_and_nothing_between(tmp_pat
     people.notifier.tick([one])
     people.notifier.tell("resolved", over(one))
     assert people.events() == ["fired", "resolved"]
+
+
+@pytest.mark.parametrize("edits", [True, False], ids=["edited messages", "separate messages"])
+@pytest.mark.parametrize("alone", [True, False], ids=["one alert", "a problem of two"])
+def test_what_was_told_and_still_fires_when_the_silence_ends_is_told_again_and_its_end_once(
+    tmp_path: Path, alone: bool, edits: bool
+) -> None:
+    """The end of another alert of its problem closed the page, and it was not told when the silence ended."""
+    people = People(tmp_path, edits=edits)
+    parent, consequence = case(), case("0.2", alert="Divergence")
+    parent.problem_id = consequence.problem_id = "0.1"
+    cases = [parent] if alone else [parent, consequence]
+
+    async def tell(event: Event, *changed: Case) -> list[tuple[str, str]]:
+        """Return the alert that leads each message, and whether the message says that the problem is over."""
+        former = len(people.ops.got)
+        for one in changed:
+            people.notifier.tell(event, one, cases)
+        people.notifier.tick(cases)
+        await until(lambda: not people.pipeline.pending)
+        return [(one.leading.alert, "firing" if one.firing else "over") for one in people.ops.got[former:]]
+
+    async def scenario() -> None:
+        people.pipeline.start()
+        for one in cases:
+            people.notifier.open_case(one)
+        assert await tell("fired", *cases) == [("LossSpike", "firing")]
+        held = silence(people)
+        assert await tell("resolved", *(over(one) for one in cases if one is consequence)) == []
+        silences.end(people.path, held.id)
+        assert await tell("updated") == [("LossSpike", "firing")]
+        assert people.ops.got[-1].escalated
+        silence(people)
+        assert await tell("resolved", over(parent)) == [("LossSpike", "over")]
+        await people.pipeline.close()
+
+    asyncio.run(scenario())
 
 
 def test_members_that_join_one_by_one_are_one_update_a_tick(tmp_path: Path) -> None:
