@@ -7,7 +7,9 @@
 
 The stored state of the rules is used if rules and version are the same. Otherwise the last `RECENT_STEPS` steps are
 judged again: windows are full then, and values since the start (`first`, `lowest`, `highest`, `warmup`) begin there. An
-open incident stays open under its old id if its condition still holds, and otherwise ends.
+open incident stays open under its old id if its condition still holds, and otherwise ends. What is measured between
+steps, such as memory of the host, cannot be judged again: an incident about that stays open until its rule has judged
+new measurements.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import msgspec
 from sentinel import wire
 from sentinel.actions.rollback import WAITS
 from sentinel.daemon.run.clock import Clock
+from sentinel.daemon.run.incident_log import find_number
 from sentinel.daemon.run.saved_state import SavedState, digest
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
-from sentinel.engine import RuleStateError, Transition
+from sentinel.engine import Rule, RuleStateError, Transition
 from sentinel.runs import RECENT_STEPS, Attempt, Rank, Stage
 from sentinel.runs.steps import RunStep
-from sentinel.signals import OPENING_STEPS
+from sentinel.signals import CLOCK, OPENING_STEPS, SIGNALS
 from sentinel.store import History
 
 log = logging.getLogger(__name__)
@@ -104,6 +107,9 @@ def _judge_missed(watch: WatchedRun, history: History, steps: list[RunStep], now
     else:
         transitions = [found for step in steps if step.seq > seq for found in incidents.find_transitions(step)]
     incidents.judged_to = steps[-1].seq if steps else seq
+    known = {incident.rule for incident in incidents.evaluator.incidents if incident.state == "firing"}
+    unjudged = (case for case in _list_open(watch) if case.alert not in known)
+    incidents.wait_for_judgement(case for case in unjudged if _reads_measurements(incidents.rules, case))
     if steps and incidents.judged_to < OPENING_STEPS - 1:  # the opening examination goes on
         incidents.first_judged = steps[0].seq
     if state is not None:
@@ -124,10 +130,10 @@ def _state(history: History, number: int) -> tuple[int, SavedState | None]:
 
 
 def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
-    """Judge the steps without a saved state. A known incident that is open at the end goes on; any other ends."""
+    """Judge the steps without a saved state. A known incident that is open at the end goes on. Any other ends, except
+    where steps alone do not decide it."""
     incidents, attempt = watch.incidents, watch.run.attempt
-    mine = [case for case in incidents.log.present() if not case.of_job]
-    last = max((int(case.id.partition(".")[2]) for case in mine), default=0)
+    last = max((find_number(case) for case in incidents.log.present() if not case.of_job), default=0)
     incidents.evaluator = incidents.new_evaluator(incidents=last)
     fired: dict[str, Transition] = {}
     for step in steps:
@@ -136,16 +142,29 @@ def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
                 fired[transition.incident.rule] = transition
             elif transition.kind == "resolved":
                 fired.pop(transition.incident.rule, None)
-    open_cases = {case.alert: case for case in mine if case.state == "firing"}
+    open_cases = {case.alert: case for case in _list_open(watch)}
     for rule, transition in list(fired.items()):
         if (case := open_cases.pop(rule, None)) is not None:
-            transition.incident.id = int(case.id.partition(".")[2])
+            transition.incident.id = find_number(case)
             del fired[rule]
     for case in open_cases.values():
+        if _reads_measurements(incidents.rules, case):
+            continue
         case.state, case.resolved_step = "resolved", attempt.closed_to + attempt.step_offset
         case.resolved_time = steps[-1].time if steps else case.time
         watch.context.record_case(case)
     return list(fired.values())
+
+
+def _list_open(watch: WatchedRun) -> list[Case]:
+    """Return the open cases of the present attempt that this node judges."""
+    return [case for case in watch.incidents.log.present() if case.state == "firing" and not case.of_job]
+
+
+def _reads_measurements(rules: Sequence[Rule], case: Case) -> bool:
+    """Whether the case's rule reads what is measured between steps, and is not stored with them."""
+    metrics = next((rule.metrics for rule in rules if rule.name == case.alert), ())
+    return any(name in SIGNALS and SIGNALS[name].tier == CLOCK for name in metrics)
 
 
 def _list_interrupted(watch: WatchedRun, committed: str) -> list[Case]:

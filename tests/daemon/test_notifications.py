@@ -131,6 +131,33 @@ def test_after_kill_9_only_what_was_not_delivered_is_sent(
     assert nothing_more(ops)
 
 
+@pytest.mark.slow
+def test_after_kill_9_and_a_change_of_the_rules_a_page_about_the_host_stays_open(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    rules = "group: mine\nrules:\n  - alert: HostOdd\n    scope: node\n    expr: host_memory_available_bytes > 0\n"
+    (tmp_path / "rules.yaml").write_text(rules)
+    with daemon_process(*options) as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello()
+        rank.steps(0, [LOW] * 5)
+        assert ops.next()["status"] == "firing"
+        while status()["notifications"][0]["pending"]:
+            pass
+        process.kill()
+        process.wait()
+    (tmp_path / "rules.yaml").write_text(f"{rules}  - alert: Another\n    scope: run\n    expr: loss > 1000\n")
+    with daemon_process(*options) as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello(next_seq=5)
+        rank.steps(5, [LOW] * 3)
+        while not any(row["rule"] == "HostOdd" and row["state"] == "firing" for row in status()["rules"]):
+            pass
+        rank.say(wire.Goodbye())
+        assert ended(process) == 0
+    assert nothing_more(ops)
+    (case,) = json.loads(sentinel("incidents", "--json").stdout)
+    assert case["id"] == "0.1"
+
+
 def test_a_receiver_that_hangs_holds_nothing_up(ops: Consumer, options: tuple[str, ...]) -> None:
     ops.answers.append(HANG)
     with daemon_process(*options) as (path, _), SimulatedRank(path) as rank:

@@ -178,5 +178,10 @@ class IncidentLog:
         """Do nothing: all members are on this node."""
 
 
+def find_number(case: Case) -> int:
+    """Return the id of the incident that a case of this node is about."""
+    return int(case.id.partition(".")[2])
+
+
 def _is_one_problem(case: Case, other: Case) -> bool:
     return bool(case.problem_id) and case.problem_id == other.problem_id
