@@ -408,6 +408,7 @@ class Daemon:
                 log.exception("run %s: cannot go on from %s; it starts at step 0", run.name, store.path)
             run.attempt = Attempt(opened.begins, now)
             watch.ingest.begin_attempt()
+            watch.incidents.log.add_sent()  # they end with the attempt that begins
             return watch, []
         for rank in watch.run.attempt.ranks.values():
             if rank.state == "lost":

@@ -89,6 +89,32 @@ def test_a_history_that_is_cut_short_is_moved_aside_and_all_goes_on_over_a_kill_
     assert nothing_more(ops)
 
 
+@pytest.mark.slow
+def test_a_page_whose_incident_cannot_be_read_after_a_kill_is_closed(ops: Consumer, options: tuple[str, ...]) -> None:
+    with daemon_process(*options) as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello()
+        rank.steps(0, [LOW, HIGH])
+        fired = ops.next()
+        history = Path(status()["history"])
+        while status()["notifications"][0]["pending"] or not (rows(history, "outbox") and rows(history, "incidents")):
+            pass
+        process.kill()
+        process.wait()
+    with contextlib.closing(sqlite3.connect(history)) as database, database:
+        assert database.execute("UPDATE incidents SET body = zeroblob(40)").rowcount == 1
+    with daemon_process(*options) as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello(next_seq=2)
+        over = ops.next()
+        assert (fired["status"], over["status"]) == ("firing", "resolved")
+        assert fired["alerts"][0]["fingerprint"] == over["alerts"][0]["fingerprint"]
+        rank.steps(2, [LOW])
+        rank.say(wire.Goodbye())
+        assert ended(process) == 0
+    assert nothing_more(ops)
+    (case,) = json.loads(sentinel("incidents", "--json").stdout)
+    assert (case["id"], case["state"], case["done"]) == ("0.1", "resolved", ["over: attempt 1 began"])
+
+
 def test_a_dead_mans_switch_is_told_while_a_run_is_watched(
     ops: Consumer, options: tuple[str, ...], tmp_path: Path
 ) -> None:

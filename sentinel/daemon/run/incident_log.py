@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+import msgspec
+
 from sentinel.daemon.run.context import RunContext
 from sentinel.diagnose import case as cases
 from sentinel.diagnose import folding
@@ -41,6 +43,14 @@ class IncidentLog:
         over = (identity for identity, case in self.cases.items() if case.state != "firing")
         for identity in [*itertools.islice(over, max(len(self.cases) - CASES, 0))]:
             del self.cases[identity]
+
+    def add_sent(self) -> None:
+        """Add the open cases that receivers got, or are to get, and that are not known otherwise: an alert that was
+        raised must end, even if the history cannot be read."""
+        for entry in self._notifier.pipeline.entries:
+            unknown = (case for identity, case in entry.cases.items() if identity not in self.cases)
+            if not entry.run_id:  # otherwise it is the job's, and its nodes decide
+                self.add([msgspec.structs.replace(case) for case in unknown if case.state == "firing"])
 
     def find_case(self, incident: Incident) -> Case | None:
         """Return the case of an incident of the present attempt."""
