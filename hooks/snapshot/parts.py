@@ -36,23 +36,52 @@ class StatefulPart(Part):
     def __init__(self, owner: Stateful, name: str) -> None:
         self._owner, self.name = owner, name
 
-    def take(self, capture: Capture) -> Any:
+    def take(self, capture: Capture) -> tuple[int, Any]:
+        """Return the number of its optimizer's groups beside the state."""
         try:
             with _NoCollectives():  # type: ignore[no-untyped-call]
                 state = self._owner.state_dict()
         except Exception as error:
             faults.let_through(error)
             raise RollbackError(f"{self.name}: its state_dict() raised {error!r}") from error
-        return capture.now(state, self.name)
+        return self._count_groups(), capture.now(state, self.name)
 
-    def give(self, kept: Any, copies: Copies) -> None:
+    def give(self, kept: tuple[int, Any], copies: Copies) -> None:
+        groups, state = kept
         # A separate copy: load_state_dict may keep what it is given.
-        value = thaw_tree(kept, None, copies)
+        value = thaw_tree(state, None, copies)
         try:
+            if groups < (now := self._count_groups()):
+                _append_of_added_groups(value, self._owner.state_dict(), groups, now)
             self._owner.load_state_dict(value)
         except Exception as error:
             faults.let_through(error)
             raise RollbackError(f"{self.name} could not be loaded: {error!r}") from error
+
+    def export_named(self, kept: tuple[int, Any]) -> Any:
+        return kept[1]
+
+    def import_named(self, named: Any) -> tuple[int, Any]:
+        return self._count_groups(), named  # as many as then: the optimizer's part refuses another number
+
+    def _count_groups(self) -> int:
+        """Return the number of groups of the optimizer that a scheduler has; 0: this is no scheduler."""
+        groups = getattr(getattr(self._owner, "__dict__", {}).get("optimizer"), "param_groups", None)
+        return len(groups) if isinstance(groups, list) else 0
+
+
+def _append_of_added_groups(kept: Any, live: Any, then: int, now: int) -> None:
+    """Append to the lists that have an entry for each of `then` groups, such as `base_lrs`, the entries of the groups
+    added since, which stay: with fewer entries than groups a scheduler's next step raises, or forgets a rate."""
+    if isinstance(kept, dict) and isinstance(live, dict):
+        for key in kept.keys() & live.keys():
+            _append_of_added_groups(kept[key], live[key], then, now)
+    elif isinstance(kept, list) and isinstance(live, list):
+        if len(kept) == then and len(live) == now:
+            kept += live[then:]
+        else:  # schedulers inside another one
+            for mine, its in zip(kept, live, strict=False):
+                _append_of_added_groups(mine, its, then, now)
 
 
 class ExtraState(Part):
