@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sentinel.errors import StateError
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor, local
+from sentinel.hooks.torch_interop.tensors import is_expanded
 
 
 class Stateful(Protocol):
@@ -257,4 +258,5 @@ def thaw_tree(kept: Any, live: Any, copies: Copies) -> Any:
 def fits(cell: Cell, live: Tensor) -> bool:
     """Whether the cell can be copied into `live` as it is."""
     part = local(live)
-    return part.shape == cell.kept.shape and part.dtype == cell.kept.dtype and part.device == cell.device
+    alike = part.shape == cell.kept.shape and part.dtype == cell.kept.dtype and part.device == cell.device
+    return alike and not is_expanded(part)

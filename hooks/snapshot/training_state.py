@@ -116,15 +116,19 @@ class Buffers(Part):
         Raises RollbackError if one cannot be kept.
         """
         seen = set()
+        for module, key, name, buffer in self._walk():
+            if buffer is None or id(buffer) in seen or not buffer.numel() or is_expanded(buffer):
+                continue
+            seen.add(id(buffer))
+            check_plain(name, buffer)
+            yield module, key, name, buffer
+
+    def _walk(self) -> Iterator[tuple[nn.Module, str, str, Tensor | None]]:
+        """Yield owner, key, qualified name and what is there, for each place of a buffer."""
         for prefix, model in number_things(self._models, "model"):
             for path, module in plain_modules(model):
                 for key, buffer in module._buffers.items():
-                    if buffer is None or id(buffer) in seen or not buffer.numel() or is_expanded(buffer):
-                        continue
-                    seen.add(id(buffer))
-                    name = prefix + (f"{path}.{key}" if path else key)
-                    check_plain(name, buffer)
-                    yield module, key, name, buffer
+                    yield module, key, prefix + (f"{path}.{key}" if path else key), buffer
 
     def take(self, capture: Capture) -> list[tuple[nn.Module, str, Cell]]:
         return [
@@ -143,7 +147,8 @@ class Buffers(Part):
         return {cell.name: cell for _, _, cell in kept}
 
     def import_named(self, named: dict[str, Cell]) -> list[tuple[nn.Module, str, Cell]]:
-        live = {name: (module, key, buffer) for module, key, name, buffer in self.live()}
+        # Also those that begin empty or expanded, and that the forward pass then makes: a queue, a moving average.
+        live = {name: (module, key, buffer) for module, key, name, buffer in self._walk() if buffer is not None}
         found = []
         for name, cell in named.items():
             if (owner := self._find_made_by_forward(name, cell)) is None:
