@@ -26,7 +26,7 @@ from sentinel.hooks.core.host_memory import memory_left
 from sentinel.hooks.snapshot.capture import Cell
 from sentinel.hooks.torch_interop.internals import release_pinned_memory
 from sentinel.hooks.torch_interop.layer_table import local
-from sentinel.hooks.torch_interop.tensors import dense, has_nonfinite
+from sentinel.hooks.torch_interop.tensors import dense, has_nonfinite, is_lazy
 
 SPARE = 0.2
 """Share of what is left that stays free: DataLoader workers, the page cache, a checkpoint being saved."""
@@ -218,7 +218,9 @@ class HostBuffer:
             source = cell.source
             assert source is not None
             there = bool(source.data_ptr()) or not source.numel()  # else reading there would end the process
-            if there and packed:
+            if there and is_lazy(source):
+                cell.kept.copy_(source)
+            elif there and packed:
                 size = source.numel() * source.element_size()
                 there = copy_bytes(cell.kept.data_ptr(), source.data_ptr(), size)
             elif there and source.is_cpu:
@@ -279,8 +281,8 @@ class WriteDetector:
 
 
 def _bits(dense: Tensor) -> Tensor:
-    """Return its memory, as integers."""
-    flat = dense.as_strided((dense.numel(),), (1,))
+    """Return its elements, as integers."""
+    flat = dense.resolve_conj().resolve_neg().as_strided((dense.numel(),), (1,))
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(_WHOLE[flat.element_size()])

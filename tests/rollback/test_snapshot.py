@@ -57,6 +57,8 @@ ODD = {
     "transposed": torch.randn(6, 4).t(),
     "gaps": torch.randn(8, 8)[::2, 1::3],
     "infinite": torch.tensor([torch.inf, torch.nan]),
+    "conjugate": torch.randn(3, 5, dtype=torch.complex64).mH,
+    "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
 }
 
 
@@ -248,4 +250,17 @@ def test_the_change_detector_sees_one_element_that_no_sample_holds() -> None:
     assert not detector.has_changed()
     with torch.no_grad():
         weight[1] = 1.0
+    assert detector.has_changed()
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_the_change_detector_sees_a_tensor_that_is_computed_when_it_is_read(kind: str) -> None:
+    made = torch.randn(4, dtype=torch.complex64).conj()
+    weight = nn.Parameter(made if kind == "conjugate" else made.imag)
+    assert weight.is_conj() or weight.is_neg()
+    snapshot = Snapshot()
+    snapshot.take(0, [Weights([nn.ParameterList([weight])], [])], lambda nbytes: None)
+    detector = snapshot.write_detector()
+    assert not detector.has_changed()
+    weight.data[-1].add_(1)
     assert detector.has_changed()
