@@ -266,7 +266,8 @@ class Restorer(StepGuard):
                 with _one_thread():
                     younger = snapshot.restore(self._run.parts)
                     self._zero_gradients()
-                void = self.ring.void_after(promise.to)
+                with self._ring_lock:  # the disk thread may be done with one of them just now
+                    void = self.ring.void_after(promise.to)
                 if self.disk is not None:
                     self.disk.rewound(promise.to)
                 ok, reason = True, self._adjust_loop(verdict, younger)

@@ -19,6 +19,7 @@ from sentinel.hooks.rollback.framework_checkpoints import BEFORE
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
 from sentinel.hooks.snapshot import directory as snapshots
+from sentinel.hooks.snapshot.snapshot import Ring
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back, wait_for_disk
 
 DATA = batches(24)
@@ -244,6 +245,41 @@ def test_a_snapshot_that_is_being_written_is_not_overwritten(tmp_path: Path, mon
     gate.set()
     write(restorer, sent, 99)
     training.step(DATA[17])
+    restorer.close()
+
+
+def test_a_snapshot_is_not_dropped_while_the_disk_thread_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped between two lines of `unpin`, it would be free twice, and hold two steps at once."""
+    unpin, void_after = Ring.unpin, Ring.void_after
+    entered, dropped, over = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def unpin_slowly(ring: Ring) -> None:
+        entered.set()
+        dropped.wait(0.5)  # the training thread is at its rollback: it must wait
+        unpin(ring)
+        order.append("given back")
+        over.set()
+
+    def drop(ring: Ring, seq: int) -> tuple[int, ...]:
+        order.append("dropped")
+        dropped.set()
+        return void_after(ring, seq)
+
+    monkeypatch.setattr(Ring, "unpin", unpin_slowly)
+    monkeypatch.setattr(Ring, "void_after", drop)
+    training = Training()
+    restorer, _ = armed(training, tmp_path)
+    for seq in range(7):
+        training.step(DATA[seq])
+    roll_back(restorer, at=7, to=0)
+    restorer.receive(wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0))
+    assert entered.wait(30)
+    training.step(DATA[7])
+    assert over.wait(30)
+    assert order == ["given back", "dropped"]
     restorer.close()
 
 
