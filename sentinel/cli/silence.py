@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -59,18 +60,15 @@ def silence(
     for text in filter(None, (alert, run, comment)):
         if not text.isprintable():
             raise click.UsageError(f"{text}: it has characters that cannot be printed.")
-    path = silences.file()
     if listing + bool(ending) + bool(alert) != 1:
         raise click.UsageError("name an alert (with --for), or use --list, or --end ID.")
     if listing:
-        known = {one.id: one for one in [*silences.read(path), *_service({})]}
+        known = {one.id: one for one in [*silences.read(silences.file()), *_list_at_service()]}
         held = [one for one in known.values() if time.time() < one.until]
         _list(held, as_json)
         ctx.exit(1 if held else 0)
     if ending:
-        ended = silences.end(path, ending)
-        _service({"end": ending})
-        _say(ended, "ended", as_json)
+        _say(_end_silence(ending), "ended", as_json)
     elif alert:
         if seconds is None:
             raise click.UsageError("say how long: --for 2h.")
@@ -83,23 +81,48 @@ def silence(
 
 
 def add_silence(alert: str, run: str, seconds: float, comment: str) -> Silence:
-    """Begin a silence, in this user's file and at a node's service."""
+    """Begin a silence, in this user's file and at a node's service. Raises ConfigError where the service does not take
+    it."""
     made = silences.add(silences.file(), alert=alert, run=run, seconds=seconds, comment=comment)
-    _service({"add": msgspec.to_builtins(made)})
+    try:
+        _ask_service({"add": msgspec.to_builtins(made)})
+    except (ConfigError, ProtocolError) as error:
+        raise ConfigError(f"{error}; silence {made.id} holds for daemons of your own alone") from None
     return made
 
 
-def _service(order: dict[str, Any]) -> list[Silence]:
-    """Send an order to a node's service, which does not read this user's file. Returns this user's silences there."""
+def _end_silence(identity: str) -> Silence:
+    """End a silence that holds in this user's file, at a node's service, or at both. Raises ConfigError where it holds
+    at neither, or the service does not answer."""
+    path = silences.file()
+    ended = silences.end(path, identity) if _find(silences.read(path), identity) else None
     try:
-        if (socket := paths.address()) is None:
-            return []
-        return msgspec.convert(ask_daemon(socket, "silence", order), list[Silence])
-    except ConfigError:
-        return []  # no service runs there, or it does not know this silence
-    except ProtocolError as error:
+        if _find(_ask_service({}), identity):
+            ended = next(one for one in _ask_service({"end": identity}) if one.id == identity)
+    except (ConfigError, ProtocolError) as error:
+        raise ConfigError(f"{error}; if that is a service, silence {identity} may hold for its runs") from None
+    return ended or silences.end(path, identity)
+
+
+def _find(known: list[Silence], identity: str) -> bool:
+    return any(one.id == identity and time.time() < one.until for one in known)
+
+
+def _list_at_service() -> list[Silence]:
+    try:
+        return _ask_service({})
+    except (ConfigError, ProtocolError) as error:
         echo(f"sentinel: {error}", err=True)
         return []
+
+
+def _ask_service(order: dict[str, Any]) -> list[Silence]:
+    """Send an order to a node's service, which does not read this user's file, and return this user's silences there:
+    none, if no service runs. Raises ConfigError or ProtocolError where it does not answer, or refuses."""
+    socket = paths.address()
+    if socket is None or not os.path.exists(socket):  # a daemon of one's own reads the file once it runs
+        return []
+    return msgspec.convert(ask_daemon(socket, "silence", order), list[Silence])
 
 
 def _list(held: list[Silence], as_json: bool) -> None:

@@ -162,7 +162,7 @@ def service_state() -> Path:
 
     Raises ConfigError where it cannot be used.
     """
-    place = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
+    place = service_place()
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -170,6 +170,11 @@ def service_state() -> Path:
     if (kind := file_system(place)) in _NETWORK_FILE_SYSTEMS:
         raise ConfigError(f"no place for the histories: {place}: {kind} is a network file system; set SENTINEL_STATE")
     return place
+
+
+def service_place() -> Path:
+    """Return where a node's service keeps what it knows, by uid; it may not exist yet."""
+    return Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
 
 
 def histories() -> list[Path]:
@@ -181,8 +186,7 @@ def histories() -> list[Path]:
 def history_folders() -> list[Path]:
     """Return the folders of histories: the user's own, and for root those of a node's service too."""
     own = {path.parent for path in histories()}
-    service = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
-    return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in state_places())})
+    return sorted({*own, *service_place().glob("*/runs"), *(place / "runs" for place in state_places())})
 
 
 def file_system(path: Path) -> str:

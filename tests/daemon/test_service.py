@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import stat
@@ -21,6 +22,7 @@ from sentinel.daemon.tenancy.tenants import Tenants, service_directory
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.node.question import ask_daemon
+from sentinel.notify import silences
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
 from tests.second_user import NOBODY, SOMEBODY, as_user
@@ -241,6 +243,39 @@ def test_a_silence_is_that_of_the_user_who_asked_and_of_root_for_all(service: Pa
         as_user(SOMEBODY, lambda: ask_daemon(service, "silence", {"end": "abc"}))
     with pytest.raises(AssertionError, match="Expected"):
         as_user(SOMEBODY, lambda: ask_daemon(service, "silence", {"add": {"id": 3}}))
+
+
+@pytest.mark.slow
+def test_a_silence_of_root_reaches_a_service_that_cannot_read_roots_own_file(
+    service: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under systemd the service sees root's home read-only, and has a place for histories of its own."""
+    state = os.environ["SENTINEL_STATE"]
+    monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{service}")
+    monkeypatch.setenv("SENTINEL_STATE", str(tmp_path))
+    assert "is silenced until" in sentinel("silence", "NonFiniteLoss", "--for", "1h").stdout
+    (silence,) = json.loads(sentinel("silence", "--list", "--json").stdout)
+    assert as_user(NOBODY, silenced(service, "n1", {})) == {"silenced": True, "ids": []}
+    assert silenced(service, "r1", {})() == {"silenced": True, "ids": [silence["id"]]}
+    (tmp_path / silences.FILE).unlink()  # as in another environment of root's
+    assert "is no longer silenced" in sentinel("silence", "--end", silence["id"]).stdout
+    assert as_user(NOBODY, silenced(service, "n2", {})) == {"silenced": False, "ids": []}
+    assert sentinel("silence", "--list").returncode == 0
+    assert "no silence" in sentinel("silence", "--end", silence["id"]).stderr
+    monkeypatch.setenv("SENTINEL_STATE", state)
+
+
+@pytest.mark.slow
+def test_a_silence_that_the_service_does_not_take_is_an_error(
+    service: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(os.environ["SENTINEL_STATE"], "0").write_text("in the way")
+    monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{service}")
+    monkeypatch.setenv("SENTINEL_STATE", str(tmp_path))
+    refused = sentinel("silence", "NonFiniteLoss", "--for", "1h")
+    assert "silences cannot be kept there" in refused.stderr
+    assert "holds for daemons of your own alone" in refused.stderr
+    assert "is silenced" not in refused.stdout
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,27 @@ def test_wrong_use_is_a_sentence(arguments: tuple[str, ...], said: str) -> None:
     result = sentinel("silence", *arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_a_silence_is_not_said_to_hold_where_a_daemon_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a service, which does not read the user's file. Without a socket no daemon runs, and the next one of
+    the user reads the file."""
+    monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{tmp_path}/s.sock")
+    assert "is silenced until" in sentinel("silence", "LossSpike", "--for", "2h").output
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(f"{tmp_path}/s.sock")
+        failed = sentinel("silence", "LossSpike", "--for", "2h")
+        assert isinstance(failed.exception, ConfigError)
+        assert "no daemon answers there" in str(failed.exception)
+        assert "is silenced" not in failed.output
+        listed = sentinel("silence", "--list", "--json")
+        assert "no daemon answers there" in listed.stderr
+        assert len(ids := [one["id"] for one in json.loads(listed.stdout)]) == 2
+        assert "may hold for its runs" in str(sentinel("silence", "--end", ids[0]).exception)
+    (tmp_path / "s.sock").unlink()
+    assert [one["id"] for one in json.loads(sentinel("silence", "--list", "--json").output)] == ids[1:]
 
 
 def test_a_silence_of_an_unknown_rule_is_reported_and_written() -> None:
