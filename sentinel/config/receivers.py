@@ -154,6 +154,9 @@ class ReceiverKind:
     """The grouping of a type that groups by itself, where the settings' grouping does not apply."""
     edits: Callable[[ReceiverSettings], bool] = lambda _: False
     """Whether another message about a group edits the first one, without a second notification."""
+    tracks: bool = False
+    """Whether it tracks each alert by itself, and notifies people of none that is sent again unchanged. It also gets
+    silenced alerts that it knows, unchanged: Alertmanager ends what is not sent again."""
     secret_url: bool = False
     """Whether its URLs always contain a secret, and may have another scheme than http."""
     install: str = ""

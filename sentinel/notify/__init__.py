@@ -157,3 +157,5 @@ class Route(NamedTuple):
     """The receiver's rate limits, shared by all runs."""
     edits: bool = False
     """Whether another message about a group edits the first one, without a second notification."""
+    tracks: bool = False
+    """See `ReceiverKind`."""

@@ -85,7 +85,7 @@ class DeliveryQueue:
         if entry.finished and case.state == "firing":  # kept for ends that come again alone: what it fired is over
             del self.entries[entry.key]
             entry = self._entry_of(case, run_id)
-        entry.edits = self._route.edits
+        entry.edits, entry.tracks = self._route.edits, self._route.tracks
         now = self._clock()
         (entry.move if moved else entry.put)(case, now, self._grouping)
         for other in former:

@@ -60,6 +60,8 @@ class Entry(msgspec.Struct, kw_only=True):
     """See `Message`."""
     edits: bool = True
     """See `Route`."""
+    tracks: bool = False
+    """See `ReceiverKind`."""
     escalated: bool = False
     """Whether a case must be sent that is more severe than anything sent before, or no longer silenced."""
     told: dict[str, str] = {}
@@ -145,6 +147,9 @@ class Entry(msgspec.Struct, kw_only=True):
             self._drop_untold(case.id, now, grouping)
             return
         known = self.cases.get(case.id)
+        if case.silenced and fires and case.id in self.told:  # until its silence ends it stays as the receiver got it
+            self.cases[case.id] = msgspec.structs.replace(known or case, silenced=case.silenced)
+            return
         if known is not None and known.level > case.level:  # a new coordinator may lack the node's case that was worse
             case = msgspec.structs.replace(case, severity=known.severity)
         rises = known is not None and known.level < case.level
@@ -154,9 +159,7 @@ class Entry(msgspec.Struct, kw_only=True):
         escalates = (is_new or is_heard_again or (rises and fires)) and self._weigh(case)
         if known is not None and rises and self.may_be_told(case.id):
             self.outgrown[case.id] = Outgrown(known.severity, was_quiet, now)
-        muted = bool(case.silenced) and fires and case.id in self.told
-        repeats = self.told.get(case.id) == digest(case) and (not is_heard_again or case.id in self.quiet)
-        if muted or repeats:
+        if self.told.get(case.id) == digest(case) and (not is_heard_again or case.id in self.quiet):
             if fires or not self.problem_id:
                 self.cases.pop(case.id, None)
             if fires:
@@ -243,7 +246,9 @@ class Entry(msgspec.Struct, kw_only=True):
         return [] if self.muted else self._list_heard()
 
     def _list_heard(self) -> list[Case]:
-        return [case for case in self.cases.values() if not (case.silenced and case.state == "firing")]
+        silenced = (case for case in self.cases.values() if case.silenced and case.state == "firing")
+        muted = {case.id for case in silenced if not (self.tracks and self.may_be_told(case.id))}
+        return [case for case in self.cases.values() if case.id not in muted]
 
     def urgency(self) -> int:
         """Return the level of the most severe case to send; 0: there is none."""

@@ -42,7 +42,8 @@ def make_routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
         wants = functools.partial(_wants, named, settings.routes)
         grouping = kind.grouping or settings.grouping
         limiter = _limiter(named, kind)
-        found.append(Route(named.name, receiver, wants, named.timeout, grouping, limiter, kind.edits(named)))
+        edits = kind.edits(named)
+        found.append(Route(named.name, receiver, wants, named.timeout, grouping, limiter, edits, kind.tracks))
     return found, notes
 
 

@@ -14,18 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from sentinel.config import settings as config
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Message
-from sentinel.notify.receivers.alertmanager import Alertmanager, alerts
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers.alertmanager import RESENT_SECONDS, Alertmanager, alerts
 from sentinel.notify.receivers.webhook import payload
+from sentinel.notify.routes import make_routes
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.notify import hostile
 from tests.notify.cases import case
 from tests.notify.consumer import check, consumer, shape
+from tests.notify.test_pipeline import Fake, until
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.processes
@@ -188,6 +193,38 @@ def test_what_follows_from_a_known_problem_is_inhibited_as_we_ship_it(tmp_path: 
         assert asyncio.run(told(address, message(first, over, joins))).fault is None
         for state, names in (("--inhibited", {"ExplodingGradient"}), ("--active", {"GradientSpike", "LossSpike"})):
             assert {one["labels"]["alertname"] for one in json.loads(amtool(address, state))} == names
+
+
+def test_a_silenced_alert_that_it_has_is_renewed_as_it_was_until_its_end() -> None:
+    """It was not renewed, which Alertmanager announced as its end; after the silence it announced the alert again."""
+    settings = "[[receivers]]\nname = 'am'\ntype = 'alertmanager'\nurl = 'http://am'\n"
+    (made,), _ = make_routes(config.parse_settings(settings, Path("sentinel.toml")))
+    fake, now = Fake(), [2e6]
+
+    async def scenario() -> None:
+        pipeline = Pipeline("train", "r1", [made._replace(receiver=fake)], outbox=Outbox(None), clock=lambda: now[0])
+        pipeline.start()
+        pipeline.put(case(alert="Hang"))
+        await until(lambda: len(fake.got) == 1)
+        silenced = msgspec.structs.replace(case(alert="Hang", ranks=64), silenced="3f9a1c")
+        pipeline.put(silenced)
+        pipeline.put(msgspec.structs.replace(case("0.2"), silenced="3f9a1c"))  # it never had this one
+        for count in range(1, 9):
+            (renewed,) = alerts(fake.got[-1], now[0])
+            assert renewed["labels"]["alertname"] == "Hang"
+            assert "members" not in renewed["annotations"]
+            now[0] += RESENT_SECONDS
+            assert moment(renewed["endsAt"]).timestamp() > now[0]
+            pipeline.hurry()
+            await until(lambda count=count: len(fake.got) > count)  # type: ignore[misc]
+        pipeline.put(msgspec.structs.replace(silenced, state="resolved", resolved_time=now[0] - 1))
+        now[0] += 1
+        pipeline.hurry()
+        await until(lambda: not pipeline.pending)
+        assert moment(alerts(fake.got[-1], now[0])[0]["endsAt"]).timestamp() == now[0] - 2
+        await pipeline.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_consequence_that_became_a_problem_of_its_own_ends_and_inhibits_no_more() -> None:

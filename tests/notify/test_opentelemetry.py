@@ -97,19 +97,21 @@ def test_a_clock_that_is_far_out_is_no_fault(collector: Collector) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector) -> None:
+@pytest.mark.parametrize("silence", ["", "3f9a1c"], ids=["no silence", "the parent is silenced"])
+def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector, silence: str) -> None:
     """Through the pipeline: a message has all cases of a problem, but each change must be recorded only once."""
 
-    def put(pipeline: Pipeline, identity: str, alert: str, state: str) -> None:
+    def put(pipeline: Pipeline, identity: str, alert: str, state: str, silence: str = "") -> None:
         made = case(identity, state, alert=alert)
-        made.problem_id = "0.1"
+        made.problem_id, made.silenced = "0.1", silence
         pipeline.put(made)
 
     async def scenario() -> None:
         receiver = opentelemetry.OpenTelemetry(ReceiverSettings(name="otel", type="opentelemetry", url=collector.url))
         grouping = opentelemetry.KIND.grouping
         assert grouping is not None
-        route = Route("otel", receiver, lambda _: True, 30.0, grouping, Limiter(), edits=True)
+        tracks = opentelemetry.KIND.tracks
+        route = Route("otel", receiver, lambda _: True, 30.0, grouping, Limiter(), edits=True, tracks=tracks)
         pipeline = Pipeline("train", "r1", [route], outbox=Outbox(None))
         pipeline.start()
         steps: Sequence[tuple[str, str, str]] = [
@@ -121,6 +123,8 @@ def test_of_a_problem_only_what_is_new_is_recorded(collector: Collector) -> None
         for count, step in enumerate(steps):
             put(pipeline, *step)
             await until(lambda count=count: pipeline.status()[0]["sent"] > count)  # type: ignore[misc]
+            if not count:
+                put(pipeline, *step, silence)
         await pipeline.close()
         await receiver.close()
 

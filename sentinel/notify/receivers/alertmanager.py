@@ -1,8 +1,8 @@
 """Alertmanager, API v2: send the alerts themselves, as Prometheus does.
 
 Alerts are sent again each minute while they fire, with an end four minutes ahead (4 x the larger of evaluation interval
-and resend delay, as Prometheus computes it): if Sentinel dies, the alert resolves itself. Grouping, routes and
-inhibition are Alertmanager's, so nothing waits here.
+and resend delay, as Prometheus computes it): if Sentinel dies, the alert resolves itself. A silence does not change
+that, or it would be announced as the end. Grouping, routes and inhibition are Alertmanager's, so nothing waits here.
 """
 
 from __future__ import annotations
@@ -53,5 +53,6 @@ KIND = config.ReceiverKind(
     make=Alertmanager,
     find_mistake=config.find_missing_address,
     edits=lambda _: True,
+    tracks=True,
     grouping=Grouping(wait=Duration(0), interval=Duration(1), repeat=Duration(RESENT_SECONDS)),
 )

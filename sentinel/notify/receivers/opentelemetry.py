@@ -87,6 +87,7 @@ def encode_logs(message: Message, cases: Iterable[Case], now: float) -> ExportLo
 KIND = config.ReceiverKind(
     make=OpenTelemetry,
     edits=lambda _: True,
+    tracks=True,
     grouping=Grouping(wait=Duration(0), interval=Duration(1), repeat=Duration(3650 * 86400)),
     install=INSTALL,
 )
