@@ -24,7 +24,8 @@ half, so that not all daemons send at once to a receiver that comes back."""
 LONGEST_AFTER = 3600.0
 """Longest pause in seconds that a receiver may ask for; after that it is tried again."""
 UNHEARD_SECONDS = 30.0
-"""Seconds: a critical case that ended so soon after it fired is sent as firing first, if nothing of it was sent yet."""
+"""Seconds: a critical case that ended so soon, or before its message was due, is sent as firing first, if nothing of it
+was sent yet."""
 HANDED_OVER_SECONDS = 120.0
 """Seconds since it fired, by the clocks of two nodes: such a case that came here only with its end is sent as firing
 first, too, as the node that should have sent it is gone, or heard only of its end. People may know an older one."""
@@ -133,7 +134,8 @@ class Entry(msgspec.Struct, kw_only=True):
         if handed_over := self._is_handed_over(case, now):
             fired = msgspec.structs.replace(case, state="firing", resolved_step=None, resolved_time=None, leaves="")
             self._take(fired, now, grouping)
-        soon = handed_over or case.id in self.ends or now <= self.since + UNHEARD_SECONDS
+        waits = not self.attempts and now <= self.due  # up to `interval`, if a message was sent a short time before
+        soon = handed_over or case.id in self.ends or waits or now <= self.since + UNHEARD_SECONDS
         if self.pending and soon and self._fired_unheard(case):
             self.ends[case.id] = msgspec.structs.replace(case)
         else:

@@ -105,6 +105,19 @@ def test_what_is_critical_and_soon_over_is_told_as_firing_first(wait: int, sever
     assert tell_all(made) == states
 
 
+def test_what_is_critical_and_over_before_its_message_is_due_is_told_as_firing_first() -> None:
+    """Its message waits for the interval after that of an earlier incident: only its end was told."""
+    (fired, over), made = fired_and_over(), entry()
+    made.put(fired, NOW, GROUPING)
+    told(made, NOW + 5)
+    made.put(over, NOW + 100, GROUPING)
+    told(made, NOW + 105)
+    for state, now in (("firing", NOW + 110), ("resolved", NOW + 150)):
+        made.put(case("0.2", state), now, GROUPING)
+    assert made.due == NOW + 165
+    assert tell_all(made) == ["firing", "resolved"]
+
+
 def test_an_alert_is_told_as_firing_first_after_a_restart_or_a_failure_too() -> None:
     fired, over = fired_and_over()
     made = entry(fired)
