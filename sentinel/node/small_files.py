@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sentinel.errors import ConfigError
@@ -22,6 +25,22 @@ def text(path: Path) -> str:
     if len(content) > LARGEST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return content
+
+
+@contextmanager
+def lock_changes(path: Path) -> Iterator[None]:
+    """Hold a lock while the file is read and written again, so that of two changes at once none is lost. Raises
+    ConfigError."""
+    try:
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}), and stays as it was") from None
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_whole(path: Path, text: str) -> None:

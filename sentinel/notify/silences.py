@@ -6,15 +6,13 @@ daemons. Each daemon checks whether it changed. Ended silences are kept for a da
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
 import getpass
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -137,7 +135,7 @@ def put(path: Path, silence: Silence) -> None:
         raise ConfigError(f"{ends}, and not at once; give another --for")
     if any(len(text) > LONGEST_TEXT for text in (silence.id, silence.alert, silence.run, silence.comment, silence.by)):
         raise ConfigError(f"a silence's texts have {LONGEST_TEXT} characters at most")
-    with _lock_file(path):
+    with small_files.lock_changes(path):
         kept = [other for other in read(path) if time.time() < other.until + KEPT_SECONDS]
         if len(kept) >= LIMIT:
             raise ConfigError(f"{path}: {LIMIT} silences already; end some with `sentinel silence --end ID`")
@@ -147,7 +145,7 @@ def put(path: Path, silence: Silence) -> None:
 def end(path: Path, identity: str) -> Silence:
     """End a silence now. Raises ConfigError where none of this id holds."""
     now = time.time()
-    with _lock_file(path):
+    with small_files.lock_changes(path):
         kept = read(path)
         for index, silence in enumerate(kept):
             if silence.id == identity and now < silence.until:
@@ -155,20 +153,6 @@ def end(path: Path, identity: str) -> Silence:
                 _write(path, kept)
                 return kept[index]
     raise ConfigError(f"no silence {identity} holds; see `sentinel silence --list`")
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    """Lock the file, so that two commands at once do not lose a silence."""
-    try:
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{path.parent}: silences cannot be written there ({error.strerror})") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _write(path: Path, silences: list[Silence]) -> None:

@@ -45,8 +45,15 @@ def list_left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
 
 def leave(folder: Path, found: Sequence[Left]) -> None:
     """Write it down for the next daemon. Never raises."""
-    if found:
-        _write(folder, [*read(folder), *found][-LIMIT:])
+    if not found:
+        return
+    path = folder / FILE
+    try:
+        with small_files.lock_changes(path):
+            lines = [*read(folder), *found][-LIMIT:]
+            small_files.write_whole(path, "".join(msgspec.json.encode(one).decode() + "\n" for one in lines))
+    except ConfigError as error:
+        log.error("%s", error)
 
 
 def read(folder: Path) -> list[Left]:
@@ -66,9 +73,14 @@ def read(folder: Path) -> list[Left]:
 
 def take(folder: Path, run_id: str) -> list[str]:
     """Return in words what other runs than this one left undelivered, and clear the file."""
-    found = read(folder)
-    if found:
-        _write(folder, [])
+    if not (found := read(folder)):
+        return []
+    try:
+        with small_files.lock_changes(folder / FILE):
+            found = read(folder)  # another daemon may have taken it since, or left more
+            (folder / FILE).unlink(missing_ok=True)
+    except (ConfigError, OSError) as error:
+        log.error("%s", error)
     return describe_left(one for one in found if one.run_id != run_id)
 
 
@@ -85,14 +97,3 @@ def describe_left(found: Iterable[Left]) -> list[str]:
         + "; sentinel incidents shows it"
         for run_id, group in by_run.items()
     ]
-
-
-def _write(folder: Path, lines: Sequence[Left]) -> None:
-    path = folder / FILE
-    try:
-        if lines:
-            small_files.write_whole(path, "".join(msgspec.json.encode(one).decode() + "\n" for one in lines))
-        else:
-            path.unlink(missing_ok=True)
-    except (ConfigError, OSError) as error:
-        log.error("%s", error)
