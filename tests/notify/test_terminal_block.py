@@ -117,6 +117,18 @@ def test_what_keeps_the_memory_is_a_line_once_it_is_known() -> None:
     )
 
 
+def test_how_an_action_ended_is_another_update_than_that_it_began() -> None:
+    """The end of an action replaces its beginning in `done`; a rank drops a notice with an id that it has had."""
+    notices: list[wire.Notice] = []
+    terminal, made = Terminal(notices.append, frozenset(SEVERITIES)), case()
+    for done in ("rolling back to step 400", "not rolled back: no answer from rank 1 in 5 s"):
+        made.done = (done,)
+        terminal.notify("updated", made)
+        terminal.notify("updated", made)
+    heard = {notice.id: notice.alert["done"] for notice in reversed(notices)}
+    assert sorted(heard.values()) == [("not rolled back: no answer from rank 1 in 5 s",), ("rolling back to step 400",)]
+
+
 def test_the_summary_is_whole_where_other_rows_can_be_shorter() -> None:
     summary = (
         "resident set 3021 MB on rank 0 at step 383: memory rises and does not fall back, since step 200, before which "

@@ -11,6 +11,7 @@ from sentinel import wire
 from sentinel.config import settings as config
 from sentinel.diagnose.case import Case
 from sentinel.notify import Event, wording
+from sentinel.notify.entry import digest
 from sentinel.text import drop_controls, join_names, wrap_words
 
 WIDTH = 79
@@ -37,7 +38,7 @@ class Terminal:
         a line is enough, as the problem has its block; `going_on`: alerts of the same problem that still fire."""
         one_line = event != "fired" or quiet
         text = "" if event == "updated" else line(event, case, going_on) if one_line else block(case)
-        again = f"/{len(case.members)}.{len(case.done)}.{case.parent}" if event == "updated" else ""
+        again = f"/{digest(case)}" if event == "updated" else ""
         self._print(event, case, text, again)
         if event == "updated" and case.diagnosis.keeper and self.has_shown(case):  # found after the block was shown
             self._send(wire.Notice(id=f"{case.run_id}/{case.id}/keeper", text=name_keeper(case)))
