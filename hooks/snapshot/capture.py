@@ -83,6 +83,10 @@ class Part(ABC):
     def check(self, kept: Any) -> None:  # noqa: B027 (most parts can always be put back)
         """Raise RollbackError if the part cannot be put back. Changes nothing."""
 
+    def list_younger(self, kept: Any) -> list[str]:
+        """Return the names of what was made since, and stays as it is."""
+        return []
+
     @abstractmethod
     def give(self, kept: Any, copies: Copies) -> None:
         """Put the part back, in a way that can be undone.

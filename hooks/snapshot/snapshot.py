@@ -154,12 +154,14 @@ class Snapshot:
         return ""
 
     def restore(self, parts: Sequence[Part]) -> list[str]:
-        """Put everything back, in place. Returns the names of the parts that are younger, and stay as they are.
+        """Put everything back, in place. Returns the names of what is younger, and stays as it is.
 
         Raises RollbackError, with nothing changed, if that cannot be done, and HalfRestored if something was changed.
         """
         put_back(parts, self._kept)
-        return [part.name for part in parts if part.name not in self._kept]
+        kept = self._kept
+        younger = [[part.name] if part.name not in kept else part.list_younger(kept[part.name]) for part in parts]
+        return [name for names in younger for name in names]
 
     def export_named(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Return what it holds at the end of the iteration, by names, for the disk. Raises RollbackError before

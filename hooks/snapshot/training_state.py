@@ -130,31 +130,54 @@ class Buffers(Part):
                 for key, buffer in module._buffers.items():
                     yield module, key, prefix + (f"{path}.{key}" if path else key), buffer
 
-    def take(self, capture: Capture) -> list[tuple[nn.Module, str, Cell]]:
-        return [
-            (module, key, capture.now(buffer, name, judged=self._is_judged(module, key, buffer)))
-            for module, key, name, buffer in self.live()
-        ]
+    def take(self, capture: Capture) -> list[_Kept]:
+        """Note what is at each place: the same cell for a shared buffer, the thing itself where nothing can be written
+        to."""
+        cells: dict[int, Cell] = {}
+        kept: list[_Kept] = []
+        for module, key, name, buffer in self._walk():
+            if buffer is None or is_expanded(buffer):
+                kept.append((module, key, buffer))
+                continue
+            if id(buffer) not in cells:
+                judged = buffer.numel() > 0 and self._is_judged(module, key, buffer)
+                cells[id(buffer)] = capture.now(buffer, name, judged=judged)
+            kept.append((module, key, cells[id(buffer)]))
+        return kept
 
-    def give(self, kept: list[tuple[nn.Module, str, Cell]], copies: Copies) -> None:
-        for module, key, cell in kept:
-            # A module that makes its buffer again (a cache that grows) gets a new one of the old shape.
+    def list_younger(self, kept: list[_Kept]) -> list[str]:
+        known = {(id(module), key) for module, key, _ in kept}
+        return [f"buffer {name}" for module, key, name, _ in self._walk() if (id(module), key) not in known]
+
+    def give(self, kept: list[_Kept], copies: Copies) -> None:
+        renewed: dict[int, Any] = {}
+        for module, key, value in kept:
             live = module._buffers.get(key)
-            if (buffer := thaw_tree(cell, live, copies)) is not live:
+            # A module that makes its buffer again (a cache that grows) gets a new one of the old shape.
+            if id(value) not in renewed:
+                renewed[id(value)] = thaw_tree(value, live, copies) if isinstance(value, Cell) else value
+            if (buffer := renewed[id(value)]) is not live:
                 copies.rewrite(module._buffers, {**module._buffers, key: buffer})
 
-    def export_named(self, kept: list[tuple[nn.Module, str, Cell]]) -> dict[str, Cell]:
-        return {cell.name: cell for _, _, cell in kept}
+    def export_named(self, kept: list[_Kept]) -> dict[str, Cell]:
+        return {value.name: value for *_, value in kept if isinstance(value, Cell) and value.kept.numel()}
 
-    def import_named(self, named: dict[str, Cell]) -> list[tuple[nn.Module, str, Cell]]:
+    def import_named(self, named: dict[str, Cell]) -> list[_Kept]:
         # Also those that begin empty or expanded, and that the forward pass then makes: a queue, a moving average.
         live = {name: (module, key, buffer) for module, key, name, buffer in self._walk() if buffer is not None}
-        found = []
+        found: list[_Kept] = []
         for name, cell in named.items():
-            if (owner := self._find_made_by_forward(name, cell)) is None:
-                module, key, buffer = live[match_name(name, live, "buffer")]
-                owner, cell.device = (module, key), local(buffer).device
-            found.append((*owner, cell))
+            if (owner := self._find_made_by_forward(name, cell)) is not None:
+                found.append((*owner, cell))
+                continue
+            today = match_name(name, live, "buffer")
+            module, key, buffer = live[today]
+            _check_shape(today, buffer, cell, persistent=key not in module._non_persistent_buffers_set)
+            cell.device = local(buffer).device
+            found.append((module, key, cell))
+            for other, (sharer, its_key, its) in live.items():
+                if its is buffer and other not in (today, *named):
+                    found.append((sharer, its_key, cell))
         return found
 
     def _find_made_by_forward(self, name: str, cell: Cell) -> tuple[nn.Module, str] | None:
@@ -166,6 +189,24 @@ class Buffers(Part):
                     cell.device = next((p.device for p in unwrap_model(model).parameters()), cell.device)
                     return module, key
         return None
+
+
+_Kept = tuple[nn.Module, str, Cell | Tensor | None]
+"""Owner and key of a buffer, and what is there."""
+
+
+def _check_shape(name: str, live: Tensor, cell: Cell, *, persistent: bool) -> None:
+    """Raise RollbackError if the model was made otherwise than the snapshot's, as with a longer context.
+
+    The forward pass may have made the buffer larger since the model was made, also one that begins as a placeholder of
+    one element. A persistent one of another shape could not be loaded from a checkpoint either.
+    """
+    part, kept = local(live), cell.kept
+    if cell.spread is not None or part.shape == kept.shape or is_expanded(part):
+        return
+    if part.numel() > kept.numel() or (persistent and part.numel() > 1):
+        now, then = tuple(part.shape), tuple(kept.shape)
+        raise RollbackError(f"buffer {name} of the model is {now}, and {then} in the snapshot")
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
