@@ -75,6 +75,18 @@ def resident_and_file_bytes() -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0  # bytes on macOS
 
 
+def list_read_only_memory() -> list[tuple[int, int]]:
+    """Return first address and end of each part of this process's memory that cannot be written to, in rising order.
+    Empty where the system does not say."""
+    try:
+        lines = Path("/proc/self/maps").read_bytes().splitlines()
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=2) for line in lines]
+    bounds = [span.split(b"-") for span, rights, _ in fields if b"w" not in rights]
+    return [(int(start, 16), int(end, 16)) for start, end in bounds]
+
+
 def shared_memory_bytes() -> int:
     """Return the bytes of shared memory in use (/dev/shm: batches of a loader's workers). 0 where it is not known."""
     try:

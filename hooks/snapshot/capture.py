@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sentinel.errors import StateError
+from sentinel.hooks.core.host_memory import list_read_only_memory
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor, local
-from sentinel.hooks.torch_interop.tensors import is_expanded
+from sentinel.hooks.torch_interop.tensors import is_expanded, read_bits
 
 
 class Stateful(Protocol):
@@ -165,17 +168,31 @@ class Copies:
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._planned: dict[tuple[Any, ...], Tensor] = {}
+        self._read_only: list[tuple[int, int]] | None = None
 
     def add(self, live: Tensor, kept: Tensor) -> bool:
-        """Plan to copy `kept` into `live`. Returns False if other values are to be copied into it."""
+        """Plan to copy `kept` into `live`. Returns False if other values are to be copied into it, or it is in memory
+        that cannot be written to and has other values."""
         # A parameter and a view of its first rows begin at the same address, but are not the same.
         place = live.data_ptr(), live.dtype, live.shape, live.stride()
         if place in self._planned:  # one tensor in two entries, as the rate that torch gives to all groups
             return torch.equal(self._planned[place], kept)
+        if self._is_read_only(live):  # a file that is mapped, as by np.load: a write would end the process
+            return torch.equal(read_bits(live), read_bits(kept))
         self._planned[place] = kept
         self._live.append(live)
         self._kept.append(kept)
         return True
+
+    def _is_read_only(self, live: Tensor) -> bool:
+        if not live.is_cpu or not live.numel():
+            return False
+        if self._read_only is None:
+            self._read_only = list_read_only_memory()
+        first = live.data_ptr()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
+        at = bisect_right(self._read_only, first, key=itemgetter(1))
+        return at < len(self._read_only) and self._read_only[at][0] < first + span * live.element_size()
 
     def rewrite(self, live: dict[Any, Any], content: dict[Any, Any]) -> None:
         """Give a live dictionary this content, until `take_back`."""

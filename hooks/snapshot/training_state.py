@@ -74,7 +74,8 @@ class Weights(Part):
 
     def give(self, kept: list[tuple[Tensor, Cell]], copies: Copies) -> None:
         for parameter, cell in kept:
-            thaw_tree(cell, parameter, copies)
+            if thaw_tree(cell, parameter, copies) is not parameter:
+                raise RollbackError(f"{cell.name} cannot be written to, or shares its memory with another by now")
 
     def export_named(self, kept: list[tuple[Tensor, Cell]]) -> dict[str, Cell]:
         return {cell.name: cell for _, cell in kept}

@@ -103,6 +103,11 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def read_bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of its elements: a NaN is equal to itself there."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
 def has_nonfinite(tensor: Tensor) -> bool:
     """Whether the tensor has a NaN or an infinity. aminmax keeps both, and is 13 times as fast as isfinite here."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
