@@ -75,7 +75,8 @@ class Node:
         found: dict[str, float] = {}
         for entity, values in observed.values.items() if observed is not None else ():
             assert isinstance(entity, Entity)
-            found[entity.name] = values["collectives_differ"]
+            if "collectives_differ" in values:
+                found[entity.name] = values["collectives_differ"]
         return found
 
 
@@ -99,6 +100,16 @@ def test_a_rank_that_issues_another_collective_is_reported_and_its_end_too(node:
     node.stalls.tick(100.0 + 2 * COMPARE_SECONDS)
     node.answer(same, same)
     assert node.differing(121.0) == {"1": 0.0}
+
+
+def test_nothing_is_said_of_collectives_before_they_are_compared(node: Node) -> None:
+    """Otherwise the alert of a former daemon would end with the first look, and come back with the first comparison."""
+    node.beat(beat=100.0)
+    assert node.differing(100.0) == {}
+    same = [entry(seq) for seq in range(1, 5)]
+    node.answer(same, [*same[:3], entry(4, "broadcast")])
+    node.beat(beat=101.0)
+    assert node.differing(101.0)["1"] == 1.0
 
 
 def test_no_rank_is_accused_while_an_answer_is_missing(node: Node) -> None:

@@ -74,7 +74,8 @@ class StallDetector:
         """Flight records that ranks sent since they were last asked for the comparison."""
         self._progress: dict[int, int] = {}
         """Progress of each rank at the last look."""
-        self._differing: frozenset[int] = frozenset()
+        self._differing: frozenset[int] | None = None
+        """Ranks whose collectives differ; None: they have not been compared yet."""
         self._standing = False
         """Whether a standstill was reported, by a line or by an alert."""
         self._standstill: tuple[int, float] | None = None
@@ -177,7 +178,7 @@ class StallDetector:
         self._comparing = False
         found = find_desync(self._records, len(live))
         differing = frozenset(found.differing if found is not None else ())
-        changed, self._differing = differing ^ self._differing, differing
+        changed, self._differing = differing ^ (self._differing or frozenset()), differing
         for rank in live if changed else ():  # the case is made from these records, and the ranks may have gone on
             rank.flight = self._records[rank.identity.rank]
         return [rank for rank in live if rank.identity.rank in changed]
@@ -362,17 +363,18 @@ class StallDetector:
         return heartbeat.stacks if heartbeat is not None else -1
 
     def _observation(self, ranks: list[Rank]) -> Observation:
-        return self._observe(
-            {
-                rank.identity.rank: {
-                    "stalled_seconds": rank.stall.seconds,
-                    "stall_limit_seconds": rank.stall.limit,
-                    "collectives_differ": float(rank.identity.rank in self._differing),
-                    "rank_lost": float(rank.identity.rank in self._dead),
-                }
-                for rank in ranks
+        by_rank = {}
+        for rank in ranks:
+            number = rank.identity.rank
+            by_rank[number] = {
+                "stalled_seconds": rank.stall.seconds,
+                "stall_limit_seconds": rank.stall.limit,
+                "rank_lost": float(number in self._dead),
             }
-        )
+            # Before the first comparison, an incident of a former daemon must not end for want of it.
+            if self._differing is not None or rank.identity.world_size == 1:
+                by_rank[number]["collectives_differ"] = float(number in (self._differing or ()))
+        return self._observe(by_rank)
 
     def _observe(self, by_rank: dict[int, dict[str, float]]) -> Observation:
         values = {Entity("rank", str(number)): values for number, values in by_rank.items()}
