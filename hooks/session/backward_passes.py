@@ -51,7 +51,9 @@ class PassFilter:
 
     def __init__(self, layers: Layers) -> None:
         self._layers = weakref.ref(layers)  # its parameters must be freed with the optimizer, not with the session
-        self._chosen: list[weakref.ref[torch.Tensor]] = []
+        self._chosen: list[int] = []
+        """Places in `layers.measured`. torch refuses to swap a parameter that has a weak reference, as FSDP2 does in
+        `model.cpu()`."""
         self._passes = 0
         self._before: list[_Mark] = []
         self._after: list[_Mark] = []
@@ -96,19 +98,26 @@ class PassFilter:
         self._passes += 1
         reached = not self._chosen or self._marks() != self._before
         self.reached |= reached
-        if not self._chosen or self._passes % RENEWED_EVERY == 0 or any(one() is None for one in self._chosen):
+        if not self._chosen or self._passes % RENEWED_EVERY == 0 or any(one is None for one in self._list_chosen()):
             self._choose()
         self._after = self._marks()
         return reached
 
     def _choose(self) -> None:
+        there = [at for at, p in enumerate(self._list_measured()) if isinstance(p, torch.Tensor) and p.grad is not None]
+        self._chosen = there[:: -(-len(there) // FEW)] if there else []
+
+    def _list_measured(self) -> list[Any]:
+        layers = self._layers()
+        return [parameter for _, parameter, _ in layers.measured] if layers is not None else []
+
+    def _list_chosen(self) -> list[torch.Tensor | None]:
         layers = self._layers()
         measured = layers.measured if layers is not None else []
-        there = [p for _, p, _ in measured if isinstance(p, torch.Tensor) and p.grad is not None]
-        self._chosen = [weakref.ref(p) for p in there[:: -(-len(there) // FEW)]] if there else []
+        return [measured[at][1] if at < len(measured) else None for at in self._chosen]
 
     def _marks(self) -> list[_Mark]:
-        return [_mark(parameter) if (parameter := one()) is not None else None for one in self._chosen]
+        return [_mark(parameter) if parameter is not None else None for parameter in self._list_chosen()]
 
     def _was_cleared(self) -> bool:
         """Whether gradients were cleared since the last pass: removed or, on the host, overwritten with zeros."""
@@ -118,8 +127,8 @@ class PassFilter:
             return True
         return self._before != self._after and all(
             parameter.grad is None or _is_zero(parameter.grad)
-            for one in self._chosen
-            if (parameter := one()) is not None
+            for parameter in self._list_chosen()
+            if parameter is not None
         )
 
 

@@ -205,6 +205,8 @@ class RunSession:
         self.ended = True
         self.trackers.abandon()
         self.sender.abandon()
+        if self.collector is not None:
+            self.collector.close()  # it holds the last batch
         for monitor in (*self._monitors.all_monitors, *self.monitors):
             monitor.stop()
 

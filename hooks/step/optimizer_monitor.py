@@ -10,7 +10,9 @@ The optimizer's hooks own this object and nothing else does, so that it dies wit
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -468,6 +470,10 @@ class StepHook:
 
     def __init__(self, monitor: OptimizerMonitor) -> None:
         self.monitor = monitor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An optimizer may copy and pickle all its attributes. The copy is not the run's: its hook does nothing.
+        return functools.partial, (sys.audit, "sentinel.copied_hook")
 
 
 class BeforeStep(StepHook):

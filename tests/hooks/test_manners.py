@@ -371,6 +371,60 @@ def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
         assert watching.seq == 0
 
 
+class SelfKeeping(torch.optim.SGD):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)  # the hooks too
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_an_optimizer_that_copies_all_it_has_is_copied_without_us(copied: Any, daemon: FakeDaemon) -> None:
+    net = model()
+    watched = Loop(net, SelfKeeping(net.parameters(), lr=1e-2))
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(2)
+        other = copied(watched.optimizer)
+        other.step()
+        watched.run(1)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("convert", [lambda net: net.double(), lambda net: net.load_state_dict(net.state_dict())])
+def test_torch_may_swap_the_parameters(convert: Any, daemon: FakeDaemon) -> None:
+    """It does for FSDP2 and quantised tensors in `model.cpu()`, and refuses a tensor that has a weak reference."""
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(20)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            convert(watched.net)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    daemon.ended()
+
+
+def test_a_forked_child_holds_no_batch(daemon: FakeDaemon) -> None:
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(1)
+        child = os.fork()
+        if child == 0:
+            failed = 1
+            try:
+                batch = torch.ones(2, 6)
+                loss_of(watched.net, batch).backward()
+                watched.optimizer.step()
+                ref = weakref.ref(batch)
+                del batch
+                watched.optimizer.zero_grad()
+                gc.collect()
+                failed = int(ref() is not None)
+            finally:
+                os._exit(failed)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    daemon.ended()
+
+
 def test_a_forked_child_is_not_the_run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, dial = list[connection.DaemonConnection](), DaemonLocator.dial
 

@@ -271,6 +271,22 @@ def gradients(net: Any, optimizer: torch.optim.Optimizer, reduced: str) -> list[
     return found
 
 
+def test_a_loop_that_makes_its_parameters_smaller_goes_on(daemon: FakeDaemon) -> None:
+    """A node of autograd that is held keeps the shape that its parameter had."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 32, bias=False), torch.nn.Linear(32, 1, bias=False)).bfloat16()
+    first, last = net.parameters()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer):
+        for _ in range(9):
+            for batch in torch.randn(4, 8, 3, dtype=torch.bfloat16):
+                net(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first.data, last.data = first.data[:-1].clone(), last.data[:, :-1].clone()
+    daemon.ended()
+    assert daemon.series("accumulation_error").keys() == {4, 8}
+
+
 @pytest.mark.parametrize(("passes", "dtype"), [(3, torch.bfloat16), (4, torch.float32)])
 def test_few_passes_and_wide_sums_are_not_looked_at(passes: int, dtype: torch.dtype, daemon: FakeDaemon) -> None:
     net = model().to(dtype)

@@ -223,6 +223,8 @@ class Bf16Accumulation(Probe):
         self._sums: list[_Sum] = []
         self._hooked: list[tuple[Any, Any]] = []
         """(node, handle). The node is held, as autograd would otherwise make another one without the hook."""
+        self._due: Layers | None = None
+        """The layers to hook into at the first pass of the next step."""
 
     def disarm(self, step: Step) -> None:
         if self._sums:
@@ -238,12 +240,19 @@ class Bf16Accumulation(Probe):
         refuse to capture it on another stream."""
         for _, handle in self._hooked:
             handle.remove()
-        self._sums, self._hooked = [], []
+        self._sums, self._hooked, self._due = [], [], None
 
     def arm(self, step: Step) -> None:
         due = (step.seq + 1) % EARLY_SPACING == 0
         if due and not self._broken and step.totals.backwards >= PASSES and step.parameters is not None:
-            self._hook(step.parameters)
+            self._due = step.parameters
+
+    def pass_begins(self, roots: Any) -> None:
+        # Only now, as the loop's own graph has the nodes by then: one that was made before the forward pass would keep
+        # the shape of a parameter that the loop makes smaller meanwhile, and autograd would raise.
+        due, self._due = self._due, None
+        if due is not None and not is_capturing():
+            self._hook(due)
 
     def _hook(self, known: Layers) -> None:
         coarse = [
