@@ -41,7 +41,7 @@ _RUN = click.option(
 def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """List the incidents of live and ended runs, the newest last.
 
-    Exit code 0: there are none; 1: there are some; 2: there is no run of that name.
+    Exit code 0: there are none; 1: there are some; 2: there is no run of that name, or its history cannot be read.
 
     \b
     Example:  sentinel incidents --run train_gpt
@@ -131,7 +131,8 @@ def _say_where(identity: str) -> str:
 
 def collect_incidents(run: str | None) -> list[dict[str, Any]]:
     """Return the cases of live daemons, and of the histories of all other runs; for a job over several nodes, the
-    job's. Nodes that could not be asked are named on stderr."""
+    job's. Nodes that could not be asked, and histories that cannot be read, are named on stderr. Raises ConfigError
+    where the history of `run` cannot be read."""
     runs = list_runs()
     live = {run["run_id"] for run in runs}
     cases, unasked = collect_live_incidents(runs, run)
@@ -146,6 +147,8 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
                 if run in (None, history.run, history.run_id):
                     _say_untold(history)
         except ConfigError as error:
+            if path.stem == run:  # that it has no incidents is not known
+                raise
             echo(f"sentinel: {error}", err=True)
     chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
     return sorted(chosen, key=lambda case: case["time"])

@@ -21,7 +21,7 @@ from sentinel.node.question import ask_daemon
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
 from sentinel.rulebook import loader
-from sentinel.text import format_moment
+from sentinel.text import did_you_mean, format_moment
 from sentinel.web import json
 
 
@@ -152,7 +152,8 @@ def _warn(alert: str) -> None:
     names = {rule.name for rule in loader.load(_settings_rules()).rules}
     names |= {rule["rule"] for run in list_runs() for rule in run["rules"]}
     if not set(alert) & set("*?[") and alert not in names:
-        echo(f"sentinel: no rule is called {plain(alert)}; there are {', '.join(sorted(names))}", err=True)
+        near = did_you_mean(alert, sorted(names))
+        echo(f"sentinel: the silence holds for rules added later: none is called {alert!r} now{near}", err=True)
 
 
 def _settings_rules() -> tuple[Path, ...]:

@@ -289,6 +289,15 @@ def test_what_can_be_read_of_a_damaged_history_is_shown(run: str) -> None:
     assert "its steps may be readable: sentinel history export 1234." in done.stderr
 
 
+@pytest.mark.parametrize("run", ["1234", "12"])
+def test_a_run_whose_history_is_damaged_is_not_said_to_have_no_incidents(run: str) -> None:
+    path = damaged_run("1234")
+    failed = CliRunner().invoke(cli, ["incidents", "--run", run])
+    assert isinstance(failed.exception, ConfigError)
+    assert str(failed.exception) == f"{path}: not a history that can be read (file is not a database)"
+    assert "No incidents" not in failed.output
+
+
 def test_a_history_that_was_moved_aside_is_named() -> None:
     path = damaged_run("1234")
     aside = path.rename(f"{path}.damaged-20261126")

@@ -112,7 +112,7 @@ def test_a_silence_is_not_said_to_hold_where_a_daemon_does_not_answer(
 def test_a_silence_of_an_unknown_rule_is_reported_and_written() -> None:
     result = sentinel("silence", "LosSpike", "--for", "1h")
     assert result.exit_code == 0
-    assert "no rule is called LosSpike; there are" in result.output
+    assert "none is called 'LosSpike' now; did you mean 'LossSpike'?" in result.output
 
 
 def test_a_silence_of_an_unknown_run_is_reported_and_written() -> None:
