@@ -173,7 +173,7 @@ class Buffers(Part):
                 continue
             today = match_name(name, live, "buffer")
             module, key, buffer = live[today]
-            _check_shape(today, buffer, cell, persistent=key not in module._non_persistent_buffers_set)
+            _check_shape(today, buffer, cell)
             cell.device = local(buffer).device
             found.append((module, key, cell))
             for other, (sharer, its_key, its) in live.items():
@@ -196,16 +196,13 @@ _Kept = tuple[nn.Module, str, Cell | Tensor | None]
 """Owner and key of a buffer, and what is there."""
 
 
-def _check_shape(name: str, live: Tensor, cell: Cell, *, persistent: bool) -> None:
-    """Raise RollbackError if the model was made otherwise than the snapshot's, as with a longer context.
+def _check_shape(name: str, live: Tensor, cell: Cell) -> None:
+    """Raise RollbackError if the model's buffer is larger than the snapshot's, as one made for a longer context is.
 
-    The forward pass may have made the buffer larger since the model was made, also one that begins as a placeholder of
-    one element. A persistent one of another shape could not be loaded from a checkpoint either.
+    A smaller one is none: the forward pass may have made it larger since the model was made.
     """
     part, kept = local(live), cell.kept
-    if cell.spread is not None or part.shape == kept.shape or is_expanded(part):
-        return
-    if part.numel() > kept.numel() or (persistent and part.numel() > 1):
+    if cell.spread is None and part.numel() > kept.numel() and not is_expanded(part):
         now, then = tuple(part.shape), tuple(kept.shape)
         raise RollbackError(f"buffer {name} of the model is {now}, and {then} in the snapshot")
 
