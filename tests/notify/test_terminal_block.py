@@ -146,3 +146,10 @@ def test_causes_that_cannot_be_told_apart_are_named() -> None:
     text = block(msgspec.structs.replace(case(), diagnosis=unknown))
     assert "why     not known: this, or that; missing: the norm" in text
     assert "to know look again" in text
+
+
+def test_a_consequence_that_is_more_severe_names_what_it_follows() -> None:
+    """Its own cause and advice are about the consequence: a loss spike where gradients are not cleared."""
+    lines = block(msgspec.structs.replace(case(), parent="0.3")).splitlines()
+    assert lines[2] == "┃ follows 0.3, an earlier alert of the same problem: see to it first"
+    assert not any("follows" in line for line in block(case()).splitlines())

@@ -19,7 +19,7 @@ WIDTH = 79
 LABEL = 8
 LINES = 16
 """Most lines of a block, unless rows that are never cut take more: longer ones push training output off the screen."""
-_WHOLE = ("where", "do", "to know", "more")
+_WHOLE = ("follows", "where", "do", "to know", "more")
 """Rows that are never cut, because a part of them is useless, such as half a command."""
 _SPARED = {"what": 2, "why": 2}
 """Lines by which a row may be longer than others before it is cut: a cause names its consequence at its end."""
@@ -59,7 +59,8 @@ class Terminal:
 
 def block(case: Case) -> str:
     """Return the block of a case: what, where, since when, why, what to do, and how to see the whole case."""
-    rows = [("what", case.summary), *wording.rows(case), ("more", wording.more(case))]
+    follows = f"{case.parent}, an earlier alert of the same problem: see to it first" if case.parent else ""
+    rows = [("what", case.summary), ("follows", follows), *wording.rows(case), ("more", wording.more(case))]
     title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
     top = "\u250f" + drop_controls(title).center(WIDTH - 1, "\u2501")
     lines = [f"\u2503 {line}" for line in _lay_out([(label, drop_controls(text)) for label, text in rows if text])]
