@@ -143,7 +143,10 @@ class DaemonShutdown:
         return not any(rank.state == "live" or rank.process in self._processes for rank in left)
 
     def tick(self, now: float) -> None:
-        """Exit if no rank came, or came back, in time."""
+        """Have runs that are over send what waits, and exit if no rank came, or came back, in time."""
+        for watch in self._watches.values():
+            if self.is_over(watch):
+                _send_rest(watch)
         self.end_if_done()
         idle = now - self.idle_since
         if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self.served else FIRST_HELLO_SECONDS):
@@ -162,9 +165,7 @@ class DaemonShutdown:
         """Set `done` once the receivers have everything, or their time is up. No rank is left."""
         outlets = [watch.notifier.outlet for watch in self._watches.values()]
         for watch in self._watches.values():
-            watch.notifier.end_joining()  # no rank is left by which the other nodes are found
-            watch.notifier.tick(watch.incidents.log.cases.values())  # the last evidence may name the cause
-            watch.notifier.outlet.hurry()
+            _send_rest(watch)
         waited = time.monotonic() - self.idle_since
         if any(map(self._supervision.serves, self._watches.values())):
             return
@@ -185,6 +186,13 @@ class DaemonShutdown:
         self._vanished = True
         self._frontend.withdraw()
         locks.remove(self._directory, whole=not self._stay and self._directory.parent == paths.runtime_root())
+
+
+def _send_rest(watch: WatchedRun) -> None:
+    """Have the receivers of a run that is over get at once what waits."""
+    watch.notifier.end_joining()  # no rank is left by which the other nodes are found
+    watch.notifier.tick(watch.incidents.log.cases.values())  # the last evidence may name the cause
+    watch.notifier.outlet.hurry()
 
 
 async def close(watches: Collection[WatchedRun], seconds: float) -> None:

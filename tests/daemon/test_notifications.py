@@ -88,15 +88,18 @@ def test_an_incident_and_its_end_are_sent_and_the_url_is_kept_nowhere(
     assert SECRET.encode() not in kept + log + json.dumps(shown).encode()
 
 
-def test_what_waits_is_sent_when_the_run_ends(ops: Consumer, options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stays", [False, True], ids=["the daemon exits", "the daemon stays"])
+def test_what_waits_is_sent_when_the_run_ends(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path, stays: bool
+) -> None:
     write(tmp_path, wait="1h")
-    with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
+    with daemon_process(*options, *["--stay"] * stays) as (path, process), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, [LOW, HIGH])
         rank.expect(wire.Notice)
         rank.say(wire.Goodbye())
         assert ops.next()["status"] == "firing"
-        assert ended(process) == 0
+        assert stays or ended(process) == 0
 
 
 @pytest.mark.slow
