@@ -198,7 +198,7 @@ def _obstacle(model: nn.Module, kept: CapturedCall | None) -> str:
     if any(local(parameter) is not parameter for parameter in model.parameters()):
         return "the parameters are spread over ranks, and one alone cannot run its batch again"
     if kept is None:
-        return "no call of the model was held: its batch is large, or the whole step is compiled"
+        return "no call of the model was held: its batch is large or has a graph, or the whole step is compiled"
     if not kept.unchanged:
         return "the batch was written into after the model had it"
     parameters = list(model.parameters())

@@ -2,8 +2,10 @@
 
 Of each model's last call, its arguments are kept by reference, and what is needed to make the same call again. They are
 held from the call to the exit of the optimizer's step, a time in which the loop nearly always holds them itself; more
-than `BATCH_BYTES` are not held. The gradients that came back to the outputs are held, too, unless they exceed
-`GRADIENT_BYTES`: the loss function is the user's and cannot be called again, so a backward pass begins at the outputs.
+than `BATCH_BYTES` are not held. What another model made is held without its graph, which would keep that model's
+activations, and the shapes that its parameters had. The gradients that came back to the outputs are held, too, unless
+they exceed `GRADIENT_BYTES`: the loss function is the user's and cannot be called again, so a backward pass begins at
+the outputs.
 """
 
 from __future__ import annotations
@@ -96,13 +98,21 @@ def keep(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, autocast: bool = True
 ) -> CapturedCall | None:
     """Return a call that begins now, to be kept. `draws`, `autocast`: whether the model may draw random numbers, and
-    autocast may be on. None: its batch is too large, or from inference mode, where writes into it are not counted."""
+    autocast may be on. None: its batch is too large, or from inference mode, where writes into it are not counted, or
+    has a graph that cannot be left out."""
     inputs: Sequence[Tensor]
     try:
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # nearly always so, and at every forward pass
+            if args[0].requires_grad:
+                args = (_without_graph(args[0]),)
             inputs, size, versions = args, nbytes_of(args[0]), [args[0]._version]
         else:
             inputs = leaves((args, kwargs))
+            if len(inputs) == LEAVES or _have_graph(inputs):
+                args, kwargs = _without_graph(args), _without_graph(kwargs)
+                inputs = leaves((args, kwargs))
+                if _have_graph(inputs):
+                    return None
             size, versions = _nbytes(inputs), [tensor._version for tensor in inputs]
     except RuntimeError:
         if not any(tensor.is_inference() for tensor in leaves((args, kwargs))):
@@ -117,6 +127,23 @@ def keep(
         kept.rng = torch.get_rng_state()
         kept.device_rng = _of_devices(inputs) if CUDA else []
     return kept
+
+
+def _have_graph(tensors: Sequence[Tensor]) -> bool:
+    return bool([tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf])
+
+
+def _without_graph(value: Any, depth: int = DEPTH) -> Any:
+    """Return `value` with tensors that share memory and version counter with those in it, and have no graph. Tensors
+    of other classes, and what objects of other classes hold, are left as they are: a copy would run the user's code."""
+    kind = type(value)
+    if kind is Tensor and not value.is_leaf:
+        return value.detach().requires_grad_()
+    if depth and (kind is tuple or kind is list):
+        return kind([_without_graph(one, depth - 1) for one in value])
+    if depth and kind is dict:
+        return {key: _without_graph(one, depth - 1) for key, one in value.items()}
+    return value
 
 
 class CallSlot:

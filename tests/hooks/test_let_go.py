@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,79 @@ def test_a_batch_that_was_looked_into_with_two_models(daemon: FakeDaemon) -> Non
                     optimizer.step()
         assert gone(broken)
     daemon.ended()
+
+
+class Marked(torch.autograd.Function):
+    """Its node of the graph holds an object, which lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, alive: list[weakref.ref[Any]]) -> torch.Tensor:
+        ctx.mark = nn.Module()
+        alive.append(weakref.ref(ctx.mark))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class Head(nn.Linear):
+    """Takes what holds its input, too."""
+
+    def forward(self, given: Any) -> torch.Tensor:
+        while not isinstance(given, torch.Tensor):
+            given = given["x"] if isinstance(given, dict) else given.x if hasattr(given, "x") else given[-1]
+        return super().forward(given)
+
+
+class Subclass(torch.Tensor):
+    """A class of the user's."""
+
+
+@dataclasses.dataclass
+class Features:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda x: x,
+        lambda x: [1, {"x": x}],
+        lambda x: (*[torch.ones(1)] * 20, x),
+        Features,
+        lambda x: x.as_subclass(Subclass),
+    ],
+    ids=["tensor", "containers", "many", "dataclass", "subclass"],
+)
+def test_the_graph_of_features_from_a_model_that_is_not_watched(
+    holds: Callable[[torch.Tensor], Any], daemon: FakeDaemon, no_collection: None
+) -> None:
+    """A loop that logs a score without `no_grad` has freed the activations of the whole backbone by then."""
+    back, head = nn.Linear(6, 6), Head(6, 1)
+    alive: list[weakref.ref[Any]] = []
+    with sentinel.attach(head, sgd(head)):
+        for batch in batches(3):
+            head(holds(Marked.apply(back(batch), alive))).mean().item()
+            assert [mark() for mark in alive] == [None] * len(alive)
+
+
+def test_parameters_that_are_pruned_between_the_steps_of_two_models(daemon: FakeDaemon, no_collection: None) -> None:
+    """A graph that is still alive has the shapes that the parameters had."""
+    generator, discriminator = nn.Linear(6, 8), Head(8, 1)
+    optimizers = sgd(generator), sgd(discriminator)
+    with sentinel.attach([generator, discriminator], [*optimizers]):
+        for batch in batches(3):
+            fake = generator(batch)
+            discriminator(nn.functional.pad(fake, (0, 8 - fake.shape[1]))).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter in generator.parameters():
+                parameter.data = parameter.data[:-1].clone()
+            del fake
+    daemon.ended()
+    assert daemon.seqs()
 
 
 def test_a_thread_that_fetches_ahead_does_not_end_the_iteration() -> None:
