@@ -326,7 +326,8 @@ class ForwardTimer:
         self._keeps = False
         """Whether the slot holds the pass under way."""
 
-    def start(self, model: Any, args: Any, kwargs: Any) -> None:
+    def start(self, model: Any, args: Any = (), kwargs: Any = None) -> None:
+        """`kwargs`: None where torch's quantization moved the hook to another module, and forgot that it takes them."""
         slot, accumulator = self._slot, self._accumulator()
         if accumulator is None or (slot is not None and slot.running):
             return
@@ -350,8 +351,8 @@ class ForwardTimer:
                 slot.calls += 1
                 try:
                     if not slot.frozen and not (CUDA and is_capturing()):
-                        slot.kept = keep(args, kwargs, draws=slot.draws is not False, autocast=autocast)
-                        self._keeps = True
+                        self._keeps, draws = kwargs is not None, slot.draws is not False
+                        slot.kept = keep(args, kwargs, draws=draws, autocast=autocast) if self._keeps else None
                         if accumulator.unseen.pausing:
                             accumulator.unseen.restore(ORIGIN)
                 except Exception:

@@ -256,6 +256,22 @@ def test_a_watched_model_and_its_copy_can_be_scripted(daemon: FakeDaemon) -> Non
     assert len(daemon.series("forward_seconds")) == 3
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_watched_part_of_a_model_that_is_quantized_in_place(daemon: FakeDaemon) -> None:
+    """Torch moves the hooks to the module that takes the part's place, and forgets that they take keywords."""
+    back, head = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Linear(6, 1)
+    net = nn.Sequential(back, head)
+    optimizer = sgd(net)
+    with sentinel.attach([back, head], optimizer):
+        fit(net, optimizer)
+        torch.ao.quantization.quantize_dynamic(net.eval(), {nn.Linear}, inplace=True)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                assert net(torch.ones(2, 6)).shape == (2, 1)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+
+
 class Sharpness(torch.optim.Optimizer):
     """An optimizer as in the common implementation of SAM: its own `step` is never called."""
 
