@@ -19,6 +19,9 @@ CONNECT_SECONDS = 30.0
 LATE_STEPS = 2000, 5000
 LATE_SECONDS = 5.0
 """Most seconds from a fault to its alert at default settings."""
+LATE_LEAST = 1200
+"""Least steps after a fault that begins late: samples of tier 3 are 1,024 steps apart, which is more than 5 s in a loop
+that is slowed down."""
 AHEAD_STEPS = 512
 """Steps that may wait for the sender: a loop of 1 ms steps outruns the daemon, and dropped steps are not judged."""
 
@@ -109,7 +112,8 @@ class Trial:
         ahead = self.onset - onset
         sender = find_session(self._monitor).sender
         for step in itertools.count(-ahead):
-            if step >= count and (not ahead or time.time() > self.onset_time + LATE_SECONDS):
+            late = step >= onset + LATE_LEAST and time.time() > self.onset_time + LATE_SECONDS
+            if step >= count and (not ahead or late):
                 return
             began = time.monotonic()
             self.onset_time = time.time() if step == onset else self.onset_time
