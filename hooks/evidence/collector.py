@@ -91,7 +91,8 @@ class EvidenceCollector:
         for slot in self._slots:
             slot.calls = 0
             if slot.frozen:
-                slot.kept, slot.frozen = None, False
+                slot.release()
+                slot.frozen = False
 
     def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
         """Trace the step's non-finite values, once its gradients are complete. `exact`: the update has not been
@@ -191,7 +192,8 @@ class EvidenceCollector:
         """
         if len(self._slots) == 1:
             slot = self._slots[0]
-            slot.kept, slot.frozen, slot.calls = None, False, 0
+            slot.release()
+            slot.frozen, slot.calls = False, 0
         else:
             for slot in self._slots:
                 slot.frozen, slot.calls = False, 0

@@ -64,6 +64,8 @@ class CapturedCall(msgspec.Struct):
     """Place among the differentiable outputs -> the last gradient that came back to it."""
     outputs: int = 0
     """Number of differentiable outputs whose gradients are held."""
+    handles: list[RemovableHandle] | None = None
+    """Of the hooks on these outputs."""
 
     @property
     def unchanged(self) -> bool:
@@ -75,10 +77,16 @@ class CapturedCall(msgspec.Struct):
         outputs = differentiable(output)
         if not outputs or _nbytes(outputs) > GRADIENT_BYTES:
             return
-        self.outputs, held = len(outputs), self.gradients
+        self.outputs, self.handles, held = len(outputs), [], self.gradients
         for place, one in enumerate(outputs):
-            if not one.is_leaf:  # a parameter that is passed through would collect hooks without end
-                one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
+            if not one.is_leaf:  # the gradients of a parameter that is passed through are also those of other uses
+                self.handles.append(one.register_hook(_Holder(held, place)))  # type: ignore[no-untyped-call]
+
+    def release_gradients(self) -> None:
+        """Remove the hooks on the outputs, which the loop may keep, as may the model: with them go the gradients."""
+        for handle in self.handles or ():
+            handle.remove()
+        self.handles = None
 
     @property
     def drawn(self) -> bool:
@@ -180,9 +188,16 @@ class CallSlot:
         self._calls += 1
         self.known = self._calls >= FIRST_CALLS
 
+    def release(self) -> None:
+        """Release the held call, if there is one."""
+        if self.kept is not None:
+            self.kept.release_gradients()
+            self.kept = None
+
     def close(self) -> None:
         """Release the held call, and hold no other."""
-        self.kept, self.frozen = None, True
+        self.release()
+        self.frozen = True
 
 
 class _Holder:
@@ -352,6 +367,8 @@ class ForwardTimer:
                 try:
                     if not slot.frozen and not (CUDA and is_capturing()):
                         self._keeps, draws = kwargs is not None, slot.draws is not False
+                        if slot.kept is not None:
+                            slot.release()
                         slot.kept = keep(args, kwargs, draws=draws, autocast=autocast) if self._keeps else None
                         if accumulator.unseen.pausing:
                             accumulator.unseen.restore(ORIGIN)
@@ -384,7 +401,7 @@ class ForwardTimer:
         """Drop the batch of this pass after an exception; after an internal fault, keep none from now on."""
         slot, self._keeps = self._slot, False
         if slot is not None and not slot.frozen:
-            slot.kept = None
+            slot.release()
         if accumulator.unseen.record_failure(
             ORIGIN, "keeping the batch", "a value that is not finite is not traced back"
         ):

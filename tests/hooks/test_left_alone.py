@@ -82,6 +82,47 @@ def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon)
             assert not net.scale._backward_hooks
 
 
+def test_a_tensor_that_the_model_makes_once_gathers_no_hooks(daemon: FakeDaemon) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 1)
+            self.directions = torch.cat([self.inner.weight, torch.ones(1, 6)])
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), self.directions
+
+    net = Net()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            output, directions = net(batch)
+            (output.square().mean() + directions.sum()).backward()
+            assert len(directions._backward_hooks) == 1
+            optimizer.step()
+            assert not directions._backward_hooks
+        net(batch)
+    assert not net.directions._backward_hooks, "nor after the end"
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_output_that_the_loop_keeps_does_not_keep_its_gradient(passes: int, daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    outputs: list[torch.Tensor] = []
+    gradients: list[weakref.ref[torch.Tensor]] = []
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            for _ in range(passes):
+                outputs.append(net(batch))
+                outputs[-1].register_hook(lambda gradient: gradients.append(weakref.ref(gradient)))
+                assert not any(gradient() is not None for gradient in gradients), "of the pass before"
+                outputs[-1].square().mean().backward()
+            optimizer.step()
+    assert len(gradients) == len(outputs)
+    assert not any(gradient() is not None for gradient in gradients)
+
+
 def test_a_batch_that_is_run_again_leaves_the_generator_as_it_was(daemon: FakeDaemon) -> None:
     """Running a batch again restores the random generator, and copes with a buffer that cannot be written to."""
 
