@@ -55,6 +55,8 @@ SHOWN = 4
 REACTION_SECONDS = 0.05
 """Seconds by which `at` is ahead at first: the time for a command to reach a rank whose next batch has not arrived."""
 
+STOPS = "stopping all ranks"
+"""Note in a case for which the ranks leave."""
 WAITS = "a rollback or a stop is under way already"
 """Note in a case whose turn has not come."""
 
@@ -199,7 +201,9 @@ class RollbackAction:
         if current.promised == current.ranks:
             current.phase, current.began = "restoring", now
             if current.stops:
-                self._incidents.record_change(current.case)  # the step may differ from the one tried first
+                agreed = f"{STOPS} at step {current.at + self._attempt.step_offset}"
+                current.case.done = (*current.case.done[:-1], agreed)
+                self._incidents.record_change(current.case)
             self._incidents.preserve()  # a commit that is sent must be known to the next daemon
             self._broadcast(self._verdict(current))
 
@@ -353,10 +357,9 @@ class RollbackAction:
         self._broadcast(wire.Prepare(id=self._current.id, at=at, to=to, stops=stops))
 
     def _name_aim(self, current: RollbackInProgress) -> str:
-        offset = self._attempt.step_offset
         if current.stops:
-            return f"stopping all ranks at step {current.at + offset}"
-        return f"rolling back to step {current.to + offset}"
+            return STOPS  # a step is named once all ranks promised it: it may not be the first that is tried
+        return f"rolling back to step {current.to + self._attempt.step_offset}"
 
     def _verdict(self, current: RollbackInProgress) -> wire.Commit:
         if current.stops:

@@ -72,8 +72,14 @@ def test_all_nodes_leave_at_one_step_and_each_knows_why() -> None:
     first, second = job.told(wire.Prepare)
     assert first == second
     assert (first.stops, first.to) == (True, -1)
+    assert asked.done == ("stopping all ranks",), "no step is named before all ranks agreed to it"
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
     assert asked.done == (f"stopping all ranks at step {first.at}",)
-    leave(job)
+    for node in job.nodes:
+        node.restore()
+        job.exchange()
     assert {commit.reason for commit in job.told(wire.Commit)} == {f"NonFiniteLoss: {asked.summary}"}
     assert asked.done == (f"stopped: all ranks ended training at the exit of step {first.at}",)
     assert [node.relay.agreed_stop_reason for node in job.nodes] == [f"NonFiniteLoss: {asked.summary}"] * 2

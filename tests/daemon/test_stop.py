@@ -113,6 +113,7 @@ def test_a_rank_that_is_past_the_step_is_asked_for_a_later_one(daemon: tuple[Pat
             rank.train(0, 3.0, 101.0)
         first = ranks[0].promise()
         late = ranks[1].expect(wire.Prepare)
+        assert ranks[0].done()[-1] == "stopping all ranks", "no step is named before all ranks agreed to it"
         ranks[1].say(wire.Prepared(id=late.id, ok=False, seq=late.at + 5))
         assert [rank.expect(wire.Abort).id for rank in ranks] == [first.id] * 2
         again = [rank.promise() for rank in ranks]
