@@ -116,6 +116,8 @@ class _Rerun:
                 return _unknown(f"the forward pass took over {SECONDS:g} s with every operation looked at")
             if bad:
                 return _unknown(f"an output of the model {_UNSEEN}: the model may return an input as it is")
+            if not loss_finite and not outputs:
+                return _unknown("the outputs of the model are in an object of a class that is not looked into")
             if not loss_finite:
                 return {"origin": "loss", "phase": "forward", "inputs_finite": True}
             return self._backward(outputs)

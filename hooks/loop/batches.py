@@ -19,13 +19,14 @@ import copy
 import ctypes
 import functools
 import hashlib
+import itertools
 import random
 import sys
 import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
@@ -34,6 +35,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sentinel.hooks.core.identity import printable
+from sentinel.hooks.loop.forward_passes import find_dict, read_sequence
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor
 from sentinel.hooks.torch_interop.tensors import dense
@@ -358,9 +360,9 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     """Yield the tensors in `value`, in the order in which the batch holds them."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, Mapping):
-        for one in value.values():
+    elif depth and (held := find_dict(value)) is not None:
+        for one in dict.values(held):
             yield from _tensors(one, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for one in value[:LEAVES]:
+        for one in itertools.islice(read_sequence(value), LEAVES):
             yield from _tensors(one, depth - 1)

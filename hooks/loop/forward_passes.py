@@ -14,9 +14,11 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Sequence
 from threading import get_ident
 from time import perf_counter
+from types import MemberDescriptorType
 from typing import Any
 
 import msgspec
@@ -228,15 +230,15 @@ def name_tensors(value: object, name: str, depth: int = DEPTH) -> Iterator[tuple
     """Yield (name, tensor) for each tensor in `value`, with names such as `args[0]`, `kwargs['labels']`."""
     if isinstance(value, Tensor):
         yield name, value
-    elif depth and isinstance(value, Mapping):
-        for key, one in value.items():
+    elif depth and (held := find_dict(value)) is not None:
+        for key, one in dict.items(held):
             yield from name_tensors(one, f"{name}[{key!r}]", depth - 1)
     elif depth and isinstance(value, list | tuple):
-        for place, one in enumerate(value):
+        for place, one in enumerate(read_sequence(value)):
             yield from name_tensors(one, f"{name}[{place}]", depth - 1)
     elif depth:
         for field in _list_fields(value):
-            yield from name_tensors(getattr(value, field, None), f"{name}.{field}", depth - 1)
+            yield from name_tensors(_read_field(value, field), f"{name}.{field}", depth - 1)
 
 
 def differentiable(output: object) -> list[Tensor]:
@@ -256,14 +258,41 @@ def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
         return
     if kind is tuple or kind is list:
         parts = value
-    elif kind is dict or isinstance(value, Mapping):
+    elif kind is dict:
         parts = value.values()
+    elif (held := find_dict(value)) is not None:
+        parts = dict.values(held)
     elif isinstance(value, list | tuple):
-        parts = value
+        parts = read_sequence(value)
     else:
-        parts = [getattr(value, field, None) for field in _list_fields(value)]
+        parts = [_read_field(value, field) for field in _list_fields(value)]
     for part in parts:
         _collect(part, depth - 1, found)
+
+
+def find_dict(value: Any) -> dict[Any, Any] | None:
+    """Return the dictionary that `value` is or, as a `UserDict`, holds; to be read by methods of `dict`. A class of
+    the user's may compute what it gives, and draw random numbers for it."""
+    if isinstance(value, dict):
+        return value
+    held = vars(value).get("data") if isinstance(value, UserDict) else None
+    return held if isinstance(held, dict) else None
+
+
+def read_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """Iterate over what a list or tuple holds, without the methods of a class of the user's."""
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+
+
+def _read_field(value: Any, field: str) -> Any:
+    """Return what a data class holds in a field, without the code of a property."""
+    slot = getattr(type(value), field, None)
+    try:
+        if type(slot) is MemberDescriptorType:
+            return slot.__get__(value)
+        return object.__getattribute__(value, "__dict__").get(field)
+    except AttributeError:  # not set yet
+        return None
 
 
 def _list_fields(value: object) -> Iterable[str]:

@@ -8,13 +8,15 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
@@ -80,6 +82,82 @@ def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon)
             (output * scale).square().mean().backward()
             optimizer.step()
             assert not net.scale._backward_hooks
+
+
+class Augmenting:
+    """A batch that adds noise to what is read from it."""
+
+    def __getitem__(self, key: Any) -> Any:
+        held = super().__getitem__(key)  # type: ignore[misc]
+        return held + torch.randn_like(held)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[0]]) if isinstance(self, list) else super().__iter__()  # type: ignore[misc]
+
+    def values(self) -> list[Any]:
+        return [self["x"]]
+
+
+class AugmentingDict(Augmenting, dict[str, Any]): ...
+
+
+class AugmentingUserDict(Augmenting, UserDict[str, Any]): ...
+
+
+class AugmentingList(Augmenting, list[Any]): ...
+
+
+class AugmentingMapping(Augmenting, Mapping[str, Any]):
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.x + torch.randn_like(self.x)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class First(nn.Module):
+    """Takes a batch whose first part is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = loops.model()
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        output: torch.Tensor = self.inner(batch[0 if isinstance(batch, list) else "x"])
+        return output
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda x: AugmentingDict(x=x),
+        lambda x: AugmentingUserDict(x=x),
+        lambda x: AugmentingList([x]),
+        AugmentingMapping,
+    ],
+    ids=["dict", "UserDict", "list", "Mapping"],
+)
+def test_a_batch_that_draws_random_numbers_when_it_is_read(
+    collate: Callable[[torch.Tensor], Any], daemon: FakeDaemon
+) -> None:
+    weights = []
+    for watched in (False, True):
+        net = First()
+        optimizer = sgd(net)
+        loader = DataLoader([*next(loops.batches(1))], batch_size=4, collate_fn=lambda rows: collate(torch.stack(rows)))
+        with sentinel.attach(net, optimizer) if watched else contextlib.nullcontext():
+            for batch in loader:
+                net(batch).square().mean().backward()
+                optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in net.parameters()])
+    daemon.ended()
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
 def test_a_tensor_that_the_model_makes_once_gathers_no_hooks(daemon: FakeDaemon) -> None:
