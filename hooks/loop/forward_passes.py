@@ -465,6 +465,15 @@ def _can_autocast(device: str) -> bool:
     return True
 
 
+def explain_no_hooks(model: nn.Module) -> str:
+    """Return why no hooks are put on `model`; empty if they are."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return "a ScriptModule takes no hooks"
+    if isinstance(model, nn.TransformerEncoderLayer):  # its fused kernel gives other bits
+        return "a TransformerEncoderLayer with hooks evaluates without its fused kernel"
+    return ""
+
+
 def watch(
     model: nn.Module, accumulator: StepAccumulator, slot: CallSlot | None, handles: list[RemovableHandle]
 ) -> None:

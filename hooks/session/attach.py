@@ -12,7 +12,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
-import torch
 from torch import nn
 
 from sentinel.errors import AttachError, RollbackError, StateError
@@ -268,7 +267,7 @@ class _Setup:
             optimizer_monitor.hook(session.handles)
         slots = [CallSlot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
-            if not isinstance(model, torch.jit.ScriptModule):
+            if not forward_passes.explain_no_hooks(model):
                 forward_passes.watch(model, session.accumulator, slot, session.handles)
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
         factory = _WholeStepFactory(self.models, session, points)
@@ -317,8 +316,8 @@ class _Setup:
             unseen.append(arguments.describe_stray(stray))
         if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
             unseen.append("how long collectives take (those of FSDP are not timed)")
-        if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):
-            unseen.append("forward passes (a ScriptModule takes no hooks)")
+        reasons = [reason for model in self.models if (reason := forward_passes.explain_no_hooks(model))]
+        unseen += [f"forward passes ({reason})" for reason in dict.fromkeys(reasons)]
         if place()[1] > 1 and not any(one.layers.replicated or one.layers.sharded for one in monitors):
             unseen.append(
                 "whether replicas drift apart (no DistributedDataParallel that holds all of the model is known)"

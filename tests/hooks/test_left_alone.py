@@ -84,6 +84,28 @@ def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon)
             assert not net.scale._backward_hooks
 
 
+def test_an_encoder_layer_evaluates_with_its_fused_kernel(daemon: FakeDaemon) -> None:
+    """Torch uses it only where the layer has no hooks; its outputs differ, and are zero where the batch is padded."""
+    batch = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(6).expand(2, 6) > 3
+    outputs = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        optimizer = sgd(layer)
+        with sentinel.attach(layer, optimizer) if watched else contextlib.nullcontext():
+            layer.train()
+            layer(batch).square().mean().backward()
+            optimizer.step()
+            layer.eval()
+            with torch.no_grad():
+                outputs.append(layer(batch, src_key_padding_mask=padding))
+    daemon.ended()
+    assert torch.equal(*outputs)
+    assert any("forward passes (a TransformerEncoderLayer" in text for text in daemon.of(wire.Hello)[0].unseen)
+    assert daemon.series("loss").keys() == {0}
+
+
 class Augmenting:
     """A batch that adds noise to what is read from it."""
 
