@@ -91,8 +91,10 @@ class ClosingLine:
             return summary.text + (f"; judged up to step {summary.step:,}" if short else ""), summary.kept
         if self._sender.left_record:
             return "its daemon has yet to judge it", True
-        if last.sender_state.startswith(RECORDING):
-            return f"recorded and not judged; sentinel replay {last.sender_state.removeprefix(RECORDING)}", False
-        if last.sender_state in (GREETING, STREAMING):  # what was sent is judged, whether an answer came or not
+        state = self._sender.last_state or last.sender_state  # the sender may have connected after the last step only
+        if state.startswith(RECORDING):
+            return f"recorded and not judged; sentinel replay {state.removeprefix(RECORDING)}", False
+        # What was sent is judged, whether an answer came or not.
+        if self._sender.has_answered or state in (GREETING, STREAMING):
             return "its daemon did not say in time what it found", True
         return "not judged, as no daemon took part", False

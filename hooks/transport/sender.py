@@ -85,6 +85,10 @@ class Sender(threading.Thread):
         """The present state, in words."""
         self.done = False
         """Whether nothing is accepted any more."""
+        self.has_answered = False
+        """Whether a daemon has taken this run."""
+        self.last_state = ""
+        """The state in which this thread ended; empty before."""
         self.left_record = False
         """Whether the end of the run is in a file for the daemon."""
         self.is_cut_off = False
@@ -330,7 +334,7 @@ class Sender(threading.Thread):
             return
         if isinstance(message, wire.Welcome):
             self._daemon_locator.record_answer()
-            self.state, self.is_cut_off = STREAMING, False
+            self.state, self.is_cut_off, self.has_answered = STREAMING, False, True
             if self._connection is not None:
                 self._connection.keeps = message.keeps
             if self.heartbeat_writer is not None:
@@ -447,7 +451,7 @@ class Sender(threading.Thread):
             self.state = f"unmonitored: {reason}"
 
     def _end(self) -> None:
-        self.done = True
+        self.done, self.last_state = True, self.state
         if self._goodbye is not None:
             self.state = "detached"
         connection, self._connection = self._connection, None

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,36 @@ def test_a_daemon_that_has_yet_to_answer_is_one(daemon: FakeDaemon) -> None:
     daemon.answer = lambda _: b""
     (line,) = said("kept = train()\nwhile kept[2].state == 'looking for the daemon': pass")
     assert "no daemon took part" not in line, line
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_daemon_that_answered_and_is_gone_at_the_end_took_part(daemon: FakeDaemon) -> None:
+    def leave_early() -> None:
+        daemon.wait(lambda: daemon.of(wire.Batch))
+        daemon.close()
+
+    leaving = threading.Thread(target=leave_early)
+    leaving.start()
+    (line,) = said("kept = train(watch=True)\nwhile kept[2].state == 'streaming': pass")
+    leaving.join()
+    assert re.search("150 steps in .*: its daemon did not say in time what it found. Details: ", line), line
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_daemon_that_comes_as_the_run_ends_took_part(private_places: Path, answers: bool) -> None:
+    path = private_places / "d.sock"
+    late = f"""
+import pathlib, time, sentinel.testing
+kept = train()
+time.sleep(3)  # by then the sender makes long pauses, and looks once more at the end
+daemon = sentinel.testing.FakeDaemon(pathlib.Path({str(path)!r}))
+if not {answers}: daemon.answer = lambda _: b""
+"""
+    (line,) = said(late, SENTINEL_ADDRESS=f"unix:{path}")
+    assert re.search("150 steps in .*: its daemon did not say in time what it found. Details: ", line), line
 
 
 @pytest.mark.slow
