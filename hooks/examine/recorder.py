@@ -231,7 +231,8 @@ class Examination:
     # Modules and data.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._depth == 0 and torch.is_grad_enabled():
+        # A module without parameters is a loss, which `model.eval()` does not reach.
+        if self._depth == 0 and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
             self._note("forward" if module.training else "forward in eval")
             if self._loop.forward is None:
                 self._loop.forward = model_facts.describe_forward(module, args)

@@ -159,6 +159,8 @@ def add_evidence(
     """Diagnose again with the evidence that is known by now. About what happens between two steps less may be known
     than before, as ranks that go on, one after the other, forget what they did: then the earlier diagnosis stays."""
     evidence = _evidence(attempt, incident, unasked)
+    if case.layers and not evidence.layers:  # their samples are no longer in memory
+        evidence = msgspec.structs.replace(evidence, layers=case.layers)
     found = diagnose(evidence, incident.annotations.get("remedy", ""))
     if not (_by_the_clock(incident) and SURENESS[found.confidence] < SURENESS[case.diagnosis.confidence]):
         case.diagnosis = found

@@ -144,6 +144,15 @@ def test_how_many_were_clipped_is_one_number() -> None:
     assert ": 20 of the last 20 sampled gradients were clipped" in found.cause
 
 
+def test_the_share_of_updates_that_are_lost_is_one_number() -> None:
+    shares = {8: 0.9, 16: 0.85, 24: 0.62}
+    steps = run_of(25, lambda seq: {"learning_rate": 1e-6, "update_ratio": 1e-8, "lost_update_share": shares[seq]}
+                   if seq in shares else {"learning_rate": 1e-6})  # fmt: skip
+    summary, found = fire_and_diagnose("LostUpdates", steps, table=table("w"))
+    assert summary.startswith("62% of the updates are rounded away")
+    assert found.cause.startswith("62% of the updates are rounded away though weights are float32")
+
+
 def test_a_divergence_begins_where_the_loss_or_the_gradient_left_its_past() -> None:
     def values(seq: int) -> dict[str, float]:
         loss = math.nan if seq == 199 else 50.0 if seq == 198 else 2.0

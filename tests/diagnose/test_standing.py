@@ -18,6 +18,7 @@ from sentinel.runs import Attempt, Run
 from sentinel.runs.steps import RunStep
 from sentinel.wire.flight_recorder import Flight, flight_of
 from sentinel.wire.heartbeat_page import Kind, Stall
+from tests.diagnose.made import layered
 from tests.diagnose.test_collectives import entry
 
 IN_A_COLLECTIVE = """\
@@ -116,6 +117,28 @@ def test_evidence_that_comes_later_is_judged_with_the_loss_of_the_step_of_the_al
     add_step(41, math.nan)
     cases.add_evidence(case, incident, run.attempt)
     assert case.diagnosis.cause.startswith("the backward pass of step 40 made it: the loss of that step is finite (2)")
+
+
+def test_layers_that_are_shown_are_not_said_to_be_missing_later() -> None:
+    """Samples of layers are forgotten while the incident is open."""
+    run = Run("r", "r-1", 0.0)
+    run.hello(wire.Hello(version="1", identity=wire.Identity(run="r", run_id="r-1", session="s")), 0.0)
+    incident = Incident(
+        id=1, run="r", rule="LossSpike", severity="critical", state="firing", first_seq=40, seq=40, time=0.0,
+        members={RUN: Member(40, 40, {})}, summary="", annotations={}, actions=(), runbook="", layers=True,
+    )  # fmt: skip
+    for seq in range(41):
+        values = {"loss": 90.0 if seq == 40 else 1.0, "grad_norm": 90.0 if seq == 40 else 1.0}
+        run.attempt.recent.append(RunStep(seq, 0.0, {0: values}, values))
+    run.attempt.recent_layers.extend(
+        layered(range(41), lambda seq: {"w": {"layer_grad_norm": 90.0 if seq == 40 else 1.0, "layer_nonfinite": 0.0}})
+    )
+    case = cases.open_case(run, run.attempt, incident)
+    assert [layer.name for layer in case.layers] == ["w"]
+    run.attempt.recent_layers.clear()
+    cases.add_evidence(case, incident, run.attempt)
+    assert not any("layer statistics" in missing for missing in case.diagnosis.missing)
+    assert any("1 layer with larger gradients than before, most of all w" in fact for fact in case.diagnosis.evidence)
 
 
 @pytest.mark.parametrize(

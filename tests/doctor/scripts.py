@@ -211,6 +211,9 @@ PLANTED_AGAIN = {
     _BEGIN + _MODEL + "x[:, 3] *= 1e4\n" + _SGD + _FOR + _STEP),
     "labels of a folder of images": ("sorted-not-shuffled",
     _BEGIN + _MODEL + _FOLDER % ("Folder()", "") + _SGD + _EPOCHS),
+    "evaluation mode, with a loss that is a module": ("training-in-eval-mode",
+    _BEGIN + _MODEL + "model.eval()\nloss_of = nn.CrossEntropyLoss()\n" + _SGD
+    + _loop("optimizer.zero_grad()", "loss_of(model(x), y).backward()", "optimizer.step()")),
     "a schedule forgotten at the end of the epoch": ("scheduler-never-stepped",
     _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS),
 }  # fmt: skip
