@@ -23,11 +23,13 @@ from tests.rollback.test_disk import again, armed, write
 from tests.rollback.training import Training, batches, of_type, roll_back
 from sentinel import wire
 
+folder = Path("{folder}")
+
 def mapped(value):
-    numpy.save(f"table{value}.npy", numpy.full((1000, 4), value, dtype=numpy.float32))
+    numpy.save(folder / f"table{value}.npy", numpy.full((1000, 4), value, dtype=numpy.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.from_numpy(numpy.load(f"table{value}.npy", mmap_mode="r"))
+        return torch.from_numpy(numpy.load(folder / f"table{value}.npy", mmap_mode="r"))
 
 def make():
     training = Training()
@@ -35,7 +37,7 @@ def make():
     return training
 
 training = make()
-restorer, sent = armed(training, Path("snapshots"))
+restorer, sent = armed(training, folder / "snapshots")
 for seq, batch in enumerate(batches(9)):
     if seq == 8:
         print("written", write(restorer, sent, 5).ok)
@@ -45,7 +47,7 @@ for seq, batch in enumerate(batches(9)):
 restorer.close()
 print(*[(one.ok, one.reason) for one in of_type(sent, wire.RolledBack)])
 print(*training.model.table.flatten()[:1].tolist())
-print("resumed at", again(make(), Path("snapshots")))
+print("resumed at", again(make(), folder / "snapshots"))
 """
 BUFFER = 'training.model.register_buffer("table", mapped({value}), persistent=False)'
 WEIGHT = 'training.model.register_parameter("table", nn.Parameter(mapped(1.0), requires_grad=False))'
@@ -68,7 +70,7 @@ REFUSED = "table cannot be written to, or shares its memory with another by now"
 def test_nothing_is_written_to_memory_that_cannot_be_written_to(
     make: str, meddle: str, answer: str, value: str, tmp_path: Path
 ) -> None:
-    code = f"import os; os.chdir({str(tmp_path)!r})" + BEGUN.replace("{make}", make).replace("{meddle}", meddle)
+    code = BEGUN.replace("{folder}", str(tmp_path)).replace("{make}", make).replace("{meddle}", meddle)
     done = run_fork([sys.executable, "-c", code], TRAINING, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     written, said, first, resumed = done.stdout.splitlines()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from sentinel import wire
 from sentinel.cli import cli
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, DamageError
 from sentinel.node import paths
 from sentinel.notify import silences, undelivered
 from sentinel.notify.entry import Entry
@@ -131,7 +131,8 @@ def test_a_row_that_no_writer_wrote_is_damage_to_every_reader(body: str, private
     with pytest.raises(ConfigError, match=r"r1\.sqlite: the history is damaged"):
         read_whole(path)
     for command in (["incidents"], ["history"], ["incidents", "--run", "r1"]):
-        CliRunner().invoke(cli, command, catch_exceptions=False)
+        with contextlib.suppress(DamageError):  # of the run that is asked for; nothing else may come out
+            CliRunner().invoke(cli, command, catch_exceptions=False)
 
 
 def test_fields_of_an_incident_that_an_older_version_did_not_write_are_empty(tmp_path: Path) -> None:
