@@ -51,8 +51,8 @@ def _scale_that_keeps(evidence: Evidence) -> float | None:
 @explains("LostUpdates")
 def lost_updates(evidence: Evidence) -> Finding:
     """Quote the format of the weights, and the size of the updates against its last digit."""
-    (share,) = evidence.quote("share") or [evidence.usual("lost_update_share", most=3)]
-    ratio = evidence.usual("update_ratio", most=3)
+    quoted, ratio = evidence.quote("share"), evidence.usual("update_ratio", most=3)
+    share = quoted[0] if quoted else evidence.usual("lost_update_share", most=3)
     kinds = [layer.dtype.removeprefix("torch.") for layer in evidence.table if layer.trainable]
     if share is None or ratio is None or not kinds:
         return report_unknown("the format of the weights, and the size of the updates", command=SAMPLE_MORE)
