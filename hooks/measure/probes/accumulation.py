@@ -248,7 +248,7 @@ class Bf16Accumulation(Probe):
             self._due = step.parameters
 
     def pass_begins(self, roots: Any) -> None:
-        # Only now, as the loop's own graph has the nodes by then: one that was made before the forward pass would keep
+        # Only now, as the loop's own graph has the nodes by then: a node made before the forward pass would keep
         # the shape of a parameter that the loop makes smaller meanwhile, and autograd would raise.
         due, self._due = self._due, None
         if due is not None and not is_capturing():
