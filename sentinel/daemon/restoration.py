@@ -109,7 +109,7 @@ def _judge_missed(watch: WatchedRun, history: History, steps: list[RunStep], now
     incidents.judged_to = steps[-1].seq if steps else seq
     known = {incident.rule for incident in incidents.evaluator.incidents if incident.state == "firing"}
     unjudged = (case for case in _list_open(watch) if case.alert not in known)
-    incidents.wait_for_judgement(case for case in unjudged if _reads_measurements(incidents.rules, case))
+    incidents.inherit(case for case in unjudged if _reads_measurements(incidents.rules, case))
     if steps and incidents.judged_to < OPENING_STEPS - 1:  # the opening examination goes on
         incidents.first_judged = steps[0].seq
     if state is not None:

@@ -16,12 +16,13 @@ from sentinel.actions.stacks import StacksAction
 from sentinel.actions.stop import StopAction
 from sentinel.daemon.run.clock import Clock
 from sentinel.daemon.run.context import RunContext
-from sentinel.daemon.run.incident_log import IncidentLog, find_number
+from sentinel.daemon.run.incident_log import IncidentLog
+from sentinel.daemon.run.inherited_cases import InheritedCases
 from sentinel.daemon.run.opening_report import OpeningReport, make_opening_report
 from sentinel.daemon.run.saved_state import SavedState, digest
 from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case
-from sentinel.engine import Entity, Evaluator, Observation, Rule, Transition
+from sentinel.engine import Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
 from sentinel.rulebook.loader import add_action
@@ -106,10 +107,7 @@ class RunIncidents:
         """Result of the opening examination, once it is over."""
         self.stages_begun = 0
         """Number of announced stages that have begun for the rules."""
-        self._unjudged: dict[str, Case] = {}
-        """Alert -> its open case of another daemon that the alert's rule has not judged here yet."""
-        self._unjudged_since = -1, 0.0
-        """Step and time at which another daemon's cases were taken over."""
+        self._inherited = InheritedCases()
         if self.job is not None:
             self.job.begin_attempt()
 
@@ -176,43 +174,15 @@ class RunIncidents:
         if observation is not None:
             measured = self.clock.make_observation(observation)
             self.apply(self.evaluator.observe_between(measured), now)
-            if self._unjudged:
-                self._end_unjudged(measured)
-
-    def wait_for_judgement(self, cases: Iterable[Case]) -> None:
-        """Leave these open cases of another daemon open, until their rules say whether they go on: the rules' state is
-        lost, and the measurements between steps that they read cannot be judged again."""
-        self._unjudged = {case.alert: case for case in cases}
-        self._unjudged_since = self.judged_to, time.time() - self._context.run.attempt.clock_shift
-
-    def _goes_on(self, found: Transition) -> bool:
-        """Whether what a rule found is an open case of another daemon; if so, the incident gets the case's id."""
-        case = self._unjudged.pop(found.incident.rule, None) if found.kind == "fired" else None
-        if case is not None:
-            found.incident.id = find_number(case)
-        return case is not None
-
-    def _end_unjudged(self, measured: Observation) -> None:
-        """End open cases of another daemon where their rules have judged all members, and find nothing."""
-        names = {name for values in measured.values.values() for name in values}
-        since, began = self._unjudged_since
-        for rule in self.rules:
-            case = self._unjudged.get(rule.name)
-            kept_up = not rule.keep_firing.is_reached(measured.seq - since, measured.time - began)
-            if case is None or kept_up or rule.metrics.isdisjoint(names):
-                continue
-            rows = (row for row in self.evaluator.status() if row.rule == rule.name)
-            over = {row.entity for row in rows if row.state == "inactive"}
-            if all(Entity(member.scope, member.name) in over for member in case.members):
-                del self._unjudged[rule.name]
+            for case in self._inherited.remove_ended(measured, self.rules, self.evaluator):
                 case.resolved_step = measured.seq + self._context.run.attempt.step_offset
                 self.end_case(case)
                 self.log.release_consequences(case)
 
-    def _give_up_unjudged(self, alerts: Iterable[str], why: str) -> None:
-        """End open cases of another daemon that no rule judges here any more."""
-        for alert in self._unjudged.keys() & set(alerts):
-            self.end_case(self._unjudged.pop(alert), why)
+    def inherit(self, cases: Iterable[Case]) -> None:
+        """Leave these cases of an earlier daemon open, until their rules say whether they go on."""
+        now = time.time() - self._context.run.attempt.clock_shift
+        self._inherited = InheritedCases(cases, self.judged_to, now)
 
     def begin_stages(self, seq: int) -> list[Transition]:
         """Begin the stages that were announced for this step or an earlier one."""
@@ -232,11 +202,13 @@ class RunIncidents:
 
     def replace_rules(self, rules: Sequence[Rule], now: float) -> None:
         """Apply these rules from now on. An unchanged rule keeps its state."""
+        former = {rule.name for rule in self.rules}
         self.rules = add_action(rules, self.stop_on, StopAction.name)
         ended = self.evaluator.replace_rules(self.rules)
         why = "over: its rule was changed or taken away"
         self._note_end(ended, why)
-        self._give_up_unjudged(self._unjudged.keys() - {rule.name for rule in self.rules}, why)
+        for case in self._inherited.remove(former - {rule.name for rule in self.rules}):
+            self.end_case(case, why)
         self.apply(ended, now)
         self.preserve()  # the state of the former rules fits none of the new ones
 
@@ -275,7 +247,8 @@ class RunIncidents:
                 self.apply([Transition(incident, "fired")], now)
             elif incident.rule in names - before and case is not None and case.state == "firing":
                 self.end_case(case, why)
-        self._give_up_unjudged(names - before, why)
+        for case in self._inherited.remove(names - before):
+            self.end_case(case, why)
 
     def end_former(self, done: str) -> None:
         """End open cases of the job that a rollback undid, and that no evaluator here follows: this node opened them
@@ -299,7 +272,7 @@ class RunIncidents:
         if log is None or log is self.log:
             log = self.log
             transitions = [found for found in transitions if found.incident.rule not in self.elsewhere]
-            transitions = [found for found in transitions if not self._goes_on(found)]
+            transitions = [found for found in transitions if not self._inherited.continue_in(found)]
         changes: list[CaseChange] = []
         for transition in transitions:
             incident = transition.incident
