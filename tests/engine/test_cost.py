@@ -55,6 +55,7 @@ def lines_a_sample(make: Callable[[Window], WindowState], count: int) -> float:
     return count_lines(lambda: push(LARGE)) / LARGE
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_a_hundred_times_as_long_costs_no_more(name: str) -> None:
     """`mad` searches by halving, which takes 13 halvings instead of 6 for a hundred times as many samples."""

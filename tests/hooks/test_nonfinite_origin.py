@@ -69,7 +69,7 @@ def test_there_are_thirty_faults() -> None:
     assert sum(case.origin != "nothing" for case in CASES) >= 30
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("case", COMPILED, ids=[case.name for case in COMPILED])
 @pytest.mark.parametrize("part", [False, True])

@@ -46,6 +46,7 @@ def check(found: Statistics, tensors: list[torch.Tensor], scale: torch.Tensor | 
             assert got == pytest.approx(expected, rel=2e-6, abs=0.0, nan_ok=True), name
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -367,6 +367,7 @@ SECOND_MOMENTS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SECOND_MOMENTS)
 def test_second_moments_keep_what_updates_leave_of_them_unless_they_are_overwritten(
     name: str, daemon: FakeDaemon

@@ -161,6 +161,7 @@ def test_a_file_of_wandb_that_was_cut_off_is_read_as_far_as_it_goes(wandb: Path,
     assert recording.faults.count == 0
 
 
+@pytest.mark.slow
 def test_damage_in_a_block_of_wandb_is_counted_and_the_next_block_is_read(wandb: Path, tmp_path: Path) -> None:
     (file,) = wandb.rglob("run-*.wandb")
     content = bytearray(file.read_bytes())

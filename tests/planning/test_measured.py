@@ -101,6 +101,7 @@ class Autocast(nn.Module):
         return loss
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
 @pytest.mark.parametrize("batch", [8, 64])
 def test_what_no_sample_adds_to_is_planned_for_any_batch(batch: int, precision: str) -> None:

@@ -102,8 +102,7 @@ class Coordinator:
                 return message
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("world", "commands"), [(1, 2000), (4, 600)])
+@pytest.mark.parametrize(("world", "commands"), [(1, 500), pytest.param(4, 600, marks=pytest.mark.slow)])
 def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: int, hasty_threads: None) -> None:
     """All ranks restore at the same step, or none does.
 

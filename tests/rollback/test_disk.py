@@ -72,6 +72,7 @@ def written(directory: Path, optimizer: str = "adamw", *, steps: int = 12, amp: 
     return training
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("optimizer", "amp"), [*((name, False) for name in OPTIMIZERS), ("adamw", True)])
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, optimizer: str, amp: bool) -> None:
     expected = written(tmp_path / "kept", optimizer, amp=amp).state()

@@ -32,6 +32,7 @@ def wreck_and_roll_back(training: Training, *, at: int = AT) -> list[Any]:
     return sent
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("schedule", ["cosine", "lambda"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rolled_back_equals_the_run_that_never_saw_the_bad_batches(optimizer: str, schedule: str) -> None:
@@ -45,6 +46,7 @@ def test_rolled_back_equals_the_run_that_never_saw_the_bad_batches(optimizer: st
     assert_same(state, healthy.state())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw", "sgd nesterov"])
 @pytest.mark.parametrize("zero", ["start", "end", "accumulate"])
 @pytest.mark.parametrize("amp", [False, True])
@@ -79,6 +81,7 @@ def test_scale_of_a_snapshot_whose_own_step_was_withheld(optimizer: str) -> None
     assert_same(run(range(END), armed=True), run([*range(TO + 1), *range(AT + 1, END)], armed=False))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("amp", [False, True])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "lbfgs"])
 def test_rolled_back_equals_one_restored_by_hand(optimizer: str, amp: bool) -> None:
@@ -117,6 +120,7 @@ def test_rolled_back_equals_one_restored_by_hand(optimizer: str, amp: bool) -> N
     assert_same(state, by_hand.state())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("optimizer", "amp"), [(name, amp) for name in OPTIMIZERS for amp in (False, True) if not (amp and name == "lbfgs")]
 )

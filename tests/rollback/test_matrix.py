@@ -410,7 +410,7 @@ HOLD = [case for case in CASES if not case.refused]
 REFUSED = [case for case in CASES if case.refused]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", HOLD, ids=named)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:The epoch parameter in")
 def test_rolled_back_in_memory(case: Case) -> None:
@@ -434,7 +434,7 @@ def test_rolled_back_in_memory(case: Case) -> None:
     assert_same(state, healthy.state())
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", HOLD, ids=named)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:The epoch parameter in")
 def test_resumed_from_disk(case: Case, tmp_path: Path) -> None:
@@ -548,7 +548,7 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("later", WRAPPED)
 @pytest.mark.parametrize("former", WRAPPED)
 def test_names_on_disk_are_the_same_whatever_is_around_the_models(

@@ -55,6 +55,7 @@ BACK = "(True, '')"
 REFUSED = "table cannot be written to, or shares its memory with another by now"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("make", "meddle", "answer", "value"),

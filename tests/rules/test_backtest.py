@@ -199,6 +199,7 @@ def test_a_rule_of_seconds_is_not_applied_to_a_log_without_times(folder: Path) -
     assert "step 90       warning   Slow, since step 0" in result.output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["one.svg", "many.svg"])
 def test_a_picture_shows_the_alert(folder: Path, name: str) -> None:
     runs = [folder / "spike.jsonl"] if name == "one.svg" else [folder]
