@@ -41,13 +41,13 @@ def test_ready_once_samples_flow(served: Served) -> None:
         until(lambda: served.get("/-/ready").status_code == 200, "readiness")
 
 
-@pytest.mark.parametrize("path", ["/api/status", "/api/incidents"])
-@pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \u00e4"])
-def test_the_api_requires_the_token(served: Served, path: str, token: str) -> None:
-    answer = served.get(path, headers={"Authorization": token.encode()})
-    assert answer.status_code == 401
-    assert served.state["token"] not in answer.text
-    assert served.get(path, headers=served.authorized()).status_code == 200
+def test_the_api_requires_the_token(served: Served) -> None:
+    for path in ("/api/status", "/api/incidents"):
+        for token in ("", "Bearer", "Bearer wrong", "Bearer \u00e4"):
+            answer = served.get(path, headers={"Authorization": token.encode()})
+            assert answer.status_code == 401, (path, token)
+            assert served.state["token"] not in answer.text
+        assert served.get(path, headers=served.authorized()).status_code == 200
 
 
 def test_the_api_writes_nan_as_text(served: Served) -> None:
@@ -64,9 +64,9 @@ def test_the_api_writes_nan_as_text(served: Served) -> None:
         assert [case["alert"] for case in cases] == ["NonFiniteLoss"]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", ""])
-def test_a_request_for_another_host_name_gets_nothing(served: Served, host: str) -> None:
-    assert served.get("/metrics", headers={"Host": host}).status_code == 400
+def test_a_request_for_another_host_name_gets_nothing(served: Served) -> None:
+    for host in ("evil.example", "127.0.0.1.evil.example", ""):
+        assert served.get("/metrics", headers={"Host": host}).status_code == 400, host
     assert served.get("/metrics", headers={"Host": "localhost:9477"}).status_code == 200
 
 
@@ -93,11 +93,11 @@ def metric(served: Served, name: str) -> str:
     return next(line.split()[-1] for line in served.get("/metrics").text.splitlines() if line.startswith(name))
 
 
-@pytest.mark.parametrize("token", ["", "Bearer wrong"])
-def test_the_rules_are_not_read_again_without_the_token(served: Served, settings: Path, token: str) -> None:
+def test_the_rules_are_not_read_again_without_the_token(served: Served, settings: Path) -> None:
     (settings.parent / "rules" / "mine.yaml").write_text("no rules at all")
-    answer = httpx2.post(served.url + "/-/reload", headers={"Authorization": token})
-    assert answer.status_code == 401
+    for token in ("", "Bearer wrong"):
+        answer = httpx2.post(served.url + "/-/reload", headers={"Authorization": token})
+        assert answer.status_code == 401, token
     assert metric(served, "sentinel_config_last_reload_successful") == "1.0", "it was not looked at"
 
 

@@ -72,19 +72,16 @@ def test_the_page_is_at_most_1500_lines_of_code() -> None:
     assert sum(len(path.read_text().splitlines()) for path in served | report) <= 1500
 
 
-@pytest.mark.parametrize("token", ["", "Bearer wrong"])
-def test_the_live_part_requires_the_token(token: str, served: Served) -> None:
-    answer = served.get("/live", headers={"Authorization": token} if token else {})
-    assert answer.status_code == 401
+def test_the_live_part_requires_the_token(served: Served) -> None:
+    assert served.get("/live").status_code == 401
+    assert served.get("/live", headers={"Authorization": "Bearer wrong"}).status_code == 401
 
 
-@pytest.mark.parametrize(
-    "path", ["/../etc/passwd", "/page.js/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/live/.."]
-)
-def test_no_path_leads_to_files(path: str, served: Served) -> None:
-    answer = served.get(path, headers=served.authorized())
-    assert "root:" not in answer.text
-    assert answer.status_code in (200, 404)  # 200 if the client shortened it to /
+def test_no_path_leads_to_files(served: Served) -> None:
+    for path in ("/../etc/passwd", "/page.js/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/live/.."):
+        answer = served.get(path, headers=served.authorized())
+        assert "root:" not in answer.text
+        assert answer.status_code in (200, 404), path  # 200 if the client shortened it to /
 
 
 def test_the_page_shows_curves_and_ranks(served: Served) -> None:
@@ -99,11 +96,11 @@ def test_the_page_shows_curves_and_ranks(served: Served) -> None:
     assert "<h2>Rules</h2>" in text
 
 
-@pytest.mark.parametrize("path", ["/live?run=../../x", "/live", "/whole?run=../../x", "/whole"])
-def test_an_unknown_run_is_reported(path: str, served: Served) -> None:
-    answer = served.get(path, headers=served.authorized())
-    assert answer.status_code == 200
-    assert "is watched or kept on this node" in answer.text
+def test_an_unknown_run_is_reported(served: Served) -> None:
+    for path in ("/live?run=../../x", "/live", "/whole?run=../../x", "/whole"):
+        answer = served.get(path, headers=served.authorized())
+        assert answer.status_code == 200, path
+        assert "is watched or kept on this node" in answer.text
 
 
 def test_layers_in_the_same_state_are_one_row_of_the_rules() -> None:
