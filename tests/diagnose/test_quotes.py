@@ -131,8 +131,8 @@ def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None
         return found | ({"gradient_depth_ratio": 4e6} if seq % 8 == 0 or seq < 2 else {})
 
     summary, found = fire_and_diagnose("VanishingGradient", run_of(40, values))
-    assert "last layers' over first layers' 4e+06 (over 1,000 three times: true)" in summary
-    assert "norm 0.369, 0.89 times that of the start (under 0.001, and not with the loss: false)" in summary
+    assert "the last layers' are 4e+06 times the first layers' (limit 1,000)" in summary
+    assert "norm 0.369, 0.89 times that of the start (limit 0.001)" in summary
     assert "with depth" in found.cause
 
 
