@@ -246,7 +246,7 @@ class Daemon:
         watch, untold = self._watches.get(run.run_id), list[Transition]()
         began = watch is None
         if watch is None:
-            opened = self._histories.open(run, now)
+            opened = self._histories.open(run, hello.identity, now)
             if opened is None:
                 self._runs.forget(run.run_id)
                 self._tenants.leave(run.run_id)

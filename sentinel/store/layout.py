@@ -1,6 +1,6 @@
 """The content of a history file, and how it is packed.
 
-    meta         key -> value: schema version, run, run id
+    meta         key -> value: schema version, run, run id; in a job over several nodes, the node and its host name
     attempts     number, when it began and ended, the hello of its first rank
     chunks       closed steps: one row holds up to 256 steps of one rank (-1: the run), zlib over msgpack columns;
                  since schema 3 those far behind are thinned, level by level, and then hold up to 2,048

@@ -66,8 +66,11 @@ class Store:
     process, even by kill -9; a power cut may cost the newest transactions.
     """
 
-    def __init__(self, path: Path, *, run: str, run_id: str, source: str = "") -> None:
-        """`source`: where the data come from, if not from a daemon that watches.
+    def __init__(
+        self, path: Path, *, run: str, run_id: str, source: str = "", node: int | None = None, hostname: str = ""
+    ) -> None:
+        """`source`: where the data come from, if not from a daemon that watches. `node`, `hostname`: the node, in a job
+        over several nodes, whose history this is.
 
         Where the file is locked, the disk full or no descriptor left, it is opened at a later flush. Raises ConfigError
         where a history at that place will never be possible.
@@ -98,7 +101,8 @@ class Store:
         self._unthinnable = False
         self._least = 0
         """Bytes of the file after the last transaction: it only grows."""
-        self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source}
+        self._place = {"node": str(node), "hostname": hostname} if node is not None else {}
+        self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source, **self._place}
         self._database: sqlite3.Connection | None = None
         self._descriptor = -1
         """Descriptor of the file, for a look at its head. It is open for as long as the database is: a process that
@@ -187,13 +191,25 @@ class Store:
         ((found,),) = database.execute("SELECT value FROM meta WHERE key = 'schema'")
         if found not in READABLE:
             raise ConfigError(f"history is not written: {self.path} has schema {found}, this version writes {SCHEMA}")
+        self._check_place(dict(database.execute("SELECT key, value FROM meta")))
         for table, column, kind in ADDED:
             if column not in {row[1] for row in database.execute(f"PRAGMA table_info({table})")}:
                 database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
-        for key in ("schema", "source"):
+        for key in ("schema", "source", *self._place):
             database.execute("UPDATE meta SET value = ? WHERE key = ?", (self._meta[key], key))
         self.records.checkpoints = set(database.execute("SELECT attempt, seq FROM checkpoints"))
         database.execute("COMMIT")
+
+    def _check_place(self, known: Mapping[str, str]) -> None:
+        """Raise ConfigError if the file is that of another node of the job: the daemon of each would take the other's
+        ranks for its own. A node may get another number when the job is queued again, or another name in a new pod, but
+        not both."""
+        if self._place and all(known[key] != value for key, value in self._place.items()):
+            raise ConfigError(
+                f"history is not written: {self.path} is that of node {known['node']} ({known['hostname']}) of this job"
+                f", and this is node {self._place['node']} ({self._place['hostname']}); alerts and rollback go on; set "
+                "SENTINEL_STATE to a directory of its own on each node"
+            )
 
     def flush(self, patience: float = PATIENCE_SECONDS) -> None:
         """Have new rows written in one transaction, and wait for it at most `patience` seconds: not at all where an
@@ -246,7 +262,7 @@ class Store:
             try:
                 self._commit(writes)
             except Exception as error:
-                if not isinstance(error, sqlite3.Error | OSError):
+                if not isinstance(error, sqlite3.Error | OSError | ConfigError):
                     log.exception("%s: a fault of our own", self.path)
                 self._failing_since = self._failing_since or began
                 self._give_back(error, writes)
@@ -423,6 +439,8 @@ def _list_dropped(rows: Mapping[str, int]) -> str:
 
 
 def _trouble(path: Path, error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
     return (
         f"history is not written: {path}: {error}; alerts and rollback go on; "
         "make room there, or set SENTINEL_STATE to another local directory"

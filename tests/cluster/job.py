@@ -33,7 +33,7 @@ class NodeDaemon:
         )
         hello = wire.Hello(version="test", identity=self.rank.identity, supervisor=supervisor)
         socket.send_fds(self.rank.connection, [wire.frame(hello)], [page] if page >= 0 else [])
-        self.rank.expect(wire.Welcome)
+        self.notes = self.rank.expect(wire.Welcome).notes
 
     def run(self) -> dict[str, Any]:
         """Return the run as `sentinel status` shows it on this node."""

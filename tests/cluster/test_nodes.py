@@ -283,3 +283,23 @@ def test_a_node_ends_in_time_where_no_coordinator_ever_was(options: tuple[str, .
         node.rank.say(wire.Goodbye())
         assert ended(node.process) == 0
         assert time.monotonic() - began < 60
+
+
+def test_a_node_with_the_history_directory_of_another_stays_the_node_that_it_is(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its daemon used to go on from the other node's history: as that node, with that node's ranks as lost."""
+    address = free_address()
+    (tmp_path / "state0").mkdir()
+    (tmp_path / "state1").symlink_to("state0")
+    with node_daemon(0, 2, address, tmp_path, *options) as coordinator:
+        coordinator.rank.steps(0, [LOW])
+        until(coordinator.judges, "a step to close")
+        with node_daemon(1, 2, address, tmp_path, *options) as node:
+            until(lambda: node.job()["view"] == "joined", "node 1 to hear the coordinator")
+            assert [rank["rank"] for rank in node.run()["ranks"]] == [1]
+            assert node.run()["history"] == ""
+            (note,) = node.notes
+            assert "is that of node 0 (host0) of this job, and this is node 1 (host1); alerts and rollback go" in note
+            assert note.endswith("set SENTINEL_STATE to a directory of its own on each node")
+        assert coordinator.notes == ()

@@ -46,13 +46,13 @@ def test_the_run_is_asked_to_come_back_and_no_history_is_moved(tmp_path: Path) -
     before.close()
     histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
     with no_descriptor_left():
-        assert histories.open(run, 10.0) is None
-        assert histories.open(run, 10.0 + PUT_OFF_SECONDS - 1) is None
-        gone_on = histories.open(run, 10.0 + PUT_OFF_SECONDS)
+        assert histories.open(run, IDENTITY, 10.0) is None
+        assert histories.open(run, IDENTITY, 10.0 + PUT_OFF_SECONDS - 1) is None
+        gone_on = histories.open(run, IDENTITY, 10.0 + PUT_OFF_SECONDS)
     assert gone_on is not None
     assert gone_on.store is None
     assert "unable to open" in gone_on.why_not
-    opened = histories.open(run, 80.0)
+    opened = histories.open(run, IDENTITY, 80.0)
     assert opened is not None
     assert opened.store is not None
     assert (opened.begins, opened.resumable) == (1, True)
@@ -67,7 +67,7 @@ def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(
     path.parent.mkdir()
     histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
     with no_descriptor_left():
-        opened = histories.open(run, 0.0)
+        opened = histories.open(run, IDENTITY, 0.0)
         store = begin_without_file(opened)
     store.close()
     with History(path) as history:
@@ -81,7 +81,7 @@ def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as full:
         full.execute("PRAGMA journal_mode = WAL")
         full.execute("BEGIN IMMEDIATE")  # stands for a full disk: the content can be read, but not written
-        opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)
+        opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), IDENTITY, 0.0)
         store = begin_without_file(opened)
     store.close()
     with History(path) as history:
@@ -91,7 +91,7 @@ def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path)
 def test_a_damaged_history_is_moved_and_the_next_attempt_begins(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     path.write_bytes(b"no database" * 1000)
-    opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)
+    opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), IDENTITY, 0.0)
     assert opened is not None
     assert opened.store is not None
     assert "moved to" in opened.store.notes[0]

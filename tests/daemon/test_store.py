@@ -415,3 +415,12 @@ def test_a_slow_reader_does_not_make_the_log_grow(tmp_path: Path) -> None:
         assert busy == 0
         assert [seq for seq, *_ in rows] == list(range(1, 20 * CHUNK_STEPS))
     store.close()
+
+
+def test_a_node_with_another_number_or_another_name_goes_on_in_its_history(tmp_path: Path) -> None:
+    """As a job that is queued again, or whose pod is made again."""
+    path = tmp_path / "r1.sqlite"
+    for node, hostname in ((0, "a"), (3, "a"), (3, "b")):
+        Store(path, run="train", run_id="r1", node=node, hostname=hostname).close()
+    with pytest.raises(ConfigError, match=r"is that of node 3 \(b\) of this job, and this is node 0 \(a\)"):
+        Store(path, run="train", run_id="r1", node=0, hostname="a")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from sentinel import wire
+from sentinel.cluster.protocol.job_extent import count_nodes
 from sentinel.daemon.tenancy.tenants import Tenants
 from sentinel.errors import ConfigError, DamageError
 from sentinel.runs import Run
@@ -37,10 +39,13 @@ class Histories:
         self._put_off: dict[str, float] = {}
         """Since when runs are put off, in monotonic seconds, by run id."""
 
-    def open(self, run: Run, now: float) -> Opened | None:
-        """Open the history of a run; None: it cannot be read now, and the run must come back."""
+    def open(self, run: Run, identity: wire.Identity, now: float) -> Opened | None:
+        """Open the history of a run; None: it cannot be read now, and the run must come back. `identity`: that of any
+        rank of this node."""
+        node = identity.node if count_nodes(identity) > 1 else None
         try:
-            store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
+            path = self._tenants.history(run.run_id)
+            store = Store(path, run=run.name, run_id=run.run_id, node=node, hostname=identity.hostname)
         except ConfigError as error:
             log.error("%s", error)
             return Opened(None, why_not=str(error))
