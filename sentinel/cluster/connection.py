@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from sentinel.cluster.local_run import LocalRun
 from sentinel.config.cluster import Meeting
 from sentinel.errors import ProtocolError
+from sentinel.node.network_address import explain_unknown_host, explain_unusable_address
 
 if TYPE_CHECKING:
     from sentinel.cluster.session import Session
@@ -62,8 +63,13 @@ class Connection:
     @property
     def port(self) -> int | None:
         """The port on which this node listens now; None: on none."""
-        listens = self.session is not None and self._node < len(self.meeting.addresses)
+        listens = self.session is not None and self._listens
         return int(self.meeting.addresses[self._node].rpartition(":")[2]) if listens else None
+
+    @property
+    def _listens(self) -> bool:
+        """Whether this node has an address, at which it listens."""
+        return self._node < len(self.meeting.addresses)
 
     def tick(self, now: float) -> None:
         """Try to connect, in a thread: where packets are dropped a try takes minutes, for which the daemon's end must
@@ -72,8 +78,8 @@ class Connection:
             self._since = now
         if self.session is not None:
             return
-        if now - self._since > SAY_SECONDS:
-            self._say_once(self.trouble or _describe_trouble(self.meeting, self._node))
+        if now - self._since > SAY_SECONDS and (self.trouble or not self._listens):
+            self._say_once(self.trouble or _describe_unreached(self.meeting))
         if now >= self._again_at and not _is_alive(self._thread) and not _is_alive(self._closing):
             self._again_at = now + CONNECT_AGAIN_SECONDS
             self._thread = threading.Thread(target=self._open, args=(self.meeting,), daemon=True, name="cluster")
@@ -155,7 +161,7 @@ class Connection:
             self._say_once(f"node {node} cannot listen at {addresses[node]}: it does not take over")
             return
         self.trouble = trouble
-        if trouble == NOT_INSTALLED or self._node < len(self.meeting.addresses):
+        if trouble == NOT_INSTALLED or self._listens:
             self._say_once(trouble)
         if trouble == NOT_INSTALLED:
             self._again_at = float("inf")
@@ -171,16 +177,20 @@ def _is_alive(thread: threading.Thread | None) -> bool:
 
 
 def _describe_trouble(meeting: Meeting, node: int) -> str:
+    """Return why no session could be opened. Asks the system, which may take seconds."""
     addresses = meeting.addresses
-    if meeting.routers:
-        return (
-            f"cannot reach {' or '.join(meeting.routers)}: no Zenoh router listens there, a firewall is between, or it "
-            "does not let this node in; tried again"
-        )
     if node < len(addresses):
-        return f"cannot listen on {addresses[node]}: the port is taken, or the address is not of this node; tried again"
+        why = explain_unusable_address(addresses[node]) or "the daemon's log has the reason"
+        return f"cannot listen on {addresses[node]}: {why}; tried again"
+    unknown = filter(None, map(explain_unknown_host, addresses or meeting.routers))
+    return _describe_unreached(meeting, next(unknown, ""))
+
+
+def _describe_unreached(meeting: Meeting, why: str = "") -> str:
+    """Return that no other node is reached. `why`: the reason; empty: not known."""
+    if meeting.routers:
+        why = why or "no Zenoh router listens there, a firewall is between, or it does not let this node in"
+        return f"cannot reach {' or '.join(meeting.routers)}: {why}; tried again"
     proof = "the secret" if meeting.tls is None else "the secret or the certificates' authority"
-    return (
-        f"cannot reach {' or '.join(addresses)}: no daemon listens there, a firewall is between, or {proof} is another"
-        "; tried again"
-    )
+    why = why or f"no daemon listens there, a firewall is between, or {proof} is another"
+    return f"cannot reach {' or '.join(meeting.addresses)}: {why}; tried again"

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -227,13 +226,14 @@ def open_session(meeting: Meeting, node: int) -> Any:
     settings |= {"transport/auth/usrpwd/user": _USER, "transport/auth/usrpwd/password": password}
     if not listens:
         return _connect(settings)
-    descriptor, name = tempfile.mkstemp(prefix="sentinel-")  # mode 0600, and gone once it is read
+    # Zenoh reads users from a file. A pipe needs no disk, which may be full, and leaves nothing behind after kill -9.
+    users, end = os.pipe()
     try:
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{_USER}:{password}\n")
-        return _connect(settings | {"transport/auth/usrpwd/dictionary_file": name})
+        with open(end, "w", encoding="ascii") as pipe:
+            pipe.write(f"{_USER}:{password}\n")
+        return _connect(settings | {"transport/auth/usrpwd/dictionary_file": f"/dev/fd/{users}"})
     finally:
-        os.unlink(name)
+        os.close(users)
 
 
 def _describe_tls(files: TlsFiles) -> dict[str, object]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
+from typing import Any
 
 _NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _READ_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_REASONS = {errno.EADDRINUSE: "the port is taken", errno.EADDRNOTAVAIL: "the address is not of this node"}
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address in a network that exists only in documents (RFC 5737): the default route leads there."""
 
@@ -46,6 +49,27 @@ def list_listening_addresses(address: str) -> list[str]:
     return [address] if _is_loopback(own) else [address, f"[{own}]:{port}" if ":" in own else f"{own}:{port}"]
 
 
+def explain_unusable_address(address: str) -> str:
+    """Return why this machine cannot listen at `host:port`; empty: it can."""
+    try:
+        for family, _, _, _, target in _look_up(address):
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+    except OSError as error:
+        return _REASONS.get(error.errno or 0) or str(error.strerror)
+    return ""
+
+
+def explain_unknown_host(address: str) -> str:
+    """Return why the host of `host:port` is not known to this machine; empty: it is."""
+    try:
+        _look_up(address)
+    except OSError as error:
+        return f"{address.rpartition(':')[0]} is not known here ({error.strerror})"
+    return ""
+
+
 def find_free_port(host: str) -> int:
     """Return a TCP port that is free now. Raises OSError where there is none, or the address is not of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -71,6 +95,15 @@ def _read_interface(named: str) -> str:
                 continue
             return socket.inet_ntoa(found[20:24])
     return ""
+
+
+def _look_up(address: str) -> list[tuple[int, int, int, str, Any]]:
+    """Return the addresses of `host:port`, as the system knows them. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    try:
+        return [*socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)]
+    except UnicodeError:  # as for a..b
+        raise OSError(errno.EINVAL, "no host name") from None
 
 
 def _find_source(host: str, port: int) -> str:

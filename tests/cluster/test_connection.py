@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sentinel.cluster.connection import CONNECT_AGAIN_SECONDS, Connection
 from sentinel.config.cluster import Meeting
+from tests.cluster.job import free_address
 from tests.waiting import until
 
 MEETING = Meeting(("10.0.0.1:1", "10.0.0.2:1"), "", is_public=True)
+
+UNKNOWN = "no-such-host.invalid"
 
 
 class Opened:
@@ -112,8 +122,62 @@ def test_it_is_reported_that_an_address_can_be_listened_on_after_all() -> None:
 
     node = Node(open_session)
     node.tick()
-    assert node.said == [
-        "cannot listen on 10.0.0.2:1: the port is taken, or the address is not of this node; tried again"
-    ]
+    assert node.said == ["cannot listen on 10.0.0.2:1: the address is not of this node; tried again"]
     node.tick()
     assert node.said[1:] == ["the job's other nodes can reach this one now"]
+
+
+def look_up_unknown_host() -> str:
+    """Return the system's word for a name that nothing knows, with a network or without."""
+    with pytest.raises(socket.gaierror) as found:
+        socket.getaddrinfo(UNKNOWN, 1)
+    return str(found.value.strerror)
+
+
+def fail_to_open(_: Meeting) -> Opened:
+    raise OSError("a fault that the system is not asked about")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        (f"{UNKNOWN}:9478", f"cannot listen on {UNKNOWN}:9478: {{unknown}}; tried again"),
+        ("a..b:9478", "cannot listen on a..b:9478: no host name; tried again"),
+        ("{free}", "cannot listen on {free}: the daemon's log has the reason; tried again"),
+        ("{taken}", "cannot listen on {taken}: the port is taken; tried again"),
+    ],
+)
+def test_only_the_reason_that_holds_is_given_where_a_node_cannot_listen(address: str, said: str) -> None:
+    """It was always `the port is taken, or the address is not of this node`, also for a name that nothing knows."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        places = {"free": free_address(), "taken": taken, "unknown": look_up_unknown_host()}
+        node = Node(fail_to_open, Meeting(("10.0.0.1:1", address.format(**places)), ""))
+        node.tick()
+        assert node.said == [said.format(**places)]
+
+
+def test_an_address_whose_name_is_not_known_is_named() -> None:
+    node = Node(fail_to_open, Meeting((f"{UNKNOWN}:9478",), ""))
+    node.tick()
+    why = f"{UNKNOWN} is not known here ({look_up_unknown_host()})"
+    assert node.connection.trouble == f"cannot reach {UNKNOWN}:9478: {why}; tried again"
+
+
+def test_a_node_listens_where_no_file_can_be_written(tmp_path: Path) -> None:
+    """Its users were written into a file in /tmp: on a full disk each node was watched alone."""
+    pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+    code = (
+        "import resource, signal, sys\n"
+        "from sentinel.cluster.session import open_session\n"
+        "from sentinel.config.cluster import Meeting\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "open_session(Meeting((sys.argv[1],), 'a secret of all nodes'), 0).close()\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, free_address()], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
