@@ -263,6 +263,7 @@ class Daemon:
         if began:
             joining.join_job(watch, hello, self._cluster, self._supervision)
         joining.ask_for_meeting(watch, hello)
+        joining.warn_of_shared_daemon(watch)
         watch.incidents.apply(untold, now)
         watch.ingest.tell_again(rank)
         self._supervision.tell(watch, over=False)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sentinel import wire
@@ -303,3 +304,16 @@ def test_a_node_with_the_history_directory_of_another_stays_the_node_that_it_is(
             assert "is that of node 0 (host0) of this job, and this is node 1 (host1); alerts and rollback go" in note
             assert note.endswith("set SENTINEL_STATE to a directory of its own on each node")
         assert coordinator.notes == ()
+
+
+def test_ranks_of_two_nodes_at_one_daemon_are_reported(options: tuple[str, ...], tmp_path: Path) -> None:
+    """As of two containers that share /tmp, or two `torchrun --nnodes 2` on one machine."""
+    with (
+        node_daemon(0, 2, free_address(), tmp_path, *options) as daemon,
+        SimulatedRank(daemon.path, 1, 2, run_id=RUN, on_a_node=1) as other,
+    ):
+        other.identity = msgspec.structs.replace(other.identity, local_world_size=1)
+        other.hello()
+        notice = next(line for line in _notices(daemon) if "one daemon" in line)
+        assert notice.startswith("[sentinel] nodes 0, 1 use one daemon, so the nodes of this job do not meet: no roll")
+        assert notice.endswith("set SENTINEL_RUNTIME and SENTINEL_STATE to directories of its own on each node")

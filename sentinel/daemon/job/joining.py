@@ -12,6 +12,7 @@ from sentinel.daemon.job.supervision import Supervision
 from sentinel.daemon.run.meeting_search import MeetingSearch
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.errors import ConfigError
+from sentinel.text import name_nodes
 
 
 class Joining:
@@ -77,6 +78,17 @@ def ask_for_meeting(watch: WatchedRun, hello: wire.Hello) -> None:
     """Ask a rank that said hello where the nodes meet, if that is its part in the search."""
     if watch.search is not None and (question := watch.search.ask(hello)) is not None:
         watch.context.link.send(hello.identity.rank, question)
+
+
+def warn_of_shared_daemon(watch: WatchedRun) -> None:
+    """Say that ranks of several nodes use this daemon: it can be the daemon of only one of them, and waits for those of
+    the others."""
+    nodes = sorted({rank.identity.node for rank in watch.run.attempt.live})
+    if len(nodes) > 1 and (watch.membership is not None or watch.search is not None):
+        watch.context.tell_once(
+            f"{name_nodes(nodes)} use one daemon, so the nodes of this job do not meet: no rollback, stop or restart "
+            "of all nodes; set SENTINEL_RUNTIME and SENTINEL_STATE to directories of its own on each node"
+        )
 
 
 def _announce(found: Meeting) -> str:
