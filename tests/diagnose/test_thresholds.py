@@ -75,7 +75,7 @@ def leapt(times: float, before: int) -> Finding:
     return judged("LossSpike", run_of(302, values), since=300)
 
 
-def spiked(norm: float, at: int = 1000, first: int = 0, clip: dict[str, float] | None = None) -> Finding:
+def spiked(norm: float, at: int = 1160, first: int = 0, clip: dict[str, float] | None = None) -> Finding:
     """Diagnose a loss that jumps at step 1200 after one gradient of `norm`, usually 1; norms are known from `first`."""
 
     def values(seq: int) -> dict[str, float]:
@@ -192,7 +192,8 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
     "among fewer": (lambda: spiked(30.0, at=1180, first=1151), "the batch of step 1200"),
     "a gradient of 15 times the usual": (lambda: spiked(15.0), "the batch of step 1200"),
     "a gradient of 30 times the usual": (lambda: spiked(30.0), "the optimizer's state: a gradient of norm 30 at step"),
-    "one that moments have forgotten": (lambda: spiked(30.0, at=100), "the batch of step 1200"),
+    "one that momentum still carries": (lambda: spiked(30.0, at=1151), "the optimizer's state"),
+    "one that momentum has forgotten": (lambda: spiked(30.0, at=1150), "the batch of step 1200"),
     "one that was clipped": (lambda: spiked(30.0, clip={"clip_limit": 2.0}), "the batch of step 1200"),
     "one layer that holds nine tenths": (lambda: grown(50.0, 10.0, 10.0), "one layer makes most of it: a.weight"),
     "one layer that holds less": (lambda: grown(50.0, 15.0, 15.0), NOT_KNOWN),

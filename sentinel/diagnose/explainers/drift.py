@@ -136,9 +136,9 @@ def rate_jump(evidence: Evidence, before: int) -> dict[str, Any] | None:
     return None
 
 
-def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
-    """Return the largest gradient before a step, as numbers for the words, if it is so large that Adam's moments still
-    have it; else None."""
+def huge_gradient(evidence: Evidence, before: int, within: int = _BETWEEN) -> dict[str, Any] | None:
+    """Return the largest gradient of so many steps before a step, as numbers for the words, if it is so large that
+    Adam's moments still have it; else None."""
     optimizer = str(evidence.facts.get("optimizer", ""))
     norms = [(seq, norm) for seq, norm in evidence.series("grad_norm") if seq < before and math.isfinite(norm)]
     limit = evidence.latest("clip_limit")
@@ -147,7 +147,7 @@ def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
     if limit is not None:
         norms = [(seq, min(norm, limit)) for seq, norm in norms]
     usual = statistics.median(norm for _, norm in norms)
-    near = [found for found in norms if found[0] > before - _BETWEEN]
+    near = [found for found in norms if found[0] > before - within]
     at, norm = max(near, key=lambda found: found[1], default=(0, 0.0))
     if usual <= 0 or norm < _HUGE * usual:
         return None
