@@ -163,8 +163,10 @@ class Batches:
 
     def to_skip(self, iterator: object) -> bool:
         """Whether the next batch of a DataLoader's iterator must be discarded."""
-        self._accumulator.next_iteration()
-        if not self._to_skip or self._outer:
+        if self._outer:
+            return False
+        self._accumulator.request_batch(iterator)
+        if not self._to_skip:
             return False
         return self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
 
@@ -175,7 +177,7 @@ class Batches:
     def pull(self, iterator: Iterator[Batch], source: object) -> Batch:
         """Return the next batch that is not skipped; `source` is what pulls it. Raises StopIteration at the end."""
         begin = time.perf_counter()
-        self._accumulator.next_iteration()
+        self._accumulator.request_batch(source, trains=True)
         self._outer += 1
         try:
             while self._to_skip:

@@ -379,12 +379,12 @@ class ForwardTimer:
             if is_grad_enabled():
                 accumulator.record_run_elsewhere()
             return
-        if accumulator.when_next is not None:
-            accumulator.next_iteration()
         self._keeps = False
         if is_grad_enabled():
             if not getattr(model, "training", True):
                 accumulator.totals.evaluating = True
+            elif accumulator.when_next is not None:  # an evaluation between the step and a scheduler's ends nothing
+                accumulator.next_iteration()
             # Autocast that the model enters inside its own forward is not seen here.
             autocast = is_any_autocast_enabled()
             if autocast and self._device:

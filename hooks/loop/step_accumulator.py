@@ -29,6 +29,7 @@ class LoaderPass:
 
     def __init__(self, source: Any) -> None:
         self.source = weakref.ref(source)
+        self.sampler = _refer_weakly(_sampler_of(source))
         self.batches, self.exhausted = 0, False
         self.length = _length(source)
 
@@ -60,6 +61,17 @@ class LoaderProgress:
         said = self.training.length if self.training is not None else -1
         return said if said >= 0 else self._whole
 
+    def begins_iteration(self, source: object, *, trains: bool) -> bool:
+        """Whether the loop is done with its last step as it asks `source` for a batch (`trains`: one to train on).
+
+        It is not at the end of an epoch, after which a scheduler may step, nor in an evaluation: that has another
+        loader.
+        """
+        feed = self.training
+        if feed is not None and feed.source() is source:
+            return feed.exhausted or feed.batches != self.length
+        return trains or (feed is not None and feed.sampler() is not None and feed.sampler() is _sampler_of(source))
+
     def count_batch(self, source: object) -> bool:
         """Count a batch of an iterator; return whether the same one gave the last batch, too."""
         feed = self.last
@@ -84,10 +96,22 @@ class LoaderProgress:
         return self._known[source]
 
 
+def _sampler_of(source: object) -> Any:
+    """Return what a DataLoader's iterators have in common, from one epoch to the next; None for other iterators."""
+    return getattr(source, "_index_sampler", None)
+
+
+def _refer_weakly(one: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(one)
+    except TypeError:  # None, or a list of batches
+        return lambda: None
+
+
 def _length(source: object) -> int:
     """Return the batches of a DataLoader's pass by torch's own samplers; -1: not known. A sampler of the user's is not
     asked: it may draw random numbers to answer."""
-    sampler: Any = getattr(source, "_index_sampler", None)
+    sampler = _sampler_of(source)
     inner = sampler
     while inner is not None:
         if not type(inner).__module__.startswith("torch.utils.data."):
@@ -163,7 +187,7 @@ class StepAccumulator:
         """Whether the last step was captured into a CUDA graph: when that is replayed, nothing is seen."""
         self.when_captured: Callable[[], None] = lambda: None
         self.when_next: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
+        """Called once, when the loop is done with the last step: it fetches its next batch, or trains on it. Held
         weakly: the method's owner holds the model, and must die with the optimizer, not with the session."""
         self.loader_progress = LoaderProgress()
         self.in_last_pass = False
@@ -258,8 +282,14 @@ class StepAccumulator:
         """Call `method` once, when the loop is done with the present iteration."""
         self.when_next = weakref.WeakMethod(method)
 
+    def request_batch(self, source: object, *, trains: bool = False) -> None:
+        """Note that the loop asks an iterator for a batch. `trains`: it is known to be one to train on."""
+        if self.when_next is not None and self.loader_progress.begins_iteration(source, trains=trains):
+            self.next_iteration()
+
     def next_iteration(self) -> None:
-        """Note that the loop fetches a batch or computes with one. A thread that fetches ahead does not call this."""
+        """Note that the loop fetches a batch to train on, or trains on one. A thread that fetches ahead does not call
+        this."""
         method = self.when_next
         if method is not None and self.is_training_thread():
             self.when_next = None
