@@ -6,9 +6,11 @@ done by `sentinel.toolkit.doctor`, on a machine that need not have torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -28,8 +30,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import data
 
-from sentinel.hooks.evidence import referrers
+from sentinel.hooks.evidence import nonfinite_trace, referrers
 from sentinel.hooks.examine import model_facts
+from sentinel.hooks.loop.forward_passes import name_tensors
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.internals import LoaderIterator, in_backward
 from sentinel.wire.examination import ExaminedLoop
@@ -69,6 +72,11 @@ class Examination:
         self._exhausted: set[str] = set()
         """Keys of loaders that were read to their end."""
         self._inputs: dict[nn.Module, dict[str, float]] = {}
+        self._course: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+        """Names in a loss's graph -> (step, value) of the first and of the last such loss, up to one that is not
+        finite."""
+        self._bad_input: dict[str, Any] | None = None
+        """The first step with NaN or infinity in a batch or in the input of a model, and where."""
         self._post_norm: dict[str, set[int]] = {}
         """Class of a layer whose output is that of its norm -> ids of such layers."""
         self._loop = ExaminedLoop()
@@ -169,9 +177,9 @@ class Examination:
         return original(optimizer, *args, **kwargs)
 
     def _loss(self, root: Tensor) -> None:
-        if root.numel() == 1 and len(self._loop.losses) < 64:
-            self._loop.losses.append(float(root.detach().float()))
         names = _lineage(root.grad_fn)
+        if root.numel() == 1 and self._loop.not_finite is None:
+            self._follow_loss(float(root.detach().float()), tuple(names))
         if names[:1] and names[0].startswith(("Div", "Mul")):
             self._loop.divided += 1
         else:
@@ -179,6 +187,27 @@ class Examination:
         for outer, inner in itertools.pairwise(names):
             if outer.startswith("LogSoftmax") and inner.startswith("Softmax"):
                 self._loop.softmax_before_loss = True
+
+    def _follow_loss(self, loss: float, kind: tuple[str, ...]) -> None:
+        """Note a loss. Only losses of one kind are compared: a GAN's two differ by nature."""
+        step, before = len(self._steps) + 1, self._course.get(kind, [])
+        if math.isfinite(loss):
+            self._course[kind] = [*before[:1], (step, loss)]
+            return
+        self._loop.not_finite = {
+            "loss": loss,
+            "step": step,
+            "updates": len(self._loop.rates),
+            "course": before,
+            "input": self._bad_input,
+        }
+
+    def _search_input(self, values: Any, name: str, holder: str) -> None:
+        if self._bad_input is not None:
+            return
+        bad = next((place for place, one in name_tensors(values, name) if nonfinite_trace.is_broken(one)), None)
+        if bad is not None:
+            self._bad_input = {"step": len(self._steps) + 1, "place": f"{bad} of {holder}"}
 
     def _scale(self, original: Any, scaler: GradScaler, outputs: Any) -> Any:
         self._note("scale" if scaler.is_enabled() else "")
@@ -236,10 +265,13 @@ class Examination:
             self._note("forward" if module.training else "forward in eval")
             if self._loop.forward is None:
                 self._loop.forward = model_facts.describe_forward(module, args)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            with contextlib.suppress(RuntimeError):  # within torch.func.vmap a tensor has no values to read
+                if self._depth == 0:
+                    self._search_input(args, "args", type(module).__name__)
+                if isinstance(module, _WEIGHTED) and module not in self._inputs:
+                    self._inputs[module] = model_facts.data_range(module, args)
         self._depth += 1
-        weighted = isinstance(module, _WEIGHTED) and module not in self._inputs
-        if weighted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._inputs[module] = model_facts.data_range(module, args)
         before, product = self._product
         if before is not None and isinstance(module, model_facts.NORMS) and args and args[0] is product:
             self._inputs[before] = {}  # the norm cancels the scale of its input
@@ -279,6 +311,8 @@ class Examination:
             if len(self._loop.waits) < 1024:
                 self._loop.waits.append(time.perf_counter() - began)
         self._drawn = key if key in self._loop.loaders else ""
+        if self._drawn:
+            self._search_input(batch, "batch", "the DataLoader")
         return batch
 
 

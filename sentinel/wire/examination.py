@@ -30,7 +30,9 @@ class ExaminedLoop(msgspec.Struct, kw_only=True):
     """Range of the data that a trained layer gets, by its name."""
     post_norm: dict[str, int] = msgspec.field(default_factory=dict)
     """Class of a layer whose output is that of its norm -> number of such layers."""
-    losses: list[float] = msgspec.field(default_factory=list)
+    not_finite: dict[str, Any] | None = None
+    """The first loss that was not finite: its step, the optimizer steps before it, (step, value) of the first and the
+    last loss of its kind before it, and the first input with NaN or infinity up to then."""
     rates: list[list[float]] = msgspec.field(default_factory=list)
     """Learning rates at each optimizer step, by parameter group."""
     waits: list[float] = msgspec.field(default_factory=list)

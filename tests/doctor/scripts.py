@@ -129,6 +129,7 @@ def _loop(*lines: str) -> str:
 
 
 _LOSS = "loss = F.cross_entropy(model(x), y)"
+_SQUARES = "optimizer.zero_grad()", "(model(x) - 1).square().mean().backward()", "optimizer.step()"
 _CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 _AUTOCAST = "with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(x), y)"
 
@@ -214,10 +215,36 @@ PLANTED_AGAIN = {
     "evaluation mode, with a loss that is a module": ("training-in-eval-mode",
     _BEGIN + _MODEL + "model.eval()\nloss_of = nn.CrossEntropyLoss()\n" + _SGD
     + _loop("optimizer.zero_grad()", "loss_of(model(x), y).backward()", "optimizer.step()")),
+    "a rate at which the loss grows until it overflows": ("loss-not-finite", _BEGIN + _MODEL
+    + _SGD.replace("0.1", "30") + _loop(*_SQUARES)),
+    "a rate at which the loss grows, with NaN where the loss does not look": ("loss-not-finite",
+    _BEGIN + "x[:, 0] = float('nan')\n" + _MODEL.replace("8", "7") + _SGD.replace("0.1", "30")
+    + "model.register_forward_pre_hook(lambda module, args: args[0][:, 1:])\n" + _loop(*_SQUARES)),
+    "NaN among the targets of a later batch": ("loss-not-finite", _BEGIN + _MODEL + _SGD
+    + "y = torch.randn(16, 4); y[12] = float('nan')\n"
+    + "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)\n"
+    + _EPOCHS.replace("cross_entropy", "mse_loss")),
+    "a loss that is NaN by itself": ("loss-not-finite", _BEGIN + _MODEL + _SGD
+    + _loop("optimizer.zero_grad()", "model(x).abs().neg().log().mean().backward()", "optimizer.step()")),
+    "a loss with a NaN in its gradient": ("loss-not-finite", _BEGIN + _MODEL + _SGD
+    + _loop("optimizer.zero_grad()", "output = model(x)", "((output - output).sqrt() + output).mean().backward()",
+            "optimizer.step()")),
     "a schedule forgotten at the end of the epoch": ("scheduler-never-stepped",
     _BEGIN + _MODEL + _DATA % (16, 0, 8, "") + _SGD + _STEP_LR + _EPOCHS),
 }  # fmt: skip
 """Other form of a mistake -> (name of the finding, a script with it)."""
+
+_ONE_STEP = "^loss nan at step 2, after 1 optimizer step$"
+REASONS = {
+    "loss-not-finite": ("^loss nan at step 1, after 0 optimizer steps$", r"^NaN .* args\[0\] of Sequential, .*step 1$"),
+    "a rate at which the loss grows until it overflows": (
+        "^loss inf at step 4, after 3 optimizer steps$", r"from \d\.\d+ at step 1 to .*e.* at step 3, .* up to 30$"),
+    "a rate at which the loss grows, with NaN where the loss does not look": ("^loss (inf|nan) at step 4", "^it grew"),
+    "NaN among the targets of a later batch": (_ONE_STEP, r"batch\[1\] of the DataLoader, first at step 2$"),
+    "a loss that is NaN by itself": ("^loss nan at step 1, before any step", "^no NaN .* left are"),
+    "a loss with a NaN in its gradient": (_ONE_STEP, "the rate was 0.1 at most, and neither an input"),
+}  # fmt: skip
+"""Script -> patterns of what its one finding says, and of the reason."""
 
 HEALTHY = {
     "plain SGD": _BEGIN + _MODEL + _SGD + _FOR + _STEP,
@@ -293,6 +320,14 @@ second = torch.optim.Adam(maker.parameters(), lr=2e-4, betas=(0.5, 0.999))
 """ + _loop("made = maker(torch.randn(16, 2))", "first.zero_grad()", "F.softplus(-judge(x)).mean().backward()",
             "F.softplus(judge(made.detach())).mean().backward()", "first.step()", "second.zero_grad()",
             "F.softplus(-judge(made)).mean().backward()", "second.step()"),
+    "gradients of each sample, by vmap": _BEGIN + _MODEL + _SGD + """
+def loss_of(parameters, one, label):
+    output = torch.func.functional_call(model, parameters, (one[None],))
+    return F.cross_entropy(output, label[None])
+each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
+""" + _loop("parameters = {name: p.detach() for name, p in model.named_parameters()}",
+            "grads = each(parameters, x, y)",
+            "for name, p in model.named_parameters(): p.grad = grads[name].mean(0)", "optimizer.step()"),
     "LBFGS": _BEGIN + _MODEL + """
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 def closure():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 from sentinel.cli.doctor import judge_ranks
 from sentinel.engine.rules.rule import SEVERITIES
 from sentinel.toolkit.doctor.command import Examined
-from sentinel.toolkit.doctor.finding import finding_texts, sort_findings
-from tests.doctor.scripts import HEALTHY, PLANTED, PLANTED_AGAIN
+from sentinel.toolkit.doctor.finding import DoctorFinding, finding_texts, sort_findings
+from tests.doctor.scripts import HEALTHY, PLANTED, PLANTED_AGAIN, REASONS
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all scripts, on a busy machine for over two minutes
 
@@ -26,8 +27,8 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return script -> names of the findings in it, for the scripts of the tests that were chosen."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[DoctorFinding]]:
+    """Return script -> the findings in it, for the scripts of the tests that were chosen."""
     folder = tmp_path_factory.mktemp("scripts")
     chosen = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
     names = {item.callspec.params["script"] for item in chosen if hasattr(item, "callspec")}
@@ -42,34 +43,48 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         capture_output=True,
         check=True,
     )
-    return {name: _names(name, path.with_name(f"{path.stem}.0.json")) for name, path in files.items()}
+    return {name: _judge(name, path.with_name(f"{path.stem}.0.json")) for name, path in files.items()}
 
 
-def _names(script: str, path: Path) -> list[str]:
+def _judge(script: str, path: Path) -> list[DoctorFinding]:
     facts = json.loads(path.read_text()) if path.exists() else None
     if facts and script != "input-bound":
         facts["waits"] = []  # other programs on the machine make waits longer
     findings = sort_findings(judge_ranks(Examined([facts] if facts else [], "", False)))
     assert all(all((one.what, one.why, one.line, one.source)) and one.severity in SEVERITIES for one in findings)
-    return [finding.name for finding in findings]
+    return findings
+
+
+def name_all(findings: list[DoctorFinding]) -> set[str]:
+    return {finding.name for finding in findings}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", list(PLANTED))
-def test_a_planted_mistake_is_found_and_nothing_else(script: str, found: dict[str, list[str]]) -> None:
-    assert set(found[script]) == {script}
+def test_a_planted_mistake_is_found_and_nothing_else(script: str, found: dict[str, list[DoctorFinding]]) -> None:
+    assert name_all(found[script]) == {script}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", list(PLANTED_AGAIN))
-def test_another_form_of_a_mistake_is_found_and_nothing_else(script: str, found: dict[str, list[str]]) -> None:
-    assert set(found[script]) == {PLANTED_AGAIN[script][0]}
+def test_another_form_of_a_mistake_is_found_and_nothing_else(
+    script: str, found: dict[str, list[DoctorFinding]]
+) -> None:
+    assert name_all(found[script]) == {PLANTED_AGAIN[script][0]}
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name.startswith("healthy: ")])
-def test_a_healthy_script_has_no_findings(script: str, found: dict[str, list[str]]) -> None:
+def test_a_healthy_script_has_no_findings(script: str, found: dict[str, list[DoctorFinding]]) -> None:
     assert found[script] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "what", "why"), [(script, *words) for script, words in REASONS.items()])
+def test_the_reason_is_what_was_seen(script: str, what: str, why: str, found: dict[str, list[DoctorFinding]]) -> None:
+    (finding,) = found[script]
+    assert re.search(what, finding.what)
+    assert re.search(why, finding.why)
 
 
 def test_there_are_25_mistakes_and_10_healthy_scripts() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from sentinel.text import format_count
 from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 from sentinel.wire.examination import ExaminedLoop
 
@@ -22,6 +22,9 @@ _SORTED, _CHANGES = 0.1, 20
 """Share of the label changes by chance below which labels count as sorted, and least number of the latter. In random
 order the variance of their number is at most half of it (Wald and Wolfowitz, 1940): 2 instead of 20 is five deviations
 away."""
+_GROWN = 2
+"""A loss of so many times the first has grown: of 148 healthy runs two reach that within 20 steps
+(rules/stability.yaml: Divergence)."""
 _WARM = 1e-4
 """Learning rate from which a Post-LN transformer needs a warm-up; fine-tuning uses a lower one."""
 
@@ -95,14 +98,30 @@ def _is_between(step: list[str], first: str, inner: str, last: str) -> bool:
 
 
 def _losses(loop: ExaminedLoop) -> Iterator[DoctorFinding]:
-    losses = loop.losses
-    bad = [at for at, loss in enumerate(losses) if not math.isfinite(loss)]
-    if bad:
-        yield describe_finding("loss-not-finite", loss=losses[bad[0]], number=bad[0] + 1)
+    if loop.not_finite:
+        yield _loss_not_finite(loop.not_finite, loop.rates)
     if loop.softmax_before_loss:
         yield describe_finding("softmax-before-cross-entropy")
     if loop.held:
         yield describe_finding("loss-graph-kept", **loop.held)
+
+
+def _loss_not_finite(seen: dict[str, Any], rates: list[list[float]]) -> DoctorFinding:
+    """Return the finding with the reason that was seen, if one was."""
+    step, updates, bad_input = seen["step"], seen["updates"], seen["input"]
+    facts = {"loss": seen["loss"], "step": step, "updates": format_count(updates, "optimizer step")}
+    if not updates and bad_input is None:
+        return describe_finding("loss-not-finite/at-first", **facts)
+    rate = max((rate for group in rates[:updates] for rate in group), default=0.0)
+    (began, first), (until, last) = seen["course"] if len(seen["course"]) == 2 else ((0, 0.0), (0, 0.0))
+    grown = rate > 0 and first > 0 and last >= _GROWN * first
+    # A batch may have NaN at each step, in places that the loss leaves out.
+    if bad_input is not None and (bad_input["step"] >= step - 1 or not grown):
+        return describe_finding("loss-not-finite/input", **facts, place=bad_input["place"], since=bad_input["step"])
+    if grown:
+        facts |= {"began": began, "first": first, "until": until, "last": last, "rate": rate, "lower": rate / 10}
+        return describe_finding("loss-not-finite/grown", **facts)
+    return describe_finding("loss-not-finite", **facts, rate=rate)
 
 
 def _schedule(loop: ExaminedLoop, steps: list[list[str]], post_norm_layers: Sequence[int]) -> Iterator[DoctorFinding]:
