@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
-from sentinel.hooks.torch_interop.internals import is_any_autocast_enabled
+from sentinel.hooks.torch_interop.internals import UncopiedHook, is_any_autocast_enabled
 from sentinel.hooks.torch_interop.layer_table import nbytes_of
 from sentinel.hooks.torch_interop.tensors import CUDA, is_capturing
 from sentinel.wire.heartbeat_page import Work
@@ -321,28 +321,16 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 _FORWARD = Work.FORWARD
 
 
-class _Nothing:
-    """What a copy of our hook becomes, as the forward passes of an EMA are not the model's.
-
-    In a pickle it becomes a call of `sys.audit`, which takes anything and returns None: a checkpoint must load where
-    Sentinel is not installed.
-    """
-
-    def __call__(self, *_: object) -> None:
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
-        return _Nothing()  # rather than the audit: torch.compile can trace this
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (sys.audit, "sentinel.copied_hook")
-
-
-class ForwardHook(_Nothing):
-    """A hook that works only on the model it was registered on."""
+class ForwardHook:
+    """A hook on a model's root. Copies of the model have none (`UncopiedHook`)."""
 
     def __init__(self, stopwatch: ForwardTimer) -> None:
         self.stopwatch = stopwatch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For a hook that torch's quantization moved to another module: the pickle must load where Sentinel is not
+        # installed. `sys.audit` takes anything and returns None.
+        return functools.partial, (sys.audit, "sentinel.copied_hook")
 
 
 class _Begin(ForwardHook):
@@ -439,15 +427,15 @@ class ForwardTimer:
 
 @contextlib.contextmanager
 def aside(callables: object) -> Iterator[None]:
-    """Remove our hooks, and what is left of them in copies, while the block runs: `make_graphed_callables` and
-    `torch.jit.script` accept no module that has hooks. Other hooks stay."""
+    """Remove our hooks while the block runs: `make_graphed_callables` and `torch.jit.script` accept no module that has
+    hooks. Other hooks stay."""
     given = callables if isinstance(callables, tuple) else (callables,)
     modules = [module for one in given if isinstance(one, nn.Module) for module in one.modules()]
     held: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             held.append((hooks, dict(hooks)))
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Nothing)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, ForwardHook)]:
                 del hooks[key]
     try:
         yield
@@ -484,5 +472,6 @@ def watch(
     first = next(model.parameters(), None)  # a module may have none yet, such as a loss with its own weights
     stopwatch = ForwardTimer(accumulator, first.device.type if first is not None else "cpu", slot)
     # Prepended, to run before FSDP's all-gather.
-    handles.append(model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True))
-    handles.append(model.register_forward_hook(_End(stopwatch)))
+    before = model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True)
+    handles.append(UncopiedHook(before))
+    handles.append(UncopiedHook(model.register_forward_hook(_End(stopwatch))))

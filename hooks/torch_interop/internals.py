@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader
+from torch.utils.hooks import RemovableHandle
 
 from sentinel.wire.flight_recorder import Flight, flight_of, merge_flights
 
@@ -37,6 +40,7 @@ __all__ = [
     "LoaderIterator",
     "NormWithStatistics",
     "TorchDispatchMode",
+    "UncopiedHook",
     "backward_pass_id",
     "current_autograd_node",
     "default_group_seconds",
@@ -134,6 +138,49 @@ def _skip_frames(code: CodeType) -> bool:
     except (ImportError, AttributeError, TypeError):
         return False
     return True
+
+
+class UncopiedHook(RemovableHandle):
+    """Handle of a module's hook that is in no copy and no pickle of the module.
+
+    In a copy it would watch a model that is not the run's. A pickle must load where Sentinel is not installed, and with
+    `weights_only=True`, which accepts no callable that could take the hook's place. The number of a hook that takes
+    keywords must not be in it either: in the loading process, a hook of the user's may get the same number.
+    Pickle and copy look for `__reduce_ex__` on the dictionary itself, and a dictionary of hooks has attributes.
+    """
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self.id, self.hooks_dict_ref, self.extra_dict_ref = handle.id, handle.hooks_dict_ref, handle.extra_dict_ref
+        for hooks in self._list_dictionaries():
+            vars(hooks).setdefault("__reduce_ex__", _Reduction(hooks)).omitted.add(self.id)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        super().remove()
+        for hooks in self._list_dictionaries():
+            if (reduction := vars(hooks).get("__reduce_ex__")) is not None:
+                reduction.omitted.discard(self.id)
+                if not reduction.omitted:
+                    del vars(hooks)["__reduce_ex__"]
+
+    def _list_dictionaries(self) -> list[OrderedDict[int, Any]]:
+        held = (ref() for ref in (self.hooks_dict_ref, *self.extra_dict_ref))
+        return [hooks for hooks in held if isinstance(hooks, OrderedDict)]
+
+
+class _Reduction:
+    """`__reduce_ex__` of a dictionary of hooks: that of the same dictionary without ours."""
+
+    def __init__(self, hooks: OrderedDict[int, Any]) -> None:
+        self._hooks = weakref.ref(hooks)
+        self.omitted = set[int]()
+        """Numbers of our hooks."""
+
+    def __call__(self, protocol: Any) -> Any:
+        hooks = self._hooks()
+        assert hooks is not None
+        others = OrderedDict((number, hook) for number, hook in hooks.items() if number not in self.omitted)
+        return others.__reduce_ex__(protocol)
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(print).__code__

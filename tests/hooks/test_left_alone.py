@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import pickle
 import sys
 import weakref
@@ -40,6 +41,44 @@ def test_a_copy_of_an_object_that_holds_a_monitor(copied: Callable[[Any], Any], 
         fit(net, optimizer)
     daemon.ended()
     assert daemon.seqs() == [0, 1, 2]
+
+
+def look_on(module: nn.Module, args: Any) -> None:
+    """A hook of the user's."""
+
+
+def test_a_pickle_of_a_watched_model_is_as_without_us(daemon: FakeDaemon) -> None:
+    """So it loads with `weights_only=True`, and in the loading process a hook of the user's may have the number that
+    ours had."""
+    net = loops.model()
+    optimizer = sgd(net)
+    net.register_forward_pre_hook(look_on)
+    before = pickle.dumps(net)
+    first = sentinel.attach(net, optimizer)
+    assert pickle.dumps(net) == before
+    fit(net, optimizer)
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.GELU, nn.LayerNorm, set, look_on]):
+        loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    copies = [loaded, copy.deepcopy(net), pickle.loads(pickle.dumps(nn.Sequential(net)))[0]]
+    first.detach()
+    for copied in copies:
+        assert [*copied._forward_pre_hooks.values()] == [look_on]
+        assert not copied._forward_hooks
+        assert not copied._forward_pre_hooks_with_kwargs
+        assert torch.equal(copied(torch.ones(1, 6)), net(torch.ones(1, 6)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_copy_of_a_watched_model_is_scripted_after_the_end(daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+    for copied in copies:
+        scripted = torch.jit.script(copied)
+        assert torch.equal(scripted(torch.ones(1, 6)), net(torch.ones(1, 6)))
 
 
 def test_the_users_locals_are_not_changed() -> None:

@@ -498,6 +498,7 @@ def test_detach_removes_everything(daemon: FakeDaemon) -> None:
     for hooked in (one, other):
         assert not hooked.net._forward_hooks
         assert not hooked.net._forward_pre_hooks
+        assert not vars(hooked.net._forward_pre_hooks)
         assert not hooked.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
         assert not hooked.optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
     assert first.state == second.state == "detached"
