@@ -27,6 +27,7 @@ from sentinel.hooks.core import faults
 from sentinel.hooks.core.faults import RETRY_SECONDS, Retry
 from sentinel.hooks.core.identity import attempt, find_node, leads_node, local_rank, members, spans_nodes
 from sentinel.hooks.core.threads import say_if_late
+from sentinel.hooks.loop.forward_passes import explain_no_hooks
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.disk_writer import begin_line
 from sentinel.hooks.rollback.framework_checkpoints import RankExchange
@@ -42,7 +43,7 @@ from sentinel.hooks.snapshot.node_parts import Looker, look
 from sentinel.hooks.snapshot.parts import RngPart, RunState, rename_parts
 from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
-from sentinel.hooks.torch_interop.internals import exclude_from_tracing
+from sentinel.hooks.torch_interop.internals import UncopiedHook, exclude_from_tracing
 from sentinel.text import name_ranks
 
 _Read = tuple[dict[str, Any], int]
@@ -273,7 +274,8 @@ def may_come(name: str) -> bool:
 class AwaitedState:
     """Holds state until its owners exist: gives it to them at a forward pass or at the first step, then ends.
 
-    It does so before a forward pass, since a loss is scaled right after it. A scheduler writes the learning rates when
+    It does so before a forward pass, since a loss is scaled right after it; a pass of a compiled graph and that of a
+    model without hooks are not seen. A scheduler writes the learning rates when
     it is made: so the parameter groups are put back once more.
     """
 
@@ -283,15 +285,14 @@ class AwaitedState:
 
     def watch(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Begin to wait for the owners."""
-        before_forward, before_step = (
-            exclude_from_tracing(partial(self._before_forward)),
-            exclude_from_tracing(partial(self._before_step)),
-        )
-        hooked = [model for model in models if not isinstance(model, torch.jit.ScriptModule)]
-        self._handles = [model.register_forward_pre_hook(before_forward) for model in hooked]
+        hooked = [model for model in models if not explain_no_hooks(model)]
+        self._handles = [UncopiedHook(model.register_forward_pre_hook(self._before_forward)) for model in hooked]
+        before_step = exclude_from_tracing(partial(self._before_step))
         self._handles.append(optimizer.register_step_pre_hook(before_step))
 
     def _before_forward(self, *_: object) -> None:
+        if torch.compiler.is_compiling():  # a constant in a compiled graph, which may have no break: then at the step
+            return
         with faults.swallow_faults("giving back what was read from the snapshot", "without it"):
             self._give()
 

@@ -41,9 +41,9 @@ def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = N
     return of_type(sent, wire.Published)[-1]  # type: ignore[no-any-return]
 
 
-def write_two(directory: Path) -> None:
-    """Write snapshots of steps 5 and 10."""
-    training = Training()
+def write_two(directory: Path, training: Training | None = None) -> None:
+    """Train, and write snapshots of steps 5 and 10."""
+    training = training or Training()
     restorer, sent = armed(training, directory)
     for seq in range(12):
         training.step(DATA[seq])
