@@ -28,10 +28,11 @@ from sentinel.hooks.core import store_client
 from sentinel.hooks.session import meeting_finder
 from sentinel.hooks.session.meeting_finder import MeetingFinder
 from sentinel.node import network_address
-from tests.cluster.job import RUN, SECRET, free_address
+from tests.cluster.job import HIGH, LOW, RUN, SECRET, free_address
 from tests.cluster.listener import Listener
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import sentinel
+from tests.notify.consumer import DEADLINE_SECONDS, HANG, Consumer
 from tests.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -172,6 +173,23 @@ def test_without_zenoh_one_line_says_what_is_missing(tmp_path: Path) -> None:
         say(rank, NOT_INSTALLED)
         rank.steps(0, [1.0])
         assert describe_job(rank) is None
+
+
+@pytest.mark.slow
+def test_a_page_that_a_daemon_without_zenoh_owes_is_sent_by_the_next_one(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """On all nodes but node 0 it was held back until the end of the run, for a search that never began."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['zenoh'] = None")
+    hidden, rules = os.pathsep.join([str(tmp_path), str(ROOT)]), options[2:]
+    ops.answers = [HANG]
+    with waiting_daemon(1, tmp_path, *rules, PYTHONPATH=hidden) as rank:
+        rank.steps(0, [LOW, HIGH])
+        assert ops.hung.wait(DEADLINE_SECONDS)
+    with waiting_daemon(1, tmp_path, *rules, PYTHONPATH=hidden) as rank:
+        rank.steps(2, [HIGH])
+        (alert,) = ops.next()["alerts"]
+        assert (alert["status"], alert["labels"]["alertname"]) == ("firing", "TooHigh")
 
 
 @pytest.mark.slow

@@ -32,9 +32,10 @@ class Joining:
         self.meet(meeting)
 
     def fail(self, why: str) -> None:
-        """Watch this node alone, as no meeting was found."""
+        """Watch this node alone, as no meeting was found. `why`: the reason; empty: node 0 gives it."""
         self._watch.notifier.end_joining()
-        self._watch.context.tell_once(why)
+        if why:
+            self._watch.context.tell_once(why)
         self.tell_unarmed(APART)
 
     def meet(self, meeting: Meeting) -> None:

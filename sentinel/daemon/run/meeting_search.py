@@ -28,7 +28,7 @@ class SearchOwner(Protocol):
         """Take the meeting that was found; another one, if the job was started again."""
 
     def fail(self, why: str) -> None:
-        """Take note of why there is no meeting."""
+        """Take note that there is no meeting. `why`: the reason; empty: node 0 gives it."""
 
 
 class MeetingSearch:
@@ -48,8 +48,7 @@ class MeetingSearch:
             return None
         self._nodes = count_nodes(hello.identity)  # a later attempt may have fewer
         if importlib.util.find_spec("zenoh") is None:
-            if hello.identity.rank == 0:
-                self._owner.fail(NOT_INSTALLED)
+            self._owner.fail(NOT_INSTALLED if hello.identity.rank == 0 else "")
             return None
         meeting, node = self._meeting, hello.identity.node
         return wire.FindMeeting(
