@@ -14,6 +14,8 @@ from sentinel.node import locks, paths
 
 log = logging.getLogger(__name__)
 
+AGAIN_SECONDS = 1.0
+"""Seconds until a record is sent again if its run was put off, as its history cannot be read at the moment."""
 _CHUNK = 65536
 
 
@@ -34,15 +36,24 @@ class EarlyRecords:
     async def _hand_on(self, path: Path) -> None:
         try:
             content = await asyncio.to_thread(path.read_bytes)
-            reader, writer = await asyncio.open_unix_connection(paths.socket_path(self._directory))
-            try:
-                writer.write(content)
-                writer.write_eof()
-                while await reader.read(_CHUNK):  # at its end, everything sent is judged and stored
-                    pass
-            finally:
-                writer.close()
+            is_answered = False
+            while not is_answered:
+                is_answered = await self._send(content)
+                await asyncio.sleep(0 if is_answered else AGAIN_SECONDS)
         except OSError as error:
             log.warning("%s: the record of a rank that ended early is not read, and stays (%s)", path, error)
         else:
             path.unlink(missing_ok=True)
+
+    async def _send(self, content: bytes) -> bool:
+        """Send a record. Returns whether it was answered: else its run is put off, and must come again."""
+        reader, writer = await asyncio.open_unix_connection(paths.socket_path(self._directory))
+        try:
+            writer.write(content)
+            writer.write_eof()
+            is_answered = False
+            while await reader.read(_CHUNK):  # at its end, everything sent is judged and stored
+                is_answered = True
+            return is_answered
+        finally:
+            writer.close()
