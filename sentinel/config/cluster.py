@@ -164,6 +164,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 raise ConfigError(f"{place}: cannot be read ({getattr(error, 'strerror', 'no text')})") from None
             if not secret:
                 raise ConfigError(f"{place}: is empty; write {SECRET_CHARACTERS} characters or more into it")
+        try:
+            secret.encode()
+        except UnicodeEncodeError:  # of random bytes, in the environment
+            raise ConfigError(f"{place}: is no text; use letters and digits, as of `openssl rand -hex 32`") from None
         if secret and len(secret) < SECRET_CHARACTERS:
             raise ConfigError(f"{place}: a secret of {len(secret)} characters; use {SECRET_CHARACTERS} or more")
         return secret

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 
@@ -83,6 +84,10 @@ def test_routers_of_a_site_need_a_secret_and_the_environment_goes_before_them() 
         ({"SENTINEL_CLUSTER": "2001:db8::10"}, "'2001:db8::10' is no host:port; write one such as 10.0.0.1:9478 or ["),
         ({"SENTINEL_CLUSTER": "a:1"}, "set SENTINEL_CLUSTER_SECRET or [cluster] secret_file"),
         ({"SENTINEL_CLUSTER": "a:1", "SENTINEL_CLUSTER_SECRET": "short"}, "a secret of 5 characters; use 16 or more"),
+        (
+            {"SENTINEL_CLUSTER_SECRET": os.fsdecode(b"\xff" * 32)},
+            "SENTINEL_CLUSTER_SECRET: is no text; use letters and digits, as of `openssl rand -hex 32`",
+        ),
     ],
 )
 def test_a_variable_that_the_environment_lacks_is_reported(environment: dict[str, str], words: str) -> None:
