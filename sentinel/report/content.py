@@ -230,11 +230,9 @@ def _spread(row: list[float | None]) -> float:
 def _devices(history: History, attempt: int) -> tuple[tuple[str, dict[str, float]], ...]:
     found = []
     for device in history.devices(attempt=attempt):
-        highest = {}
-        for name in _DEVICE_SIGNALS:
-            values = [value for value in history.readings(name, device, attempt=attempt).values if math.isfinite(value)]
-            if values:
-                highest[name] = max(values)
+        readings = history.readings(_DEVICE_SIGNALS, device, attempt=attempt)
+        finite = {name: [*filter(math.isfinite, series.values)] for name, series in readings.items()}
+        highest = {name: max(values) for name, values in finite.items() if values}
         if highest:
             found.append((device, highest))
     return tuple(found)

@@ -244,11 +244,21 @@ class History:
         """Return the devices that were read by the clock: `gpu 0`, `node trainer-3`."""
         return sorted({entity for (entity,) in self._read_rows("readings", "DISTINCT entity", attempt)})
 
-    def readings(self, name: str, device: str, *, attempt: int = 0) -> Series:
-        """Return one signal of a device. The seqs are those of the last step before each reading; they repeat."""
-        bodies = self._read_rows("readings", "body, entity", attempt, "ORDER BY first_time")
-        found = msgspec.convert(bodies, list[tuple[bytes, str]])
-        return _series([self._chunk(body) for body, entity in found if entity == device], (name,))[name]
+    def readings(self, names: Sequence[str], device: str, *, attempt: int = 0) -> dict[str, Series]:
+        """Return several signals of a device; signals never read are left out. The seqs are those of the last step
+        before each reading; they repeat."""
+        found = _series(self._readings(attempt, device), names)
+        return {name: series for name, series in found.items() if series.seqs}
+
+    def _readings(self, attempt: int, device: str) -> Iterator[Chunk]:
+        query = (
+            "SELECT first_time, body FROM readings WHERE attempt = ? AND entity = ? AND first_time > ? "
+            "ORDER BY first_time LIMIT ?"
+        )
+        last = -math.inf
+        while found := self._database.execute(query, (attempt, device, last, AT_A_TIME)).fetchall():
+            last = found[-1][0]
+            yield from (self._chunk(body) for _, body in msgspec.convert(found, list[tuple[float, bytes]]))
 
     def layers(self, *, attempt: int = 0, after: int = -1) -> list[tuple[int, LayerStats]]:
         """Return (seq, statistics of all layers) of the steps after `after`, in order."""

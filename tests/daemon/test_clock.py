@@ -144,4 +144,4 @@ def test_devices_are_kept_though_the_clock_was_set_back(monkeypatch: pytest.Monk
         node.wall -= 3 * HOUR
     store.close()
     with History(tmp_path / "h.sqlite") as history:
-        assert len(history.readings("host_cpu_ratio", "node n").values) == 3
+        assert len(history.readings(["host_cpu_ratio"], "node n")["host_cpu_ratio"].values) == 3

@@ -212,7 +212,7 @@ def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> 
         kept = [(event.detail["gpu"], event.detail["code"]) for event in history.events("gpu fault")]
         assert kept == [(0, 31), (0, 79)]  # the other GPU is not used by this run
         assert history.devices() == ["gpu 0", f"node {machine.devices.hostname}"]
-        temperature = history.readings("gpu_temperature_celsius", "gpu 0")
+        temperature = history.readings(["gpu_temperature_celsius"], "gpu 0")["gpu_temperature_celsius"]
     assert (list(temperature.values), list(temperature.seqs)) == ([64.0], [-1])  # the next reading is kept 15 s later
     status = views.status([watch])["runs"][0]
     lines = list(device_status.lines(status["gpus"], status["host"]))
@@ -231,8 +231,8 @@ def test_a_gpu_that_answers_late_is_kept_from_its_first_reading(store: Store) ->
         watch.ingest.observe_machine(Devices(), Observation(seq=-1, time=now, values=values), (), now)
     store.write()
     with History(store.path) as history:
-        assert list(history.readings("read_at", "node a").values) == [0.0, 15.0]
-        assert list(history.readings("read_at", "gpu 0").values) == [4.0]
+        assert list(history.readings(["read_at"], "node a")["read_at"].values) == [0.0, 15.0]
+        assert list(history.readings(["read_at"], "gpu 0")["read_at"].values) == [4.0]
 
 
 def test_a_lost_gpu_is_lost_until_it_answers(nvml: FakeNvml) -> None:

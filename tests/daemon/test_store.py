@@ -250,7 +250,7 @@ def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, mo
         assert len(history.incidents()) == 1
         for rank in (-1, 0, 29):
             assert list(history.series("loss", rank=rank).seqs) == list(range(20))
-        assert len(history.readings("gpu_power_watts", "gpu 0").seqs) == 20
+        assert len(history.readings(["gpu_power_watts"], "gpu 0")["gpu_power_watts"].seqs) == 20
 
 
 def test_a_place_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:

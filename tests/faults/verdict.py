@@ -246,7 +246,8 @@ def _hold_against(
     if fault.signal == "seconds":
         verdict.delay = math.ceil(case["time"] - run["onset_time"])
     elif fault.signal == "readings":
-        readings = history.readings("gpu_utilization_ratio", next(name for name in history.devices() if "gpu" in name))
+        gpu = next(name for name in history.devices() if "gpu" in name)
+        readings = history.readings(["gpu_utilization_ratio"], gpu)["gpu_utilization_ratio"]
         verdict.delay = sum(run["onset_time"] <= time <= case["time"] for time in readings.times)
     elif every_step:
         verdict.delay = max(sum(onset <= seq <= case["step"] for seq in _samples(history, fault.signal)) - 1, 0)

@@ -31,7 +31,7 @@ from sentinel.report.page import page
 from sentinel.report.stored_runs import StoredRuns
 from sentinel.runs import Run
 from sentinel.runs.steps import LayerStats, RunStep
-from sentinel.store import History, Store
+from sentinel.store import History, Store, reader
 from sentinel.text import spell_controls
 from tests.report.runs import EVIL, case, history
 
@@ -54,6 +54,20 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
     assert [(undone.to, undone.at) for undone in one.rollbacks] == [(50, 123)]  # not the one that failed
     assert [row.step_seconds for row in one.ranks] == pytest.approx([0.1, 0.2, 0.3])
     assert one.final_loss == pytest.approx(1 / 190, rel=0.05)
+
+
+def test_readings_of_devices_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight GPUs over weeks they were unpacked once for each signal, for longer than a browser waits."""
+    unpacked: list[bytes] = []
+    unpack = reader.unpack_chunk
+    monkeypatch.setattr(reader, "unpack_chunk", lambda body: unpacked.append(body) or unpack(body))
+    counts = []
+    for gpus in (0, 3):
+        unpacked.clear()
+        with History(history(tmp_path / f"gpt-{gpus}.sqlite", gpus=gpus)) as kept:
+            assert len(report(kept).devices) == gpus
+        counts.append(len(unpacked))
+    assert counts[1] - counts[0] == 3
 
 
 def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:

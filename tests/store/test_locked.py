@@ -133,7 +133,7 @@ def test_the_last_samples_of_a_former_attempt_do_not_stay_in_memory_and_reach_th
         for attempt in range(3):
             for rank in (RUN, 0, 1):
                 assert list(history.series("loss", attempt=attempt, rank=rank).seqs) == list(range(10))
-            assert len(history.readings("loss", "gpu 0", attempt=attempt).values) == 10
+            assert len(history.readings(["loss"], "gpu 0", attempt=attempt)["loss"].values) == 10
 
 
 def test_events_are_written_where_samples_do_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
