@@ -10,7 +10,6 @@ see what lies between two scrapes: a translated rule of a run also fires where t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,7 @@ _PLACES = {
     "node": f"on {_ENTITIES['node']}",
 }
 """Scope -> where an alert is, as far as the labels of its series say. Runs may share a device, which has no `run`."""
+_WHERE_TO_READ = "What, where, since when and what to do: sentinel incidents --run {{ $labels.run }}"
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}:]*)(?::([^{}]*))?\}")
 _WIDTH, _STR = 116, "tag:yaml.org,2002:str"
 
@@ -123,7 +123,7 @@ def _translate_rule(rule: Rule) -> dict[str, Any]:
     needs = [promql.series(metric, scope) for metric in rule.needs]
     if needs:
         expr = " and ".join([f"({expr})", *needs])
-    if scope == "run" and not held.span.seconds:
+    if has_verdict := scope == "run" and not held.span.seconds:
         expr += f' or max without (alert, severity) (sentinel_incidents_firing{{alert="{rule.name}"}} > 0)'
     found: dict[str, Any] = {"alert": rule.name, "expr": expr}
     if held.span.seconds:
@@ -135,8 +135,11 @@ def _translate_rule(rule: Rule) -> dict[str, Any]:
     for name, text in rule.annotations.items():
         if name == OVER:
             continue
-        with contextlib.suppress(UntranslatableError):  # with numbers that only the daemon has
-            found["annotations"][name] = _text(text, scope)
+        try:
+            found["annotations"][name] = _text(text, scope, has_verdict=has_verdict)
+        except UntranslatableError:  # with numbers that only the daemon has
+            if scope in ("run", "rank"):
+                found["annotations"].setdefault("description", _WHERE_TO_READ)
     if rule.runbook:
         found["annotations"]["runbook"] = f"{RUNBOOK}#{rule.runbook}"
     return found
@@ -150,7 +153,7 @@ def _verdicts(covered: Sequence[str]) -> dict[str, Any]:
         "labels": {"severity": "{{ $labels.severity }}"},
         "annotations": {
             "summary": "{{ $labels.alert }} in run {{ $labels.run }}",
-            "description": "What, where, since when and what to do: sentinel incidents --run {{ $labels.run }}",
+            "description": _WHERE_TO_READ,
             "runbook": RUNBOOK,
         },
     }
@@ -163,24 +166,27 @@ def _own(alert: str, expr: str, held: str, severity: str, summary: str) -> dict[
     return found | {"labels": {"severity": severity}, "annotations": {"summary": summary}}
 
 
-def _text(text: str, scope: Scope) -> str:
+def _text(text: str, scope: Scope, *, has_verdict: bool) -> str:
     """Return an annotation as a template of Prometheus. Raises UntranslatableError where a field is neither a metric
-    nor a word."""
-    return _FIELD.sub(lambda found: _field(found, scope), text)
+    nor a word, or is a number of the incident: Prometheus has only those of now. `has_verdict`: the alert may be the
+    daemon's, and the metrics be well again."""
+    return _FIELD.sub(lambda found: _field(found, scope, has_verdict), text)
 
 
-def _field(found: re.Match[str], scope: Scope) -> str:
+def _field(found: re.Match[str], scope: Scope, has_verdict: bool) -> str:
     if found[1] is None:
         return found[0][0]
     name = found[1].strip()
     if name in ("entity", "members"):
         return _ENTITIES[scope]
-    if name in ("run", "step", "first_step") and scope not in ("run", "rank"):
+    if name in ("run", "step") and scope not in ("run", "rank"):
         raise UntranslatableError("a device has no run and no step")
     if name == "run":
         return "{{ $labels.run }}"
-    if name in ("step", "first_step"):
-        return _write_query("sentinel_step", "run", ".0f")
+    if has_verdict or name == "first_step":
+        raise UntranslatableError(f"{name} is a number of the incident")
+    if name == "step":
+        return _write_query("sentinel_step", scope, ".0f")
     return _write_query(promql.series(name, scope), scope, found[2] or "")
 
 
