@@ -48,7 +48,10 @@ def rows(watches: Iterable[WatchedRun]) -> Iterator[Row]:
     ):
         told = [((run,), float(chosen(values))) for run, values in finite if values]
         yield f"layers_grad_norm_{name}", f"{text} gradient norm (L2) of a layer, unscaled.", of_run, told
-    bad = [(w.run.run_id, _largest(_column(stats, "layer_nonfinite"), above=0)) for w, stats in newest]
+    broken = [(w.run.run_id, _column(stats, "layer_nonfinite")) for w, stats in newest]
+    all_bad = [((run,), float(sum(map(bool, column.values())))) for run, column in broken]
+    yield "layers_nonfinite", "Parameter tensors whose gradient has NaN or infinite elements.", of_run, all_bad
+    bad = [(run, _largest(column, above=0)) for run, column in broken]
     top = [(run, _largest(column)) for run, column in norms]
     grown = [(w.run.run_id, _largest(_growth(w, stats))) for w, stats in newest]
     texts = (

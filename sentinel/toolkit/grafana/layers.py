@@ -17,7 +17,7 @@ DASHBOARD = Dashboard(
         number("Largest norm", f"sentinel_layers_grad_norm_max{_RUN}"),
         number("Fastest growth", f"max(sentinel_layer_grad_growth_ratio{_RUN})", unit="none",
                description="Over the layer's own median of its last 15 samples.", limits=alarming(above=10)),
-        number("Layers with NaN or infinity", f"count(sentinel_layer_nonfinite_elements{_RUN} > 0) or vector(0)",
+        number("Layers with NaN or infinity", f"max(sentinel_layers_nonfinite{_RUN})",
                unit="none", limits=alarming(above=1)),
         row("All layers"),
         Panel(
