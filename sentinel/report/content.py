@@ -79,6 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """(GPU or node, highest reading of each of its signals)."""
     final_loss: float
     """Median of the last 20 losses."""
+    step_seconds: float = math.nan
+    """Median time of a step."""
     goodput: float = math.nan
     """The result of `measure_goodput`; NaN: unknown."""
     reached: int = -1
@@ -106,8 +108,10 @@ def report(history: History, *, over: bool = False) -> Report:
     began, seconds = history.lifetime(over=over)
     last, names = numbers[-1], ranks.NAMES
     reached, undone = offsets[last] + history.last_seq(last), _list_undone(history, offsets)
-    step_seconds = lines["step_seconds"].values if "step_seconds" in lines else ()
-    apart = {rank: history.columns(names, attempt=last, rank=rank) for rank in history.ranks(last)}
+    every = max(map(history.find_spacing, numbers))  # the other steps that are kept have the highest values
+    usual = [history.columns(("step_seconds",), attempt=number, every=every) for number in numbers]
+    step_seconds = spread_median([time for one in usual for series in one.values() for time in series.values])
+    apart = {rank: history.columns(names, attempt=last, rank=rank, every=every) for rank in history.ranks(last)}
     cases = history.final_incidents() if over else history.incidents()
     return Report(
         run=history.run,
@@ -126,16 +130,16 @@ def report(history: History, *, over: bool = False) -> Report:
         matrix=ranks.matrix(apart, offsets[last]),
         devices=_devices(history, last),
         final_loss=median(lines["loss"].values[-20:]) if "loss" in lines else math.nan,
+        step_seconds=step_seconds,
         goodput=measure_goodput(min(offsets.values()), reached, undone, step_seconds, seconds),
         reached=reached,
         outcome=find_outcome(history, last, cases).words if over else "",
     )
 
 
-def measure_goodput(
-    first: int, last: int, rollbacks: Iterable[Undone], step_seconds: Sequence[float], seconds: float
-) -> float:
-    """Return the share of a run's `seconds` that its valid steps take at the median time of a step; NaN if unknown.
+def measure_goodput(first: int, last: int, rollbacks: Iterable[Undone], step_seconds: float, seconds: float) -> float:
+    """Return the share of a run's `seconds` that its valid steps take at the median time of a step, `step_seconds`; NaN
+    if unknown.
 
     Valid steps are those from `first` to `last` that no rollback undid. The rest went into the start, evaluations,
     checkpoints, stalls, restarts, and steps that were undone or done again.
@@ -145,7 +149,7 @@ def measure_goodput(
         begin, end = max(undone.to, covered), min(undone.at, last)
         steps -= max(end - begin, 0)
         covered = max(covered, end)
-    return min(steps * spread_median(step_seconds) / seconds, 1.0) if steps > 0 and seconds > 0 else math.nan
+    return min(steps * step_seconds / seconds, 1.0) if steps > 0 and seconds > 0 else math.nan
 
 
 def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, ...]]]:

@@ -39,7 +39,7 @@ class LiveRun:
         titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
         shown, apart = tuple(name for _, names in titles for name in names), _apart(steps)
         columns = dict(_list_series([(step.seq, step.time, step.run) for step in steps], shown))
-        step_seconds = columns["step_seconds"].values if "step_seconds" in columns else ()
+        step_seconds = median(columns["step_seconds"].values) if "step_seconds" in columns else math.nan
         first, last = (steps[0].seq + offset, steps[-1].seq + offset) if steps else (0, 0)
         goodput = measure_goodput(offset, self._reached, self._rollbacks, step_seconds, seconds)
         return Report(
@@ -48,7 +48,7 @@ class LiveRun:
             incidents=self._incidents, rollbacks=self._rollbacks, heat=heat_of(self._layers, offset),
             ranks=ranks.rows(apart) if len(apart) > 1 else (), matrix=ranks.matrix(apart, offset),
             final_loss=median([step.run["loss"] for step in steps[-20:] if "loss" in step.run]),
-            devices=self._devices, goodput=math.nan if self._number else goodput,
+            devices=self._devices, step_seconds=step_seconds, goodput=math.nan if self._number else goodput,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
 from sentinel.report.markup import escape
-from sentinel.report.ranks import RankRow, spread_median
+from sentinel.report.ranks import RankRow
 from sentinel.text import format_count, format_duration, format_moment, in_words
 from sentinel.web import charts as library
 
@@ -104,7 +104,7 @@ def summary(reports: Sequence[Report]) -> str:
         ("steps", [f"{report.first:,} to {report.last:,}" for report in reports]),
         ("attempts", [str(report.attempts) for report in reports]),
         ("loss, last 20 steps", [format_number(_find_final_loss(report)) for report in reports]),
-        ("median step", [_step_time(report) for report in reports]),
+        ("median step", [_unit(report.step_seconds, "seconds") for report in reports]),
         (GOODPUT, [f"{report.goodput:.0%}" if math.isfinite(report.goodput) else "-" for report in reports]),
         ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
@@ -366,10 +366,6 @@ def _count_incidents(report: Report) -> str:
 
 def _undone(report: Report) -> str:
     return ", ".join(f"{undone.at} to {undone.to}" for undone in report.rollbacks) or "none"
-
-
-def _step_time(report: Report) -> str:
-    return _unit(spread_median(list_values(report, "step_seconds")), "seconds")
 
 
 def _find_final_loss(report: Report) -> float | None:

@@ -88,8 +88,8 @@ def _format_speed(report: Report, state: str) -> str:
     """Return the steps per second, of the last steps, or of all steps of a run that has ended."""
     if state == "stalled":
         return "0"
-    values = list_values(report, "step_seconds")
-    seconds = median(values if state == "ended" else values[-_RECENT:])
+    recent = median(list_values(report, "step_seconds")[-_RECENT:])
+    seconds = report.step_seconds if state == "ended" else recent
     speed = 1 / seconds if seconds > 0 else math.nan
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" if speed > 0 else "-"
 

@@ -8,6 +8,7 @@ import sqlite3
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from time import time as now
 from typing import Annotated, Any, Generic, TypeVar
@@ -17,6 +18,7 @@ import msgspec
 from sentinel.diagnose.case import BY_RANK
 from sentinel.errors import ConfigError, DamageError
 from sentinel.runs.steps import LayerStats, RunStep
+from sentinel.store import thinning
 from sentinel.store.layout import (
     FARTHEST,
     READABLE,
@@ -44,6 +46,7 @@ rows."""
 
 Row = TypeVar("Row")
 _Step = Annotated[int, msgspec.Meta(gt=-FARTHEST, lt=FARTHEST)]
+_Level = Annotated[int, msgspec.Meta(ge=0, le=len(thinning.LEVELS))]
 _Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
 """Unix seconds, up to the year 9999."""
 
@@ -226,9 +229,10 @@ class History:
         """Return one signal over all steps that have it."""
         return _series(self._chunks(attempt, rank), (name,))[name]
 
-    def columns(self, names: Sequence[str], *, attempt: int = 0, rank: int = RUN) -> dict[str, Series]:
-        """Return several signals, each over all steps that have it; signals never seen are left out."""
-        found = _series(self._chunks(attempt, rank), names)
+    def columns(self, names: Sequence[str], *, attempt: int = 0, rank: int = RUN, every: int = 1) -> dict[str, Series]:
+        """Return several signals, each over all steps that have it; signals never seen are left out. `every`: only the
+        first of so many steps counts."""
+        found = _series(self._chunks(attempt, rank), names, every)
         return {name: series for name, series in found.items() if series.seqs}
 
     def rows(self, *, attempt: int = 0, rank: int = RUN) -> Iterator[tuple[int, float, dict[str, float]]]:
@@ -274,13 +278,22 @@ class History:
 
     def find_whole(self, attempt: int) -> int:
         """Return the seq from which on all steps are kept, as of older ones only some are; `FIRST` if all are."""
+        firsts = self._find_levels(attempt)
+        return firsts.get(0, FIRST) if firsts.keys() - {0} else FIRST
+
+    def find_spacing(self, attempt: int) -> int:
+        """Return the number of steps out of which the first is kept whatever its values, where most are not: of the
+        others the highest values are kept, and what is usual is found from the first ones. 1: all are kept."""
+        level = max(self._find_levels(attempt), default=0)
+        return thinning.LEVELS[level - 1][1] if level else 1
+
+    def _find_levels(self, attempt: int) -> dict[int, int]:
+        """Return the first seq of each level of thinning."""
         if "level" not in {row[1] for row in self._database.execute("PRAGMA table_info(chunks)")}:
-            return FIRST  # of a version that thinned nothing
-        query = "SELECT level > 0, min(first_seq) FROM chunks WHERE attempt = ? AND rank = ? GROUP BY level > 0"
-        firsts = dict(
-            msgspec.convert(self._database.execute(query, (attempt, RUN)).fetchall(), list[tuple[int, _Step]])
-        )
-        return firsts.get(0, FIRST) if 1 in firsts else FIRST
+            return {}  # of a version that thinned nothing
+        query = "SELECT level, min(first_seq) FROM chunks WHERE attempt = ? AND rank = ? GROUP BY level"
+        found = self._database.execute(query, (attempt, RUN)).fetchall()
+        return dict(msgspec.convert(found, list[tuple[_Level, _Step]]))
 
     def last_seq(self, attempt: int) -> int:
         """Return the seq of the last step that is kept; -1 where there is none."""
@@ -447,14 +460,21 @@ def _read_by_rank(case: dict[str, Any], name: str) -> dict[str, Any]:
     return msgspec.convert(case.get(name, {}), dict[str, Any])
 
 
-def _series(chunks: Iterable[Chunk], names: Sequence[str]) -> dict[str, Series]:
+def _series(chunks: Iterable[Chunk], names: Sequence[str], every: int = 1) -> dict[str, Series]:
+    """Return the series of these names; with `every`, only from rows that are the first of so many steps."""
     found = {name: Series(array("q"), array("d"), array("d")) for name in names}
+    bucket: int | None = None
     for chunk in chunks:
         seqs, times = unpack_column("q", chunk.seqs), unpack_column("d", chunk.times)
+        firsts = [bucket != (bucket := seq // every) for seq in seqs] if every > 1 else []
         for name in found.keys() & chunk.columns.keys():
             (column, at), series = chunk.columns[name], found[name]
-            rows = unpack_column("H", at) if at else None
-            series.values.frombytes(column)
-            series.seqs.extend(seqs if rows is None else array("q", [seqs[row] for row in rows]))
-            series.times.extend(times if rows is None else array("d", [times[row] for row in rows]))
+            rows = unpack_column("H", at) if at else range(len(seqs))
+            own = (
+                array("q", [seqs[row] for row in rows]) if at else seqs,
+                array("d", [times[row] for row in rows]) if at else times,
+                unpack_column("d", column),
+            )
+            for whole, part in zip((series.seqs, series.times, series.values), own, strict=True):
+                whole.extend(compress(part, [firsts[row] for row in rows]) if firsts else part)
     return found

@@ -23,7 +23,7 @@ def run(*cases: dict[str, Any], last: int = 9, goodput: float = math.nan, **fact
     return Report(
         run="gpt", run_id="gpt-1", attempts=1, began=time.time() - 65, seconds=65, first=0, last=last, facts=facts,
         panels=(ReportPanel("step time", "seconds", (line,)),), incidents=cases, rollbacks=(), heat=None, ranks=(),
-        devices=(), final_loss=1.25, goodput=goodput,
+        devices=(), final_loss=1.25, step_seconds=0.5, goodput=goodput,
     )  # fmt: skip
 
 
