@@ -18,6 +18,8 @@ from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_d
 LOSS_STEPS = 64
 """Last steps of a run in which its loss is searched."""
 FAILED = "failed"
+_OF_THE_END = ("hello", "goodbye", "lost", "process ended", "command ended", "end wanted")
+"""Kinds of events by which the end of a run is known."""
 _SUPERVISOR = -1
 """Stands for `sentinel run` among the ranks' numbers."""
 
@@ -57,9 +59,8 @@ def describe_run(
     began, seconds = kept.lifetime(over=live is None)
     seq = kept.last_seq(number)
     step, loss = (seq + kept.step_offset(number) if seq >= 0 else None), _find_loss(kept, number, seq)
-    outcome = find_outcome(kept, number, cases)
+    outcome = find_outcome(kept, number, cases) if live is None else _describe_live(live)
     if live is not None:
-        outcome = _describe_live(live)
         began, seconds = _measure_live(live) or (began, seconds)
         step, loss = live["step"] if live["step"] >= 0 else None, live["values"].get("loss", loss)
     return {
@@ -99,7 +100,7 @@ def _find_loss(kept: History, attempt: int, last: int) -> float | None:
 def _find_snapshot(kept: History, attempt: int) -> int | None:
     """Return the user's step of the newest snapshot on disk that no rollback discarded."""
     newest: int | None = None
-    for event in kept.events():
+    for event in kept.events("snapshot on disk", "rollback"):
         if event.attempt != attempt:
             continue
         if event.kind == "snapshot on disk":
@@ -125,7 +126,7 @@ def find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -
     """Return the outcome of a run that is no longer watched, from the ends that its ranks reported and other events."""
     ends, wanted = dict[int, dict[str, Any]](), 0
     statuses, of_command = dict[int, int](), None
-    for event in kept.events():
+    for event in kept.events(*_OF_THE_END):
         if event.attempt != attempt:
             continue
         rank = event.detail.get("rank", 0)

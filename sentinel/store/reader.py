@@ -209,7 +209,9 @@ class History:
         query = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? ORDER BY last_seq DESC LIMIT 1"
         bodies = msgspec.convert(self._database.execute(query, (attempt, RUN)).fetchall(), list[tuple[bytes]])
         times = [moment for (body,) in bodies for moment in unpack_column("d", self._chunk(body).times)]
-        return max([*times, *(event.time for event in self.events() if event.attempt == attempt)], default=0.0)
+        query = "SELECT max(time) FROM events WHERE attempt = ? GROUP BY attempt"
+        found = msgspec.convert(self._database.execute(query, (attempt,)).fetchall(), list[tuple[_Time]])
+        return max([*times, *(moment for (moment,) in found)], default=0.0)
 
     def facts(self, attempt: int) -> dict[str, Any]:
         """Return the facts from the hello of an attempt's first rank, and what kind of run it has been judged as
@@ -350,14 +352,17 @@ class History:
         ((found,),) = self._database.execute("SELECT count(*) FROM incidents")
         return int(found)
 
-    def events(self, kind: str | None = None) -> list[StoredEvent]:
-        """Return the events, in order of time."""
-        rows = self._database.execute("SELECT time, attempt, seq, kind, body FROM events ORDER BY rowid")
+    def events(self, *kinds: str) -> list[StoredEvent]:
+        """Return the events of these kinds, or all, in order of time. Of a long run there are many: a snapshot of a
+        rank is one."""
+        which = f"WHERE kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+        rows = self._database.execute(
+            f"SELECT time, attempt, seq, kind, body FROM events {which} ORDER BY rowid", kinds
+        )
         found = msgspec.convert(rows.fetchall(), list[tuple[_Time, int, _Step, str, bytes]])
         return [
             StoredEvent(at, attempt, seq, name, msgspec.msgpack.decode(body, type=dict[str, Any]))
             for at, attempt, seq, name, body in found
-            if kind in (None, name)
         ]
 
     def events_after(self, row: int, limit: int) -> list[tuple[int, StoredEvent]]:
@@ -470,11 +475,12 @@ def _series(chunks: Iterable[Chunk], names: Sequence[str], every: int = 1) -> di
         for name in found.keys() & chunk.columns.keys():
             (column, at), series = chunk.columns[name], found[name]
             rows = unpack_column("H", at) if at else range(len(seqs))
-            own = (
-                array("q", [seqs[row] for row in rows]) if at else seqs,
-                array("d", [times[row] for row in rows]) if at else times,
-                unpack_column("d", column),
-            )
-            for whole, part in zip((series.seqs, series.times, series.values), own, strict=True):
-                whole.extend(compress(part, [firsts[row] for row in rows]) if firsts else part)
+            chosen = [firsts[row] for row in rows] if firsts else None
+            series.values.extend(_choose(unpack_column("d", column), chosen))
+            series.seqs.extend(_choose(array("q", [seqs[row] for row in rows]) if at else seqs, chosen))
+            series.times.extend(_choose(array("d", [times[row] for row in rows]) if at else times, chosen))
     return found
+
+
+def _choose(items: array[Any], chosen: Sequence[bool] | None) -> array[Any]:
+    return items if chosen is None else array(items.typecode, compress(items, chosen))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import math
 import random
 import re
+import sqlite3
 import time
 from array import array
 from collections.abc import Sequence
@@ -28,11 +30,13 @@ from sentinel.report import live
 from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import ChartLine, report
 from sentinel.report.interactive import POINTS, figure
+from sentinel.report.outcomes import describe_run
 from sentinel.report.page import page
 from sentinel.report.stored_runs import StoredRuns
 from sentinel.runs import Run
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import CHUNK_STEPS, History, Store, reader, thinning
+from sentinel.store.retention import StoredHistory
 from sentinel.text import spell_controls
 from tests.report.runs import EVIL, case, history
 
@@ -69,6 +73,16 @@ def test_readings_of_devices_are_unpacked_once(tmp_path: Path, monkeypatch: pyte
             assert len(report(kept).devices) == gpus
         counts.append(len(unpacked))
     assert counts[1] - counts[0] == 3
+
+
+def test_only_events_that_are_shown_are_read(tmp_path: Path) -> None:
+    """Of a long run there are a hundred thousand snapshots, and the page's list is read every ten seconds."""
+    path = history(tmp_path / "gpt.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("INSERT INTO events VALUES (1e9, 0, 5, 'snapshot', x'c1')")
+    with History(path) as kept:
+        assert report(kept, over=True).outcome == "not known: its history lacks its end"
+        assert describe_run(kept, StoredHistory(path, 0, 0.0), [], None)["step"] == 199
 
 
 def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:
