@@ -10,6 +10,7 @@ const filter = document.getElementById('filter'), words = document.getElementByI
 const FOCUSABLE = 'a[href], button, summary, input, [tabindex]';
 const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: for a live run, for histories, and if nothing new comes
 const PATIENCE = 30000;  // ms to wait for an answer: a daemon that stands still neither answers nor closes the connection
+const PATIENCE_WHOLE = 300000;  // the same, for an answer for which the histories of months are read
 let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '', answered = false;
 let place = '';  // the path of what is shown, or was requested
 const picked = new Set();
@@ -41,7 +42,7 @@ function say(words, time = '') {
 
 async function asked(path, method = 'GET') {
   const headers = {Authorization: 'Bearer ' + address.token};
-  const response = await fetch(path, {method, headers, signal: AbortSignal.timeout(PATIENCE)});
+  const response = await fetch(path, {method, headers, signal: AbortSignal.timeout(isWhole() ? PATIENCE_WHOLE : PATIENCE)});
   if (response.status === 401)
     throw new Error((answered ? 'Another daemon answers at this address' : 'This address lacks the token') +
       `: \`${['sentinel page', runOf()].join(' ').trim()}\` prints the whole one.`);
@@ -53,8 +54,9 @@ async function asked(path, method = 'GET') {
 function silent(error) {
   silentSince ||= clock();
   const run = main.querySelector('[data-id]')?.dataset.id;
+  const why = error.name === 'TimeoutError' ? 'it stands still, or reads a long history' : 'its run has ended, or it is being restarted';
   say(error.name === 'Error' ? error.message + (answered ? ` Nothing new since ${silentSince}.` : '') :
-    `The daemon does not answer since ${silentSince}: its run has ended, or it is being restarted. ` +
+    `The daemon does not answer since ${silentSince}: ${why}. ` +
     (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : ''));
   document.body.classList.add('stale');
 }

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 MOST = 64
 """Most connections at a time: a page, Prometheus, and some scripts. One more is closed at once."""
 PATIENCE_SECONDS = 30.0
-"""Seconds without a new request after which a connection is closed, even if the last answer has not been read."""
+"""Seconds without a new request after which a connection is closed, even if the last answer has not been read. While
+the answer is still being made, it stays: to read the history of months takes longer."""
 
 
 class Visit(H11Protocol):
@@ -38,8 +39,8 @@ class Visit(H11Protocol):
     def _wait(self) -> None:
         self._timer = self.loop.call_later(PATIENCE_SECONDS, self._look, self.cycle)
 
-    def _look(self, last: object) -> None:
-        if self.cycle is last:
+    def _look(self, last: RequestResponseCycle | None) -> None:
+        if self.cycle is last and (last is None or last.response_started):
             self.transport.abort()
         else:
             self._wait()

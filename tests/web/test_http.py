@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
@@ -21,6 +22,7 @@ from sentinel.config import settings as config
 from sentinel.daemon.frontend.discovery import Presence
 from sentinel.daemon.frontend.http_frontend import HttpFrontend
 from sentinel.node import paths
+from sentinel.report.stored_runs import StoredRuns
 from sentinel.web import http, visit
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
@@ -276,6 +278,29 @@ def test_in_a_pod_other_hosts_are_answered(private_places: Path) -> None:
         elsewhere = {"Host": "trainer-0.trainers.svc:9477"}
         assert httpx2.get(f"{url}/metrics", headers=elsewhere).status_code == 200
         assert httpx2.get(f"{url}/api/status", headers=elsewhere).status_code == 401
+
+
+def test_a_connection_stays_while_its_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history of months takes longer to read than a connection may be idle."""
+    monkeypatch.setattr(visit, "PATIENCE_SECONDS", 0.1)
+
+    class Slow(StoredRuns):
+        async def render_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
+            await asyncio.sleep(0.5)  # the connection is looked at four times meanwhile, by the same loop
+            return "all of it"
+
+    async def served() -> str:
+        server, listening = http.HttpServer(http.application(Slow(), "t")), http.listener(0)
+        task = asyncio.create_task(server.serve(listening))
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/whole"
+        try:
+            async with httpx2.AsyncClient(timeout=60.0) as client:
+                return (await client.get(address, headers={"Authorization": "Bearer t"})).text
+        finally:
+            server.end()
+            await asyncio.wait_for(task, 20)
+
+    assert asyncio.run(served()) == "all of it"
 
 
 def test_connections_without_a_request_are_closed_to_make_room(
