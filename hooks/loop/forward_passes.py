@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from time import perf_counter
 from types import MemberDescriptorType
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.internals import UncopiedHook, is_any_autocast_enabled
-from sentinel.hooks.torch_interop.layer_table import nbytes_of
+from sentinel.hooks.torch_interop.layer_table import nbytes_of, unwrap_model
 from sentinel.hooks.torch_interop.tensors import CUDA, is_capturing
 from sentinel.wire.heartbeat_page import Work
 
@@ -357,6 +357,8 @@ class ForwardTimer:
         self._slot = slot
         self._keeps = False
         """Whether the slot holds the pass under way."""
+        self._user_model: Callable[[], Any] = lambda: None
+        """Returns the module inside the model's wrappers, whose mode counts; None before the first pass."""
 
     def start(self, model: Any, args: Any = (), kwargs: Any = None) -> None:
         """`kwargs`: None where torch's quantization moved the hook to another module, and forgot that it takes them."""
@@ -369,7 +371,11 @@ class ForwardTimer:
             return
         self._keeps = False
         if is_grad_enabled():
-            if not getattr(model, "training", True):
+            # Lightning leaves DistributedDataParallel in evaluation mode after a validation, and its module not.
+            user_model = self._user_model()
+            if user_model is None:
+                self._user_model = weakref.ref(user_model := unwrap_model(model))
+            if not getattr(user_model, "training", True):
                 accumulator.totals.evaluating = True
             elif accumulator.when_next is not None:  # an evaluation between the step and a scheduler's ends nothing
                 accumulator.next_iteration()

@@ -221,6 +221,20 @@ def test_a_model_that_trains_in_evaluation_mode(daemon: FakeDaemon) -> None:
     assert daemon.series("eval_mode") == {2: 1.0}
 
 
+def test_the_mode_of_the_module_inside_a_wrapper_counts(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = sgd(net)
+    wrapped = nn.DataParallel(net)
+    with sentinel.attach(wrapped, optimizer):
+        for inside, outside in ((True, True), (True, False), (False, True), (False, False)):
+            net.training, wrapped.training = inside, outside
+            optimizer.zero_grad()
+            loss_of(wrapped, torch.randn(8, 6)).backward()
+            optimizer.step()
+    daemon.ended()
+    assert daemon.series("eval_mode") == {2: 1.0, 3: 1.0}
+
+
 def test_parameters_that_get_no_gradient_are_counted(daemon: FakeDaemon) -> None:
     net = nn.ModuleDict({"used": nn.Linear(6, 1), "unused": nn.Linear(3, 3), "frozen": nn.Linear(2, 2)})
     net["frozen"].requires_grad_(False)
