@@ -27,6 +27,7 @@ from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.session import attach as attachment
 from sentinel.hooks.session.arguments import refuse_unnamed
 from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.torch_interop import discovery
 
 __all__ = ["Monitor", "Probe", "Rollback", "Step", "attach", "resume"]
 
@@ -37,20 +38,33 @@ _P = ParamSpec("_P")
 
 
 def _accept_engine(function: Callable[_P, Monitor]) -> Callable[_P, Monitor]:
-    """Make `attach` pass a DeepSpeed engine to its integration, which uses the engine's own optimizer."""
+    """Make `attach` pass a DeepSpeed engine to its integration, which uses the engine's own optimizer.
+
+    The engine is the model, or is found by the optimizer: the Hugging Face Trainer shows its callbacks the model inside
+    the engine, and a wrapper of the engine's optimizer.
+    """
 
     @functools.wraps(function)
     def attach(*args: _P.args, **kwargs: _P.kwargs) -> Monitor:
-        model = args[0] if args else kwargs.get("model")
-        if isinstance(model, getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())):
-            from sentinel.hooks import deepspeed
+        given = {**kwargs, **dict(zip(("model", "optimizer"), args, strict=False))}
+        engine = _find_engine(given.pop("model", None), given.pop("optimizer", None))
+        if engine is None:
+            return function(*args, **kwargs)
+        from sentinel.hooks import deepspeed
 
-            refuse_unnamed(args[2:])
-            options = {name: value for name, value in kwargs.items() if name not in ("model", "optimizer")}
-            return deepspeed.attach(model, **options)
-        return function(*args, **kwargs)
+        refuse_unnamed(args[2:])
+        return deepspeed.attach(engine, **given)
 
     return attach
+
+
+def _find_engine(model: Any, optimizer: Any) -> Any:
+    kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    if kind is None:
+        return None
+    if isinstance(model, kind):
+        return model
+    return discovery.engine_of(getattr(optimizer, "optimizer", optimizer))
 
 
 attach = _accept_engine(attachment.attach)

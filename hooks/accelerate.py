@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sentinel.hooks.session import attach as attachment
+from sentinel import hooks
 from sentinel.hooks.session.monitor import Monitor
 
 
@@ -22,4 +22,4 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Moni
     """
     schedulers = [getattr(wrapped, "scheduler", wrapped) for wrapped in accelerator._schedulers]
     known = {"scaler": accelerator.scaler, "scheduler": schedulers or None}
-    return attachment.attach(model, optimizer, **(known | options))
+    return hooks.attach(model, optimizer, **(known | options))

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from sentinel.hooks import attach
 from sentinel.hooks.rollback import framework_checkpoints
-from sentinel.hooks.session.attach import attach
 from sentinel.hooks.session.monitor import Monitor, TrainerNumbers
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")

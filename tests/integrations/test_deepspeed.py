@@ -90,6 +90,26 @@ def test_an_engine_is_found_at_its_first_step(folder: Path) -> None:
         assert step.run["grad_norm"] == pytest.approx(whole.before, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for name in ("accelerate", "transformers"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    made = tmp_path_factory.mktemp("trainers")
+    torchrun("tests.programs.zero_trainers", made, ["loop-2", "trainer-3"])
+    return made
+
+
+@pytest.mark.parametrize("way", ["loop-2", "trainer-3"])
+def test_the_engine_of_a_trainer_is_watched(way: str, trainers: Path) -> None:
+    """That of Accelerate is the model it returns; that of the Trainer is found by the optimizer."""
+    of_ranks = [json.loads((trainers / f"{way}.{rank}.json").read_text()) for rank in range(WORLD)]
+    steps = combined(trainers, way)
+    assert [step.seq for step in steps] == list(range(len(of_ranks[0])))
+    for step, *found in zip(steps, *of_ranks, strict=True):
+        assert step.run["loss"] == pytest.approx(sum(loss for loss, _ in found) / WORLD, rel=1e-5)
+        assert step.run["grad_norm"] == pytest.approx(found[0][1], rel=1e-5)
+
+
 class Engine:
     """The part of an engine that the integration uses, in fp16, which DeepSpeed does not support on CPUs."""
 
