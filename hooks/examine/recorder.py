@@ -260,11 +260,9 @@ class Examination:
     # Modules and data.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        # A module without parameters is a loss, which `model.eval()` does not reach.
-        if self._depth == 0 and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
-            self._note("forward" if module.training else "forward in eval")
-            if self._loop.forward is None:
-                self._loop.forward = model_facts.describe_forward(module, args)
+        first = self._loop.forward is None and self._depth == 0 and torch.is_grad_enabled()
+        if first and next(module.parameters(), None) is not None:  # else it is a loss, as a rule
+            self._loop.forward = model_facts.describe_forward(module, args)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with contextlib.suppress(RuntimeError):  # within torch.func.vmap a tensor has no values to read
                 if self._depth == 0:
@@ -287,6 +285,8 @@ class Examination:
             self._post_norm.setdefault(kind, set()).add(id(module))
         if self._depth == 0:
             self._normed, self._product = None, (None, None)
+            if torch.is_grad_enabled() and not _is_loss(module, args, output):
+                self._note("forward" if module.training else "forward in eval")
 
     def _loader(self, original: Any, loader: data.DataLoader[Any]) -> Any:
         key = str(id(loader))
@@ -314,6 +314,17 @@ class Examination:
         if self._drawn:
             self._search_input(batch, "batch", "the DataLoader")
         return batch
+
+
+def _is_loss(module: nn.Module, args: Any, output: Any) -> bool:
+    """Whether a module computes a loss: `model.eval()` does not reach it, so its mode says nothing about the model's.
+
+    It has no parameters, or makes one number of what a model computed (as losses with a centre for each class do).
+    """
+    if next(module.parameters(), None) is None:
+        return True
+    single = isinstance(output, Tensor) and output.numel() == 1
+    return module.training and single and any(isinstance(one, Tensor) and one.requires_grad for one in args)
 
 
 def _lineage(node: Any) -> list[str]:

@@ -215,6 +215,18 @@ PLANTED_AGAIN = {
     "evaluation mode, with a loss that is a module": ("training-in-eval-mode",
     _BEGIN + _MODEL + "model.eval()\nloss_of = nn.CrossEntropyLoss()\n" + _SGD
     + _loop("optimizer.zero_grad()", "loss_of(model(x), y).backward()", "optimizer.step()")),
+    "evaluation mode, with a loss that has parameters": ("training-in-eval-mode", _BEGIN + _MODEL + """
+class CenterLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(4, 4))
+    def forward(self, output, label): return (output - self.centers[label]).square().mean()
+model.eval()
+loss_of = CenterLoss()
+optimizer = torch.optim.SGD([*model.parameters(), *loss_of.parameters()], lr=0.1)
+""" + _loop("optimizer.zero_grad()", "loss_of(model(x), y).backward()", "optimizer.step()")),
+    "a head that was replaced after the optimizer was made": ("optimizer-holds-others", _BEGIN + _MODEL + _SGD
+    + "model[2] = nn.Linear(16, 4).requires_grad_(False)\n" + _FOR + _STEP),
     "a rate at which the loss grows until it overflows": ("loss-not-finite", _BEGIN + _MODEL
     + _SGD.replace("0.1", "30") + _loop(*_SQUARES)),
     "a rate at which the loss grows, with NaN where the loss does not look": ("loss-not-finite",
@@ -328,6 +340,10 @@ each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
 """ + _loop("parameters = {name: p.detach() for name, p in model.named_parameters()}",
             "grads = each(parameters, x, y)",
             "for name, p in model.named_parameters(): p.grad = grads[name].mean(0)", "optimizer.step()"),
+    "a teacher in evaluation mode, beside a model that returns its loss": _BEGIN + _MODEL + """
+teacher = nn.Linear(8, 4).requires_grad_(False).eval()
+model.forward = lambda x, taught: F.mse_loss(model[2](model[1](model[0](x))), taught)
+""" + _SGD + _loop("optimizer.zero_grad()", "model(x, teacher(x)).backward()", "optimizer.step()"),
     "LBFGS": _BEGIN + _MODEL + """
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 def closure():

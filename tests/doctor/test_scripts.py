@@ -87,6 +87,18 @@ def test_the_reason_is_what_was_seen(script: str, what: str, why: str, found: di
     assert re.search(why, finding.why)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "severity"),
+    [("optimizer-holds-others", "critical"), ("a head that was replaced after the optimizer was made", "warning")],
+)
+def test_an_optimizer_that_trains_nothing_is_critical(
+    script: str, severity: str, found: dict[str, list[DoctorFinding]]
+) -> None:
+    (finding,) = found[script]
+    assert finding.severity == severity
+
+
 def test_there_are_25_mistakes_and_10_healthy_scripts() -> None:
     assert len(PLANTED) >= 25
     assert len(HEALTHY) >= 10

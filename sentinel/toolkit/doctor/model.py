@@ -100,9 +100,10 @@ def _adapters(model: dict[str, Any]) -> Iterator[DoctorFinding]:
 def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     name, groups = optimizer["class"], optimizer["groups"]
     if optimizer["stale"] and (facts["models"] or facts["forward"]):
-        yield describe_finding(
-            "optimizer-holds-others", stale=optimizer["stale"], parameters=optimizer["parameters"], optimizer=name
-        )
+        # Of one that trains nothing, attach refuses the run: no rule sees it.
+        stale, parameters = optimizer["stale"], optimizer["parameters"]
+        key = "optimizer-holds-others/all" if stale == parameters else "optimizer-holds-others"
+        yield describe_finding(key, stale=stale, parameters=parameters, optimizer=name)
     if name == "Adam" and any(group.get("weight_decay", 0) > 0 for group in groups):
         yield describe_finding("adam-weight-decay")
     if optimizer["frozen"]:
