@@ -23,8 +23,11 @@ A failing test is tried a second time there, because a shared machine may starve
 try's failure is printed at the end. If the second try passes, there is a defect to look for.
 """
 
-# An example's time depends on the machine. CI tries the same examples each time, other runs new ones.
-settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=REQUIRE_ALL)
+# An example's time depends on the machine. CI tries the same examples each time, other runs new ones, and fewer.
+settings.register_profile(
+    "ours", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=REQUIRE_ALL,
+    max_examples=100 if REQUIRE_ALL else 30,
+)  # fmt: skip
 settings.load_profile("ours")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes that tests start inherit it
