@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,10 +25,43 @@ class LearningRates:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._lowered: list[tuple[dict[str, Any], float | Tensor]] = []
+        self._own_step: Any = None
+        """What the optimizer had as `step`, if not its class's: a scheduler sets one."""
+        self._guarded_step: Any = None
+
+    def guard_step(self, unseen: Unseen) -> None:
+        """Restore the rates also where a step raises, for which torch has no hook: a scheduler may step before the next
+        step, and a checkpoint may be saved. `unseen` records what fails in that. Does nothing the second time."""
+        if self._guarded_step is not None:
+            return
+        step: Any = self._optimizer.step
+        of_class = getattr(step, "__func__", None)
+
+        @functools.wraps(of_class or step)
+        def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                # A copy of the optimizer has this method, too, and must not step the optimizer.
+                return of_class(optimizer, *args, **kwargs) if of_class is not None else step(*args, **kwargs)
+            except BaseException:
+                with unseen.swallow_faults("learning rates put back", "with the rate as it is"):
+                    self.put_back()
+                raise
+
+        self._own_step = vars(self._optimizer).get("step")
+        # A method: a scheduler that is made later takes its function.
+        self._guarded_step = self._optimizer.step = MethodType(guarded, self._optimizer)  # type: ignore[method-assign]
+
+    def release_step(self) -> None:
+        """Undo `guard_step`, unless other code has wrapped the step since: then its guard does nothing."""
+        step, self._guarded_step = self._guarded_step, None
+        if step is not None and vars(self._optimizer).get("step") is step:
+            del self._optimizer.step
+            if self._own_step is not None:
+                self._optimizer.step = self._own_step  # type: ignore[method-assign]
 
     def lower(self, factor: float) -> None:
-        """Lower the rates at the entry of a step. Rates that a step left lowered because it raised are restored
-        first."""
+        """Lower the rates at the entry of a step. They are restored first if they still are lowered: a step raised that
+        was not guarded, as where another library has replaced it."""
         self.put_back()
         if factor == 1.0:
             return
@@ -79,6 +114,10 @@ class LoweredRates:
         """
         if 0 < factor <= 1:
             self._factor *= factor
+        if self._factor != 1.0:
+            for rates in self._rates:
+                with self._unseen.swallow_faults("steps that raise", "with the rate lowered after one"):
+                    rates.guard_step(self._unseen)
         if self._factor != 1.0 and not self._hooks:
             for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
                 before, after = (exclude_from_tracing(partial(one, rates)) for one in (self._before, self._after))
@@ -109,4 +148,5 @@ class LoweredRates:
             hook.remove()
         self._hooks.clear()
         for rates in self._rates:
+            rates.release_step()
             rates.put_back()
