@@ -18,7 +18,7 @@ from torch import nn
 
 from sentinel.hooks.core import faults
 from sentinel.hooks.loop import patches
-from sentinel.hooks.session import registry
+from sentinel.hooks.session import arguments, registry
 from sentinel.hooks.session.attach import attach
 from sentinel.hooks.torch_interop import discovery, tensors
 
@@ -81,10 +81,11 @@ def _attach(first: Any) -> None:
             watched.append(optimizer)
             models.update({id(owner): owner for owner in owners})
         elif optimizer is first:
-            faults.say(
-                f"the parameters of {type(first).__name__} are in no torch.nn.Module that can be found: "
-                "training goes on unmonitored"
-            )
+            if trained := discovery.list_unsteered(modules):
+                why = arguments.describe_strangers(first, trained)
+            else:
+                why = f"the parameters of {type(first).__name__} are in no torch.nn.Module that can be found"
+            faults.say(f"{why}. Training goes on unmonitored")
             return
     _seen.update(watched)
     attach(list(models.values()), watched)

@@ -118,7 +118,7 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         if not any(id(p) in known for p in own):
             if any(type(model).__name__ == "DeepSpeedEngine" for model in models):
                 raise AttachError("DeepSpeed has flattened the parameters: use sentinel.hooks.deepspeed.attach(engine)")
-            raise AttachError(_strangers(type(optimizer).__name__, own, names, named))
+            raise AttachError(describe_strangers(optimizer, models))
 
 
 def refuse_meta(models: Sequence[nn.Module]) -> None:
@@ -174,12 +174,15 @@ def _name_kind(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
 
 
-def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[tuple[str, str, torch.Tensor]]) -> str:
+def describe_strangers(optimizer: Any, models: Sequence[nn.Module]) -> str:
+    """Say that the optimizer has no parameter of these models, and what to write."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
     shapes = list_names([f"param_groups[0]['params'][{i}] of shape {tuple(p.shape)}" for i, p in enumerate(own)])
+    named = list_names([name for _, name, _ in named_parameters(models)])
     return (
-        f"none of the {len(own)} parameters of {optimizer} ({shapes}) is one of {model}'s "
-        f"({list_names([name for _, name, _ in named])}): make the optimizer from this model's parameters, "
-        "after it was moved to its device and wrapped"
+        f"none of the {len(own)} parameters of {type(optimizer).__name__} ({shapes}) is one of "
+        f"{' and '.join(type(model).__name__ for model in models)}'s ({named}): make the optimizer from this model's "
+        "parameters, after it was moved to its device and wrapped"
     )
 
 

@@ -95,8 +95,9 @@ class Monitor:
         `alert["event"]` is `fired`, `updated`, `resolved` or `rolled_back`; the rest is the case, in the shape that
         `sentinel incidents --json` prints. On rank 0 alone, and not for a silenced incident. The functions are called
         one after the other on a thread of their own: a slow one holds up the others and nothing else, and what they
-        raise is logged.
+        raise is logged. Raises AttachError if `function` cannot be called.
         """
+        _refuse_uncallable("on_alert", function)
         alerts = self._session.alerts if self._session is not None else None
         if alerts is not None:
             alerts.add(function)
@@ -105,8 +106,9 @@ class Monitor:
         """Call `function(to, at)` after a rollback, on the training thread: the place to rewind counters of your own.
 
         The state at the exit of step `to` was then restored at the exit of step `at`. What the function raises is
-        logged.
+        logged. Raises AttachError if `function` cannot be called.
         """
+        _refuse_uncallable("on_rollback", function)
         offset = self._step
         self.after_rollback(lambda to, at: function(to + offset, at + offset))
 
@@ -122,8 +124,9 @@ class Monitor:
         It is called on every rank, on the training thread, once step `step` is done on all of them; collectives work in
         it. What it raises is printed, and after `seconds` the process is ended: by then all such functions must be
         done, on all ranks, and the longest time that was given counts. Either way the exit status is 87. Raises
-        AttachError where `seconds` is not a positive number.
+        AttachError where `seconds` is not a positive number, or `function` cannot be called.
         """
+        _refuse_uncallable("on_stop", function)
         if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise AttachError(f"on_stop(seconds={seconds!r}): must be a number over 0")
         guard = self._session.guard if self._session is not None else None
@@ -179,6 +182,12 @@ def _number(value: object) -> Scalar | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _refuse_uncallable(method: str, function: object) -> None:
+    if not callable(function):
+        kind = type(function).__name__
+        raise AttachError(f"monitor.{method}(function): got a {kind}; pass the function itself, without parentheses")
 
 
 LIMIT = 256

@@ -66,6 +66,16 @@ def list_steered() -> frozenset[int]:
     return frozenset(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
 
 
+def list_unsteered(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those of the `modules` that have gradients, and of whose parameters no optimizer has any."""
+    steered = list_steered()
+    own = [(module, list(module.parameters())) for module in modules]
+    return [
+        module for module, parameters in own
+        if any(p.grad is not None for p in parameters) and steered.isdisjoint(map(id, parameters))
+    ]  # fmt: skip
+
+
 def engine_of(optimizer: Optimizer) -> Any:
     """Return the DeepSpeed engine that steps this optimizer; None where there is none."""
     kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)

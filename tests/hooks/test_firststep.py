@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -158,6 +160,20 @@ def test_parameters_that_are_in_no_module(capsys: pytest.CaptureFixture[str]) ->
     optimizer.step()
     optimizer.step()
     assert capsys.readouterr().err.count("the parameters of SGD are in no torch.nn.Module that can be found") == 1
+
+
+def test_a_model_that_was_replaced_after_the_optimizer_was_made(capsys: pytest.CaptureFixture[str]) -> None:
+    gc.collect()  # models of other tests
+    net = model()
+    optimizer, net = sgd(*net.parameters()), copy.deepcopy(net)
+    for batch in batches(2):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "unmonitored" in line)
+    assert f"none of the {len(list(net.parameters()))} parameters of SGD " in line
+    assert f"is one of {type(net).__name__}'s ({next(net.named_parameters())[0]}, " in line
+    assert "make the optimizer from this model's parameters" in line
 
 
 @pytest.mark.faults

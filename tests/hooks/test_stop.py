@@ -213,6 +213,16 @@ def test_a_limit_that_is_no_positive_number_is_refused(seconds: Any, daemon: Fak
         monitor.on_stop(print, seconds=seconds)
 
 
+@pytest.mark.parametrize("method", ["on_alert", "on_rollback", "on_stop"])
+def test_what_is_not_a_function_is_refused(method: str, daemon: FakeDaemon) -> None:
+    watched = loop()
+    with (
+        sentinel.attach(watched.net, watched.optimizer) as monitor,
+        pytest.raises(AttachError, match=rf"{method}\(function\): got a NoneType; pass the function itself"),
+    ):
+        getattr(monitor, method)(None)
+
+
 def test_alerts_are_named_to_the_daemon_and_one_too_old_to_stop_is_reported(
     daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
