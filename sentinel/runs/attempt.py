@@ -42,7 +42,8 @@ SIGNALS_OF_A_RANK = 4096
 AWAITED_RANKS = 4096
 """Ranks of the world, at most, that are waited for before they have said hello: no node has more."""
 ARRIVAL_SECONDS = 10.0
-"""How long to wait for ranks of the world that have not said hello. Rank 0 may be the only one attached."""
+"""How long to wait for ranks of the world that have not said hello. Rank 0 may be the only one attached, and those of
+other nodes have daemons of their own."""
 
 
 class Stage(NamedTuple):
@@ -236,7 +237,7 @@ class Attempt(RankSet):
         """Yield the steps of the first optimizer that closed since the last call. Each is closed and remembered when it
         is handed out: if the caller stops in between, the next call yields the others, and an alert looks back from its
         own step, not from the last."""
-        if self._awaited and now - self.began > ARRIVAL_SECONDS:
+        if self._awaited and (now - self.began > ARRIVAL_SECONDS or self._has_ended()):
             for number in self._awaited:
                 self._alignment.leave(number)
             self._awaited.clear()
@@ -244,6 +245,11 @@ class Attempt(RankSet):
             step = self._step(seq, reported)
             self._remember(step)
             yield step
+
+    def _has_ended(self) -> bool:
+        """Whether each rank that said hello has said goodbye, or its process has ended: a daemon ends then, and judges
+        what it has."""
+        return all(rank.goodbye is not None or rank.ending is not None for rank in self.ranks.values())
 
     @property
     def closed_to(self) -> int:

@@ -141,6 +141,7 @@ class RunIngest:
                 self.stalls.collectives.add_reply(number, message)
             case wire.Goodbye():
                 rank.goodbye, rank.heard = message, now
+                self.advance(now)  # steps may have waited for ranks that will not come
                 self._incidents.finish_deferred(now)  # while the rank is connected and can print notices
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
@@ -222,6 +223,8 @@ class RunIngest:
         for rank in self.stalls.record_exit(process, status, now):
             if status is not None:
                 self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
+        if not self._run.attempt.live:
+            self.advance(now)  # as after the last goodbye
 
     def record_job(self, job: wire.JobReport) -> None:
         """Record a supervisor's report: how its command ended, and which nodes the job goes on without.
