@@ -163,6 +163,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the first attach to the last goodbye, as in the history; 0: an earlier version does not say."""
     lacks: str = ""
     """What its history lacks, in words."""
+    nodes: World = 1
+    """Number of nodes of the job. What was found is that of this one. An earlier version does not say."""
     elsewhere: str = ""
     """What is open on the job's other nodes but not on this one, in words."""
     unheard: str = ""
@@ -171,7 +173,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """What was found, and what is left to go on from."""
-        parts = [describe_incidents(self.incidents, self.worst) + (" on this node" if self.elsewhere else "")]
+        parts = [describe_incidents(self.incidents, self.worst) + (" on this node" if self.nodes > 1 else "")]
         parts += [f"open on others: {self.elsewhere}"] if self.elsewhere else []
         parts += [f"no word yet of how {self.unheard} ended"] if self.unheard else []
         parts += [f"{self.lost:,} of the steps were not seen"] if self.lost else []

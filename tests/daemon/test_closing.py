@@ -109,3 +109,17 @@ def test_a_summary_says_that_the_end_of_a_rank_is_not_known_yet(reason: str, sai
         summary = rank.expect(wire.Closing).summary
         assert summary is not None
         assert summary.text == said
+
+
+@pytest.mark.processes
+def test_the_summary_of_a_node_of_a_job_claims_nothing_about_the_others() -> None:
+    """The alert of a rank that died on another node may be on its way here, or be over."""
+    with daemon_process() as (path, _), SimulatedRank(path, 0, 2, on_a_node=1) as rank:
+        identity = msgspec.structs.replace(rank.identity, local_world_size=1)
+        rank.say(wire.Hello(version="test", identity=identity, takes_closing=True))
+        rank.expect(wire.Welcome)
+        rank.steps(0, [2.0, 1.0, 0.5])
+        rank.say(wire.Goodbye(next_seq=3, reason="exception"))
+        summary = rank.expect(wire.Closing).summary
+        assert summary is not None
+        assert summary.text == "no incidents on this node"

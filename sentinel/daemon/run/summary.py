@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sentinel import wire
+from sentinel.cluster.protocol.job_extent import count_nodes
 from sentinel.daemon.run.watched_run import WatchedRun
 from sentinel.diagnose import folding
 from sentinel.diagnose.explainers.memory import measure_unjudged_rise
@@ -38,6 +39,7 @@ def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
         snapshot=written + attempt.step_offset if written is not None else None,
         kept=watch.store is not None and watch.store.is_open,
         seconds=max(attempt.find_end() - watch.run.began, 0.0),
+        nodes=max((count_nodes(rank.identity) for rank in attempt.ranks.values()), default=1),
         elsewhere=_name_open_elsewhere(watch),
         unheard=_name_unheard(attempt),
         lacks=_describe_gap(watch.store) if watch.store is not None and watch.store.is_open else "",
