@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sentinel.errors import RollbackError
 from sentinel.hooks.core import faults
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session.attach import attach
 from sentinel.hooks.session.monitor import Monitor, TrainerNumbers
+from sentinel.text import join_names
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -42,35 +44,53 @@ else:
 
 
 _STEP = re.compile(r"step=(\d+)")
+_WRITTEN_LAST = "meta.pt"
+"""The file that Lightning writes last into the folder of a checkpoint whose weights are spread over ranks."""
 
 
 def checkpoint(directory: str | os.PathLike[str], *, before: int | None = None) -> str | None:
     """Return the newest of Lightning's checkpoints that is whole, finite, and older than what ended the job.
 
     None: start from the beginning. For `ckpt_path`, on every rank. `directory` is what `ModelCheckpoint(dirpath=...)`
-    names; its files have `step=` in their names, as they do by default. `before` names a step as
-    `SENTINEL_RESUME_BEFORE` does: only a checkpoint saved before it is used. Newer ones that cannot be used are renamed
-    to `.ckpt.void`. Have it keep several: `save_top_k=-1`. Raises RollbackError where there are checkpoints and none
-    can be used, or one cannot be read for 60 s.
+    names; its checkpoints, files or the folders of FSDP, have `step=` in their names, as they do by default. `before`
+    names a step as `SENTINEL_RESUME_BEFORE` does: only a checkpoint saved before it is used. Newer ones that cannot be
+    used are renamed to `.ckpt.void`. Have it keep several: `save_top_k=-1`. Raises RollbackError where there are
+    checkpoints and none can be used, or one cannot be read for 60 s.
     """
-    return framework_checkpoints.choose(directory, _LightningCheckpoints(), before)
+    chosen = framework_checkpoints.choose(directory, _LightningCheckpoints(), before)
+    if chosen is None:
+        _refuse_unnamed(Path(directory))
+    return chosen
+
+
+def _refuse_unnamed(directory: Path) -> None:
+    """Raise RollbackError where checkpoints are passed over for their names. Beside ones that were set aside, a
+    `last.ckpt` may be as bad."""
+    names = sorted(path.name for path in directory.glob("*.ckpt"))
+    if names and not any(directory.glob("*.ckpt.void")):
+        raise RollbackError(
+            f"{directory} holds checkpoints without `step=` in their names ({join_names(names, 3)}): name them by "
+            'ModelCheckpoint(filename="{epoch}-{step}"). To begin at step 0, move them away'
+        )
 
 
 class _LightningCheckpoints:
-    """Reads Lightning's checkpoints, of one file each. See `CheckpointFormat`."""
+    """Reads Lightning's checkpoints, of one file or one folder each. See `CheckpointFormat`."""
 
     damage = framework_checkpoints.DAMAGE
 
     def read_steps(self, path: Path) -> int | None:
         named = _STEP.search(path.name) if path.suffix == ".ckpt" else None
-        return int(named[1]) if named and path.is_file() else None
+        return int(named[1]) if named and path.exists() else None
 
     def find_flaw(self, path: Path, steps: int) -> str:
-        framework_checkpoints.read_through(path)
-        content = _read(path)
+        file = path / _WRITTEN_LAST if path.is_dir() else path
+        framework_checkpoints.read_through(file)
+        content = _read(file)
         if content["global_step"] != steps:
             return f"it is of step {content['global_step']}"
-        return framework_checkpoints.find_nonfinite(content["state_dict"].items())
+        weights = framework_checkpoints.read_shards(path) if path.is_dir() else content["state_dict"].items()
+        return framework_checkpoints.find_nonfinite(weights)
 
     def name_void(self, path: Path) -> Path:
         return path.with_name(f"{path.name}.void")

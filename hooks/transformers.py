@@ -39,7 +39,7 @@ def checkpoint(output_dir: str | os.PathLike[str], *, before: int | None = None)
     None: start from the beginning. For `resume_from_checkpoint`, on every rank. `before` names a step as
     `SENTINEL_RESUME_BEFORE` does: only a checkpoint saved before it is used. Newer ones that cannot be used are renamed
     to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`. Raises RollbackError where there are
-    checkpoints and none can be used, or one cannot be read for 60 s.
+    checkpoints and none can be used, or one cannot be read for 60 s. DeepSpeed's own files in them are not read.
     """
     return framework_checkpoints.choose(output_dir, _TrainerCheckpoints(), before)
 
@@ -79,6 +79,8 @@ def _weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dict
                 yield name, opened.get_tensor(name)
+    for folder in sorted(path.glob("pytorch_model_fsdp_*/")):
+        yield from framework_checkpoints.read_shards(folder)
     for file in sorted(path.glob("pytorch_model*.bin")):
         yield from torch.load(file, map_location="cpu", weights_only=True).items()
 

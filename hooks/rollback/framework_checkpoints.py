@@ -19,7 +19,7 @@ import os
 import pickle
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -155,6 +155,33 @@ def find_nonfinite(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} has values that are not finite"
     return ""
+
+
+_WEIGHTS = ("model.", "state_dict.")
+"""How the names of a model's tensors begin in the folders that trainers have torch.distributed.checkpoint write."""
+
+
+def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights in a folder that torch.distributed.checkpoint wrote, each whole, without a collective.
+
+    Raises what reading one of them raised.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and rarely needed
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder)
+    stored = reader.read_metadata()
+    reader.read_metadata = lambda *_, **__: stored  # type: ignore[method-assign]  # not again for each tensor
+    for name, kind in stored.state_dict_metadata.items():
+        if name.startswith(_WEIGHTS) and isinstance(kind, TensorStorageMetadata):
+            tensor = torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
+            try:
+                load({name: tensor}, storage_reader=reader, no_dist=True)
+            except CheckpointException as error:  # a BaseException around the error of each rank
+                raise next(iter(error.failures.values()))[0] from None
+            yield name, tensor
 
 
 def _look(folder: Path, kind: CheckpointFormat, limit: int | None, *, last: bool) -> CheckpointView:

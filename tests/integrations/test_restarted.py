@@ -71,6 +71,28 @@ def transformers_checkpoint(folder: Path, steps: int, weight: float = 1.0) -> Pa
     return path
 
 
+def spread(path: Path, name: str, weight: float) -> None:
+    """Write weights as FSDP's ranks do."""
+    from torch.distributed import checkpoint
+
+    state = {name: {"w": torch.tensor([1.0, weight])}, "optimizer_0": {"w": torch.tensor(torch.inf)}}
+    checkpoint.save(state, checkpoint_id=path, no_dist=True)
+
+
+def transformers_folder(folder: Path, steps: int, weight: float = 1.0) -> Path:
+    path = transformers_checkpoint(folder, steps)
+    (path / "model.safetensors").unlink()
+    spread(path / "pytorch_model_fsdp_0", "model", weight)
+    return path
+
+
+def lightning_folder(folder: Path, steps: int, weight: float = 1.0) -> Path:
+    path = folder / f"epoch=0-step={steps}.ckpt"
+    spread(path, "model" if steps % 200 else "state_dict", weight)  # of FSDPStrategy, of ModelParallelStrategy
+    torch.save({"global_step": steps}, path / "meta.pt")
+    return path
+
+
 def lightning_checkpoint(folder: Path, steps: int, weight: float = 1.0) -> Path:
     path = folder / f"epoch=0-step={steps}.ckpt"
     torch.save({"global_step": steps, "state_dict": {"w": torch.tensor([1.0, weight])}}, path)
@@ -97,6 +119,42 @@ def integration(request: pytest.FixtureRequest) -> Integration:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the minute in which what fails is tried again."""
     monkeypatch.setattr(faults, "RETRY_SECONDS", 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch warns that there is no process group
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("library", "make"),
+    [("lightning", lightning_folder), ("transformers", transformers_folder)],
+    ids=("lightning", "transformers"),
+)
+def test_checkpoints_whose_weights_are_spread_over_ranks(
+    tmp_path: Path, library: str, make: Callable[..., Path]
+) -> None:
+    """They are folders. Only their weights are read: of a large job the optimizer's state would take minutes."""
+    module = pytest.importorskip(f"sentinel.hooks.{library}", reason=f"{library} is not installed")
+    paths = [make(tmp_path, steps) for steps in (100, 200)]
+    make(tmp_path, 300, weight=float("nan"))
+    make(tmp_path, 400, weight=float("inf"))
+    for name, steps in (("*.distcp", 500), (".metadata", 600)):
+        next(make(tmp_path, steps).rglob(name)).unlink()
+    next(make(tmp_path, 700).rglob("*.distcp")).write_bytes(b"")
+    if library == "lightning":
+        (make(tmp_path, 800) / "meta.pt").unlink()
+    assert module.checkpoint(tmp_path) == str(paths[-1])
+    assert sum("void" in path.name for path in tmp_path.iterdir()) == (6 if library == "lightning" else 5)
+
+
+def test_checkpoints_without_their_step_in_the_name_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    module = pytest.importorskip("sentinel.hooks.lightning", reason="lightning is not installed")
+    torch.save({}, tmp_path / "model-epoch=3.ckpt")
+    with pytest.raises(RollbackError, match=r"without `step=` in their names \(model-epoch=3.ckpt\)"):
+        module.checkpoint(tmp_path)
+    void = lightning_checkpoint(tmp_path, 100)
+    assert module.checkpoint(tmp_path, before=50) is None, "the beginning is what the bound asks for"
+    assert not void.exists()
+    assert module.checkpoint(tmp_path) is None, "nor at the next start"
 
 
 @pytest.mark.usefixtures("short")
