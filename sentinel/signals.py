@@ -20,8 +20,8 @@ OPENING_STEPS = 64
 """The first steps of a run, which are examined fully: tiers 1 and 2 are sampled at each, tier 3 at every 8th."""
 OPENING_END = 512
 """The step from which on only the budget decides how often each tier is sampled."""
-TIERS = ("losses and times", "the total gradient norm", "gradients of each layer", "weights and their updates")
-"""What each tier of `Signal` is, for people; the first is tier 0."""
+TIERS = ("times", "the total gradient norm", "gradients of each layer", "weights and their updates")
+"""What each tier of `Signal` is, for people; the first is tier 0, of which the loss is taken at every step."""
 
 
 class Signal(msgspec.Struct, frozen=True):

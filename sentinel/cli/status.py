@@ -17,7 +17,7 @@ from sentinel.node import paths
 from sentinel.notify import undelivered
 from sentinel.runs import snapshot_age
 from sentinel.signals import OPENING_STEPS, TIERS
-from sentinel.text import format_moment
+from sentinel.text import format_moment, join_names
 from sentinel.web import json
 
 _OPENING = (
@@ -149,8 +149,9 @@ def _describe_wanted(rank: dict[str, Any]) -> str:
 
 def _list_samples(spacing: dict[str, int]) -> Iterator[str]:
     """Yield which tiers are sampled how often."""
-    for every, tiers in itertools.groupby(sorted(spacing), spacing.__getitem__):
-        names = " and ".join(f"{TIERS[int(tier)]} (tier {tier})" for tier in tiers)
+    taken = {"": 1, **spacing}
+    for every, tiers in itertools.groupby(sorted(taken), taken.__getitem__):
+        names = join_names([f"{TIERS[int(tier)]} (tier {tier})" if tier else "the loss" for tier in tiers], len(taken))
         yield f"{'every step' if every == 1 else f'every {every:,} steps'}: {names}"
 
 

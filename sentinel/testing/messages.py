@@ -36,7 +36,7 @@ def make_case(
         resolved_time=None if state == "firing" else 1_000_060.5,
         members=tuple(CaseMember("rank", str(rank), 456, {}) for rank in range(ranks))
         or (CaseMember("run", "", 456, {}),),
-        summary="loss 6.861 by step 457, median of the last 100 steps 2.093",
+        summary="loss 6.861 by step 457, median of up to 100 steps before: 2.093",
         runbook="loss-spike",
         diagnosis=Finding(cause="the batch of step 456", confidence="medium", evidence=(), remedy="look at it"),
         told=True,

@@ -16,7 +16,7 @@ RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
 CASE: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
     "state": "rolled_back", "first_step": 123_456_789, "time": 1e9,
-    "summary": "loss 3416 by step 420, median of the last 100 steps 2.582",
+    "summary": "loss 3416 by step 420, median of up to 100 steps before: 2.582",
 }  # fmt: skip
 ROW: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "modified": 1e9, "step": 1_234_567, "bytes": 999_999_999, "trouble": "",
@@ -75,7 +75,7 @@ def shown_status(monkeypatch: pytest.MonkeyPatch, **run: Any) -> str:
 def test_the_status_says_in_words_what_is_looked_at_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     other = RANK | {"rank": 1, "wanted": SPACING | {"2": 4}}
     lines = shown_status(monkeypatch, ranks=[RANK, other]).splitlines()
-    at = lines.index("  samples   every step: losses and times (tier 0) and the total gradient norm (tier 1)")
+    at = lines.index("  samples   every step: the loss, times (tier 0), the total gradient norm (tier 1)")
     assert lines[at + 1 : at + 3] == [
         "            every 16 steps: gradients of each layer (tier 2)",
         "            every 8,192 steps: weights and their updates (tier 3)",

@@ -95,19 +95,26 @@ def test_a_run_that_ends_early_gets_the_result_before_its_closing_line() -> None
 
 
 def test_after_the_examination_a_line_says_how_often_each_tier_is_sampled() -> None:
-    spacing = {"0": 1, "1": 4, "2": 256, "3": 1024, "9": 1}
+    spacing = {"0": 64, "1": 4, "2": 256, "3": 1024, "9": 1}
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         steps(rank, 0, 512, kept={0: 0.0}, pace=wire.Pace(spacing=spacing, wanted=spacing, costs={}))
         assert rank.expect(wire.Notice).text.startswith("[sentinel] first 64 steps: ")
         steps(rank, 512, 600, kept={512: 0.0})
         assert rank.expect(wire.Notice).text == (
-            "[sentinel] from here on: losses and times at every step, the total gradient norm every 4 steps, "
-            "gradients of each layer every 256 steps, weights and their updates every 1,024 steps"
+            "[sentinel] from here on: the loss at every step, times every 64 steps, the total gradient norm "
+            "every 4 steps, gradients of each layer every 256 steps, weights and their updates every 1,024 steps"
         )
         rank.say(wire.Query(what="nothing"))
         rank.expect(wire.Answer)
         assert not [one for one in rank.arrived if isinstance(one, wire.Notice)]
+
+
+def test_a_run_that_goes_on_names_the_step_from_which_it_was_examined_again() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello(step_offset=6400)
+        steps(rank, 0, 70, kept=dict.fromkeys(range(8), 0.0))
+        assert rank.expect(wire.Notice).text.startswith("[sentinel] first 64 steps from step 6,400 on: ")
 
 
 def test_a_run_whose_first_steps_were_not_seen_was_not_examined() -> None:

@@ -152,7 +152,12 @@ class RunIncidents:
             alerts = [case.alert for case in self.log.present()]
             judged = [rule for rule in self.rules if rule.name not in self.elsewhere]
             report = make_opening_report(
-                judged, self.evaluator.status(), alerts, first=self.first_judged, last=self.judged_to
+                judged,
+                self.evaluator.status(),
+                alerts,
+                first=self.first_judged,
+                last=self.judged_to,
+                offset=self._context.run.attempt.step_offset,
             )
             self.opening = report
             self._save_state()  # the next daemon must know what was reported

@@ -261,8 +261,8 @@ class RunIngest:
         """Print how often each tier is sampled after the opening examination, so that no user expects a later fault to
         be seen at its very step."""
         ranks = self._run.attempt.ranks
-        if ranks and (said := describe_spacing(ranks[min(ranks)].pace.spacing)):
-            self._context.tell(f"from here on: {said}")
+        if ranks and (spacing := ranks[min(ranks)].pace.spacing):
+            self._context.tell(f"from here on: {describe_spacing(spacing)}")
 
     def _say_standstill(self, rank: Rank) -> None:
         attempt, place = self._run.attempt, find_place(rank)

@@ -27,6 +27,9 @@ class OpeningReport(msgspec.Struct, frozen=True):
     """Checks that were not done."""
     found: tuple[str, ...]
     """Alerts that fired in these steps, of any rule."""
+    offset: int = 0
+    """The step that the attempt began with: of a run that goes on, with another optimizer or after a restart, the first
+    steps are examined again."""
 
     @property
     def text(self) -> str:
@@ -40,13 +43,15 @@ class OpeningReport(msgspec.Struct, frozen=True):
             parts.append(f"{len(self.missing)} of {checks} not done (too few samples): {names}")
         if self.unseen:
             parts.append(f"the first {self.unseen} were not seen")
-        return f"first {self.unseen + self.steps} steps: {parts[0]}, {'; '.join(parts[1:])}"
+        since = f" from step {self.offset:,} on" if self.offset else ""
+        return f"first {self.unseen + self.steps} steps{since}: {parts[0]}, {'; '.join(parts[1:])}"
 
 
 def make_opening_report(
-    rules: Iterable[Rule], statuses: Iterable[RuleStatus], alerts: Sequence[str], *, first: int, last: int
+    rules: Iterable[Rule], statuses: Iterable[RuleStatus], alerts: Sequence[str], *, first: int, last: int, offset: int
 ) -> OpeningReport:
-    """Return the report from the `statuses` of rules and the `alerts` that fired; `first`, `last`: judged steps."""
+    """Return the report from the `statuses` of rules and the `alerts` that fired; `first`, `last`: judged steps;
+    `offset`: the step that the attempt began with."""
     if first >= OPENING_STEPS:
         return OpeningReport(steps=0, unseen=first, checks=0, missing=(), found=())
     checks = {rule.name: max(rule.for_.times, 1) for rule in rules if rule.from_start}  # samples to find anything
@@ -64,4 +69,5 @@ def make_opening_report(
         checks=len(judged | warming),
         missing=tuple(sorted(warming - judged)),
         found=tuple(dict.fromkeys(alerts)),
+        offset=offset,
     )

@@ -82,9 +82,9 @@ class Spacings:
 def describe_spacing(spacing: Mapping[str, int]) -> str:
     """Return in one line how often each tier of a `Pace.spacing` is sampled, in words. Unknown tiers, of a rank of
     another version, are left out."""
-    words = {str(tier): name for tier, name in enumerate(TIERS)}
+    words = {"": "the loss", **{str(tier): name for tier, name in enumerate(TIERS)}}
     return ", ".join(
         f"{words[tier]} at every step" if every == 1 else f"{words[tier]} every {every:,} steps"
-        for tier, every in sorted(spacing.items())
+        for tier, every in sorted({"": 1, **spacing}.items())
         if tier in words
     )
