@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 from types import MemberDescriptorType
@@ -271,11 +271,13 @@ def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
 
 
 def find_dict(value: Any) -> dict[Any, Any] | None:
-    """Return the dictionary that `value` is or, as a `UserDict`, holds; to be read by methods of `dict`. A class of
-    the user's may compute what it gives, and draw random numbers for it."""
+    """Return the dictionary that `value` is or, as a `UserDict` or a `TensorDict`, holds; to be read by methods of
+    `dict`. A class of the user's may compute what it gives, and draw random numbers for it."""
     if isinstance(value, dict):
         return value
-    held = vars(value).get("data") if isinstance(value, UserDict) else None
+    if not isinstance(value, Mapping):
+        return None
+    held = _read_field(value, "data" if isinstance(value, UserDict) else "_tensordict")
     return held if isinstance(held, dict) else None
 
 
@@ -285,7 +287,7 @@ def read_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _read_field(value: Any, field: str) -> Any:
-    """Return what a data class holds in a field, without the code of a property."""
+    """Return what an object holds in a field, without the code of a property."""
     slot = getattr(type(value), field, None)
     try:
         if type(slot) is MemberDescriptorType:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -99,6 +100,22 @@ def test_an_iterable_of_ones_own_is_looked_at_through_the_monitor(daemon: FakeDa
     assert len(set(daemon.series("batch_identity").values())) == 3
 
 
+class TensorDict(Mapping[str, Any]):
+    """Holds its tensors as the class of this name in tensordict does. None of its methods may be called."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._tensordict = held
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -106,9 +123,10 @@ def test_an_iterable_of_ones_own_is_looked_at_through_the_monitor(daemon: FakeDa
         lambda t: (t, 3, "text"),
         lambda t: {"input_ids": t, "labels": None},
         lambda t: UserDict(input_ids=t),
+        lambda t: TensorDict({"deep": TensorDict({"observation": t})}),
         lambda t: [{"deep": (t,)}],
     ],
-    ids=["tensor", "tuple", "dict", "batch-encoding", "nested"],
+    ids=["tensor", "tuple", "dict", "batch-encoding", "TensorDict", "nested"],
 )
 def test_a_batch_of_any_form_is_looked_into(wrapped: Any) -> None:
     found = BatchFingerprints().describe_batch(wrapped(torch.ones(2, 3, 5)), Loader())
@@ -117,7 +135,7 @@ def test_a_batch_of_any_form_is_looked_into(wrapped: Any) -> None:
 
 
 def test_an_object_that_is_no_batch_has_no_fingerprint() -> None:
-    for batch in (None, 3, "text", [], {"a": 1}):
+    for batch in (None, 3, "text", [], {"a": 1}, MappingProxyType({"a": 1})):
         assert BatchFingerprints().describe_batch(batch, Loader()) is None
     assert "batch_identity" not in (
         BatchFingerprints().describe_batch(torch.ones(3, device="meta"), Loader()) or {}
