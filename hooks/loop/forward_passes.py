@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
-from sentinel.hooks.torch_interop.internals import UncopiedHook, is_any_autocast_enabled
+from sentinel.hooks.torch_interop.internals import UncopiedHook, is_any_autocast_enabled, is_faking
 from sentinel.hooks.torch_interop.layer_table import nbytes_of, unwrap_model
 from sentinel.hooks.torch_interop.tensors import CUDA, is_capturing
 from sentinel.wire.heartbeat_page import Work
@@ -372,6 +372,8 @@ class ForwardTimer:
                 accumulator.record_run_elsewhere()
             return
         self._keeps = False
+        if is_faking():
+            return
         if is_grad_enabled():
             # Lightning leaves DistributedDataParallel in evaluation mode after a validation, and its module not.
             user_model = self._user_model()

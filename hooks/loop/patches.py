@@ -44,6 +44,7 @@ from sentinel.hooks.torch_interop.internals import (
     LoaderIterator,
     backward_pass_id,
     exclude_from_tracing,
+    is_faking,
     script_compiler,
 )
 from sentinel.hooks.torch_interop.tensors import Scalar
@@ -323,7 +324,7 @@ class BackwardPatch:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             # A backward inside a backward (reentrant checkpointing) is part of the outer one. Where a mode or a tensor
             # subclass handles the call first (`with torch.device(...)` is a mode), it calls this again.
-            if not live[0] or backward_pass_id() != -1 or has_torch_function(_several(tensors)):
+            if not live[0] or backward_pass_id() != -1 or is_faking() or has_torch_function(_several(tensors)):
                 return original(tensors, *args, **kwargs)
             weights = args[0] if args else kwargs.get("grad_tensors")
             accumulator = self._quiet_accumulator() if weights is None else None

@@ -49,6 +49,7 @@ __all__ = [
     "foreach_norm",
     "in_backward",
     "is_any_autocast_enabled",
+    "is_faking",
     "preserve_version",
     "read_flight_record",
     "release_pinned_memory",
@@ -138,6 +139,14 @@ def _skip_frames(code: CodeType) -> bool:
     except (ImportError, AttributeError, TypeError):
         return False
     return True
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def is_faking() -> bool:
+    """Whether FakeTensorMode is on, as where a program estimates its memory: tensors have no numbers then."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 class UncopiedHook(RemovableHandle):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 import sentinel
@@ -219,6 +220,21 @@ def test_a_batch_that_draws_random_numbers_when_it_is_read(
         weights.append([parameter.detach().clone() for parameter in net.parameters()])
     daemon.ended()
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_a_pass_of_fake_tensors_is_not_the_loops(daemon: FakeDaemon) -> None:
+    """A program makes it to estimate its memory. It was an internal fault, and cost a probe."""
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for step in range(4):
+            if step in (0, 2):
+                with FakeTensorMode() as mode:
+                    fake = {key: mode.from_tensor(one).detach().requires_grad_() for key, one in net.named_parameters()}
+                    torch.func.functional_call(net, fake, (torch.empty(8, 6),)).square().mean().backward()
+            fit(net, optimizer, 1)
+    daemon.ended()
+    assert daemon.series("micro_batches") == dict.fromkeys(range(4), 1.0)
 
 
 def test_a_tensor_that_the_model_makes_once_gathers_no_hooks(daemon: FakeDaemon) -> None:
