@@ -108,9 +108,10 @@ def report(history: History, *, over: bool = False) -> Report:
     began, seconds = history.lifetime(over=over)
     last, names = numbers[-1], ranks.NAMES
     reached, undone = offsets[last] + history.last_seq(last), _list_undone(history, offsets)
-    every = max(map(history.find_spacing, numbers))  # the other steps that are kept have the highest values
-    usual = [history.columns(("step_seconds",), attempt=number, every=every) for number in numbers]
+    sparsest = max(map(history.find_spacing, numbers))  # the other steps that are kept have the highest values
+    usual = [history.columns(("step_seconds",), attempt=number, every=sparsest) for number in numbers]
     step_seconds = spread_median([time for one in usual for series in one.values() for time in series.values])
+    every = history.find_spacing(last)
     apart = {rank: history.columns(names, attempt=last, rank=rank, every=every) for rank in history.ranks(last)}
     cases = history.final_incidents() if over else history.incidents()
     return Report(

@@ -282,8 +282,9 @@ def ranks(report: Report) -> str:
     """Return the matrix and the medians of ranks, if there are several."""
     if len(report.ranks) < 2:
         return ""
-    head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step time</th><th>data wait</th><th>resident set</th></tr>"
-    table = f"<table><thead>{head}</thead>{''.join(_rank(row) for row in report.ranks)}</table>"
+    names = ("rank", "samples", "loss", "step time", "data wait", "resident set")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    table = f"<table><thead><tr>{head}</tr></thead>{''.join(_rank(row) for row in report.ranks)}</table>"
     many = len(report.ranks) > _RANKS
     medians = (
         f"<details><summary>Medians of {len(report.ranks)} ranks</summary>{table}</details>"
@@ -305,7 +306,7 @@ def _matrix(report: Report) -> str:
 def _rank(row: RankRow) -> str:
     cells = (
         str(row.rank),
-        f"{row.steps:,}",
+        f"{row.samples:,}",
         format_number(row.loss),
         _unit(row.step_seconds, "seconds"),
         _unit(row.data_seconds, "seconds"),

@@ -27,7 +27,8 @@ class RankRow(msgspec.Struct, frozen=True):
     """The medians of one rank over its steps; NaN for a signal without finite samples."""
 
     rank: int
-    steps: int
+    samples: int
+    """Steps from which the medians are: of a long run not all, of a live one the last."""
     loss: float | None
     """None: it reported no loss."""
     step_seconds: float
@@ -56,9 +57,9 @@ def _row(rank: int, columns: Columns) -> RankRow:
     def middle(name: str) -> float:
         return spread_median(columns[name].values if name in columns else ())
 
-    steps = max(len(series.seqs) for series in columns.values())
+    samples = max(len(series.seqs) for series in columns.values())
     loss = middle("loss") if "loss" in columns else None
-    return RankRow(rank, steps, loss, *(middle(name) for name in ("step_seconds", "data_seconds", "rss_bytes")))
+    return RankRow(rank, samples, loss, *(middle(name) for name in ("step_seconds", "data_seconds", "rss_bytes")))
 
 
 def matrix(ranks: Mapping[int, Columns], offset: int) -> Heat | None:

@@ -32,6 +32,7 @@ from sentinel.report.content import ChartLine, report
 from sentinel.report.interactive import POINTS, figure
 from sentinel.report.outcomes import describe_run
 from sentinel.report.page import page
+from sentinel.report.page import ranks as ranks_of
 from sentinel.report.stored_runs import StoredRuns
 from sentinel.runs import Run
 from sentinel.runs.steps import LayerStats, RunStep
@@ -104,7 +105,8 @@ def test_the_goodput_counts_the_steps_that_stand(tmp_path: Path) -> None:
 def test_the_usual_time_of_a_step_is_not_that_of_the_slow_ones_that_a_long_run_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of old steps the first of so many is kept, and the slowest: the median of those was a third too high."""
+    """Of old steps the first of so many is kept, and the slowest: the median of those was a third too high. An attempt
+    that is short has all of its steps."""
     monkeypatch.setattr(thinning, "LEVELS", ((512, 16), (1 << 20, 512)))
     monkeypatch.setattr(thinning, "GROUP", 2)
     draw, store = random.Random(0), Store(tmp_path / "gpt.sqlite", run="gpt", run_id="gpt")
@@ -120,7 +122,7 @@ def test_the_usual_time_of_a_step_is_not_that_of_the_slow_ones_that_a_long_run_k
         if seq % CHUNK_STEPS == 0:
             store.write()
     store.records.end_attempt(0, now)
-    store.close()
+    store.write()
     with History(tmp_path / "gpt.sqlite") as kept:
         assert len(kept.series("loss").seqs) < 16_384 / 4
         found = report(kept, over=True)
@@ -128,6 +130,19 @@ def test_the_usual_time_of_a_step_is_not_that_of_the_slow_ones_that_a_long_run_k
     assert found.goodput == pytest.approx(1.0, rel=0.1)
     assert [row.step_seconds for row in found.ranks] == pytest.approx([1.0, 1.0], rel=0.1)
     assert [row.loss for row in found.ranks] == pytest.approx([0.5, 0.5], rel=0.1)
+    assert [row.samples for row in found.ranks] == [1024, 1024]
+    store.records.begin_attempt(1, msgspec.msgpack.encode({"step_offset": 16_384}), now)
+    for rank in (0, 1):
+        store.records.add_rank(1, rank, process=2, hello=hello)
+    for seq in range(20):
+        ranks = {rank: {"loss": 1.0, "step_seconds": 1.0 + rank} for rank in (0, 1)}
+        store.records.add_step(1, RunStep(seq, now + seq, ranks, ranks[1]))
+    store.close()
+    with History(tmp_path / "gpt.sqlite") as kept:
+        found = report(kept, over=True)
+    assert [row.samples for row in found.ranks] == [20, 20]
+    assert found.step_seconds == pytest.approx(1.0, rel=0.1)
+    assert "<th>samples</th>" in ranks_of(found)
 
 
 def test_a_run_that_was_resumed_from_further_back_stands_where_it_came_to(tmp_path: Path) -> None:
